@@ -1,0 +1,109 @@
+# Every target works from a bare checkout: those that need the environment make it first.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.snapback-setup
+SETUP_LOCK := .setup.lock
+# In the order of their dependencies.
+PACKAGES := shared services/operator services/snapshot-agent services/gms services/snapshotctl
+SETUP_INPUTS := requirements.lock $(PACKAGES:%=%/pyproject.toml)
+SOURCES := shared/src services/operator/src services/snapshot-agent/src services/gms/src \
+	services/snapshotctl/src
+
+# Editable installs and script headers hold absolute paths, so a checkout that was moved or copied
+# needs its environment again. The stamp remembers where it was made.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+SETUP_INPUTS += moved
+endif
+
+# What this machine may not offer. Such tests run with `make test MARKERS=gpu` and the like.
+MARKERS ?= not root and not gpu and not docker
+DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
+
+.PHONY: help setup lock check lint types imports format test test-fast cover demo leftovers clean moved
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## Make .venv with the locked packages and the five of this repository
+	@echo "Ready: $(VENV)"
+
+ifndef SETUP_LOCKED
+# The stamp is looked at again under the lock: the make that waited finds nothing left to do.
+$(STAMP): $(SETUP_INPUTS)
+	@command -v flock >/dev/null || { echo "setup: flock is missing; install the package util-linux" >&2; exit 1; }
+	@flock $(SETUP_LOCK) $(MAKE) -s --no-print-directory SETUP_LOCKED=1 $(STAMP)
+else
+# Without its stamp an environment is new or half made, and begins afresh.
+$(STAMP): $(SETUP_INPUTS)
+	@command -v $(PYTHON) >/dev/null \
+		|| { echo "setup: $(PYTHON) is missing; install the package python3 (3.11 or later)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "setup: Python 3.11 or later is needed and $(PYTHON) is $$($(PYTHON) -V);" \
+			"install the package python3.11 and run 'make setup PYTHON=python3.11'" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "setup: $(PYTHON) cannot make environments; install the package" \
+			"$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
+	@if [[ "$$(cat $(STAMP) 2>/dev/null)" == "$(CURDIR)" ]] && $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "1/3 Keeping $(VENV)"; \
+	else \
+		echo "1/3 Creating $(VENV) with $$($(PYTHON) -V)"; \
+		$(PYTHON) -m venv --clear $(VENV); \
+	fi; \
+	rm -f $(STAMP)
+	@echo "2/3 Installing the packages of requirements.lock"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+		--require-hashes -r requirements.lock \
+		| { grep --line-buffered -oE '^(Collecting [^ ]+|Installing)' || true; }
+	@echo "3/3 Installing $(PACKAGES)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
+		$(PACKAGES:%=-e ./%)
+	@$(BIN)/python -m pip check --disable-pip-version-check
+	@echo "$(CURDIR)" >$(STAMP).new && mv $(STAMP).new $(STAMP)
+endif
+
+lock: ## Resolve requirements.in again into requirements.lock (needs uv)
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --upgrade requirements.in -o requirements.lock
+
+check: lint types imports ## Lint, types and imports
+
+lint: $(STAMP) ## Ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## Mypy, strict, over the five packages
+	$(BIN)/mypy $(SOURCES)
+
+imports: $(STAMP) ## Import contracts between the packages and their layers
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP) ## Rewrite the sources in the house format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+test: $(STAMP) ## All tests that need no root, GPU or Docker
+	$(BIN)/pytest -m "$(MARKERS)"
+
+test-fast: $(STAMP) ## Unit, contract and golden tests
+	$(BIN)/pytest -m "$(MARKERS)" $(wildcard tests/unit tests/contract tests/golden)
+
+cover: $(STAMP) ## The same as test, with a table of the lines it missed
+	$(BIN)/coverage run -m pytest -m "$(MARKERS)"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
+	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
+
+leftovers: $(STAMP) ## Show what a demo left running or on disk
+	@$(BIN)/snapshotctl leftovers
+
+clean: ## Remove the environment, caches and build outputs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
+		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

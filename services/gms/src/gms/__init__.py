@@ -1,0 +1,1 @@
+"""The GPU memory service: owns device memory and moves it between device, host and disk."""

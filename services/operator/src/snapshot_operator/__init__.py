@@ -1,0 +1,1 @@
+"""The operator: turns declared snapshots and restores into orders for the agents."""

@@ -1,0 +1,1 @@
+"""The command line: drives snapshots and restores and runs the demo."""

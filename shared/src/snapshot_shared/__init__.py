@@ -1,0 +1,1 @@
+"""What every Snapback service shares: the objects, the wire, the bus and the storage layout."""

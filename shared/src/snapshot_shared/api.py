@@ -1,0 +1,95 @@
+"""What the operator's NATS service answers: `snap.api.<verb>`, JSON in and out.
+
+Every reply either has a `failure` or the fields of its success.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from snapshot_shared.errors import Failure
+
+VERBS = ("apply", "get", "delete", "template")
+
+
+class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Store these manifests, all or none. `traceparent` becomes the trace of what follows."""
+
+    documents: list[msgspec.Raw]
+    traceparent: str = ""
+    dry_run: bool = False
+
+
+class Applied(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one manifest."""
+
+    kind: str
+    namespace: str | None = None
+    name: str
+    uid: str
+    action: Literal["created", "unchanged"]
+
+
+class ApplyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One result a manifest in the same order, or the failure; then nothing was stored."""
+
+    results: list[Applied] = []
+    failure: Failure | None = None
+
+
+class GetRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Read one object by name, or a page of all of a kind (in all namespaces when None)."""
+
+    kind: str
+    namespace: str | None = None
+    name: str | None = None
+    limit: int = 200
+    after: str = ""
+
+
+class GetReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Objects in the order of their keys; `next` is the `after` of the next page, or empty."""
+
+    items: list[Any] = []
+    next: str = ""
+    failure: Failure | None = None
+
+
+class DeleteRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Mark an object for deletion; it goes when its finalizers are answered."""
+
+    kind: str
+    namespace: str | None = None
+    name: str
+
+
+class DeleteReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`gone` says whether it is gone already."""
+
+    gone: bool = False
+    failure: Failure | None = None
+
+
+class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent asks for the spec of a pod that a run order names."""
+
+    namespace: str
+    name: str
+    uid: str
+    node: str
+
+
+class TemplateReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The pod's spec as JSON (an `objects.PodSpec`), whose digest the run order carries."""
+
+    spec: Any = None
+    failure: Failure | None = None
+
+
+class ObjectEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of an object, announced on `subjects.event(...)`. May be lost: re-read, too."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED"]
+    object: Any

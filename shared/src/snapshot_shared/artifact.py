@@ -1,0 +1,216 @@
+"""What stands on disk: the part manifest (`part.json`) and the root manifest (`root.json`).
+
+Layout below an artifact root: `<namespace>/<content uid>/gen-<attempt>/<part>/…` with
+`gen-<attempt>/root.json` written last. Manifests are hostile input: decode them with
+`codec.decode_json(..., limit=MAX_MANIFEST_BYTES)` and then `check_part_manifest`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from snapshot_shared.errors import ArtifactCorrupt
+from snapshot_shared.ids import check_label, check_part, check_uid
+from snapshot_shared.orders import (
+    Attempt,
+    Bytes,
+    Digest,
+    Label,
+    LayoutRef,
+    OrderIdStr,
+    PartStr,
+    PodRef,
+    ShortText,
+    UidStr,
+    VectorEntry,
+)
+
+FORMAT_VERSION = 1
+PART_MANIFEST = "part.json"
+ROOT_MANIFEST = "root.json"
+MAX_FILES = 10_000
+MAX_ALLOCATIONS = 100_000
+MAX_CHUNKS = 1_000_000
+
+_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+
+FileName = Annotated[str, Meta(pattern=_FILE_NAME.pattern, max_length=128)]
+ChunkDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One regular file of a part: its size and an xxh3-128 digest for every chunk in order.
+
+    The last chunk is shorter when `size` is no multiple of `chunk_bytes`.
+    """
+
+    name: FileName
+    size: Bytes
+    chunk_bytes: Annotated[int, Meta(ge=4096, le=2**30)]
+    chunks: Annotated[list[ChunkDigest], Meta(max_length=MAX_CHUNKS)]
+
+
+class Extent(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True
+):
+    """`size` bytes of an allocation at `offset` stand in `file` at `file_offset`."""
+
+    file: Annotated[int, Meta(ge=0, le=MAX_FILES)]
+    file_offset: Bytes
+    offset: Bytes
+    size: Annotated[int, Meta(ge=1, le=2**50)]
+
+
+class AllocationEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One allocation of a GPU memory layout. `slot` is its place in the layout."""
+
+    id: ShortText
+    slot: Annotated[int, Meta(ge=0, le=MAX_ALLOCATIONS)]
+    size: Annotated[int, Meta(ge=1, le=2**50)]
+    tag: ShortText = ""
+    extents: list[Extent]
+
+
+class MetadataEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of a layout's metadata store: opaque bytes about a place in an allocation."""
+
+    key: ShortText
+    allocation: ShortText
+    offset: Bytes
+    value: Annotated[bytes, Meta(max_length=65536)]
+
+
+class SavedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A GPU memory layout as saved; `source` is the generation that was read."""
+
+    source: LayoutRef
+    allocations: Annotated[list[AllocationEntry], Meta(max_length=MAX_ALLOCATIONS)]
+    metadata: Annotated[list[MetadataEntry], Meta(max_length=MAX_ALLOCATIONS)] = []
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the source was, for compatibility checks. Unknown facts are empty."""
+
+    driver: ShortText = ""
+    arch: ShortText = ""
+    kernel: ShortText = ""
+    python: ShortText = ""
+    device_product: ShortText = ""
+    devices: int = 0
+    image: ShortText = ""
+    command: list[str] = []
+
+
+class PartManifest(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="snapback.v1.part_manifest",
+):
+    """Makes a directory a part. Written last in it; its digest is what `staged` reports."""
+
+    version: int = FORMAT_VERSION
+    kind: Literal["process", "gms"]
+    part: PartStr
+    namespace: Label
+    content_uid: UidStr
+    generation: Attempt
+    order: OrderIdStr
+    bytes: Bytes
+    files: Annotated[list[FileEntry], Meta(max_length=MAX_FILES)]
+    vector: list[VectorEntry] = []
+    layout: SavedLayout | None = None
+    facts: Facts | None = None
+
+
+class RootPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One part as the root manifest proves it."""
+
+    part: PartStr
+    kind: Literal["process", "gms"]
+    bytes: Bytes
+    digest: Digest
+    layout: LayoutRef | None = None
+
+
+class RootManifest(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="snapback.v1.root_manifest",
+):
+    """Makes a generation an artifact. Written last of all, never replaced."""
+
+    version: int = FORMAT_VERSION
+    namespace: Label
+    content_uid: UidStr
+    generation: Attempt
+    source: PodRef
+    bytes: Bytes
+    parts: Annotated[list[RootPart], Meta(max_length=64)]
+    facts: Facts = Facts()
+
+
+def generation_path(namespace: str, content_uid: str, generation: int) -> tuple[str, ...]:
+    """Give the path components of a generation below the artifact root, each checked."""
+    return (check_label(namespace), check_uid(content_uid), f"gen-{int(generation)}")
+
+
+def part_path(namespace: str, content_uid: str, generation: int, part: str) -> tuple[str, ...]:
+    """Give the path components of a part below the artifact root, each checked."""
+    return (*generation_path(namespace, content_uid, generation), check_part(part))
+
+
+def check_part_manifest(manifest: PartManifest) -> PartManifest:
+    """Refuse a part manifest whose numbers cannot be true. ArtifactCorrupt names the entry.
+
+    Checks: version, unique file names, chunk counts, the sum of sizes, and that the extents of
+    each allocation cover it exactly once and lie inside their files without overlap.
+    """
+    _require(manifest.version == FORMAT_VERSION, "version", manifest.version)
+    names = [entry.name for entry in manifest.files]
+    _require(len(set(names)) == len(names), "files: a name appears twice", names[:3])
+    _require(PART_MANIFEST not in names, "files: a file has the manifest's name", PART_MANIFEST)
+    for entry in manifest.files:
+        wanted = -(-entry.size // entry.chunk_bytes)
+        _require(len(entry.chunks) == wanted, f"files.{entry.name}: chunks", len(entry.chunks))
+    _require(sum(e.size for e in manifest.files) == manifest.bytes, "bytes", manifest.bytes)
+    if manifest.layout is not None:
+        _check_layout(manifest.layout, manifest.files)
+    return manifest
+
+
+def _check_layout(layout: SavedLayout, files: list[FileEntry]) -> None:
+    ids = {entry.id for entry in layout.allocations}
+    _require(len(ids) == len(layout.allocations), "layout: an allocation id appears twice", "")
+    used: list[tuple[int, int, int]] = []
+    for allocation in layout.allocations:
+        covered = 0
+        for extent in allocation.extents:
+            where = f"layout.{allocation.id}"
+            _require(extent.offset == covered, f"{where}: extents leave a gap", extent.offset)
+            _require(extent.file < len(files), f"{where}: file index", extent.file)
+            inside = extent.file_offset + extent.size <= files[extent.file].size
+            _require(inside, f"{where}: extent past the end of its file", extent.file_offset)
+            used.append((extent.file, extent.file_offset, extent.size))
+            covered += extent.size
+        _require(covered == allocation.size, f"layout.{allocation.id}: size", allocation.size)
+    used.sort()
+    for before, after in zip(used, used[1:], strict=False):
+        overlap = before[0] == after[0] and before[1] + before[2] > after[1]
+        _require(not overlap, "layout: two extents overlap", after[1])
+    for item in layout.metadata:
+        _require(item.allocation in ids, f"metadata.{item.key}: allocation", item.allocation)
+
+
+def _require(holds: bool, what: str, found: object) -> None:  # noqa: FBT001 - reads as a sentence
+    if not holds:
+        raise ArtifactCorrupt(f"part manifest: {what} (found {found!r})", field=what)

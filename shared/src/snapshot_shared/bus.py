@@ -1,0 +1,526 @@
+"""NATS, in one place: the only importer of `nats`.
+
+It reconnects for ever, rebuilds a connection that was closed for any reason, buffers nothing while
+disconnected, and keeps streams, buckets and durables in existence. Everything it carries can be
+rebuilt from the object store and the journals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+import nats
+import nats.errors
+import nats.js.errors
+import nats.micro
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    KeyValueConfig,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+from nats.micro.service import ServiceConfig
+
+from snapshot_shared import subjects
+from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
+
+log = logging.getLogger(__name__)
+
+WRONG_LAST_SEQUENCE = 10071
+FETCH_S = 5.0
+REQUEST_S = 5.0
+ENSURE_EVERY_S = 30.0
+PRESENCE_TTL_S = 30.0
+DAY_S = 86400.0
+
+Handler = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
+
+STREAMS: tuple[StreamConfig, ...] = (
+    StreamConfig(
+        name=subjects.ORDERS,
+        subjects=["snap.order.*.*.*"],
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.NEW,
+        max_msgs_per_subject=1,
+        max_msgs=100_000,
+        max_bytes=256 * 1024 * 1024,
+        max_msg_size=256 * 1024,
+        max_consumers=10_000,
+        allow_direct=True,
+    ),
+    StreamConfig(
+        name=subjects.REPORTS,
+        subjects=["snap.report.*.*.*"],
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_age=14 * DAY_S,
+        max_bytes=512 * 1024 * 1024,
+        max_msg_size=256 * 1024,
+        allow_direct=True,
+    ),
+    StreamConfig(
+        name=subjects.PROGRESS,
+        subjects=["snap.progress.*.*"],
+        storage=StorageType.MEMORY,
+        discard=DiscardPolicy.OLD,
+        max_msgs_per_subject=1,
+        max_age=DAY_S,
+        max_bytes=16 * 1024 * 1024,
+        allow_direct=True,
+    ),
+    StreamConfig(
+        name=subjects.SPANS,
+        subjects=["snap.span.*.*"],
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_age=2 * DAY_S,
+        max_bytes=64 * 1024 * 1024,
+        allow_direct=True,
+    ),
+    StreamConfig(
+        name=subjects.DEAD,
+        subjects=["snap.dead.*"],
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_age=30 * DAY_S,
+        max_bytes=64 * 1024 * 1024,
+        allow_direct=True,
+    ),
+)
+
+BUCKETS: tuple[KeyValueConfig, ...] = (
+    KeyValueConfig(bucket=subjects.NODES_BUCKET, history=1, ttl=PRESENCE_TTL_S),
+    KeyValueConfig(bucket=subjects.OBJECTS_BUCKET, history=1),
+    KeyValueConfig(bucket=subjects.SCHEMAS_BUCKET, history=1),
+)
+
+
+class Delivery(NamedTuple):
+    """One message of a stream: its place, its bytes and its headers; `ack` settles it."""
+
+    subject: str
+    sequence: int
+    data: bytes
+    headers: Mapping[str, str]
+    raw: Msg
+
+    async def ack(self) -> None:
+        """Settle and wait until the server has it."""
+        await _translating(self.raw.ack_sync(timeout=REQUEST_S), "ack")
+
+
+class Bus:
+    """A connection that does not end until `close`."""
+
+    def __init__(self, url: str, name: str, *, credentials: str | None = None) -> None:
+        """Remember where to connect; `credentials` is the path of an nkey seed."""
+        self._url = url
+        self._name = name
+        self._credentials = credentials
+        self._client: Client | None = None
+        self._closing = False
+        self._connected = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._services: list[tuple[str, str, dict[str, str], dict[str, Handler]]] = []
+        self._running: list[Any] = []
+        self._rebuilt: list[asyncio.Event] = []
+
+    async def connect(self, *, patiently: bool = True) -> Bus:
+        """Connect; a daemon waits for ever, a command (`patiently=False`) gives up at once."""
+        await self._open(patiently=patiently)
+        self._supervisor = asyncio.create_task(self._supervise(), name="bus-supervisor")
+        return self
+
+    async def _open(self, *, patiently: bool) -> None:
+        options: dict[str, Any] = {
+            "servers": [self._url],
+            "name": self._name,
+            "connect_timeout": 2,
+            "allow_reconnect": patiently,
+            "max_reconnect_attempts": -1 if patiently else 0,
+            "reconnect_time_wait": 0.5,
+            "ping_interval": 10,
+            "max_outstanding_pings": 2,
+            "pending_size": -1,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnected,
+            "reconnected_cb": self._on_reconnected,
+            "closed_cb": self._on_closed,
+        }
+        if self._credentials:
+            options["nkeys_seed"] = self._credentials
+        try:
+            self._client = await nats.connect(**options)
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            raise BusUnavailable(
+                f"no NATS server answers at {self._url}: {error or type(error).__name__}",
+                url=self._url,
+            ) from error
+        self._lost.clear()
+        self._connected.set()
+        for service in self._services:
+            await self._start_service(*service)
+
+    async def _supervise(self) -> None:
+        while not self._closing:
+            await self._lost.wait()
+            if not self._closing:
+                log.warning("the NATS connection was closed; building a new one")
+                await self._open(patiently=True)
+                self._announce()
+
+    async def _on_error(self, error: Exception) -> None:
+        log.info("NATS: %s", error or type(error).__name__)
+
+    async def _on_disconnected(self) -> None:
+        self._connected.clear()
+
+    async def _on_reconnected(self) -> None:
+        self._connected.set()
+        self._announce()
+
+    async def _on_closed(self) -> None:
+        self._connected.clear()
+        self._lost.set()
+
+    def _announce(self) -> None:
+        for event in self._rebuilt:
+            event.set()
+
+    def reconnections(self) -> asyncio.Event:
+        """Give an event that is set after each reconnection; the waiter clears it."""
+        event = asyncio.Event()
+        self._rebuilt.append(event)
+        return event
+
+    @property
+    def is_connected(self) -> bool:
+        """Say whether the socket is up now."""
+        return self._connected.is_set()
+
+    async def wait_connected(self) -> None:
+        """Wait until the socket is up."""
+        await self._connected.wait()
+
+    @property
+    def client(self) -> Client:
+        """Give the client of nats-py. BusUnavailable before `connect`."""
+        if self._client is None:
+            raise BusUnavailable("not connected yet")
+        return self._client
+
+    async def close(self) -> None:
+        """Drain and close; never raises."""
+        self._closing = True
+        self._lost.set()
+        if self._supervisor:
+            self._supervisor.cancel()
+        if self._client is not None and not self._client.is_closed:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(2):
+                    await self._client.drain()
+            with contextlib.suppress(Exception):
+                await self._client.close()
+
+    async def ensure_assets(self) -> None:
+        """Create what is missing of streams and buckets; change what differs. Idempotent."""
+        stream = self.client.jetstream(timeout=REQUEST_S)
+        for config in STREAMS:
+            try:
+                found = (await stream.stream_info(config.name or "")).config
+            except nats.js.errors.NotFoundError:
+                await _translating(stream.add_stream(config), f"create stream {config.name}")
+                continue
+            if _differs(config, found):
+                await _translating(stream.update_stream(config), f"update stream {config.name}")
+        for bucket in BUCKETS:
+            await _translating(stream.create_key_value(bucket), f"create bucket {bucket.bucket}")
+
+    async def keep_assets(self) -> None:
+        """Ensure the assets now, after each reconnection and every 30 s, for ever."""
+        again = self.reconnections()
+        while True:
+            try:
+                await self.ensure_assets()
+            except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
+                log.warning("cannot ensure streams and buckets: %s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(again.wait(), ENSURE_EVERY_S)
+            again.clear()
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        expected_last: int | None = None,
+        message_id: str | None = None,
+    ) -> int:
+        """Store a message and return its stream sequence once the server has it.
+
+        With `expected_last` the last sequence on this subject must be that one (0: none); Conflict
+        if it is not. BusUnavailable when no answer came: the message may be stored all the same.
+        """
+        sent = dict(headers or {})
+        if expected_last is not None:
+            sent["Nats-Expected-Last-Subject-Sequence"] = str(expected_last)
+        if message_id is not None:
+            sent["Nats-Msg-Id"] = message_id
+        stream = self.client.jetstream(timeout=REQUEST_S)
+        ack = await _translating(
+            stream.publish(subject, payload, headers=sent or None, timeout=REQUEST_S),
+            f"publish to {subject}",
+        )
+        return int(ack.seq)
+
+    async def announce(self, subject: str, payload: bytes) -> None:
+        """Send a core NATS message; nobody may be listening, and it may be lost."""
+        with contextlib.suppress(nats.errors.Error):
+            await self.client.publish(subject, payload)
+
+    async def last(self, stream: str, subject: str) -> tuple[int, bytes] | None:
+        """Read the newest message on a subject from the stream's leader, if there is one."""
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        try:
+            found = await manager.get_last_msg(stream, subject, direct=False)
+        except nats.js.errors.NotFoundError:
+            return None
+        except (nats.errors.Error, nats.js.errors.Error) as error:
+            raise _unavailable(error, f"read {subject}") from error
+        return int(found.seq or 0), found.data or b""
+
+    async def delete(self, stream: str, sequence: int) -> None:
+        """Delete one message by its exact sequence; absent is success."""
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        with contextlib.suppress(nats.js.errors.APIError):
+            await _translating(manager.delete_msg(stream, sequence), f"delete {stream}/{sequence}")
+
+    async def subjects_in(self, stream: str, filter_: str) -> dict[str, int]:
+        """List the subjects of a stream that match, with the number of messages on each."""
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        info = await _translating(
+            manager.stream_info(stream, subjects_filter=filter_), f"list {stream}"
+        )
+        return dict(info.state.subjects or {})
+
+    async def consume(
+        self, stream: str, durable: str, filter_: str, *, max_pending: int = 256
+    ) -> AsyncIterator[Delivery]:
+        """Yield the messages of a durable pull consumer, one after another, for ever.
+
+        The durable is created when it is missing. The caller acks what it has taken over; what is
+        not acked comes again after 30 s.
+        """
+        again = self.reconnections()
+        while True:
+            try:
+                source = await self._bind(stream, durable, filter_, max_pending)
+            except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
+                log.info("consumer %s is not available yet: %s", durable, error)
+                await self._pause(again)
+                continue
+            try:
+                while True:
+                    for message in await _fetch(source):
+                        yield _delivery(message)
+            except (nats.errors.Error, nats.js.errors.Error) as error:
+                log.info("consumer %s has to be bound again: %s", durable, error)
+            finally:
+                with contextlib.suppress(Exception):
+                    await source.unsubscribe()
+            await self._pause(again)
+
+    async def _pause(self, again: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(again.wait(), 0.5)
+        again.clear()
+        await self._connected.wait()
+
+    async def _bind(self, stream: str, durable: str, filter_: str, max_pending: int) -> Any:
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        config = ConsumerConfig(
+            name=durable,
+            durable_name=durable,
+            filter_subject=filter_,
+            ack_policy=AckPolicy.EXPLICIT,
+            deliver_policy=DeliverPolicy.ALL,
+            ack_wait=30,
+            max_ack_pending=max_pending,
+        )
+        await manager.add_consumer(stream, config)
+        return await manager.pull_subscribe_bind(durable=durable, stream=stream)
+
+    async def replay(self, stream: str, filter_: str) -> list[Delivery]:
+        """Read what a stream holds now on the subjects that match, oldest first."""
+        if not await self.subjects_in(stream, filter_):
+            return []
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        source = await manager.subscribe(filter_, stream=stream, ordered_consumer=True)
+        found: list[Delivery] = []
+        try:
+            while True:
+                message = await source.next_msg(timeout=2)
+                found.append(_delivery(message))
+                if message.metadata.num_pending == 0:
+                    return found
+        except nats.errors.TimeoutError:
+            return found
+        finally:
+            with contextlib.suppress(Exception):
+                await source.unsubscribe()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, subject: str) -> AsyncIterator[asyncio.Queue[Delivery]]:
+        """Collect core NATS messages on a subject in a queue for the length of the block."""
+        queue: asyncio.Queue[Delivery] = asyncio.Queue()
+
+        async def take(message: Msg) -> None:
+            queue.put_nowait(
+                Delivery(message.subject, 0, message.data, message.headers or {}, message)
+            )
+
+        subscription = await self.client.subscribe(subject, cb=take)
+        await self.client.flush()
+        try:
+            yield queue
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+
+    async def put(self, bucket: str, key: str, value: bytes) -> None:
+        """Write a key of a bucket."""
+        store = await _translating(
+            self.client.jetstream(timeout=REQUEST_S).key_value(bucket), f"bucket {bucket}"
+        )
+        await _translating(store.put(key, value), f"put {bucket}/{key}")
+
+    async def remove(self, bucket: str, key: str) -> None:
+        """Delete a key of a bucket; absent is success."""
+        store = await _translating(
+            self.client.jetstream(timeout=REQUEST_S).key_value(bucket), f"bucket {bucket}"
+        )
+        await _translating(store.delete(key), f"delete {bucket}/{key}")
+
+    async def entries(self, bucket: str) -> dict[str, bytes]:
+        """Read every live key of a bucket."""
+        store = await _translating(
+            self.client.jetstream(timeout=REQUEST_S).key_value(bucket), f"bucket {bucket}"
+        )
+        found: dict[str, bytes] = {}
+        watcher = await store.watchall(ignore_deletes=True)
+        try:
+            async for entry in watcher:
+                if entry is None:
+                    break
+                found[entry.key] = entry.value or b""
+        finally:
+            with contextlib.suppress(Exception):
+                await watcher.stop()
+        return found
+
+    async def watch_subjects(self, subject: str) -> AsyncIterator[Delivery]:
+        """Yield core NATS messages on a subject, for ever (KV writes are seen so too)."""
+        async with self.listening(subject) as queue:
+            while True:
+                yield await queue.get()
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        timeout_s: float = REQUEST_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """Ask and wait for one answer. NotFound when nobody serves the subject."""
+        try:
+            answer = await self.client.request(
+                subject, payload, timeout=timeout_s, headers=dict(headers) if headers else None
+            )
+        except nats.errors.NoRespondersError:
+            raise NotFound(
+                f"nobody answers {subject}",
+                subject=subject,
+                next_step="check that the service behind it runs (nats micro ls)",
+            ) from None
+        except (nats.errors.Error, TimeoutError) as error:
+            raise _unavailable(error, f"request {subject}") from error
+        return answer.data
+
+    async def serve(
+        self, name: str, version: str, metadata: Mapping[str, str], endpoints: Mapping[str, Handler]
+    ) -> None:
+        """Answer requests as a NATS service (`nats micro ls`); `endpoints` is subject -> handler.
+
+        Handlers answer quickly, never raise for bad input and run one at a time.
+        """
+        service = (name, version, dict(metadata), dict(endpoints))
+        self._services.append(service)
+        await self._start_service(*service)
+
+    async def _start_service(
+        self, name: str, version: str, metadata: dict[str, str], endpoints: dict[str, Handler]
+    ) -> None:
+        config = ServiceConfig(name=name, version=version, metadata=metadata)
+        service = await nats.micro.add_service(self.client, config)
+        for subject, handler in endpoints.items():
+            endpoint_name = subject.replace(".", "-")
+            await service.add_endpoint(
+                name=endpoint_name, subject=subject, handler=_responding(handler)
+            )
+        self._running.append(service)
+
+
+def _responding(handler: Handler) -> Callable[[Any], Awaitable[None]]:
+    async def answer(request: Any) -> None:
+        await request.respond(await handler(request.data, request.headers or {}))
+
+    return answer
+
+
+async def _fetch(source: Any) -> list[Msg]:
+    try:
+        return list(await source.fetch(1, timeout=FETCH_S))
+    except nats.errors.TimeoutError:
+        return []
+
+
+def _delivery(message: Msg) -> Delivery:
+    sequence = message.metadata.sequence.stream
+    return Delivery(message.subject, sequence, message.data, message.headers or {}, message)
+
+
+def _differs(wanted: StreamConfig, found: StreamConfig) -> bool:
+    fields = ("subjects", "max_msgs_per_subject", "max_bytes", "max_age", "discard", "max_msgs")
+    return any(
+        getattr(wanted, field) is not None and getattr(wanted, field) != getattr(found, field)
+        for field in fields
+    )
+
+
+async def _translating(awaitable: Awaitable[Any], what: str) -> Any:
+    try:
+        return await awaitable
+    except nats.js.errors.APIError as error:
+        if error.err_code == WRONG_LAST_SEQUENCE:
+            raise Conflict(f"{what}: somebody else published first") from error
+        raise _unavailable(error, what) from error
+    except (nats.errors.Error, TimeoutError, OSError) as error:
+        raise _unavailable(error, what) from error
+
+
+def _unavailable(error: BaseException, what: str) -> BusUnavailable:
+    return BusUnavailable(f"{what}: {error or type(error).__name__}")

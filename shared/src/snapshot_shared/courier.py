@@ -1,0 +1,401 @@
+"""How a service takes orders from NATS and answers them.
+
+An ack means "in my journal", never "done". A repeat is answered with what is on record. Reports
+are numbered and journalled before they are published, and published until NATS has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus, Delivery
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import (
+    Aborted,
+    BusUnavailable,
+    InvalidMessage,
+    InvalidName,
+    OutcomeUnknown,
+    Rejected,
+    SnapbackError,
+    Superseded,
+    UnsupportedVersion,
+    WrongNode,
+    failure_of,
+)
+from snapshot_shared.ids import NodeName, OrderId, owner_of, verb_of
+from snapshot_shared.journal import Journal
+from snapshot_shared.ledger import (
+    Accepted,
+    Delivered,
+    Entry,
+    Noted,
+    Reported,
+    Tombstoned,
+)
+from snapshot_shared.orders import (
+    SCHEMA_VERSION,
+    TERMINAL,
+    AnyOrder,
+    DeadLetter,
+    Order,
+    Progress,
+    Report,
+    Service,
+)
+from snapshot_shared.runner import Runner, Step
+from snapshot_shared.spans import order_context
+from snapshot_shared.telemetry import Attributes, Telemetry
+
+log = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 0.25
+
+Result = Mapping[str, Any]
+"""Fields of the terminal report besides the ones that every report has."""
+
+Handler = Callable[[Any, "OrderContext"], Awaitable[Result]]
+
+
+class Clocks(msgspec.Struct, frozen=True):
+    """Time and identity of this boot as inputs: functions in, so that tests can turn them."""
+
+    monotonic: Callable[[], float]
+    wall: Callable[[], float]
+    boot_id: str
+
+
+class OrderContext:
+    """What a handler may do besides its work: report, tell progress, run steps, note facts."""
+
+    def __init__(self, courier: Courier, entry: Entry, order: Any) -> None:
+        """Belong to one accepted order."""
+        self._courier = courier
+        self.entry = entry
+        self.order = order
+        self._last_progress = float("-inf")
+
+    def remaining_s(self) -> float:
+        """Give the seconds left of the order's budget. A reboot ends every budget."""
+        accepted = self.entry.accepted
+        clocks = self._courier.clocks
+        if accepted.boot_id != clocks.boot_id:
+            return 0.0
+        return accepted.monotonic + accepted.deadline_s - clocks.monotonic()
+
+    async def report(self, kind: str, **fields: Any) -> None:
+        """Journal a report and have it published."""
+        await self._courier.report(self.entry, kind, **fields)
+
+    async def note(self, key: str, value: Any) -> None:
+        """Journal a fact that recovery will need."""
+        await self._courier.journal.append(
+            Noted(order=self.entry.order, attempt=self.entry.attempt, key=key, value=value)
+        )
+
+    async def steps(self, verb: str, table: Sequence[Step]) -> None:
+        """Run a step table for this order."""
+        await self._courier.runner.run(verb, self.order, table, remaining_s=self.remaining_s)
+
+    async def progress(self, part: str, step: str, done: int, total: int) -> None:
+        """Tell how many bytes are done; at most four times a second, but always the last."""
+        now = self._courier.clocks.monotonic()
+        if done < total and now - self._last_progress < PROGRESS_EVERY_S:
+            return
+        self._last_progress = now
+        value = Progress(
+            order=self.entry.order,
+            attempt=self.entry.attempt,
+            node=self._courier.node,
+            part=part,
+            step=step,
+            done=done,
+            total=total,
+            at=self._courier.clocks.wall(),
+        )
+        subject = subjects.progress(self._courier.node, OrderId(self.entry.order))
+        await self._courier.bus.announce(subject, encode_json(value))
+
+
+class Courier:
+    """Takes the orders of one service on one node, runs their handlers, delivers the reports."""
+
+    def __init__(
+        self,
+        *,
+        node: NodeName,
+        service: Service,
+        bus: Bus,
+        journal: Journal,
+        telemetry: Telemetry,
+        runner: Runner,
+        clocks: Clocks,
+        handlers: Mapping[type[Order], Handler],
+    ) -> None:
+        """Wire the parts; nothing runs before `serve`."""
+        self.node = node
+        self.service: Service = service
+        self.bus = bus
+        self.journal = journal
+        self.telemetry = telemetry
+        self.runner = runner
+        self.clocks = clocks
+        self._handlers = dict(handlers)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._outbox: asyncio.Queue[Report] = asyncio.Queue()
+
+    async def serve(self) -> None:
+        """Resume unfinished orders, then deliver reports and take orders, for ever."""
+        for report in self.journal.ledger.pending_reports():
+            self._outbox.put_nowait(report)
+        for entry in self.journal.ledger.unfinished():
+            await self._resume(entry)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._deliver(), name="outbox")
+            group.create_task(self._take(), name="intake")
+
+    async def drain(self) -> None:
+        """Cancel what runs and wait until its compensation is over."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take(self) -> None:
+        durable = subjects.durable(self.node, self.service)
+        filter_ = subjects.orders_of(self.node, self.service)
+        async for delivery in self.bus.consume(subjects.ORDERS, durable, filter_):
+            try:
+                await self.take(delivery)
+            except BusUnavailable as error:
+                log.info("order will come again: %s", error)
+
+    async def take(self, delivery: Delivery) -> None:
+        """Judge one message: accept it, answer a repeat, or refuse it with a reason."""
+        try:
+            order = self._read(delivery)
+        except (InvalidMessage, InvalidName, Rejected, UnsupportedVersion) as error:
+            await self._refuse(delivery, error)
+            return
+        known = self.journal.ledger.entries.get(order.order)
+        if known is not None and known.attempt >= order.attempt:
+            await self._repeat(known, order)
+            await delivery.ack()
+            return
+        entry = await self._accept(order, delivery.data)
+        self._start(entry, order)
+        await self.report(entry, "accepted")
+        await delivery.ack()
+
+    def _read(self, delivery: Delivery) -> Any:
+        node, service, order_id = subjects.parse_order(delivery.subject)
+        order: Any = decode_json(delivery.data, cast("type[Any]", AnyOrder))
+        if order.schema > SCHEMA_VERSION:
+            raise UnsupportedVersion(
+                f"order schema {order.schema} is newer than {SCHEMA_VERSION}",
+                found=order.schema,
+                supported=SCHEMA_VERSION,
+            )
+        if (node, service) != (self.node, self.service) or order.node != self.node:
+            raise WrongNode(
+                f"the order is for {order.node}, this is {self.node}",
+                expected=self.node,
+                found=order.node,
+            )
+        if order.order != order_id or owner_of(order.order) != order.owner:
+            raise InvalidMessage(
+                f"subject, id and owner differ: {order_id}, {order.order}, {order.owner}"
+            )
+        if type(order) not in self._handlers:
+            raise Rejected(f"{self.service} does not carry out {type(order).__name__}")
+        if order.not_after is not None and self.clocks.wall() > order.not_after:
+            raise Rejected("the order came too late to be started", not_after=order.not_after)
+        return order
+
+    async def _refuse(self, delivery: Delivery, error: SnapbackError) -> None:
+        """Copy to DEAD, tell the operator if the id can be known, settle. The next is served."""
+        failure = error.to_failure()
+        log.warning("refused %s: %s", delivery.subject, failure)
+        letter = DeadLetter(
+            subject=delivery.subject[:4096],
+            node=self.node,
+            service=self.service,
+            sequence=delivery.sequence,
+            at=self.clocks.wall(),
+            failure=failure,
+            payload=delivery.data[:65536],
+        )
+        await self.bus.publish(subjects.dead(self.node), encode_json(letter))
+        with contextlib.suppress(InvalidName):
+            _, _, order_id = subjects.parse_order(delivery.subject)
+            attempt = _claimed_attempt(delivery.data)
+            report = Report(
+                order=order_id,
+                attempt=attempt,
+                n=1,
+                kind="rejected",
+                node=self.node,
+                service=self.service,
+                at=self.clocks.wall(),
+                failure=failure,
+            )
+            await self._publish(report)
+        await delivery.ack()
+
+    async def _repeat(self, known: Entry, order: Order) -> None:
+        """Answer from the record; a lower attempt than the known one gets no answer at all."""
+        if known.attempt == order.attempt:
+            for report in known.reports:
+                await self._publish(report)
+
+    async def _accept(self, order: Order, payload: bytes) -> Entry:
+        await self.journal.append(
+            Accepted(
+                order=order.order,
+                attempt=order.attempt,
+                payload=msgspec.Raw(payload),
+                boot_id=self.clocks.boot_id,
+                monotonic=self.clocks.monotonic(),
+                wall=self.clocks.wall(),
+                deadline_s=order.deadline_s,
+            )
+        )
+        return self.journal.ledger.entries[order.order]
+
+    def _start(self, entry: Entry, order: Order) -> None:
+        previous = self._tasks.get(entry.order)
+        task = asyncio.create_task(self._carry_out(entry, order, previous), name=entry.order)
+        self._tasks[entry.order] = task
+        task.add_done_callback(lambda done: self._forget(entry.order, done))
+
+    def _forget(self, order: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(order) is task:
+            del self._tasks[order]
+        if not task.cancelled() and (error := task.exception()):
+            log.error("order %s ended without a report: %r", order, error, exc_info=error)
+
+    async def _carry_out(
+        self, entry: Entry, order: Order, previous: asyncio.Task[None] | None
+    ) -> None:
+        if previous is not None:
+            # An older attempt of the same order must have let go before this one begins.
+            previous.cancel()
+            await asyncio.gather(previous, return_exceptions=True)
+        verb = verb_of(OrderId(entry.order))
+        context = OrderContext(self, entry, order)
+        identity = order_context(order.traceparent, entry.order, entry.attempt)
+        attributes: Attributes = {
+            "messaging.system": "nats",
+            "messaging.message.id": entry.order,
+            "snapback.attempt": entry.attempt,
+            "snapback.node": self.node,
+        }
+        try:
+            with self.telemetry.span(
+                verb, parent=order.traceparent, identity=identity, attributes=attributes
+            ):
+                result = await self._handlers[type(order)](order, context)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._fail(entry, Aborted("the order was aborted here")))
+            raise
+        except Exception as error:  # the one place where every failure becomes a report
+            await self._fail(entry, error)
+        else:
+            await self.report(entry, TERMINAL[verb], **result)
+
+    async def _fail(self, entry: Entry, error: BaseException) -> None:
+        failure = failure_of(error)
+        if failure.reason == "Internal":
+            log.error("order %s", entry.order, exc_info=error)
+        kind = "rejected" if isinstance(error, Rejected) else "failed"
+        await self.report(entry, kind, failure=failure)
+
+    async def _resume(self, entry: Entry) -> None:
+        """Go on after a restart: run again what may be run again, fail the rest."""
+        order: Any = decode_json(bytes(entry.accepted.payload), cast("type[Any]", AnyOrder))
+        if entry.open_step is not None and entry.notes.get("no-replay"):
+            step = entry.open_step
+            error = OutcomeUnknown(f"the service was restarted within step {step}", step=step)
+            await self._fail(entry, error)
+        else:
+            self._start(entry, order)
+
+    async def report(self, entry: Entry, kind: str, **fields: Any) -> None:
+        """Journal the next report of an order and queue it for NATS.
+
+        A terminal report absorbs: a second one for the same attempt is dropped.
+        """
+        if entry.terminal is not None and kind not in ("ready", "exited"):
+            return
+        report = Report(
+            order=entry.order,
+            attempt=entry.attempt,
+            n=len(entry.reports) + 1,
+            kind=kind,  # type: ignore[arg-type]
+            node=self.node,
+            service=self.service,
+            at=self.clocks.wall(),
+            **fields,
+        )
+        await self.journal.append(Reported(report=report))
+        self._outbox.put_nowait(report)
+
+    async def _deliver(self) -> None:
+        while True:
+            report = await self._outbox.get()
+            while True:
+                try:
+                    await self._publish(report)
+                    break
+                except BusUnavailable as error:
+                    log.info("report %s/%s waits: %s", report.order, report.kind, error)
+                    await self.bus.wait_connected()
+            await self.journal.append(
+                Delivered(order=report.order, attempt=report.attempt, n=report.n)
+            )
+
+    async def _publish(self, report: Report) -> None:
+        await self.bus.publish(
+            subjects.report(self.node, OrderId(report.order), report.kind),
+            encode_json(report),
+            message_id=f"{report.order}.{report.attempt}.{report.n}",
+        )
+
+    async def tombstone(self, subject: str, attempt: int) -> None:
+        """Journal that no attempt up to this one of the named work may begin or go on."""
+        await self.journal.append(Tombstoned(subject=subject, attempt=attempt))
+
+    def require_current(self, subject: str, attempt: int) -> None:
+        """Superseded when the named work was aborted at this attempt or later."""
+        if self.journal.ledger.is_tombstoned(subject, attempt):
+            raise Superseded(f"attempt {attempt} of {subject} was aborted here", attempt=attempt)
+
+    async def cancel(self, order_id: str, attempt: int) -> bool:
+        """Cancel a running order of at most this attempt; wait for its compensation."""
+        task = self._tasks.get(order_id)
+        entry = self.journal.ledger.entries.get(order_id)
+        if task is None or entry is None or entry.attempt > attempt:
+            return False
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return True
+
+
+def _claimed_attempt(data: bytes) -> int:
+    """Read the attempt that a bad order claims, or 0."""
+
+    class Claim(msgspec.Struct):
+        attempt: int = 0
+
+    try:
+        claimed = msgspec.json.decode(data, type=Claim).attempt
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return 0
+    return claimed if 0 <= claimed <= 1_000_000 else 0

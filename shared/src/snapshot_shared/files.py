@@ -1,0 +1,238 @@
+"""Durable and safe file operations: fsynced, beneath a root, never through a link.
+
+Everything takes an already opened directory descriptor and path components; a component is one
+name, so `..` and absolute paths cannot occur. Directories are 0700 and files 0600.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactExists,
+    ArtifactMissing,
+    InvalidName,
+    NoSpace,
+)
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def check_component(name: str) -> str:
+    """Return one path component: no slash, no NUL, not `.` or `..`, at most 128 bytes."""
+    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 128:
+        raise InvalidName(f"{name[:80]!r} is not a plain file name", value=name[:80])
+    return name
+
+
+@contextlib.contextmanager
+def opened(fd: int) -> Iterator[int]:
+    """Close a descriptor at the end of a block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_root(path: str, *, create: bool = False) -> int:
+    """Open a root directory; its own path may hold links, nothing beneath it may."""
+    if create:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def open_dir(root: int, parts: Sequence[str]) -> int:
+    """Open the directory `parts` beneath `root`, following no link. The caller closes it."""
+    current = os.dup(root)
+    try:
+        for part in parts:
+            following = _openat(current, check_component(part), _DIRECTORY)
+            os.close(current)
+            current = following
+    except BaseException:
+        os.close(current)
+        raise
+    return current
+
+
+def make_dir(root: int, parts: Sequence[str], *, exclusive: bool = False) -> int:
+    """Create the directories `parts` beneath `root`, durably, and open the last.
+
+    With `exclusive` the last one must not exist yet: ArtifactExists else.
+    """
+    current = os.dup(root)
+    try:
+        for index, part in enumerate(parts):
+            is_last = index == len(parts) - 1
+            try:
+                os.mkdir(check_component(part), 0o700, dir_fd=current)
+                os.fsync(current)
+            except FileExistsError:
+                if exclusive and is_last:
+                    raise ArtifactExists(
+                        f"{'/'.join(parts)} exists already", path="/".join(parts)
+                    ) from None
+            except OSError as error:
+                raise translated(error, part) from error
+            following = _openat(current, part, _DIRECTORY)
+            os.close(current)
+            current = following
+    except BaseException:
+        os.close(current)
+        raise
+    return current
+
+
+def open_regular(directory: int, name: str, *, size: int | None = None) -> int:
+    """Open a file for reading: a regular file with one link and, if given, exactly `size` bytes."""
+    fd = _openat(
+        directory, check_component(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    )
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            raise ArtifactCorrupt(f"{name} is not a plain file with one link", file=name)
+        if size is not None and found.st_size != size:
+            raise ArtifactCorrupt(
+                f"{name} has {found.st_size} bytes, its manifest says {size}",
+                file=name,
+                found=found.st_size,
+                expected=size,
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_bounded(directory: int, name: str, limit: int) -> bytes:
+    """Read a whole small file. ArtifactCorrupt when it has more than `limit` bytes."""
+    with opened(open_regular(directory, name)) as fd:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise ArtifactCorrupt(
+                f"{name} has {size} bytes, the limit is {limit}", file=name, found=size, limit=limit
+            )
+        data = b""
+        while len(data) < size and (piece := os.read(fd, size - len(data))):
+            data += piece
+        return data
+
+
+def create_file(directory: int, name: str) -> int:
+    """Create a file that must not exist, for writing, 0600."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return _openat(directory, check_component(name), flags, 0o600)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write every byte or raise. NoSpace when the disk is full."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except OSError as error:
+            raise translated(error, f"fd {fd}") from error
+
+
+def write_new(directory: int, name: str, data: bytes) -> None:
+    """Put a whole file in place durably: temporary name, fsync, link without replacing, fsync.
+
+    An equal file that stands there already is success; a different one is ArtifactExists.
+    """
+    temporary = f".{name}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=directory)
+    try:
+        with opened(create_file(directory, temporary)) as fd:
+            write_all(fd, data)
+            _fsync(fd, name)
+        try:
+            os.link(
+                temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False
+            )
+        except FileExistsError:
+            os.unlink(temporary, dir_fd=directory)
+            if read_bounded(directory, name, max(len(data), 1)) != data:
+                raise ArtifactExists(f"another {name} stands there", file=name) from None
+            _fsync(directory, name)
+            return
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=directory)
+    _fsync(directory, name)
+
+
+def write_replacing(directory: int, name: str, data: bytes, *, mode: int = 0o600) -> None:
+    """Put a whole file in place durably, over an older one: temporary name, fsync, rename."""
+    temporary = f".{check_component(name)}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=directory)
+    with opened(create_file(directory, temporary)) as fd:
+        os.fchmod(fd, mode)
+        write_all(fd, data)
+        _fsync(fd, name)
+    os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    _fsync(directory, name)
+
+
+def remove_tree(parent: int, name: str) -> None:
+    """Remove a directory tree beneath `parent`, following no link. Absent is success."""
+    try:
+        directory = os.open(check_component(name), _DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    with opened(directory):
+        for entry in os.listdir(directory):
+            mode = os.stat(entry, dir_fd=directory, follow_symlinks=False).st_mode
+            if stat.S_ISDIR(mode):
+                remove_tree(directory, entry)
+            else:
+                os.unlink(entry, dir_fd=directory)
+    os.rmdir(name, dir_fd=parent)
+    os.fsync(parent)
+
+
+def free_bytes(directory: int) -> int:
+    """Give the bytes that an unprivileged writer can still use on the file system."""
+    found = os.fstatvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def require_space(directory: int, needed: int, what: str) -> None:
+    """NoSpace with both numbers unless `needed` bytes fit."""
+    free = free_bytes(directory)
+    if free < needed:
+        raise NoSpace(f"{what} needs {needed} bytes, {free} are free", needed=needed, free=free)
+
+
+def translated(error: OSError, name: str) -> Exception:
+    """Name an OS error in the product's words: a full disk, a missing or a linked file."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpace(f"no space left while writing {name}", path=name)
+    if error.errno == errno.ENOENT:
+        return ArtifactMissing(f"{name} does not exist", path=name)
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return ArtifactCorrupt(f"{name} is a link or no directory", path=name)
+    if error.errno == errno.EEXIST:
+        return ArtifactExists(f"{name} exists already", path=name)
+    return error
+
+
+def _openat(directory: int, name: str, flags: int, mode: int = 0) -> int:
+    try:
+        return os.open(name, flags, mode, dir_fd=directory)
+    except OSError as error:
+        raise translated(error, name) from error
+
+
+def _fsync(fd: int, name: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise translated(error, name) from error

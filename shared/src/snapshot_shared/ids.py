@@ -1,0 +1,117 @@
+"""Names and ids: their types, their alphabets, and how they become NATS subject tokens.
+
+A DNS name never contains `_`, so dots are written as `_` in a subject token and nothing is lost.
+Every id is checked here before a subject, key or path is built from it: NATS accepts publishes
+to `snap.order.x.*`, so an unchecked id would be a hole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import NewType
+
+from snapshot_shared.errors import InvalidName
+
+NodeName = NewType("NodeName", str)
+Uid = NewType("Uid", str)
+OrderId = NewType("OrderId", str)
+PartName = NewType("PartName", str)
+
+NAME_PATTERN = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
+LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+UID_PATTERN = r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
+PART_PATTERN = r"^(process|gpu-[0-9]{1,2})$"
+ORDER_PATTERN = (
+    r"^[a-z]{2,12}-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+    r"(-[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?)?$"
+)
+DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
+
+_NAME = re.compile(NAME_PATTERN)
+_LABEL = re.compile(LABEL_PATTERN)
+_UID = re.compile(UID_PATTERN)
+_ORDER = re.compile(ORDER_PATTERN)
+_PART = re.compile(PART_PATTERN)
+
+
+def _checked(pattern: re.Pattern[str], what: str, value: str) -> str:
+    if not pattern.fullmatch(value) or ".." in value:
+        shown = value if len(value) <= 80 else value[:77] + "..."
+        raise InvalidName(
+            f"{what} {shown!r} must match {pattern.pattern} and hold no '..'",
+            next_step="use lower-case letters, digits and '-'",
+            value=shown,
+        )
+    return value
+
+
+def check_name(value: str) -> str:
+    """Return an object's or node's name: a DNS name of at most 63 characters. InvalidName else."""
+    return _checked(_NAME, "name", value)
+
+
+def check_node(value: str) -> NodeName:
+    """Return the node name. InvalidName else."""
+    return NodeName(_checked(_NAME, "node name", value))
+
+
+def check_label(value: str) -> str:
+    """Return a DNS label (namespaces, containers): no dots. InvalidName else."""
+    return _checked(_LABEL, "label", value)
+
+
+def check_uid(value: str) -> Uid:
+    """Return a uid: a lower-case UUID. InvalidName else."""
+    return Uid(_checked(_UID, "uid", value))
+
+
+def check_part(value: str) -> PartName:
+    """Return the name of a part of an artifact: `process` or `gpu-<ordinal>`."""
+    return PartName(_checked(_PART, "part", value))
+
+
+def check_order_id(value: str) -> OrderId:
+    """Return an order id `<verb>-<owner uid>[-<part>]`. InvalidName else."""
+    return OrderId(_checked(_ORDER, "order id", value))
+
+
+def order_id(verb: str, owner: Uid, part: str | None = None) -> OrderId:
+    """Build the deterministic id of an order: the same wish always has the same id."""
+    return check_order_id(f"{verb}-{owner}" + (f"-{part}" if part else ""))
+
+
+def owner_of(order: OrderId) -> Uid:
+    """Give the uid of the object that an order belongs to."""
+    verb = order.partition("-")[0]
+    return Uid(order[len(verb) + 1 : len(verb) + 37])
+
+
+def verb_of(order: OrderId) -> str:
+    """Give the verb of an order id."""
+    return order.partition("-")[0]
+
+
+def token(name: str) -> str:
+    """Write a name as one NATS subject token: dots become `_`."""
+    return check_name(name).replace(".", "_")
+
+
+def name_of(subject_token: str) -> str:
+    """Read a subject token back into the name."""
+    return check_name(subject_token.replace("_", "."))
+
+
+def short_hash(*values: str, length: int = 16) -> str:
+    """Hash strings into `length` hex digits; the encoding cannot be ambiguous."""
+    state = hashlib.sha256()
+    for value in values:
+        data = value.encode()
+        state.update(len(data).to_bytes(8, "big") + data)
+    return state.hexdigest()[:length]
+
+
+def derived_uid(*values: str) -> Uid:
+    """Derive a uid from other ids, so that a repeated decision names the same object."""
+    digits = short_hash(*values, length=32)
+    return Uid("-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])))

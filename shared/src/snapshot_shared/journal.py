@@ -1,0 +1,135 @@
+"""The journal file: one JSON record a line, each with its checksum, each fsynced before it counts.
+
+A torn last line is what a crash leaves and is cut off. A damaged line before the last is
+`JournalCorrupt`: the service refuses to start rather than guess what it had promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import zlib
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from snapshot_shared.errors import AlreadyExists, SnapbackError
+from snapshot_shared.files import opened, write_all, write_replacing
+from snapshot_shared.ledger import Ledger, Record
+
+KEEP_S = 14 * 86400.0
+"""How long the highest attempt and result of each finished order are kept, in seconds."""
+
+_DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+_ENCODER = msgspec.json.Encoder()
+
+
+class JournalCorrupt(SnapbackError):
+    """A line before the last does not match its checksum; `values`: file and line number."""
+
+    default_next_step: ClassVar[str] = (
+        "move the journal aside after checking that no worker of this node is frozen"
+    )
+
+
+class Journal:
+    """An open journal and its fold. One process at a time: the folder is locked."""
+
+    def __init__(self, fd: int, lock: int, ledger: Ledger) -> None:
+        """Use `Journal.open`."""
+        self._fd = fd
+        self._lock = lock
+        self._turn = asyncio.Lock()
+        self.ledger = ledger
+
+    @classmethod
+    def open(cls, folder: Path, *, now: float) -> Journal:
+        """Read, repair the torn tail, compact and open for appending.
+
+        `now` is seconds since the epoch. AlreadyExists when another process holds the folder.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise AlreadyExists(
+                f"another process works with the journal in {folder}",
+                next_step="stop it, or give this one a state folder of its own",
+            ) from None
+        ledger = Ledger()
+        path = folder / "journal"
+        for record in read_records(path):
+            ledger.apply(record)
+        compact = b"".join(_line(record) for record in ledger.compacted(older_than=now - KEEP_S))
+        with opened(os.open(folder, os.O_RDONLY | os.O_DIRECTORY)) as directory:
+            write_replacing(directory, "journal", compact)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        fresh = Ledger()
+        for record in read_records(path):
+            fresh.apply(record)
+        return cls(fd, lock, fresh)
+
+    async def append(self, *records: Record) -> None:
+        """Write records, wait until they are on disk, then fold them. NoSpace if it is full."""
+        data = b"".join(_line(record) for record in records)
+        async with self._turn:
+            await asyncio.shield(asyncio.to_thread(self._write, data))
+            for record in records:
+                self.ledger.apply(record)
+
+    def append_now(self, *records: Record) -> None:
+        """Do the same without an event loop, for recovery at start."""
+        self._write(b"".join(_line(record) for record in records))
+        for record in records:
+            self.ledger.apply(record)
+
+    def _write(self, data: bytes) -> None:
+        size = os.fstat(self._fd).st_size
+        try:
+            write_all(self._fd, data)
+            os.fdatasync(self._fd)
+        except BaseException:
+            # A half line would make the next whole line look corrupt.
+            os.ftruncate(self._fd, size)
+            raise
+
+    def close(self) -> None:
+        """Close the file and free the folder."""
+        os.close(self._fd)
+        os.close(self._lock)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read a journal; an absent file is empty, a torn last line is dropped. JournalCorrupt."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    records: list[Record] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        record = _parse(line)
+        if record is None:
+            if number == len(lines) - 1 and lines[-1] == b"":
+                break
+            raise JournalCorrupt(f"{path} is damaged at line {number}", file=str(path), line=number)
+        records.append(record)
+    return records
+
+
+def _line(record: Record) -> bytes:
+    body = _ENCODER.encode(record)
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def _parse(line: bytes) -> Record | None:
+    checksum, _, body = line.partition(b" ")
+    try:
+        if int(checksum, 16) != zlib.crc32(body):
+            return None
+        return _DECODER.decode(body)
+    except (ValueError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,419 @@
+"""Work orders, the reports that answer them, and progress: the messages of the NATS streams.
+
+An order is one wish for one node: immutable, with a deterministic id (`ids.order_id`) and an
+attempt that fences it. (order, attempt) is the only idempotency key. Every message is JSON with a
+`type`; a new field always has a default. Deadlines are budgets in seconds that begin when the
+receiver accepts; `not_after` (seconds since the epoch) may only refuse a late start.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import (
+    DIGEST_PATTERN,
+    LABEL_PATTERN,
+    NAME_PATTERN,
+    ORDER_PATTERN,
+    PART_PATTERN,
+    UID_PATTERN,
+)
+
+SCHEMA_VERSION = 1
+
+Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=63)]
+Label = Annotated[str, Meta(pattern=LABEL_PATTERN, max_length=63)]
+UidStr = Annotated[str, Meta(pattern=UID_PATTERN)]
+OrderIdStr = Annotated[str, Meta(pattern=ORDER_PATTERN, max_length=128)]
+PartStr = Annotated[str, Meta(pattern=PART_PATTERN)]
+Digest = Annotated[str, Meta(pattern=DIGEST_PATTERN)]
+Attempt = Annotated[int, Meta(ge=1, le=1_000_000)]
+Bytes = Annotated[int, Meta(ge=0, le=2**50)]
+Seconds = Annotated[float, Meta(gt=0, le=7 * 86400)]
+Text = Annotated[str, Meta(max_length=4096)]
+ShortText = Annotated[str, Meta(max_length=256)]
+
+SourcePolicy = Literal["Resume", "Terminate"]
+"""What becomes of the source worker after a capture that succeeded."""
+
+
+class DeviceRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A device given to a pod: `ordinal` is the worker's own numbering, `uuid` the device."""
+
+    ordinal: Annotated[int, Meta(ge=0, le=63)]
+    uuid: ShortText
+
+
+class PodRef(msgspec.Struct, frozen=True, kw_only=True):
+    """One incarnation of a pod, and the container in it that is meant."""
+
+    namespace: Label
+    name: Name
+    uid: UidStr
+    container: Label = "main"
+
+
+class LayoutRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed layout of one device as GMS reports it under a fence."""
+
+    device: ShortText
+    incarnation: ShortText
+    generation: Annotated[int, Meta(ge=0)]
+    layout_id: ShortText
+    structure_hash: ShortText
+    bytes: Bytes
+
+
+class VectorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """What one part of a capture will hold; the vector fixes the plan."""
+
+    part: PartStr
+    ordinal: int | None = None
+    layout: LayoutRef | None = None
+
+
+class PartResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A staged part: its size and the digest of its part manifest."""
+
+    part: PartStr
+    bytes: Bytes
+    digest: Digest
+
+
+class ArtifactRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed artifact: which generation of which content, and the proof."""
+
+    namespace: Label
+    content_uid: UidStr
+    generation: Attempt
+    root_digest: Digest
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """What all orders have. `owner` is the uid of the object that the order serves."""
+
+    order: OrderIdStr
+    attempt: Attempt
+    node: Name
+    owner: UidStr
+    deadline_s: Seconds
+    not_after: float | None = None
+    traceparent: ShortText = ""
+    schema: int = SCHEMA_VERSION
+
+
+class RunOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.run_order"):
+    """Start a pod's containers as local processes. The spec is asked for by uid and digest."""
+
+    pod: PodRef
+    template_digest: Digest
+    devices: list[DeviceRef] = []
+    standby: bool = False
+
+
+class StopOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.stop_order"):
+    """End a pod's containers: SIGTERM, then SIGKILL after the grace period."""
+
+    pod: PodRef
+    grace_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
+
+
+class PrepareOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.prepare_order"):
+    """Open a capture: gates, quiesce, fence. Ends `prepared` with the vector.
+
+    `hold_s` bounds how long the worker may stay quiesced in all; at it the agent releases alone.
+    """
+
+    pod: PodRef
+    content_uid: UidStr
+    devices: list[DeviceRef] = []
+    fence_token: ShortText
+    hold_s: Seconds = 600.0
+    quiesce_s: Seconds = 60.0
+    ready_s: Seconds = 60.0
+    on_failure: Literal["Resume", "Kill"] = "Resume"
+
+
+class DumpOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.dump_order"):
+    """Freeze, let the driver write the process part, thaw. Ends `staged`."""
+
+    pod: PodRef
+    content_uid: UidStr
+    vector: list[VectorEntry]
+    driver: Literal["cooperative", "criu", "criu+cuda"] = "cooperative"
+
+
+class SaveOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.save_order"):
+    """Write one device's fenced layout as a part. Reports `leased`, ends `staged`."""
+
+    namespace: Label
+    content_uid: UidStr
+    part: PartStr
+    layout: LayoutRef
+    fence_token: ShortText
+
+
+class SealOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.seal_order"):
+    """Check every part of the plan and write the root manifest last. Ends `sealed`."""
+
+    namespace: Label
+    content_uid: UidStr
+    pod: PodRef
+    vector: list[VectorEntry]
+    parts: list[PartResult]
+
+
+class ReleaseOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.release_order"):
+    """Let the worker go on after a capture, or end it. Ends `released`."""
+
+    pod: PodRef
+    content_uid: UidStr
+    policy: SourcePolicy = "Resume"
+    outcome: Literal["complete", "aborted"] = "complete"
+
+
+class LoadOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.load_order"):
+    """Load one part into a device, hidden and verified. Ends `loaded`."""
+
+    artifact: ArtifactRef
+    part: PartStr
+    part_digest: Digest
+    device: ShortText
+    layout_id: ShortText
+    structure_hash: ShortText
+    load_token: ShortText
+    bytes: Bytes = 0
+
+
+class CommitOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.commit_order"):
+    """Publish the layout that a load left hidden. Ends `committed`."""
+
+    device: ShortText
+    load_token: ShortText
+    layout_id: ShortText
+
+
+class DropOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.drop_order"):
+    """Forget the layout that a load left hidden. Ends `dropped`, also when there is none."""
+
+    device: ShortText
+    load_token: ShortText
+
+
+class RestoreOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.restore_order"):
+    """Fill the waiting worker with the process part and let it go. Ends `restored`."""
+
+    artifact: ArtifactRef
+    pod: PodRef
+    devices: list[DeviceRef] = []
+    ready_s: Seconds = 60.0
+
+
+class AbortOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.abort_order"):
+    """Tombstone attempts up to `attempt` of a capture or restore, and compensate."""
+
+    pod: PodRef | None = None
+    content_uid: UidStr | None = None
+    fence_token: ShortText | None = None
+    devices: list[ShortText] = []
+    why: Text = ""
+
+
+class DeleteOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.delete_order"):
+    """Remove one named generation of one content. Ends `deleted`, also when it is gone."""
+
+    namespace: Label
+    content_uid: UidStr
+    generation: Attempt
+
+
+class VerifyOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.verify_order"):
+    """Read every byte of an artifact and compare all digests. Ends `verified`."""
+
+    artifact: ArtifactRef
+
+
+AgentOrder = (
+    RunOrder
+    | StopOrder
+    | PrepareOrder
+    | DumpOrder
+    | SealOrder
+    | ReleaseOrder
+    | RestoreOrder
+    | AbortOrder
+    | DeleteOrder
+    | VerifyOrder
+)
+GmsOrder = SaveOrder | LoadOrder | CommitOrder | DropOrder | AbortOrder
+AnyOrder = (
+    RunOrder
+    | StopOrder
+    | PrepareOrder
+    | DumpOrder
+    | SaveOrder
+    | SealOrder
+    | ReleaseOrder
+    | LoadOrder
+    | CommitOrder
+    | DropOrder
+    | RestoreOrder
+    | AbortOrder
+    | DeleteOrder
+    | VerifyOrder
+)
+
+Service = Literal["agent", "gms"]
+
+ReportKind = Literal[
+    "accepted",
+    "leased",
+    "started",
+    "ready",
+    "exited",
+    "stopped",
+    "prepared",
+    "staged",
+    "sealed",
+    "released",
+    "loaded",
+    "committed",
+    "dropped",
+    "restored",
+    "aborted",
+    "deleted",
+    "verified",
+    "failed",
+    "rejected",
+]
+
+TERMINAL: dict[str, str] = {
+    "run": "started",
+    "stop": "stopped",
+    "prepare": "prepared",
+    "dump": "staged",
+    "save": "staged",
+    "seal": "sealed",
+    "release": "released",
+    "load": "loaded",
+    "commit": "committed",
+    "drop": "dropped",
+    "restore": "restored",
+    "abort": "aborted",
+    "delete": "deleted",
+    "verify": "verified",
+}
+"""The report that ends a verb well. `failed` and `rejected` end any verb badly."""
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a step took, in seconds; the name is one of `steps.STEPS`."""
+
+    step: str
+    seconds: float
+
+
+class Report(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="snapback.v1.report",
+):
+    """What became of an order. `n` counts the reports of one (order, attempt) from 1.
+
+    `at` is seconds since the epoch on the reporter's clock, for people only. `failure` is set for
+    `failed` and `rejected`. The other fields belong to the kind that needs them.
+    """
+
+    order: OrderIdStr
+    attempt: Annotated[int, Meta(ge=0, le=1_000_000)]
+    n: Annotated[int, Meta(ge=1, le=10_000)]
+    kind: ReportKind
+    node: Name
+    service: Service
+    at: float
+    traceparent: ShortText = ""
+    failure: Failure | None = None
+    vector: list[VectorEntry] = []
+    part: PartResult | None = None
+    root_digest: Digest | None = None
+    bytes: Bytes = 0
+    generation: int | None = None
+    exit_code: int | None = None
+    unconfirmed: bool = False
+    message: Text = ""
+    steps: list[StepTime] = []
+    schema: int = SCHEMA_VERSION
+
+    @property
+    def is_terminal(self) -> bool:
+        """Say whether nothing but later life signs of the same pod can follow."""
+        verb = self.order.partition("-")[0]
+        return self.kind in ("failed", "rejected") or self.kind == TERMINAL.get(verb)
+
+
+class Progress(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.progress"
+):
+    """How far an order is. Lossy: only for people. `done` and `total` are bytes."""
+
+    order: OrderIdStr
+    attempt: Attempt
+    node: Name
+    part: ShortText
+    step: ShortText
+    done: Bytes
+    total: Bytes
+    at: float
+
+
+class DeadLetter(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.dead_letter"
+):
+    """A message that could not be taken as an order: where it came from, why, and a copy."""
+
+    subject: Text
+    node: Name
+    service: Service
+    sequence: int
+    at: float
+    failure: Failure
+    payload: bytes
+
+
+class Presence(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.presence"
+):
+    """What a node says of itself every 10 s, under its key in `snap_nodes`."""
+
+    node: Name
+    boot_id: ShortText
+    version: ShortText
+    schemas: list[int] = msgspec.field(default_factory=lambda: [SCHEMA_VERSION])
+    devices: list[PresenceDevice] = []
+    drivers: list[ShortText] = []
+    criu: ShortText = ""
+    artifact_root: Text = ""
+    free_bytes: Bytes = 0
+    slots: int = 1
+    at: float
+
+
+class PresenceDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU of a node."""
+
+    index: int
+    uuid: ShortText
+    product: ShortText
+    capacity_bytes: Bytes
+
+
+def service_of(order: Order) -> Service:
+    """Say which service of the node carries an order out (aborts go where they are sent)."""
+    return "gms" if isinstance(order, SaveOrder | LoadOrder | CommitOrder | DropOrder) else "agent"

@@ -1,0 +1,119 @@
+"""The one step runner: journal, span, deadline, compensation, for every step of every order.
+
+A step table is a list of `Step`; its names must be those of `steps.STEPS` for the verb. No step
+can forget its journal record or its deadline, because nothing else runs steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from snapshot_shared.errors import DeadlineExceeded, Internal, failure_of
+from snapshot_shared.journal import Journal
+from snapshot_shared.ledger import Began, Ended
+from snapshot_shared.orders import Order
+from snapshot_shared.steps import STEPS
+from snapshot_shared.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+UNDO_S = 10.0
+"""How long one compensation may take, in seconds (DESIGN: compensation ends within 10 s)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage: what to do, how long it may take, and how to undo it when a later one fails.
+
+    `undo` runs when this step has begun, whether it ended or not, so it must tolerate both.
+    A step with `replayable=False` is never run a second time after an interruption.
+    """
+
+    name: str
+    run: Callable[[], Awaitable[None]]
+    deadline_s: float
+    undo: Callable[[], Awaitable[None]] | None = None
+    replayable: bool = True
+
+
+class Faults(Protocol):
+    """The fault switch of the simulation: may raise, stall or crash when a step begins."""
+
+    async def before(self, verb: str, step: str) -> None:
+        """Be called when the step is on record and has not begun."""
+
+
+class Runner:
+    """Runs step tables for one service."""
+
+    def __init__(
+        self, journal: Journal, telemetry: Telemetry, faults: Faults | None = None
+    ) -> None:
+        """Use the service's journal and tracer; `faults` is absent unless asked for."""
+        self._journal = journal
+        self._telemetry = telemetry
+        self._faults = faults
+
+    async def run(
+        self,
+        verb: str,
+        order: Order,
+        table: Sequence[Step],
+        *,
+        remaining_s: Callable[[], float],
+    ) -> None:
+        """Run the table; at the first failure undo the begun steps, newest first, and raise.
+
+        `remaining_s` gives what is left of the order's own budget. DeadlineExceeded names the step.
+        """
+        if tuple(step.name for step in table) != STEPS[verb]:
+            raise Internal(f"the step table of {verb} is {[step.name for step in table]}")
+        begun: list[Step] = []
+        try:
+            for step in table:
+                begun.append(step)
+                await self._run_step(verb, order, step, remaining_s())
+        except BaseException as error:
+            log.warning(
+                "%s failed at %s: %s",
+                verb,
+                begun[-1].name,
+                failure_of(error),
+                extra={"order": order.order},
+            )
+            await asyncio.shield(asyncio.ensure_future(self._undo(order, begun)))
+            raise
+
+    async def _run_step(self, verb: str, order: Order, step: Step, remaining_s: float) -> None:
+        await self._journal.append(Began(order=order.order, attempt=order.attempt, step=step.name))
+        budget = min(step.deadline_s, remaining_s)
+        with self._telemetry.span(step.name, attributes={"snapback.order": order.order}):
+            if self._faults:
+                await self._faults.before(verb, step.name)
+            scope = asyncio.timeout(max(budget, 0.0))
+            try:
+                async with scope:
+                    await step.run()
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                raise DeadlineExceeded(
+                    f"{verb}: step {step.name} took longer than {budget:.1f} s",
+                    step=step.name,
+                    budget_s=round(budget, 3),
+                ) from None
+        await self._journal.append(Ended(order=order.order, attempt=order.attempt, step=step.name))
+
+    async def _undo(self, order: Order, begun: Sequence[Step]) -> None:
+        for step in reversed(begun):
+            if step.undo is None:
+                continue
+            try:
+                async with asyncio.timeout(UNDO_S):
+                    await step.undo()
+            except Exception:
+                log.exception("compensation of %s failed", step.name, extra={"order": order.order})

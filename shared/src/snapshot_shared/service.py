@@ -1,0 +1,65 @@
+"""What every service's `main` does around its own parts: signals, tasks, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from snapshot_shared.courier import Clocks
+from snapshot_shared.errors import SnapbackError
+
+log = logging.getLogger(__name__)
+
+Main = Callable[[asyncio.Event], Awaitable[None]]
+
+
+def run(main: Main) -> int:
+    """Run a service until SIGTERM or SIGINT and give its exit status.
+
+    `main` gets an event that is set when the service has to stop. A SnapbackError ends with one
+    line on standard error and status 1.
+    """
+    try:
+        asyncio.run(_with_signals(main))
+    except SnapbackError as error:
+        sys.stderr.write(f"{error.to_failure()}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def _with_signals(main: Main) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await main(stop)
+
+
+async def until_stopped(stop: asyncio.Event, *tasks: Awaitable[None]) -> None:
+    """Run tasks that have no end until `stop` is set; the first that fails ends all."""
+    running = [asyncio.ensure_future(task) for task in tasks]
+    waiter = asyncio.ensure_future(stop.wait())
+    try:
+        done, _ = await asyncio.wait([waiter, *running], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if task is not waiter:
+                await task
+    finally:
+        for task in (waiter, *running):
+            task.cancel()
+        with contextlib.suppress(Exception):
+            await asyncio.gather(waiter, *running, return_exceptions=True)
+
+
+def system_clocks() -> Clocks:
+    """Give the clocks of this machine and its boot id."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return Clocks(time.monotonic, time.time, boot)

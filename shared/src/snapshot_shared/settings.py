@@ -1,0 +1,67 @@
+"""Settings from environment variables, checked once at start, with the variable's name in errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from snapshot_shared.errors import InvalidInput
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def load(type_: type[T], environment: Mapping[str, str] | None = None) -> T:
+    """Fill a settings struct: field `nats_url` comes from `SNAPBACK_NATS_URL`.
+
+    Numbers and booleans are written as text in the environment. InvalidInput names every variable
+    that is missing or wrong.
+    """
+    source = os.environ if environment is None else environment
+    raw: dict[str, Any] = {}
+    problems: list[str] = []
+    for field in msgspec.structs.fields(type_):
+        variable = "SNAPBACK_" + field.name.upper()
+        if variable in source:
+            try:
+                raw[field.name] = msgspec.convert(
+                    source[variable], field.type, strict=False, dec_hook=_decode
+                )
+            except msgspec.ValidationError as error:
+                problems.append(f"{variable}={source[variable]!r}: {error}")
+        elif field.required:
+            problems.append(f"{variable} is not set")
+    if problems:
+        raise InvalidInput("; ".join(problems), next_step="set these environment variables")
+    return type_(**raw)
+
+
+def _decode(type_: type, value: Any) -> Any:
+    if type_ is Path:
+        return Path(value)
+    raise NotImplementedError(type_)
+
+
+class Common(msgspec.Struct, frozen=True, kw_only=True):
+    """What every service needs to know.
+
+    `run` marks all processes of one local cluster (`SNAPBACK_RUN`), so that leftovers are found.
+    """
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    nats_credentials: str | None = None
+    state_dir: Path
+    run: str = ""
+    log_level: str = "INFO"
+    otlp_endpoint: str | None = None
+
+
+class NodeSettings(Common, frozen=True, kw_only=True):
+    """What the services of a node need to know besides."""
+
+    node: str
+    artifact_root: Path
+    socket_dir: Path

@@ -1,0 +1,76 @@
+"""Trace context and finished spans as values. Ids of long spans are derived, never remembered.
+
+The operator ends a capture's span minutes after its children have begun, perhaps in another
+process. So the span id of an order or of a whole capture is a hash of its identity, and whoever
+knows the identity can be its child, or end it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from snapshot_shared.ids import short_hash
+
+_TRACEPARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
+
+
+class SpanContext(NamedTuple):
+    """A span's place: the trace and the span itself, in lower hex."""
+
+    trace_id: str
+    span_id: str
+
+    @property
+    def traceparent(self) -> str:
+        """Write as a W3C traceparent."""
+        return f"00-{self.trace_id}-{self.span_id}-01"
+
+
+class SpanRecord(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="snapback.v1.span",
+):
+    """A finished span, as the SPANS stream keeps it. Times are nanoseconds since the epoch."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    name: str
+    service: str
+    node: str
+    start_ns: int
+    end_ns: int
+    error: str = ""
+    attributes: dict[str, str | int | float | bool] = {}
+    links: list[str] = []
+
+
+def parse_traceparent(value: str) -> SpanContext | None:
+    """Read a W3C traceparent; anything else is None, for a bad one must never stop work."""
+    match = _TRACEPARENT.fullmatch(value)
+    if match is None or set(match[1]) == {"0"} or set(match[2]) == {"0"}:
+        return None
+    return SpanContext(match[1], match[2])
+
+
+def derived_context(trace_id: str, *identity: str) -> SpanContext:
+    """Give the context of the span with this identity in a trace."""
+    return SpanContext(trace_id, short_hash("span", trace_id, *identity, length=16))
+
+
+def derived_trace(*identity: str) -> str:
+    """Give the trace id of work that nobody started with a trace of his own."""
+    return short_hash("trace", *identity, length=32)
+
+
+def order_context(traceparent: str, order: str, attempt: int) -> SpanContext | None:
+    """Give the context of an order's own span: the parent of every step of it."""
+    parent = parse_traceparent(traceparent)
+    return derived_context(parent.trace_id, order, str(attempt)) if parent else None

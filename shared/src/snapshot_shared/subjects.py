@@ -1,0 +1,94 @@
+"""Every NATS subject, stream, bucket and durable of the product. Nothing else builds one."""
+
+from __future__ import annotations
+
+from snapshot_shared.errors import InvalidName
+from snapshot_shared.ids import NodeName, OrderId, check_order_id, name_of, token
+
+ORDERS = "ORDERS"
+REPORTS = "REPORTS"
+PROGRESS = "PROGRESS"
+SPANS = "SPANS"
+DEAD = "DEAD"
+NODES_BUCKET = "snap_nodes"
+OBJECTS_BUCKET = "snap_objects"
+SCHEMAS_BUCKET = "snap_schemas"
+
+API = "snap.api"
+"""Requests to the operator: `snap.api.<verb>`, JSON in, JSON out."""
+
+EVENTS = "snap.event"
+"""Core NATS: `snap.event.<plural>.<namespace or ->.<name>`, one message a change of an object."""
+
+_SERVICES = ("agent", "gms")
+
+
+def order(node: NodeName, service: str, order_id: OrderId) -> str:
+    """Subject of one order."""
+    return f"snap.order.{token(node)}.{_service(service)}.{check_order_id(order_id)}"
+
+
+def orders_of(node: NodeName, service: str) -> str:
+    """Filter for all orders of one service on one node."""
+    return f"snap.order.{token(node)}.{_service(service)}.*"
+
+
+def parse_order(subject: str) -> tuple[NodeName, str, OrderId]:
+    """Take an order's subject apart. InvalidName when it is not one."""
+    words = subject.split(".")
+    if len(words) != 5 or words[:2] != ["snap", "order"]:
+        raise InvalidName(f"{subject!r} is not the subject of an order")
+    return NodeName(name_of(words[2])), _service(words[3]), check_order_id(words[4])
+
+
+def durable(node: NodeName, service: str) -> str:
+    """Name of the durable consumer of one service on one node."""
+    return f"{_service(service)}-{token(node)}"
+
+
+def report(node: NodeName, order_id: OrderId, kind: str) -> str:
+    """Subject of one report."""
+    return f"snap.report.{token(node)}.{check_order_id(order_id)}.{kind}"
+
+
+def progress(node: NodeName, order_id: OrderId) -> str:
+    """Subject of the progress of one order; the last value is kept."""
+    return f"snap.progress.{token(node)}.{check_order_id(order_id)}"
+
+
+def span(node: str, trace_id: str) -> str:
+    """Subject of the finished spans of one trace."""
+    if len(trace_id) != 32 or not trace_id.isalnum():
+        raise InvalidName(f"{trace_id!r} is not a trace id")
+    return f"snap.span.{token(node)}.{trace_id}"
+
+
+def spans_of(trace_id: str) -> str:
+    """Filter for all finished spans of one trace."""
+    return f"snap.span.*.{trace_id}"
+
+
+def dead(node: NodeName) -> str:
+    """Subject of the dead letters of one node."""
+    return f"snap.dead.{token(node)}"
+
+
+def api(verb: str) -> str:
+    """Subject of one request to the operator."""
+    return f"{API}.{verb}"
+
+
+def event(plural: str, namespace: str | None, name: str) -> str:
+    """Subject on which a change of one object is announced."""
+    return f"{EVENTS}.{plural}.{namespace or '-'}.{token(name)}"
+
+
+def object_key(plural: str, namespace: str | None, name: str) -> str:
+    """Key of an object in the mirror for people."""
+    return f"{plural}.{namespace or '-'}.{token(name)}"
+
+
+def _service(service: str) -> str:
+    if service not in _SERVICES:
+        raise InvalidName(f"service {service!r} is not one of {', '.join(_SERVICES)}")
+    return service
