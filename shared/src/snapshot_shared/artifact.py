@@ -7,6 +7,7 @@ Layout below an artifact root: `<namespace>/<content uid>/gen-<attempt>/<part>/â
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Annotated, Literal
 
@@ -204,7 +205,7 @@ def _check_layout(layout: SavedLayout, files: list[FileEntry]) -> None:
             covered += extent.size
         _require(covered == allocation.size, f"layout.{allocation.id}: size", allocation.size)
     used.sort()
-    for before, after in zip(used, used[1:], strict=False):
+    for before, after in itertools.pairwise(used):
         overlap = before[0] == after[0] and before[1] + before[2] > after[1]
         _require(not overlap, "layout: two extents overlap", after[1])
     for item in layout.metadata:

@@ -305,7 +305,7 @@ class Courier:
         except asyncio.CancelledError:
             await asyncio.shield(self._fail(entry, Aborted("the order was aborted here")))
             raise
-        except Exception as error:  # the one place where every failure becomes a report
+        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a report
             await self._fail(entry, error)
         else:
             await self.report(entry, TERMINAL[verb], **result)

@@ -162,7 +162,7 @@ class Ledger:
         return attempt <= self.tombstones.get(subject, 0)
 
     def compacted(self, *, older_than: float) -> list[Record]:
-        """Give the records worth keeping: unfinished or unsent ones, and those since then (wall)."""
+        """Give the records worth keeping: unfinished or unsent ones, and those since then."""
         records: list[Record] = [
             Tombstoned(subject=subject, attempt=attempt)
             for subject, attempt in self.tombstones.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import msgspec
@@ -21,6 +21,8 @@ from snapshot_shared.objects import (
     Pod,
     gpus_wanted,
 )
+from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Report
+from snapshot_shared.spans import SpanRecord
 
 MAX_PROBLEMS = 50
 _SET_BY_STORE = (
@@ -52,6 +54,20 @@ def parse(document: Any, *, where: str = "") -> AnyObject:
     if problems:
         raise _refused(problems)
     return value
+
+
+def message_schemas() -> dict[str, Any]:
+    """Give the JSON Schema of every message on NATS and of every kind, by `<type>.<version>`."""
+    messages = (*get_args(AnyOrder), Report, Progress, DeadLetter, Presence, SpanRecord)
+    schemas = {
+        f"{message.__struct_config__.tag.rpartition('.')[2]}.v1": msgspec.json.schema(message)
+        for message in messages
+    }
+    for kind in KINDS.values():
+        schemas[f"{kind.name.lower()}.{kind.api_version.rpartition('/')[2]}"] = msgspec.json.schema(
+            kind.type
+        )
+    return schemas
 
 
 def _refused(problems: list[str]) -> InvalidManifest:

@@ -349,7 +349,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_de
     """One pod, run once."""
 
     template: PodTemplateSpec
-    active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
+    active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
     backoff_limit: Annotated[int, Meta(ge=0, le=0)] = 0
 
 
@@ -459,30 +459,28 @@ class Kind(NamedTuple):
     api_version: str
     plural: str
     short: str
-    namespaced: bool
     type: type[Any]
-    appliable: bool
+    namespaced: bool = True
+    appliable: bool = True
 
 
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind("DynamoCheckpoint", GROUP, "dynamocheckpoints", "dckpt", True, DynamoCheckpoint, True),
-        Kind("Snapshot", GROUP, "snapshots", "snap", True, Snapshot, True),
-        Kind(
-            "SnapshotContent",
-            GROUP,
-            "snapshotcontents",
-            "snapcontent",
-            False,
-            SnapshotContent,
-            False,
-        ),
-        Kind("Job", "batch/v1", "jobs", "job", True, Job, True),
-        Kind("Pod", "v1", "pods", "po", True, Pod, True),
-        Kind("Node", "v1", "nodes", "no", False, Node, False),
-    )
-}
+_ALL_KINDS = (
+    Kind("DynamoCheckpoint", GROUP, "dynamocheckpoints", "dckpt", DynamoCheckpoint),
+    Kind("Snapshot", GROUP, "snapshots", "snap", Snapshot),
+    Kind(
+        "SnapshotContent",
+        GROUP,
+        "snapshotcontents",
+        "snapcontent",
+        SnapshotContent,
+        namespaced=False,
+        appliable=False,
+    ),
+    Kind("Job", "batch/v1", "jobs", "job", Job),
+    Kind("Pod", "v1", "pods", "po", Pod),
+    Kind("Node", "v1", "nodes", "no", Node, namespaced=False, appliable=False),
+)
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL_KINDS}
 
 
 def kind_of(value: AnyObject) -> Kind:

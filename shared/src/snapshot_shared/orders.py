@@ -198,10 +198,14 @@ class CommitOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.commit_orde
 
 
 class DropOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.drop_order"):
-    """Forget the layout that a load left hidden. Ends `dropped`, also when there is none."""
+    """Forget the layout of a load, hidden or committed. Ends `dropped`, also when there is none.
+
+    With an empty `load_token` everything on the device that no session holds is forgotten: the
+    pod that had the device is gone.
+    """
 
     device: ShortText
-    load_token: ShortText
+    load_token: ShortText = ""
 
 
 class RestoreOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.restore_order"):

@@ -9,12 +9,16 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from pathlib import Path
 
 from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import SnapbackError
 
 log = logging.getLogger(__name__)
+
+VERSION = version("snapback-shared")
+"""The version of the product: its packages are released together."""
 
 Main = Callable[[asyncio.Event], Awaitable[None]]
 

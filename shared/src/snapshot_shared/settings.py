@@ -1,4 +1,4 @@
-"""Settings from environment variables, checked once at start, with the variable's name in errors."""
+"""Settings from environment variables, checked once at start; errors name the variable."""
 
 from __future__ import annotations
 

@@ -22,16 +22,22 @@ STEPS: dict[str, tuple[str, ...]] = {
     "verify": ("read-all",),
 }
 
-OPERATOR_STEPS: tuple[str, ...] = ("apply", "capture", "restore", "commit-generation")
+OPERATOR_STEPS: tuple[str, ...] = ("apply", "capture", "restoration")
 """Spans of the operator and of snapshotctl around the orders."""
 
 GMS_STEPS: tuple[str, ...] = ("attach", "allocate", "export", "commit-layout")
 """Spans that the lease socket records for sessions that carry a traceparent."""
 
 
+def order_span(verb: str) -> str:
+    """Name the operator's span of one order: from the decision to the folded answer."""
+    return f"order {verb}"
+
+
 def all_names() -> frozenset[str]:
     """Give every name that a span of the product may have: verbs, steps and the rest."""
     names = set(STEPS) | set(OPERATOR_STEPS) | set(GMS_STEPS)
+    names.update(order_span(verb) for verb in STEPS)
     for steps in STEPS.values():
         names.update(steps)
     return frozenset(names)

@@ -1,0 +1,444 @@
+"""The loop of the operator: one key at a time, observe, decide, do.
+
+`Observer` reads everything a decision needs, `reconcile` decides, `Interpreter` is the only place
+that acts on a plan. The queue holds keys, never events; a key that is queued twice runs once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from snapshot_operator.domain import fold
+from snapshot_operator.domain.capture import (
+    CaptureView,
+    capture_span,
+    content_name,
+    reconcile_content,
+    trace_parent,
+)
+from snapshot_operator.domain.ordering import order_span as order_context
+from snapshot_operator.domain.plan import (
+    FINALIZER,
+    NOTHING,
+    Create,
+    Delete,
+    Finalize,
+    Plan,
+    SetStatus,
+    Write,
+    new_orders,
+    orders_of,
+)
+from snapshot_operator.domain.pods import (
+    PodView,
+    Source,
+    holds_devices,
+    reconcile_pod,
+    resolve,
+    restore_source,
+)
+from snapshot_operator.domain.requests import (
+    CheckpointView,
+    reconcile_checkpoint,
+    reconcile_job,
+    reconcile_snapshot,
+)
+from snapshot_operator.ports import Change, Cluster, OrderBus
+from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict, NotFound
+from snapshot_shared.objects import (
+    TRACEPARENT,
+    AnyObject,
+    DynamoCheckpoint,
+    Job,
+    Node,
+    OrderStatus,
+    Pod,
+    Snapshot,
+    SnapshotContent,
+    kind_of,
+)
+from snapshot_shared.spans import parse_traceparent
+from snapshot_shared.steps import order_span
+from snapshot_shared.telemetry import Telemetry
+from snapshot_shared.transitions import Capture, Restore
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+SWEEP_EVERY_S = 30.0
+
+
+class Key(NamedTuple):
+    """Which object to look at."""
+
+    kind: str
+    namespace: str | None
+    name: str
+
+
+def key_of(value: AnyObject) -> Key:
+    """Give the key of an object."""
+    return Key(kind_of(value).name, value.metadata.namespace, value.metadata.name)
+
+
+class Observer:
+    """Reads, once and up front, all that a decision about a key looks at."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Use the object store."""
+        self._cluster = cluster
+
+    async def plan(self, key: Key, now: float) -> Plan:
+        """Observe a key and decide."""
+        value = await self._cluster.get(*key)
+        match value:
+            case DynamoCheckpoint():
+                return reconcile_checkpoint(await self._checkpoint(value), now)
+            case Job():
+                return reconcile_job(value, await self._pod_of(value), now)
+            case Snapshot():
+                pod = await self._pod(value.metadata.namespace, value.spec.source.pod_ref.name)
+                return reconcile_snapshot(value, pod, await self._content_of(value), now)
+            case SnapshotContent():
+                return reconcile_content(await self._capture(value), now)
+            case Pod():
+                return reconcile_pod(await self._pod_view(value), now)
+            case Node() | None:
+                return NOTHING
+
+    async def _checkpoint(self, value: DynamoCheckpoint) -> CheckpointView:
+        space, name = value.metadata.namespace, value.metadata.name
+        job = await self._cluster.get("Job", space, name)
+        snapshot = await self._cluster.get("Snapshot", space, name)
+        job = job if isinstance(job, Job) else None
+        pod = await self._pod_of(job) if job else None
+        return CheckpointView(value, job, pod, snapshot if isinstance(snapshot, Snapshot) else None)
+
+    async def _pod_of(self, job: Job) -> Pod | None:
+        return await self._pod(job.metadata.namespace, job.status.pod_name or "-")
+
+    async def _pod(self, namespace: str | None, name: str) -> Pod | None:
+        value = await self._cluster.get("Pod", namespace, name)
+        return value if isinstance(value, Pod) else None
+
+    async def _content_of(self, snapshot: Snapshot) -> SnapshotContent | None:
+        value = await self._cluster.get(
+            "SnapshotContent", None, content_name(snapshot.metadata.uid)
+        )
+        return value if isinstance(value, SnapshotContent) else None
+
+    async def _capture(self, value: SnapshotContent) -> CaptureView:
+        contents = await self._cluster.list("SnapshotContent")
+        siblings = [found for found in contents if isinstance(found, SnapshotContent)]
+        return CaptureView(value, siblings, await self._nodes())
+
+    async def _nodes(self) -> list[Node]:
+        return [found for found in await self._cluster.list("Node") if isinstance(found, Node)]
+
+    async def _pod_view(self, pod: Pod) -> PodView:
+        used: dict[str, set[str]] = {}
+        for other in await self._cluster.list("Pod"):
+            if isinstance(other, Pod) and other != pod and holds_devices(other):
+                mine = used.setdefault(other.status.node_name, set())
+                mine.update(device.uuid for device in other.status.devices)
+        return PodView(pod, await self._nodes(), used, await self._source(pod))
+
+    async def _source(self, pod: Pod) -> Source | None:
+        name = restore_source(pod)
+        if name is None:
+            return None
+        restore = pod.status.restore
+        if restore is not None:
+            content = await self._cluster.get("SnapshotContent", None, restore.content_name)
+            return Source(content if isinstance(content, SnapshotContent) else None)
+        space = pod.metadata.namespace
+        snapshot = await self._cluster.get("Snapshot", space, name)
+        checkpoint = await self._cluster.get("DynamoCheckpoint", space, name)
+        content = await self._content_of(snapshot) if isinstance(snapshot, Snapshot) else None
+        return resolve(name, content, exists=bool(snapshot or checkpoint))
+
+
+class Interpreter:
+    """Does what plans say: the store first, then NATS."""
+
+    def __init__(
+        self, cluster: Cluster, orders: OrderBus, telemetry: Telemetry, wall: Callable[[], float]
+    ) -> None:
+        """Use the store, the bus, the tracer and the clock (seconds since the epoch)."""
+        self._cluster = cluster
+        self._orders = orders
+        self._telemetry = telemetry
+        self._wall = wall
+        self._tidying: set[asyncio.Task[None]] = set()
+
+    async def apply(self, plan: Plan) -> None:
+        """Do the writes in their order; the first conflict ends it, for the plan is stale then."""
+        for write in plan.writes:
+            await self._write(write)
+
+    async def _write(self, write: Write) -> None:
+        match write:
+            case Create(value):
+                try:
+                    await self._cluster.create(value)
+                except AlreadyExists:
+                    log.info("%s %s exists already", kind_of(value).name, value.metadata.name)
+            case Delete(value):
+                await self._cluster.delete(value)
+            case Finalize(value):
+                await self._cluster.remove_finalizer(value, FINALIZER)
+            case SetStatus(old, new):
+                await self._cluster.update_status(new)
+                await self._publish(new_orders(old, new))
+                self.trace(old, new)
+
+    async def _publish(self, orders: list[OrderStatus]) -> None:
+        for order in orders:
+            try:
+                await self._orders.publish(order)
+            except (BusUnavailable, Conflict) as error:
+                # The store has it; the sweep publishes what the stream lacks.
+                log.warning("order %s waits for the sweep: %s", order.order, error)
+
+    def trace(self, old: AnyObject, new: AnyObject) -> None:
+        """Record the spans that this change ended."""
+        before = {(item.order, item.attempt): item for item in orders_of(old)}
+        for item in orders_of(new):
+            known = before.get((item.order, item.attempt))
+            if fold.is_answered(item) and (known is None or not fold.is_answered(known)):
+                self._trace_order(new, item)
+                self._tidy(item)
+        match old, new:
+            case SnapshotContent(), SnapshotContent():
+                self._trace_capture(old, new)
+            case Pod(), Pod():
+                self._trace_restoration(old, new)
+            case _:
+                return
+
+    def _tidy(self, item: OrderStatus) -> None:
+        """Withdraw an answered order from the stream, behind the back of the work."""
+
+        async def withdraw() -> None:
+            try:
+                await self._orders.withdraw(item)
+            except BusUnavailable as error:
+                log.info("order %s is withdrawn by the sweep: %s", item.order, error)
+
+        task = asyncio.create_task(withdraw())
+        self._tidying.add(task)
+        task.add_done_callback(self._tidying.discard)
+
+    def _trace_order(self, owner: AnyObject, item: OrderStatus) -> None:
+        parent = _span_over(owner, item)
+        identity = parse_traceparent(order_context(parent, item.order, item.attempt))
+        if identity is None:
+            return
+        failure = item.final.failure if item.final else None
+        self._telemetry.record(
+            order_span(item.verb),
+            parent=parent,
+            identity=identity,
+            start_ns=_ns(item.ordered_at),
+            end_ns=_ns(item.ended_at),
+            error=failure.message if failure else "",
+            attributes={
+                "messaging.system": "nats",
+                "messaging.message.id": item.order,
+                "snapback.node": item.node,
+                "snapback.attempt": item.attempt,
+            },
+        )
+
+    def _trace_capture(self, old: SnapshotContent, new: SnapshotContent) -> None:
+        ended = (Capture.READY, Capture.FAILED)
+        if old.status.capture in ended or new.status.capture not in ended:
+            return
+        failure = new.status.failure
+        size = new.status.committed.bytes if new.status.committed else 0
+        self._telemetry.record(
+            "capture",
+            parent=trace_parent(new),
+            identity=parse_traceparent(capture_span(new, new.status.attempt)),
+            start_ns=_ns(new.status.started_at),
+            end_ns=_ns(self._wall()),
+            error=failure.message if failure else "",
+            attributes={"snapback.content": new.metadata.name, "snapback.bytes": size},
+        )
+
+    def _trace_restoration(self, old: Pod, new: Pod) -> None:
+        before, after = old.status.restore, new.status.restore
+        ended = (Restore.RESTORED, Restore.FAILED)
+        if before is None or after is None or before.state in ended or after.state not in ended:
+            return
+        self._telemetry.record(
+            "restoration",
+            parent=new.metadata.annotations.get(TRACEPARENT, ""),
+            identity=parse_traceparent(after.traceparent),
+            start_ns=_ns(after.started_at),
+            end_ns=_ns(self._wall()),
+            error=after.failure.message if after.failure else "",
+            attributes={"snapback.pod": new.metadata.name, "snapback.content": after.content_name},
+        )
+
+
+def _span_over(owner: AnyObject, item: OrderStatus) -> str:
+    """Give the span that an order's own span hangs below: it was the order's trace argument."""
+    match owner:
+        case SnapshotContent():
+            return capture_span(owner, item.attempt)
+        case Pod() if owner.status.restore is not None:
+            return owner.status.restore.traceparent
+        case _:
+            return owner.metadata.annotations.get(TRACEPARENT, "")
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1_000_000_000)
+
+
+class Controller:
+    """The queue of keys and the worker that empties it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        orders: OrderBus,
+        interpreter: Interpreter,
+        wall: Callable[[], float],
+    ) -> None:
+        """Listen to the store; nothing runs before `run`."""
+        self._cluster = cluster
+        self._orders = orders
+        self._observer = Observer(cluster)
+        self._interpreter = interpreter
+        self._wall = wall
+        self._queue: dict[Key, None] = {}
+        self._filled = asyncio.Event()
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self._changed_kinds: set[str] = set()
+        cluster.subscribe(self._changed)
+
+    def enqueue(self, key: Key) -> None:
+        """Have a key looked at soon."""
+        self._queue.setdefault(key)
+        self._filled.set()
+
+    def _changed(self, _change: Change, value: AnyObject) -> None:
+        """Look at what changed, at its owners, and at what may wait for it."""
+        self.enqueue(key_of(value))
+        space = value.metadata.namespace
+        for reference in value.metadata.owner_references:
+            self.enqueue(Key(reference.kind, space or _snapshot_space(value), reference.name))
+        if isinstance(value, SnapshotContent | Node | Pod):
+            self._changed_kinds.add(type(value).__name__)
+            self._filled.set()
+
+    async def run(self) -> None:
+        """Look at everything once, then at what changes, for ever."""
+        await self.look_at_all()
+        while True:
+            await self._filled.wait()
+            await self.settle()
+
+    async def look_at_all(self) -> None:
+        """Queue every object."""
+        for kind in ("DynamoCheckpoint", "Job", "Snapshot", "SnapshotContent", "Pod"):
+            for value in await self._cluster.list(kind):
+                self.enqueue(key_of(value))
+
+    async def settle(self) -> None:
+        """Work until the queue is empty."""
+        self._filled.clear()
+        while self._queue or self._changed_kinds:
+            await self._enqueue_dependents()
+            if self._queue:
+                key = next(iter(self._queue))
+                del self._queue[key]
+                await self._reconcile(key)
+
+    async def _enqueue_dependents(self) -> None:
+        """Pods may wait for a node, for devices or for a content; contents for each other."""
+        if not self._changed_kinds:
+            return
+        changed = set(self._changed_kinds)
+        self._changed_kinds.clear()
+        for value in await self._cluster.list("Pod"):
+            if isinstance(value, Pod) and (not value.status.node_name or "Node" in changed):
+                self.enqueue(key_of(value))
+        if changed & {"SnapshotContent", "Node"}:
+            for value in await self._cluster.list("SnapshotContent"):
+                if isinstance(value, SnapshotContent) and _may_wait(value):
+                    self.enqueue(key_of(value))
+        if "Pod" in changed:
+            await self._enqueue_pod_watchers()
+
+    async def _enqueue_pod_watchers(self) -> None:
+        """Snapshots wait for their pod, checkpoints for the pod of their Job."""
+        for value in await self._cluster.list("Snapshot"):
+            if isinstance(value, Snapshot) and not value.status.bound_snapshot_content_name:
+                self.enqueue(key_of(value))
+        for value in await self._cluster.list("DynamoCheckpoint"):
+            if isinstance(value, DynamoCheckpoint) and value.status.phase == "Creating":
+                self.enqueue(key_of(value))
+
+    async def _reconcile(self, key: Key) -> None:
+        now = self._wall()
+        if timer := self._timers.pop(key, None):
+            timer.cancel()
+        try:
+            plan = await self._observer.plan(key, now)
+            await self._interpreter.apply(plan)
+        except (Conflict, NotFound):
+            self.enqueue(key)
+        except BusUnavailable as error:
+            log.warning("%s waits for the bus: %s", key, error)
+            self._wake(key, RETRY_S)
+        except Exception:
+            log.exception("reconcile %s failed", key)
+            self._wake(key, RETRY_S)
+        else:
+            if plan.wake_at is not None:
+                self._wake(key, max(plan.wake_at - now, 0.0) + 0.01)
+
+    def _wake(self, key: Key, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers[key] = loop.call_later(delay_s, self.enqueue, key)
+
+    async def sweep(self, again: asyncio.Event) -> None:
+        """Publish what the store wants and the stream lacks: at start, on reconnect, every 30 s."""
+        while True:
+            try:
+                await self.sweep_once()
+            except BusUnavailable as error:
+                log.warning("sweep: %s", error)
+            try:
+                await asyncio.wait_for(again.wait(), SWEEP_EVERY_S)
+            except TimeoutError:
+                continue
+            again.clear()
+
+    async def sweep_once(self) -> None:
+        """List the stream once and publish the unanswered orders that are not on it."""
+        published = await self._orders.published()
+        for kind in ("SnapshotContent", "Pod"):
+            for value in await self._cluster.list(kind):
+                for order in orders_of(value):
+                    if not fold.is_answered(order) and order.order not in published:
+                        log.warning("publishing %s again", order.order)
+                        await self._orders.publish(order)
+
+
+def _snapshot_space(value: AnyObject) -> str | None:
+    return value.spec.snapshot_ref.namespace if isinstance(value, SnapshotContent) else None
+
+
+def _may_wait(content: SnapshotContent) -> bool:
+    return bool(
+        content.status.capture is Capture.PENDING
+        or content.metadata.deletion_timestamp
+        or content.status.obligations
+    )

@@ -1,0 +1,338 @@
+"""Decides for one SnapshotContent: the capture's next step, its release, its deletion.
+
+The states are `transitions.CAPTURE`. Attempt n is set by compare-and-swap with the state that
+begins it; every order, directory and manifest carries it. Attempt n+1 exists only when n failed
+retryably before the worker was frozen and every part of n has answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from snapshot_operator.domain import conditions, fold, ordering
+from snapshot_operator.domain.nodes import lost_nodes
+from snapshot_operator.domain.plan import NOTHING, Finalize, Plan, status_plan
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import (
+    TRACEPARENT,
+    Committed,
+    Node,
+    OrderStatus,
+    SnapshotContent,
+    SnapshotContentStatus,
+    is_true,
+)
+from snapshot_shared.orders import PartResult
+from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
+from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
+
+MAX_ATTEMPTS = 3
+_SETTLED = (Capture.READY, Capture.FAILED)
+
+
+class CaptureView(NamedTuple):
+    """What a decision about a content looks at."""
+
+    content: SnapshotContent
+    siblings: Sequence[SnapshotContent]
+    nodes: Sequence[Node]
+
+
+def reconcile_content(view: CaptureView, now: float) -> Plan:
+    """Give the next step of a content. Same input, same plan; a settled content plans nothing."""
+    content = view.content
+    lost = lost_nodes(view.nodes)
+    orders = content.status.orders
+    for node in lost:
+        orders = fold.mark_lost(orders, node, now)
+    if orders != content.status.orders:
+        return _plan(content, replace(content.status, orders=orders))
+    if content.metadata.deletion_timestamp:
+        return _deletion(view, now)
+    match content.status.capture:
+        case Capture.PENDING:
+            return _begin(view, now)
+        case Capture.PREPARING:
+            return _preparing(content, now)
+        case Capture.STAGING:
+            return _staging(content, now)
+        case Capture.SEALING:
+            return _sealing(content, now)
+        case Capture.ABORTING:
+            return _aborting(content, now)
+        case Capture.READY | Capture.FAILED:
+            return _settle(content, now)
+
+
+def capture_span(content: SnapshotContent, attempt: int) -> str:
+    """Give the traceparent of the span over one whole attempt."""
+    return span_of(trace_parent(content), content.metadata.uid, attempt)
+
+
+def span_of(parent: str, uid: str, attempt: int) -> str:
+    """Derive it from the identity, so that any process can begin, extend or end it."""
+    context = parse_traceparent(parent)
+    trace_id = context.trace_id if context else derived_trace(uid)
+    return derived_context(trace_id, "capture", uid, str(attempt)).traceparent
+
+
+def trace_parent(content: SnapshotContent) -> str:
+    """Give the span that asked for this content."""
+    return content.metadata.annotations.get(TRACEPARENT, "")
+
+
+def _current(content: SnapshotContent, verb: str | None = None) -> list[OrderStatus]:
+    attempt = content.status.attempt
+    return [
+        item
+        for item in content.status.orders
+        if item.attempt == attempt and verb in (None, item.verb)
+    ]
+
+
+def _moved(
+    content: SnapshotContent, event: CaptureEvent, **changes: object
+) -> SnapshotContentStatus:
+    status = content.status
+    return replace(status, capture=CAPTURE.next(status.capture, event), **changes)
+
+
+def _plan(content: SnapshotContent, status: SnapshotContentStatus) -> Plan:
+    obligations = sorted({item.verb for item in status.orders if not fold.is_answered(item)})
+    new = replace(content, status=replace(status, obligations=obligations))
+    return status_plan(content, new, wake_at=fold.next_deadline(status.orders))
+
+
+def _begin(view: CaptureView, now: float) -> Plan:
+    content = view.content
+    if _is_queued_behind(content, view.siblings):
+        waiting = conditions.pending(
+            content.status.conditions,
+            content,
+            now,
+            "WaitingForCapture",
+            "an older capture of the same container is not settled yet",
+        )
+        return _plan(content, replace(content.status, conditions=waiting))
+    attempt = content.status.attempt + 1
+    trace = capture_span(content, attempt)
+    status = _moved(
+        content,
+        CaptureEvent.BEGIN,
+        attempt=attempt,
+        started_at=now,
+        traceparent=trace,
+        failure=None,
+        vector=[],
+        orders=[*content.status.orders, ordering.prepare(content, attempt, trace, now)],
+        conditions=conditions.pending(
+            content.status.conditions, content, now, "Capturing", f"attempt {attempt} is under way"
+        ),
+    )
+    return _plan(content, status)
+
+
+def _is_queued_behind(content: SnapshotContent, siblings: Sequence[SnapshotContent]) -> bool:
+    """Captures of one container run one after another, oldest content first."""
+    mine = (content.metadata.creation_timestamp, content.metadata.name)
+    return any(
+        other.metadata.uid != content.metadata.uid
+        and other.spec.source.pod_ref == content.spec.source.pod_ref
+        and not is_settled(other)
+        and (other.metadata.creation_timestamp, other.metadata.name) < mine
+        for other in siblings
+    )
+
+
+def is_settled(content: SnapshotContent) -> bool:
+    """Say whether the capture is over and nothing is owed for it any more."""
+    return content.status.capture in _SETTLED and all(
+        fold.is_answered(item) for item in content.status.orders
+    )
+
+
+def _failed(content: SnapshotContent, failure: Failure, now: float) -> Plan:
+    orders = [
+        *content.status.orders,
+        *ordering.abort_capture(content, str(failure), content.status.traceparent, now),
+    ]
+    if content.status.capture is not Capture.PREPARING:
+        source = content.spec.source
+        orders.append(
+            ordering.delete(
+                content,
+                content.status.attempt,
+                source.node_name,
+                content.status.traceparent,
+                now,
+            )
+        )
+    return _plan(content, _moved(content, CaptureEvent.FAILED, failure=failure, orders=orders))
+
+
+def _preparing(content: SnapshotContent, now: float) -> Plan:
+    orders = _current(content, "prepare")
+    if failure := fold.failure_in(orders, now):
+        return _failed(content, failure, now)
+    final = orders[0].final
+    if final is None:
+        return Plan(wake_at=fold.next_deadline(orders))
+    if failure := _vector_failure(content, [entry.part for entry in final.vector]):
+        return _failed(content, failure, now)
+    trace = content.status.traceparent
+    staged = ordering.stage(content, final.vector, trace, now)
+    status = _moved(
+        content,
+        CaptureEvent.PREPARED,
+        vector=final.vector,
+        orders=[*content.status.orders, *staged],
+    )
+    return _plan(content, status)
+
+
+def _vector_failure(content: SnapshotContent, parts: list[str]) -> Failure | None:
+    wanted = ["process", *(f"gpu-{device.ordinal}" for device in content.spec.source.devices)]
+    if sorted(parts) == sorted(wanted):
+        return None
+    return Failure(
+        reason="PlanMismatch",
+        message=f"the agent prepared parts {sorted(parts)}, the pod's devices need {wanted}",
+        values={"found": sorted(parts), "expected": wanted},
+    )
+
+
+def _staging(content: SnapshotContent, now: float) -> Plan:
+    parts = [*_current(content, "dump"), *_current(content, "save")]
+    if failure := fold.failure_in(parts, now):
+        return _failed(content, failure, now)
+    trace = content.status.traceparent
+    orders = [*content.status.orders, *_early_release(content, parts, trace, now)]
+    results = [item.final.part for item in parts if item.final and item.final.part]
+    if len(results) < len(parts):
+        return _plan(content, replace(content.status, orders=orders))
+    orders.append(ordering.seal(content, results, trace, now))
+    return _plan(content, _moved(content, CaptureEvent.STAGED, orders=orders))
+
+
+def _early_release(
+    content: SnapshotContent, parts: list[OrderStatus], trace: str, now: float
+) -> list[OrderStatus]:
+    """A worker that goes on may do so once its own part is staged and every save reads."""
+    wants_on = content.spec.source_policy == "Resume" and not _current(content, "release")
+    is_safe = all(
+        fold.succeeded(item) if item.verb == "dump" else item.leased or fold.succeeded(item)
+        for item in parts
+    )
+    return [ordering.release(content, trace, now)] if wants_on and is_safe else []
+
+
+def _sealing(content: SnapshotContent, now: float) -> Plan:
+    orders = _current(content, "seal")
+    if failure := fold.failure_in(orders, now):
+        return _failed(content, failure, now)
+    final = orders[0].final
+    if final is None or final.root_digest is None:
+        return Plan(wake_at=fold.next_deadline(content.status.orders))
+    parts: list[PartResult] = [
+        item.final.part
+        for item in _current(content)
+        if item.verb in ("dump", "save") and item.final and item.final.part
+    ]
+    committed = Committed(
+        generation=content.status.attempt,
+        root_digest=final.root_digest,
+        bytes=sum(part.bytes for part in parts),
+        parts=sorted(parts, key=lambda part: part.part),
+        vector=content.status.vector,
+    )
+    message = f"generation {committed.generation}, {committed.bytes} bytes, {final.root_digest}"
+    status = _moved(
+        content,
+        CaptureEvent.SEALED,
+        committed=committed,
+        conditions=conditions.ready(content.status.conditions, content, now, "Captured", message),
+    )
+    return _plan(content, status)
+
+
+def _settle(content: SnapshotContent, now: float) -> Plan:
+    """Ready is durable before the worker is released; nothing else is left to order."""
+    status = content.status
+    if status.capture is Capture.READY and not _current(content, "release"):
+        order = ordering.release(content, status.traceparent, now)
+        return _plan(content, replace(status, orders=[*status.orders, order]))
+    return _plan(content, status)
+
+
+def _aborting(content: SnapshotContent, now: float) -> Plan:
+    """Wait until every part of the attempt has answered, then try again or give up."""
+    status = content.status
+    current = _current(content)
+    waiting = [item for item in current if not fold.is_answered(item) and now < item.deadline]
+    if waiting:
+        return Plan(wake_at=fold.next_deadline(waiting))
+    failure = status.failure or Failure(reason="Aborted", message="the capture was aborted")
+    was_frozen = any(item.verb == "dump" for item in current)
+    all_answered = all(fold.is_answered(item) for item in current)
+    if failure.retryable and not was_frozen and all_answered and status.attempt < MAX_ATTEMPTS:
+        again = conditions.pending(
+            status.conditions,
+            content,
+            now,
+            "Retrying",
+            f"attempt {status.attempt} failed before the freeze: {failure.message}",
+        )
+        return _plan(content, _moved(content, CaptureEvent.RETRY, conditions=again))
+    gave_up = conditions.failed(status.conditions, content, now, failure)
+    return _plan(content, _moved(content, CaptureEvent.ABORTED, conditions=gave_up))
+
+
+def _deletion(view: CaptureView, now: float) -> Plan:
+    content = view.content
+    status = content.status
+    if status.capture in (Capture.PREPARING, Capture.STAGING, Capture.SEALING):
+        failure = Failure(reason="Deleted", message="the snapshot was deleted during its capture")
+        return _failed(content, failure, now)
+    if status.capture is Capture.ABORTING:
+        return _aborting(content, now)
+    if status.readers:
+        waiting = conditions.with_conditions(
+            status.conditions,
+            content,
+            now,
+            ("Deleting", False, "ReadersRegistered", f"restored by {', '.join(status.readers)}"),
+        )
+        return _plan(content, replace(status, conditions=waiting))
+    if status.committed is None or content.spec.deletion_policy == "Retain":
+        return Plan((Finalize(content),)) if is_settled(content) else _plan(content, status)
+    return _remove(view, status.committed.generation, now)
+
+
+def _remove(view: CaptureView, generation: int, now: float) -> Plan:
+    """Have the committed generation removed; any node reaches the artifact root."""
+    content = view.content
+    orders = fold.find(content.status.orders, "delete", generation)
+    if any(fold.succeeded(item) for item in orders):
+        return Plan((Finalize(content),))
+    open_orders = [item for item in orders if not fold.is_answered(item)]
+    if open_orders:
+        return Plan(wake_at=fold.next_deadline(open_orders))
+    node = _deleting_node(view)
+    if node is None or orders:
+        return NOTHING
+    order = ordering.delete(content, generation, node, content.status.traceparent, now)
+    return _plan(content, replace(content.status, orders=[*content.status.orders, order]))
+
+
+def _deleting_node(view: CaptureView) -> str | None:
+    ready = [node.metadata.name for node in view.nodes if is_true(node.status.conditions, "Ready")]
+    home = view.content.spec.source.node_name
+    return home if home in ready else next(iter(sorted(ready)), None)
+
+
+def content_name(snapshot_uid: str) -> str:
+    """Name the content of a snapshot."""
+    return f"snapshotcontent-{snapshot_uid}"[:63]

@@ -1,0 +1,110 @@
+"""How reports change what the operator remembers of an order.
+
+The highest rank wins, a terminal report absorbs, older attempts are ignored. Only `ready` and
+`exited` follow the terminal report of a `run`: they are life signs of the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import OrderStatus
+from snapshot_shared.orders import TERMINAL, Report
+
+_RANKS = {"ordered": 0, "accepted": 1, "leased": 2}
+_TERMINAL_RANK = 10
+_AFTER = {"ready": 11, "exited": 12}
+LOST = "lost"
+
+
+def rank(state: str) -> int:
+    """Give the rank of an order's state; a terminal report ranks above all progress."""
+    return _RANKS.get(state) or _AFTER.get(state) or (0 if state == "ordered" else _TERMINAL_RANK)
+
+
+def fold(orders: Sequence[OrderStatus], report: Report, now: float) -> list[OrderStatus] | None:
+    """Fold one report in; None when nothing changes (unknown, older, or lower in rank)."""
+    for index, item in enumerate(orders):
+        if item.order == report.order and item.attempt == report.attempt:
+            changed = _fold_one(item, report, now)
+            if changed is None:
+                return None
+            return [*orders[:index], changed, *orders[index + 1 :]]
+    return None
+
+
+def _fold_one(item: OrderStatus, report: Report, now: float) -> OrderStatus | None:
+    leased = item.leased or report.kind == "leased"
+    if rank(report.kind) <= rank(item.state):
+        return replace(item, leased=leased) if leased != item.leased else None
+    if report.is_terminal:
+        return replace(item, state=report.kind, leased=leased, final=report, ended_at=now)
+    if report.kind in _AFTER and item.final is None:
+        # The life sign overtook the terminal report; it proves that the processes were started.
+        return replace(item, state=report.kind, final=report, ended_at=now)
+    if report.kind in _AFTER:
+        exit_report = report if report.kind == "exited" else item.final
+        return replace(item, state=report.kind, final=exit_report)
+    return replace(item, state=report.kind, leased=leased)
+
+
+def is_answered(item: OrderStatus) -> bool:
+    """Say whether nothing more is owed for an order: it ended, or its node is gone."""
+    return item.final is not None or item.state == LOST
+
+
+def succeeded(item: OrderStatus) -> bool:
+    """Say whether an order ended as its verb wishes."""
+    if item.final is None:
+        return False
+    return item.final.kind in (TERMINAL[item.verb], *_AFTER)
+
+
+def failure_in(orders: Iterable[OrderStatus], now: float) -> Failure | None:
+    """Give the first failure among orders: a bad report, a lost node, or a passed deadline."""
+    for item in orders:
+        if item.final is not None and item.final.failure is not None:
+            return item.final.failure
+        if item.state == LOST:
+            return Failure(
+                reason="NodeLost",
+                message=f"node {item.node} was lost while it had order {item.order}",
+                values={"node": item.node},
+                next_step="bring the node back or delete the object",
+            )
+        if item.final is None and now >= item.deadline:
+            return Failure(
+                reason="AgentUnresponsive",
+                message=f"{item.service} on {item.node} did not end {item.order} in time",
+                retryable=True,
+                values={"node": item.node, "order": item.order, "attempt": item.attempt},
+                next_step=f"look at the {item.service}'s log on {item.node}",
+            )
+    return None
+
+
+def next_deadline(orders: Iterable[OrderStatus]) -> float | None:
+    """Give the earliest deadline among unanswered orders."""
+    return min((item.deadline for item in orders if not is_answered(item)), default=None)
+
+
+def mark_lost(orders: Sequence[OrderStatus], node: str, now: float) -> list[OrderStatus]:
+    """Settle what a lost node can no longer answer."""
+    return [
+        replace(item, state=LOST, ended_at=now)
+        if item.node == node and not is_answered(item)
+        else item
+        for item in orders
+    ]
+
+
+def find(orders: Iterable[OrderStatus], verb: str, attempt: int | None = None) -> list[OrderStatus]:
+    """Give the orders of a verb, of one attempt if it is given."""
+    return [
+        item
+        for item in orders
+        if item.verb == verb and (attempt is None or item.attempt == attempt)
+    ]

@@ -1,0 +1,347 @@
+"""Builds every order: ids, budgets, tokens, trace context. One function a verb."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from snapshot_shared.codec import digest, encode_json
+from snapshot_shared.ids import Uid, order_id
+from snapshot_shared.objects import OrderStatus, Pod, SnapshotContent
+from snapshot_shared.orders import (
+    AbortOrder,
+    ArtifactRef,
+    CommitOrder,
+    DeleteOrder,
+    DropOrder,
+    DumpOrder,
+    LoadOrder,
+    Order,
+    PartResult,
+    PodRef,
+    PrepareOrder,
+    ReleaseOrder,
+    RestoreOrder,
+    RunOrder,
+    SaveOrder,
+    SealOrder,
+    Service,
+    StopOrder,
+    VectorEntry,
+    service_of,
+)
+from snapshot_shared.spans import derived_context, parse_traceparent
+
+ANSWER_GRACE_S = 15.0
+"""Added to an order's own budget before the operator gives up on the answer, in seconds."""
+
+BUDGET_S = {
+    "run": 60.0,
+    "stop": 60.0,
+    "prepare": 300.0,
+    "dump": 600.0,
+    "save": 1800.0,
+    "seal": 120.0,
+    "release": 60.0,
+    "load": 1800.0,
+    "commit": 60.0,
+    "drop": 60.0,
+    "restore": 600.0,
+    "abort": 60.0,
+    "delete": 600.0,
+    "verify": 3600.0,
+}
+HOLD_S = 1800.0
+FORGET_ATTEMPT = 1_000_000
+"""The attempt of a `drop` that ends a pod: above that of any restore of it."""
+
+
+def status_of(order: Order, service: Service, now: float) -> OrderStatus:
+    """Write an order down as it is remembered on its object."""
+    verb = order.order.partition("-")[0]
+    return OrderStatus(
+        order=order.order,
+        verb=verb,
+        attempt=order.attempt,
+        node=order.node,
+        service=service,
+        payload=msgspec.to_builtins(order),
+        ordered_at=now,
+        deadline=now + order.deadline_s + ANSWER_GRACE_S,
+    )
+
+
+def order_span(parent: str, order: str, attempt: int) -> str:
+    """Give the traceparent of the operator's span for one order; empty without a trace."""
+    context = parse_traceparent(parent)
+    if context is None:
+        return ""
+    return derived_context(context.trace_id, "order", order, str(attempt)).traceparent
+
+
+def _common(
+    verb: str,
+    owner: str,
+    attempt: int,
+    node: str,
+    trace: str,
+    part: str | None = None,
+) -> dict[str, Any]:
+    name = order_id(verb, Uid(owner), part)
+    return {
+        "order": name,
+        "attempt": attempt,
+        "node": node,
+        "owner": owner,
+        "deadline_s": BUDGET_S[verb],
+        "traceparent": order_span(trace, name, attempt),
+    }
+
+
+def pod_ref(pod: Pod, container: str) -> PodRef:
+    """Name one incarnation of a pod."""
+    return PodRef(
+        namespace=pod.metadata.namespace or "default",
+        name=pod.metadata.name,
+        uid=pod.metadata.uid,
+        container=container,
+    )
+
+
+def source_ref(content: SnapshotContent) -> PodRef:
+    """Name the pod that a content captures."""
+    source = content.spec.source
+    return PodRef(
+        namespace=source.namespace,
+        name=source.pod_ref.name,
+        uid=source.pod_ref.uid or "",
+        container=source.pod_ref.containers[0],
+    )
+
+
+def fence_token(content: SnapshotContent, attempt: int) -> str:
+    """Name the hold of one capture attempt on the devices."""
+    return f"{content.metadata.uid}.{attempt}"
+
+
+def load_token(pod: Pod, attempt: int, part: str) -> str:
+    """Name the hidden layout of one restore attempt on one device."""
+    return f"{pod.metadata.uid}.{attempt}.{part}"
+
+
+def template_digest(pod: Pod) -> str:
+    """Digest what an agent will be given for a pod, so that a change between is noticed."""
+    return digest(encode_json(msgspec.to_builtins(pod.spec)))
+
+
+def run(pod: Pod, *, standby: bool, trace: str, now: float) -> OrderStatus:
+    """Start the pod's containers."""
+    order = RunOrder(
+        pod=pod_ref(pod, pod.spec.containers[0].name),
+        template_digest=template_digest(pod),
+        devices=pod.status.devices,
+        standby=standby,
+        **_common("run", pod.metadata.uid, 1, pod.status.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def stop(pod: Pod, trace: str, now: float) -> OrderStatus:
+    """End the pod's containers."""
+    order = StopOrder(
+        pod=pod_ref(pod, pod.spec.containers[0].name),
+        grace_s=float(pod.spec.termination_grace_period_seconds),
+        **_common("stop", pod.metadata.uid, 1, pod.status.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def forget(pod: Pod, trace: str, now: float) -> list[OrderStatus]:
+    """Free the pod's devices of what it left committed there."""
+    found = []
+    for device in pod.status.devices:
+        common = _common(
+            "drop",
+            pod.metadata.uid,
+            FORGET_ATTEMPT,
+            pod.status.node_name,
+            trace,
+            f"gpu-{device.ordinal}",
+        )
+        found.append(status_of(DropOrder(device=device.uuid, **common), "gms", now))
+    return found
+
+
+def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> OrderStatus:
+    """Open a capture."""
+    source = content.spec.source
+    order = PrepareOrder(
+        pod=source_ref(content),
+        content_uid=content.metadata.uid,
+        devices=source.devices,
+        fence_token=fence_token(content, attempt),
+        hold_s=HOLD_S,
+        **_common("prepare", content.metadata.uid, attempt, source.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def stage(
+    content: SnapshotContent, vector: list[VectorEntry], trace: str, now: float
+) -> list[OrderStatus]:
+    """Order all parts of the plan together: the dump and one save a device."""
+    source, attempt, uid = content.spec.source, content.status.attempt, content.metadata.uid
+    orders: list[Order] = [
+        DumpOrder(
+            pod=source_ref(content),
+            content_uid=uid,
+            vector=vector,
+            **_common("dump", uid, attempt, source.node_name, trace),
+        )
+    ]
+    for entry in vector:
+        if entry.layout is not None:
+            common = _common("save", uid, attempt, source.node_name, trace, entry.part)
+            orders.append(
+                SaveOrder(
+                    namespace=source.namespace,
+                    content_uid=uid,
+                    part=entry.part,
+                    layout=entry.layout,
+                    fence_token=fence_token(content, attempt),
+                    **common,
+                )
+            )
+    return [status_of(order, service_of(order), now) for order in orders]
+
+
+def seal(content: SnapshotContent, parts: list[PartResult], trace: str, now: float) -> OrderStatus:
+    """Make the generation an artifact."""
+    source = content.spec.source
+    order = SealOrder(
+        namespace=source.namespace,
+        content_uid=content.metadata.uid,
+        pod=source_ref(content),
+        vector=content.status.vector,
+        parts=parts,
+        **_common("seal", content.metadata.uid, content.status.attempt, source.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def release(content: SnapshotContent, trace: str, now: float) -> OrderStatus:
+    """Let the worker go on, or end it."""
+    source = content.spec.source
+    order = ReleaseOrder(
+        pod=source_ref(content),
+        content_uid=content.metadata.uid,
+        policy=content.spec.source_policy,
+        **_common("release", content.metadata.uid, content.status.attempt, source.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) -> list[OrderStatus]:
+    """Tombstone a capture attempt at the agent and, when it has devices, at GMS."""
+    source, attempt, uid = content.spec.source, content.status.attempt, content.metadata.uid
+    details: dict[str, Any] = {
+        "pod": source_ref(content),
+        "content_uid": uid,
+        "fence_token": fence_token(content, attempt),
+        "devices": [device.uuid for device in source.devices],
+        "why": why[:4096],
+    }
+    common = _common("abort", uid, attempt, source.node_name, trace)
+    found = [status_of(AbortOrder(**common, **details), "agent", now)]
+    if source.devices:
+        common = _common("abort", uid, attempt, source.node_name, trace, "gms")
+        found.append(status_of(AbortOrder(**common, **details), "gms", now))
+    return found
+
+
+def delete(
+    content: SnapshotContent, generation: int, node: str, trace: str, now: float
+) -> OrderStatus:
+    """Remove one generation from the artifact root."""
+    uid = content.metadata.uid
+    order = DeleteOrder(
+        namespace=content.spec.source.namespace,
+        content_uid=uid,
+        generation=generation,
+        **_common("delete", uid, max(generation, 1), node, trace, f"gen-{generation}"),
+    )
+    return status_of(order, "agent", now)
+
+
+def load(
+    pod: Pod, content: SnapshotContent, artifact: ArtifactRef, trace: str, now: float
+) -> list[OrderStatus]:
+    """Load every device part of an artifact, hidden."""
+    committed = content.status.committed
+    restore = pod.status.restore
+    if committed is None or restore is None:
+        return []
+    digests = {part.part: part for part in committed.parts}
+    devices = {device.ordinal: device.uuid for device in pod.status.devices}
+    found = []
+    for entry in committed.vector:
+        if entry.layout is None or entry.ordinal is None:
+            continue
+        order = LoadOrder(
+            artifact=artifact,
+            part=entry.part,
+            part_digest=digests[entry.part].digest,
+            device=devices[entry.ordinal],
+            layout_id=entry.layout.layout_id,
+            structure_hash=entry.layout.structure_hash,
+            load_token=load_token(pod, restore.attempt, entry.part),
+            bytes=entry.layout.bytes,
+            **_common(
+                "load", pod.metadata.uid, restore.attempt, pod.status.node_name, trace, entry.part
+            ),
+        )
+        found.append(status_of(order, "gms", now))
+    return found
+
+
+def commit(pod: Pod, loads: list[OrderStatus], trace: str, now: float) -> list[OrderStatus]:
+    """Publish what the loads left hidden."""
+    found = []
+    for item in loads:
+        done = msgspec.convert(item.payload, LoadOrder)
+        order = CommitOrder(
+            device=done.device,
+            load_token=done.load_token,
+            layout_id=done.layout_id,
+            **_common("commit", pod.metadata.uid, item.attempt, item.node, trace, done.part),
+        )
+        found.append(status_of(order, "gms", now))
+    return found
+
+
+def drop(pod: Pod, loads: list[OrderStatus], trace: str, now: float) -> list[OrderStatus]:
+    """Forget what the loads left, hidden or committed."""
+    found = []
+    for item in loads:
+        done = msgspec.convert(item.payload, LoadOrder)
+        order = DropOrder(
+            device=done.device,
+            load_token=done.load_token,
+            **_common("drop", pod.metadata.uid, item.attempt, item.node, trace, done.part),
+        )
+        found.append(status_of(order, "gms", now))
+    return found
+
+
+def restore(pod: Pod, artifact: ArtifactRef, trace: str, now: float) -> OrderStatus:
+    """Fill the waiting worker and let it go."""
+    state = pod.status.restore
+    attempt = state.attempt if state else 1
+    order = RestoreOrder(
+        artifact=artifact,
+        pod=pod_ref(pod, pod.spec.containers[0].name),
+        devices=pod.status.devices,
+        **_common("restore", pod.metadata.uid, attempt, pod.status.node_name, trace),
+    )
+    return status_of(order, "agent", now)

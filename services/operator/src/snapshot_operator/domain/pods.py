@@ -1,0 +1,491 @@
+"""Decides for one Pod of the local cluster: placing, running, restoring into it, ending it.
+
+A pod with the annotation `nvidia.com/restore-from` is started in standby while its devices are
+loaded; the states of that are `transitions.RESTORE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from snapshot_operator.domain import conditions, fold, ordering
+from snapshot_operator.domain.nodes import lost_nodes
+from snapshot_operator.domain.plan import (
+    NOTHING,
+    Finalize,
+    Plan,
+    SetStatus,
+    Write,
+    status_plan,
+)
+from snapshot_operator.domain.scheduler import Placement, Waiting, place
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import (
+    RESTORE_FROM,
+    TRACEPARENT,
+    ContainerStatus,
+    Node,
+    OrderStatus,
+    Pod,
+    PodStatus,
+    RestoreStatus,
+    SnapshotContent,
+)
+from snapshot_shared.orders import ArtifactRef, VectorEntry
+from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
+from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
+
+FINISHED = ("Succeeded", "Failed")
+_FAILING = (Restore.LOADING, Restore.COMMITTING, Restore.RESTORING)
+
+
+class Source(NamedTuple):
+    """What `restore-from` resolved to: the content, or why there is none (yet)."""
+
+    content: SnapshotContent | None
+    waiting: str = ""
+    failure: Failure | None = None
+
+
+class PodView(NamedTuple):
+    """What a decision about a pod looks at. `used` gives device uuids in use by node."""
+
+    pod: Pod
+    nodes: Sequence[Node]
+    used: Mapping[str, set[str]]
+    source: Source | None
+
+
+def reconcile_pod(view: PodView, now: float) -> Plan:
+    """Give the next step of a pod. Same input, same plan."""
+    if settled := _settled_by_loss(view, now):
+        return settled
+    pod = view.pod
+    if pod.metadata.deletion_timestamp:
+        return _deletion(view, now)
+    if pod.status.phase in FINISHED:
+        return _freeing(view, now)
+    if not pod.status.node_name:
+        return _schedule(view, now)
+    if pod.status.restore is not None and pod.status.restore.state in (
+        *_FAILING,
+        Restore.DROPPING,
+    ):
+        return _restoring(view, now)
+    return _running(view, now)
+
+
+def _settled_by_loss(view: PodView, now: float) -> Plan | None:
+    """Settle what a lost node cannot answer any more; None when nothing changes."""
+    pod = view.pod
+    node = pod.status.node_name
+    if not node or node not in lost_nodes(view.nodes):
+        return None
+    orders = fold.mark_lost(pod.status.orders, node, now)
+    if orders != pod.status.orders:
+        return _plan(pod, replace(pod.status, orders=orders))
+    if pod.status.phase in FINISHED or pod.metadata.deletion_timestamp:
+        return None
+    failure = Failure(
+        reason="NodeLost",
+        message=f"node {node} was lost while the pod ran there",
+        values={"node": node},
+        next_step="restore the worker on another node",
+    )
+    return _fail(view, failure, now)
+
+
+def restoration_span(pod: Pod) -> str:
+    """Give the traceparent of the span over one whole restore."""
+    parent = parse_traceparent(pod.metadata.annotations.get(TRACEPARENT, ""))
+    uid = pod.metadata.uid
+    trace_id = parent.trace_id if parent else derived_trace(uid)
+    return derived_context(trace_id, "restoration", uid, "1").traceparent
+
+
+def _trace(pod: Pod) -> str:
+    if pod.status.restore is not None:
+        return pod.status.restore.traceparent
+    return pod.metadata.annotations.get(TRACEPARENT, "")
+
+
+def _plan(pod: Pod, status: PodStatus, *before: Write, wake_at: float | None = None) -> Plan:
+    obligations = sorted({item.verb for item in status.orders if not fold.is_answered(item)})
+    times = [at for at in (wake_at, fold.next_deadline(status.orders)) if at is not None]
+    new = replace(pod, status=replace(status, obligations=obligations))
+    return status_plan(pod, new, *before, wake_at=min(times, default=None))
+
+
+def _fail(view: PodView, failure: Failure, now: float) -> Plan:
+    """End a pod for good; what it owes is ordered by the next look."""
+    pod = view.pod
+    status = replace(
+        pod.status,
+        phase="Failed",
+        reason=failure.reason,
+        message=failure.message,
+        conditions=conditions.failed(pod.status.conditions, pod, now, failure),
+    )
+    if status.restore is not None and status.restore.state is not Restore.FAILED:
+        status = replace(status, restore=replace(status.restore, failure=failure))
+    return _plan(pod, status)
+
+
+def _schedule(view: PodView, now: float) -> Plan:
+    pod = view.pod
+    vector: list[VectorEntry] = []
+    if view.source is not None:
+        if view.source.failure is not None:
+            return _fail(view, view.source.failure, now)
+        content = view.source.content
+        if content is None or content.status.committed is None:
+            return _wait(pod, "WaitingForSnapshot", view.source.waiting, now)
+        vector = content.status.committed.vector
+    answer = place(pod, view.nodes, view.used, vector)
+    if isinstance(answer, Failure):
+        return _fail(view, answer, now)
+    if isinstance(answer, Waiting):
+        return _wait(pod, answer.reason, answer.message, now)
+    return _placed(view, answer, now)
+
+
+def _wait(pod: Pod, reason: str, message: str, now: float) -> Plan:
+    waiting = conditions.with_conditions(
+        pod.status.conditions, pod, now, ("PodScheduled", False, reason, message)
+    )
+    return _plan(pod, replace(pod.status, conditions=waiting, reason=reason, message=message))
+
+
+def _placed(view: PodView, placement: Placement, now: float) -> Plan:
+    pod = view.pod
+    status = replace(
+        pod.status,
+        node_name=placement.node,
+        devices=placement.devices,
+        reason="",
+        message="",
+        traceparent=pod.metadata.annotations.get(TRACEPARENT, ""),
+        container_statuses=[ContainerStatus(name=c.name) for c in pod.spec.containers],
+        conditions=conditions.with_conditions(
+            pod.status.conditions,
+            pod,
+            now,
+            ("PodScheduled", True, "Scheduled", f"on {placement.node}"),
+            ("Ready", False, "Starting", "the containers are being started"),
+        ),
+    )
+    content = view.source.content if view.source else None
+    if content is None or content.status.committed is None:
+        placed = replace(pod, status=status)
+        run = ordering.run(placed, standby=False, trace=_trace(placed), now=now)
+        return _plan(pod, replace(status, orders=[run]))
+    return _begin_restore(pod, status, content, now)
+
+
+def _begin_restore(pod: Pod, status: PodStatus, content: SnapshotContent, now: float) -> Plan:
+    """Register the reader, then start the standby worker and all loads together."""
+    committed = content.status.committed
+    if committed is None:
+        return NOTHING
+    trace = restoration_span(pod)
+    artifact = ArtifactRef(
+        namespace=content.spec.source.namespace,
+        content_uid=content.metadata.uid,
+        generation=committed.generation,
+        root_digest=committed.root_digest,
+    )
+    restore = RestoreStatus(
+        state=RESTORE.next(Restore.PENDING, RestoreEvent.BEGIN),
+        attempt=1,
+        content_name=content.metadata.name,
+        artifact=artifact,
+        started_at=now,
+        traceparent=trace,
+    )
+    placed = replace(pod, status=replace(status, restore=restore, traceparent=trace))
+    orders = [
+        ordering.run(placed, standby=True, trace=trace, now=now),
+        *ordering.load(placed, content, artifact, trace, now),
+    ]
+    return _plan(pod, replace(placed.status, orders=orders), *_registered(pod, content))
+
+
+def _registered(pod: Pod, content: SnapshotContent) -> list[Write]:
+    uid = pod.metadata.uid
+    if uid in content.status.readers:
+        return []
+    readers = [*content.status.readers, uid]
+    return [SetStatus(content, replace(content, status=replace(content.status, readers=readers)))]
+
+
+def _unregistered(view: PodView) -> list[Write]:
+    content = view.source.content if view.source else None
+    uid = view.pod.metadata.uid
+    if content is None or uid not in content.status.readers:
+        return []
+    readers = [reader for reader in content.status.readers if reader != uid]
+    return [SetStatus(content, replace(content, status=replace(content.status, readers=readers)))]
+
+
+def _process_changes(pod: Pod, now: float) -> PodStatus:
+    """Fold what the run order says into the pod's phase and containers."""
+    status = pod.status
+    runs = fold.find(status.orders, "run")
+    if not runs:
+        return status
+    run = runs[0]
+    exited = run.final if run.state == "exited" else None
+    if exited is not None:
+        code = exited.exit_code
+        phase = "Succeeded" if code == 0 else "Failed"
+        shown = "unknown" if code is None else str(code)
+        return replace(
+            status,
+            phase=phase,
+            reason="Completed" if code == 0 else "ContainerExited",
+            message=exited.message or f"the container ended with exit code {shown}",
+            container_statuses=[
+                replace(found, state="terminated", ready=False, exit_code=code)
+                for found in status.container_statuses
+            ],
+            conditions=conditions.with_conditions(
+                status.conditions, pod, now, ("Ready", False, "ContainerExited", f"exit {shown}")
+            ),
+        )
+    is_ready = run.state == "ready" and status.restore is None
+    if run.state not in ("started", "ready"):
+        return status
+    changed = replace(
+        status,
+        phase="Running",
+        container_statuses=[
+            replace(found, state="running", ready=is_ready or found.ready)
+            for found in status.container_statuses
+        ],
+    )
+    if not is_ready:
+        return changed
+    return replace(
+        changed,
+        conditions=conditions.with_conditions(
+            status.conditions, pod, now, ("Ready", True, "WorkerReady", "ready for a snapshot")
+        ),
+    )
+
+
+def _running(view: PodView, now: float) -> Plan:
+    pod = view.pod
+    runs = fold.find(pod.status.orders, "run")
+    if runs and (failure := fold.failure_in(runs, now)):
+        return _fail(view, failure, now)
+    status = _process_changes(pod, now)
+    limit = pod.spec.active_deadline_seconds
+    wake_at = None
+    if limit is not None and runs:
+        wake_at = runs[0].ordered_at + limit
+        if now >= wake_at and status.phase not in FINISHED:
+            return _fail(view, _too_long(limit), now)
+    done = _unregistered(view) if status.restore is not None else []
+    return _plan(pod, status, *done, wake_at=wake_at)
+
+
+def _too_long(limit: int) -> Failure:
+    return Failure(
+        reason="DeadlineExceeded",
+        message=f"the pod was active for longer than activeDeadlineSeconds ({limit})",
+        values={"limit_s": limit},
+        next_step="raise the deadline or look at the worker's log",
+    )
+
+
+def _restoring(view: PodView, now: float) -> Plan:
+    pod = view.pod
+    restore = pod.status.restore
+    if restore is None:
+        return NOTHING
+    if restore.state is Restore.DROPPING:
+        return _dropping(view, restore, now)
+    status = _process_changes(pod, now)
+    if failure := _restore_failure(status, now):
+        return _drop(view, status, restore, failure, now)
+    match restore.state:
+        case Restore.LOADING:
+            return _loading(pod, status, restore, now)
+        case Restore.COMMITTING:
+            return _committing(pod, status, restore, now)
+        case Restore.RESTORING:
+            return _awaiting(view, status, restore, now)
+        case _:
+            return NOTHING
+
+
+def _restore_failure(status: PodStatus, now: float) -> Failure | None:
+    orders = [item for item in status.orders if item.verb in ("run", "load", "commit", "restore")]
+    if failure := fold.failure_in(orders, now):
+        return failure
+    if status.phase in FINISHED:
+        return Failure(
+            reason="SourceExited",
+            message=f"the waiting worker ended during the restore: {status.message}",
+            next_step="look at the worker's log",
+        )
+    return None
+
+
+def _with(
+    status: PodStatus,
+    restore: RestoreStatus,
+    event: RestoreEvent,
+    *orders: OrderStatus,
+    failure: Failure | None = None,
+) -> PodStatus:
+    moved = replace(restore, state=RESTORE.next(restore.state, event), failure=failure)
+    return replace(status, restore=moved, orders=[*status.orders, *orders])
+
+
+def _loading(pod: Pod, status: PodStatus, restore: RestoreStatus, now: float) -> Plan:
+    loads = fold.find(status.orders, "load", restore.attempt)
+    if not all(fold.succeeded(item) for item in loads):
+        return _plan(pod, status)
+    orders = ordering.commit(pod, loads, restore.traceparent, now)
+    moved = _with(status, restore, RestoreEvent.LOADED, *orders)
+    if orders:
+        return _plan(pod, moved)
+    return _committing(pod, moved, moved.restore or restore, now)
+
+
+def _committing(pod: Pod, status: PodStatus, restore: RestoreStatus, now: float) -> Plan:
+    commits = fold.find(status.orders, "commit", restore.attempt)
+    runs = fold.find(status.orders, "run")
+    is_up = all(fold.succeeded(item) for item in (*commits, *runs))
+    if not is_up or restore.artifact is None:
+        return _plan(pod, status)
+    order = ordering.restore(pod, restore.artifact, restore.traceparent, now)
+    return _plan(pod, _with(status, restore, RestoreEvent.COMMITTED, order))
+
+
+def _awaiting(view: PodView, status: PodStatus, restore: RestoreStatus, now: float) -> Plan:
+    pod = view.pod
+    orders = fold.find(status.orders, "restore", restore.attempt)
+    if not all(fold.succeeded(item) for item in orders):
+        return _plan(pod, status)
+    ready = conditions.with_conditions(
+        status.conditions,
+        pod,
+        now,
+        ("Ready", True, "Restored", f"restored from {restore.content_name}"),
+        ("nvidia.com/Restored", True, "RestoreSucceeded", ""),
+    )
+    serving = [replace(found, ready=True) for found in status.container_statuses]
+    done = _with(status, restore, RestoreEvent.RESTORED)
+    done = replace(done, conditions=ready, container_statuses=serving)
+    return _plan(pod, done, *_unregistered(view))
+
+
+def _drop(
+    view: PodView, status: PodStatus, restore: RestoreStatus, failure: Failure, now: float
+) -> Plan:
+    """Undo a restore: forget what was loaded everywhere, and end the waiting worker."""
+    pod = view.pod
+    loads = fold.find(status.orders, "load", restore.attempt)
+    orders = [
+        *ordering.drop(pod, loads, restore.traceparent, now),
+        ordering.stop(pod, restore.traceparent, now),
+    ]
+    return _plan(pod, _with(status, restore, RestoreEvent.FAILED, *orders, failure=failure))
+
+
+def _dropping(view: PodView, restore: RestoreStatus, now: float) -> Plan:
+    pod = view.pod
+    owed = [
+        item
+        for item in pod.status.orders
+        if item.verb in ("load", "drop", "stop")
+        and not fold.is_answered(item)
+        and now < item.deadline
+    ]
+    if owed:
+        return Plan(wake_at=fold.next_deadline(owed))
+    failure = restore.failure or Failure(reason="RestoreFailed", message="the restore failed")
+    status = _with(pod.status, restore, RestoreEvent.DROPPED, failure=failure)
+    rows = conditions.failed(status.conditions, pod, now, failure)
+    rows = conditions.with_conditions(
+        rows, pod, now, ("nvidia.com/Restored", False, failure.reason, failure.message)
+    )
+    status = replace(
+        status, phase="Failed", reason=failure.reason, message=failure.message, conditions=rows
+    )
+    return _plan(pod, status, *_unregistered(view))
+
+
+def holds_devices(pod: Pod) -> bool:
+    """Say whether the pod's devices may still hold its memory."""
+    if not pod.status.devices:
+        return False
+    forgets = fold.find(pod.status.orders, "drop", ordering.FORGET_ATTEMPT)
+    return not forgets or not all(fold.is_answered(item) for item in forgets)
+
+
+def _freeing(view: PodView, now: float) -> Plan:
+    """A finished pod gives back its devices: stop what may run, then forget its memory."""
+    pod = view.pod
+    if not pod.status.node_name:
+        return _plan(pod, pod.status, *_unregistered(view))
+    owed = _end_orders(pod, now)
+    status = replace(pod.status, orders=[*pod.status.orders, *owed])
+    return _plan(pod, status, *_unregistered(view))
+
+
+def _end_orders(pod: Pod, now: float) -> list[OrderStatus]:
+    """Give the next orders that end a pod: first the stop, and when it is answered the drops."""
+    orders = pod.status.orders
+    stops = fold.find(orders, "stop")
+    if fold.find(orders, "run") and not stops:
+        return [ordering.stop(pod, _trace(pod), now)]
+    if not all(fold.is_answered(item) for item in stops):
+        return []
+    if fold.find(orders, "drop", ordering.FORGET_ATTEMPT):
+        return []
+    return ordering.forget(pod, _trace(pod), now)
+
+
+def _deletion(view: PodView, now: float) -> Plan:
+    pod = view.pod
+    if pod.status.node_name:
+        owed = _end_orders(pod, now)
+        if owed:
+            return _plan(pod, replace(pod.status, orders=[*pod.status.orders, *owed]))
+        open_orders = [item for item in pod.status.orders if not fold.is_answered(item)]
+        waiting = [item for item in open_orders if now < item.deadline]
+        if waiting:
+            return Plan(wake_at=fold.next_deadline(waiting))
+    return Plan((*_unregistered(view), Finalize(pod)))
+
+
+def resolve(name: str, content: SnapshotContent | None, *, exists: bool) -> Source:
+    """Judge what `restore-from` names: usable, not yet, or never."""
+    if not exists:
+        return Source(None, waiting=f"no snapshot or checkpoint is called {name}")
+    if content is None:
+        return Source(None, waiting=f"{name} has no content yet")
+    if content.status.capture is Capture.FAILED:
+        cause = content.status.failure.message if content.status.failure else "unknown"
+        return Source(
+            content,
+            failure=Failure(
+                reason="SnapshotFailed",
+                message=f"the capture of {name} failed: {cause}",
+                next_step="take a new snapshot or start the worker cold",
+            ),
+        )
+    if content.metadata.deletion_timestamp:
+        return Source(None, waiting=f"{name} is being deleted")
+    return Source(content, waiting=f"{name} is not captured yet")
+
+
+def restore_source(pod: Pod) -> str | None:
+    """Give the name in the pod's `restore-from` annotation."""
+    return pod.metadata.annotations.get(RESTORE_FROM)

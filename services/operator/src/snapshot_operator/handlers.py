@@ -1,0 +1,284 @@
+"""What arrives at the operator: requests of people, reports of services, presence of nodes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from snapshot_operator.domain import fold
+from snapshot_operator.domain.nodes import absences, node_absent, node_from
+from snapshot_operator.domain.ordering import template_digest
+from snapshot_operator.domain.plan import FINALIZER, orders_of
+from snapshot_operator.ports import Cluster
+from snapshot_shared.api import (
+    Applied,
+    ApplyReply,
+    ApplyRequest,
+    DeleteReply,
+    DeleteRequest,
+    GetReply,
+    GetRequest,
+    TemplateReply,
+    TemplateRequest,
+)
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import (
+    AlreadyExists,
+    Conflict,
+    Forbidden,
+    InvalidManifest,
+    InvalidMessage,
+    NotFound,
+    SnapbackError,
+    StalePodReference,
+    failure_of,
+)
+from snapshot_shared.ids import OrderId, owner_of
+from snapshot_shared.manifests import parse
+from snapshot_shared.objects import TRACEPARENT, AnyObject, Kind, Node, Pod, find_kind, kind_of
+from snapshot_shared.orders import Presence, Report
+
+log = logging.getLogger(__name__)
+
+MAX_REPLY_BYTES = 900 * 1024
+_T = TypeVar("_T")
+
+Endpoint = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
+
+
+class Api:
+    """Answers `snap.api.*`. Every failure becomes a reply; nothing is stored by halves."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Use the object store."""
+        self._cluster = cluster
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        """Give the handler of each verb of `api.VERBS`."""
+        return {
+            "apply": _answering(ApplyRequest, ApplyReply, self.apply),
+            "get": _answering(GetRequest, GetReply, self.get),
+            "delete": _answering(DeleteRequest, DeleteReply, self.delete),
+            "template": _answering(TemplateRequest, TemplateReply, self.template),
+        }
+
+    async def apply(self, request: ApplyRequest) -> ApplyReply:
+        """Check all documents, then create them. InvalidManifest lists every problem of all."""
+        values = _parse_all(request.documents)
+        existing = [await self._existing(value) for value in values]
+        results: list[Applied] = []
+        for value, found in zip(values, existing, strict=True):
+            if found is not None:
+                results.append(_applied(found, "unchanged"))
+            elif request.dry_run:
+                results.append(_applied(value, "created"))
+            else:
+                stored = await self._cluster.create(_prepared(value, request.traceparent))
+                results.append(_applied(stored, "created"))
+        return ApplyReply(results=results)
+
+    async def _existing(self, value: AnyObject) -> AnyObject | None:
+        """Find the object of this name; a different spec is a conflict, for specs never change."""
+        kind = kind_of(value)
+        found = await self._cluster.get(kind.name, value.metadata.namespace, value.metadata.name)
+        if found is None:
+            return None
+        name = value.metadata.name
+        if found.metadata.deletion_timestamp:
+            raise Conflict(
+                f"{kind.name} {name} is being deleted",
+                next_step=f"wait until it is gone: snapshotctl wait {kind.short}/{name} "
+                "--for=delete",
+            )
+        same = found.spec == value.spec and all(
+            found.metadata.annotations.get(key) == text
+            for key, text in value.metadata.annotations.items()
+        )
+        if not same:
+            raise AlreadyExists(
+                f"{kind.name} {name} exists with another spec, and a spec never changes",
+                next_step="delete it first, or use another name",
+                kind=kind.name,
+                name=name,
+            )
+        return found
+
+    async def get(self, request: GetRequest) -> GetReply:
+        """Read one object, or a page of a kind that fits into one message."""
+        kind = find_kind(request.kind)
+        if request.name is not None:
+            return GetReply(items=[await self._one(kind, request.namespace, request.name)])
+        limit = min(max(request.limit, 1), 1000)
+        namespace = request.namespace if kind.namespaced else None
+        found = await self._cluster.list(kind.name, namespace, after=request.after, limit=limit + 1)
+        items: list[AnyObject] = []
+        size = 0
+        for value in found[:limit]:
+            size += len(encode_json(value))
+            if items and size > MAX_REPLY_BYTES:
+                break
+            items.append(value)
+        more = len(found) > len(items)
+        return GetReply(items=list(items), next=_key(items[-1]) if more and items else "")
+
+    async def delete(self, request: DeleteRequest) -> DeleteReply:
+        """Mark one object for deletion. NotFound when it is not there."""
+        kind = find_kind(request.kind)
+        if kind.name == "Node":
+            raise Forbidden("a Node is made by its agent", next_step="stop the agent instead")
+        value = await self._one(kind, request.namespace, request.name)
+        return DeleteReply(gone=await self._cluster.delete(value))
+
+    async def template(self, request: TemplateRequest) -> TemplateReply:
+        """Give an agent the spec of a pod that was placed on its node."""
+        value = await self._cluster.get("Pod", request.namespace, request.name)
+        if not isinstance(value, Pod) or value.metadata.uid != request.uid:
+            raise StalePodReference(f"pod {request.name} with uid {request.uid} is gone")
+        if value.status.node_name != request.node:
+            raise Forbidden(f"pod {request.name} is not placed on {request.node}")
+        log.info("template %s of pod %s", template_digest(value), request.name)
+        return TemplateReply(spec=msgspec.to_builtins(value.spec))
+
+    async def _one(self, kind: Kind, namespace: str | None, name: str) -> AnyObject:
+        space = (namespace or "default") if kind.namespaced else None
+        value = await self._cluster.get(kind.name, space, name)
+        if value is None:
+            where = f" in namespace {space}" if space else ""
+            raise NotFound(
+                f"{kind.name} {name} does not exist{where}",
+                next_step=f"list what there is: snapshotctl get {kind.plural}",
+                kind=kind.name,
+                name=name,
+            )
+        return value
+
+
+def _key(value: AnyObject) -> str:
+    return f"{value.metadata.namespace or ''}/{value.metadata.name}"
+
+
+def _parse_all(documents: list[msgspec.Raw]) -> list[AnyObject]:
+    problems: list[str] = []
+    values: list[AnyObject] = []
+    for index, raw in enumerate(documents):
+        where = f"[{index}] " if len(documents) > 1 else ""
+        try:
+            document: Any = json.loads(bytes(raw))
+            value = parse(document, where=where)
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{where}not JSON: {error}")
+        except InvalidManifest as error:
+            problems += error.values["problems"]
+        else:
+            values.append(_with_namespace(value))
+    if problems:
+        raise InvalidManifest(
+            f"{len(problems)} problem{'s' if len(problems) != 1 else ''}: " + "; ".join(problems),
+            next_step="correct the fields and apply again; nothing was stored",
+            problems=problems,
+        )
+    return values
+
+
+def _with_namespace(value: AnyObject) -> AnyObject:
+    if not kind_of(value).namespaced or value.metadata.namespace:
+        return value
+    changed: Any = replace(value, metadata=replace(value.metadata, namespace="default"))
+    return changed  # type: ignore[no-any-return]
+
+
+def _prepared(value: AnyObject, traceparent: str) -> AnyObject:
+    meta = value.metadata
+    annotations = dict(meta.annotations)
+    if traceparent:
+        annotations.setdefault(TRACEPARENT, traceparent)
+    meta = replace(meta, annotations=annotations, finalizers=[FINALIZER])
+    changed: Any = replace(value, metadata=meta)
+    return changed  # type: ignore[no-any-return]
+
+
+def _applied(value: AnyObject, action: Any) -> Applied:
+    meta = value.metadata
+    return Applied(
+        kind=kind_of(value).name,
+        namespace=meta.namespace,
+        name=meta.name,
+        uid=meta.uid,
+        action=action,
+    )
+
+
+def _answering(
+    request_type: type[_T], reply_type: type[Any], handler: Callable[[_T], Awaitable[Any]]
+) -> Endpoint:
+    async def answer(data: bytes, _headers: Mapping[str, str]) -> bytes:
+        try:
+            request = decode_json(data, request_type, limit=1024 * 1024)
+            return encode_json(await handler(request))
+        except (SnapbackError, InvalidMessage) as error:
+            return encode_json(reply_type(failure=error.to_failure()))
+        except Exception as error:
+            log.exception("request failed")
+            return encode_json(reply_type(failure=failure_of(error)))
+
+    return answer
+
+
+async def fold_report(
+    cluster: Cluster, report: Report, now: float
+) -> tuple[AnyObject, AnyObject] | None:
+    """Fold one report into the object that its order belongs to; give it before and after.
+
+    None when it changes nothing. A conflict is read and folded again: the effect is in the store
+    before the report is acked.
+    """
+    owner = owner_of(OrderId(report.order))
+    while True:
+        value = await cluster.by_uid(owner)
+        changed = fold.fold(orders_of(value), report, now)
+        if value is None or changed is None:
+            return None
+        status: Any = replace(value.status, orders=changed)
+        new: Any = replace(value, status=status)
+        try:
+            return value, await cluster.update_status(new)
+        except Conflict:
+            continue
+        except NotFound:
+            return None
+
+
+async def fold_presence(
+    cluster: Cluster,
+    present: Mapping[str, Presence],
+    last_seen: Mapping[str, float],
+    *,
+    now: float,
+    monotonic: float,
+) -> None:
+    """Make the Node objects agree with who is there. `last_seen` is monotonic seconds by node."""
+    nodes = {node.metadata.name: node for node in await cluster.list("Node")}
+    found = [node for node in nodes.values() if isinstance(node, Node)]
+    for presence in present.values():
+        known = nodes.get(presence.node)
+        wanted = node_from(presence, known if isinstance(known, Node) else None, now)
+        if known is None:
+            await cluster.create(wanted)
+        elif wanted != known:
+            await _update_node(cluster, wanted)
+    for node, absent_s in absences(found, present, last_seen, monotonic):
+        changed = node_absent(node, absent_s, now)
+        if changed != node:
+            await _update_node(cluster, changed)
+
+
+async def _update_node(cluster: Cluster, node: Node) -> None:
+    try:
+        await cluster.update_status(node)
+    except (Conflict, NotFound):
+        log.info("node %s changed meanwhile; the next presence repeats it", node.metadata.name)

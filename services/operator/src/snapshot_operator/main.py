@@ -1,0 +1,145 @@
+"""Wires the operator of standalone mode: the object store, NATS, the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+
+from snapshot_operator.adapters.nats_bus import Announcer, NatsNodes, NatsOrders
+from snapshot_operator.adapters.sqlite import SqliteCluster
+from snapshot_operator.controller import Controller, Interpreter
+from snapshot_operator.domain.conditions import timestamp
+from snapshot_operator.handlers import Api, fold_presence, fold_report
+from snapshot_operator.ports import Cluster, Nodes
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.courier import Clocks
+from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName
+from snapshot_shared.manifests import message_schemas
+from snapshot_shared.orders import Report
+from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
+from snapshot_shared.settings import Common, load
+from snapshot_shared.telemetry import Telemetry, log_to_stderr
+
+log = logging.getLogger(__name__)
+
+NODE = "operator"
+REPORTS_DURABLE = "operator"
+PRESENCE_EVERY_S = 30.0
+
+
+async def serve(stop: asyncio.Event) -> None:
+    """Run until `stop` is set."""
+    settings = load(Common)
+    log_to_stderr("snap-operator", NODE, settings.log_level)
+    clocks = system_clocks()
+    telemetry = Telemetry("snap-operator", NODE, VERSION, otlp_endpoint=settings.otlp_endpoint)
+    settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cluster = SqliteCluster(
+        settings.state_dir / "objects.sqlite", timestamp=lambda: timestamp(clocks.wall())
+    )
+    bus = Bus(settings.nats_url, "snap-operator", credentials=settings.nats_credentials)
+    await bus.connect()
+    try:
+        await bus.ensure_assets()
+        await _serve(stop, cluster, bus, telemetry, clocks)
+    finally:
+        with contextlib.suppress(BusUnavailable):
+            await telemetry.flush(bus)
+        telemetry.shutdown()
+        await bus.close()
+        cluster.close()
+
+
+async def _serve(
+    stop: asyncio.Event, cluster: SqliteCluster, bus: Bus, telemetry: Telemetry, clocks: Clocks
+) -> None:
+    announcer = Announcer(bus)
+    cluster.subscribe(announcer.listener)
+    orders = NatsOrders(bus)
+    interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
+    controller = Controller(cluster, orders, interpreter, clocks.wall)
+    endpoints = {subjects.api(verb): handler for verb, handler in Api(cluster).endpoints().items()}
+    await bus.serve("snap-operator", VERSION, {"node": NODE}, endpoints)
+    log.info("the operator serves")
+    await until_stopped(
+        stop,
+        bus.keep_assets(),
+        telemetry.publish_to(bus),
+        announcer.run(),
+        controller.run(),
+        controller.sweep(bus.reconnections()),
+        _take_reports(bus, cluster, interpreter, clocks),
+        _follow_presence(bus, cluster, NatsNodes(bus), clocks),
+        _publish_schemas(bus),
+    )
+
+
+async def _take_reports(
+    bus: Bus, cluster: Cluster, interpreter: Interpreter, clocks: Clocks
+) -> None:
+    """Fold reports in the order of the stream; ack each when its effect is in the store."""
+    async for delivery in bus.consume(subjects.REPORTS, REPORTS_DURABLE, "snap.report.>"):
+        try:
+            report = decode_json(delivery.data, Report)
+            if changed := await fold_report(cluster, report, clocks.wall()):
+                interpreter.trace(*changed)
+        except (InvalidMessage, InvalidName) as error:
+            log.warning("report on %s is ignored: %s", delivery.subject, error)
+        try:
+            await delivery.ack()
+        except BusUnavailable as error:
+            log.info("report will come again: %s", error)
+
+
+async def _follow_presence(bus: Bus, cluster: Cluster, nodes: Nodes, clocks: Clocks) -> None:
+    """Read who is there at every change of the bucket and every 30 s.
+
+    Absence counts from the last time that a node was seen on a healthy bus, or from our start.
+    """
+    last_seen: dict[str, float] = {}
+    again = bus.reconnections()
+    async with bus.listening(f"$KV.{subjects.NODES_BUCKET}.>") as changes:
+        while True:
+            try:
+                present = await nodes.present()
+            except BusUnavailable as error:
+                log.info("presence is unknown: %s", error)
+                last_seen.clear()
+            else:
+                monotonic = clocks.monotonic()
+                for node in await cluster.list("Node"):
+                    last_seen.setdefault(node.metadata.name, monotonic)
+                last_seen.update(dict.fromkeys(present, monotonic))
+                await fold_presence(
+                    cluster, present, last_seen, now=clocks.wall(), monotonic=monotonic
+                )
+            if again.is_set():
+                again.clear()
+                last_seen.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changes.get(), PRESENCE_EVERY_S)
+            while not changes.empty():
+                changes.get_nowait()
+
+
+async def _publish_schemas(bus: Bus) -> None:
+    """Put the JSON Schema of every message where people find it, then wait for ever."""
+    for key, schema in message_schemas().items():
+        try:
+            await bus.put(subjects.SCHEMAS_BUCKET, key, encode_json(schema))
+        except BusUnavailable as error:
+            log.info("schema %s is not published: %s", key, error)
+    await asyncio.Event().wait()
+
+
+def main() -> int:
+    """Run the operator."""
+    return run(serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""A checkpoint from apply to Ready, and every way in which it can end otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from snapshot_shared.objects import is_true
+from snapshot_shared.transitions import Capture
+from tests.support.objects import checkpoint_document, presence
+from tests.support.operator_world import World
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await world.join(presence("node-1"))
+    return world
+
+
+async def capturing(world: World, **job: object) -> None:
+    """Bring a checkpoint to the point where its worker is ready and `prepare` is out."""
+    await world.apply(checkpoint_document(**job))
+    (run,) = world.open("run")
+    await world.answer_well(run)
+
+
+async def test_a_checkpoint_becomes_ready_when_every_order_is_answered_well(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    found = await world.get("DynamoCheckpoint", "llm")
+    assert found.status.phase == "Ready"
+    assert is_true(found.status.conditions, "Ready")
+    assert found.status.bytes == 2058
+
+
+async def test_a_repeated_look_at_settled_objects_writes_nothing(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    before = await world.everything()
+    await world.advance(60.0)
+    assert await world.everything() == before
+
+
+async def test_the_plan_is_fixed_before_any_part_is_ordered(world: World) -> None:
+    await capturing(world)
+    (prepare,) = world.open("prepare")
+    assert not world.open("save")
+    await world.answer_well(prepare)
+    content = await world.content()
+    assert [entry.part for entry in content.status.vector] == ["process", "gpu-0", "gpu-1"]
+    assert {order.verb for order in world.open()} == {"dump", "save"}
+
+
+async def test_a_worker_that_goes_on_is_released_once_its_part_is_staged_and_saves_read(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    await world.answer_well(world.open("dump")[0])
+    assert not world.open("release")
+    for save in world.open("save"):
+        await world.report(save, "leased")
+    assert world.open("release")
+    assert len(world.open("save")) == 2
+
+
+async def test_a_worker_that_ends_is_released_only_after_ready_is_stored(world: World) -> None:
+    await capturing(world, sourcePolicy="Terminate")
+    await world.answer_well(world.open("prepare")[0])
+    for order in world.open():
+        await world.answer_well(order)
+    assert not world.open("release")
+    await world.answer_well(world.open("seal")[0])
+    content = await world.content()
+    assert content.status.capture is Capture.READY
+    assert world.open("release")
+
+
+async def test_a_part_missing_from_the_vector_fails_the_capture(world: World) -> None:
+    await capturing(world)
+    await world.report(world.open("prepare")[0], vector=[])
+    await world.answer_all()
+    found = await world.get("DynamoCheckpoint", "llm")
+    assert found.status.phase == "Failed"
+    assert (await world.content()).status.failure.reason == "PlanMismatch"
+
+
+async def test_a_retryable_failure_before_the_freeze_is_tried_again_at_most_three_times(
+    world: World,
+) -> None:
+    await capturing(world)
+    for _ in range(3):
+        (prepare,) = world.open("prepare")
+        await world.fail(prepare, "QuiesceTimeout", retryable=True)
+        for abort in world.open("abort"):
+            await world.answer_well(abort)
+    assert not world.open("prepare")
+    content = await world.content()
+    assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 3)
+
+
+async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    await world.fail(world.open("dump")[0], "NoSpace", retryable=True)
+    await world.answer_all()
+    content = await world.content()
+    assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 1)
+
+
+async def test_a_failed_capture_aborts_at_agent_and_gms_and_removes_its_generation(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    await world.fail(world.open("save")[0], "DeviceError")
+    assert sorted(order.service for order in world.open("abort")) == ["agent", "gms"]
+    (delete,) = world.open("delete")
+    assert delete.payload["generation"] == 1
+    await world.answer_all()
+    assert is_true((await world.content()).status.conditions, "Failed")
+
+
+async def test_an_answer_that_never_comes_ends_in_a_reason_after_the_deadline(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.advance(10_000.0)
+    for abort in world.open("abort"):
+        await world.answer_well(abort)
+    await world.advance(10_000.0)
+    content = await world.content()
+    assert content.status.failure.reason == "AgentUnresponsive"
+    assert content.status.capture is Capture.FAILED
+
+
+async def test_a_report_of_an_older_attempt_changes_nothing(world: World) -> None:
+    await capturing(world)
+    (first,) = world.open("prepare")
+    await world.fail(first, "QuiesceTimeout", retryable=True)
+    for abort in world.open("abort"):
+        await world.answer_well(abort)
+    assert world.open("prepare")[0].attempt == 2
+    before = await world.content()
+    await world.report(first)
+    assert await world.content() == before
+
+
+async def test_two_snapshots_of_one_pod_are_captured_one_after_another(world: World) -> None:
+    await capturing(world)
+    pod = (await world.cluster.list("Pod"))[0]
+    second = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": "second"},
+        "spec": {"source": {"podRef": {"name": pod.metadata.name}}},
+    }
+    world.now += 5
+    await world.apply(second)
+    assert len(world.open("prepare")) == 1
+    await world.answer_all()
+    contents = await world.cluster.list("SnapshotContent")
+    assert [content.status.capture for content in contents] == [Capture.READY] * 2
+
+
+async def test_a_worker_that_exits_before_it_is_ready_fails_the_checkpoint_with_its_code(
+    world: World,
+) -> None:
+    await world.apply(checkpoint_document())
+    (run,) = world.open("run")
+    await world.report(run)
+    await world.report(run, "exited", exit_code=3)
+    await world.answer_all()
+    found = await world.get("DynamoCheckpoint", "llm")
+    assert found.status.phase == "Failed"
+    assert "exit code 3" in found.status.message
+
+
+async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_ended(
+    world: World,
+) -> None:
+    await world.apply(checkpoint_document(activeDeadlineSeconds=100))
+    await world.report(world.open("run")[0])
+    await world.advance(101.0)
+    found = await world.get("DynamoCheckpoint", "llm")
+    assert (found.status.phase, found.status.conditions[0].reason) == ("Failed", "DeadlineExceeded")
+    assert world.open("stop")
+    await world.answer_all()
+    assert not await world.cluster.list("Pod")
+
+
+async def test_a_lost_node_settles_every_order_that_it_owed(world: World) -> None:
+    await capturing(world)
+    world.present.clear()
+    await world.see(absent_s=10.0)
+    assert world.open("prepare")
+    assert (await world.content()).status.capture is Capture.PREPARING
+    await world.see(absent_s=95.0)
+    await world.advance(0.0)
+    content = await world.content()
+    assert content.status.capture is Capture.FAILED
+    assert content.status.failure.reason == "NodeLost"
+    assert content.status.obligations == []
+
+
+async def test_deleting_a_checkpoint_removes_its_artifact_its_worker_and_its_children(
+    world: World,
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    found = await world.get("DynamoCheckpoint", "llm")
+    await world.cluster.delete(found)
+    await world.settle()
+    assert {order.verb for order in world.open()} == {"delete", "stop"}
+    await world.answer_all()
+    kinds = [type(value).__name__ for value in await world.everything()]
+    assert kinds == ["Node"]
+
+
+async def test_the_sweep_publishes_what_the_stream_has_lost(world: World) -> None:
+    await capturing(world)
+    (prepare,) = world.open("prepare")
+    world.orders.stream.clear()
+    await world.controller.sweep_once()
+    assert prepare.order in world.orders.stream

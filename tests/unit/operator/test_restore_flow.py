@@ -1,0 +1,135 @@
+"""A pod with `restore-from`: placed, loaded, committed, restored; or dropped, with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from snapshot_shared.objects import is_true
+from snapshot_shared.transitions import Restore
+from tests.support.objects import GIB, checkpoint_document, presence, restore_document
+from tests.support.operator_world import World
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    return world
+
+
+async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World) -> None:
+    await world.apply(restore_document())
+    await world.answer_all()
+    pod = await world.get("Pod", "restored")
+    assert pod.status.restore.state is Restore.RESTORED
+    assert is_true(pod.status.conditions, "Ready")
+    assert (await world.content()).status.readers == []
+
+
+async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:
+    await world.apply(restore_document(node="node-2"))
+    assert sorted(order.verb for order in world.open()) == ["load", "load", "run"]
+    assert world.open("run")[0].payload["standby"] is True
+    assert {order.node for order in world.open()} == {"node-2"}
+
+
+async def test_nothing_is_committed_until_all_devices_are_loaded(world: World) -> None:
+    await world.apply(restore_document())
+    first, second = world.open("load")
+    await world.answer_well(first)
+    assert not world.open("commit")
+    await world.answer_well(second)
+    assert len(world.open("commit")) == 2
+
+
+async def test_the_reader_is_registered_before_the_loads_and_keeps_the_artifact(
+    world: World,
+) -> None:
+    await world.apply(restore_document())
+    pod = await world.get("Pod", "restored")
+    assert (await world.content()).status.readers == [pod.metadata.uid]
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    assert not world.open("delete")
+    await world.answer_all()
+    assert not await world.cluster.list("SnapshotContent")
+
+
+async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: World) -> None:
+    await world.apply(restore_document())
+    await world.answer_well(world.open("run")[0])
+    first, second = world.open("load")
+    await world.answer_well(first)
+    await world.fail(second, "ArtifactCorrupt")
+    assert len(world.open("drop")) == 2
+    await world.answer_all()
+    pod = await world.get("Pod", "restored")
+    assert (pod.status.phase, pod.status.reason) == ("Failed", "ArtifactCorrupt")
+    assert not world.open("commit")
+    assert (await world.content()).status.readers == []
+
+
+async def test_a_node_whose_gpus_are_too_small_is_refused_with_both_values(world: World) -> None:
+    await world.join(presence("small", capacity=512))
+    await world.apply(restore_document(node="small"))
+    pod = await world.get("Pod", "restored")
+    assert (pod.status.phase, pod.status.reason) == ("Failed", "DeviceTooSmall")
+    assert "1024" in pod.status.message
+    assert "512" in pod.status.message
+    assert not world.open()
+
+
+async def test_a_pod_that_asks_for_other_gpus_than_the_source_is_refused(world: World) -> None:
+    await world.apply(restore_document(gpus=1))
+    pod = await world.get("Pod", "restored")
+    assert (pod.status.phase, pod.status.reason) == ("Failed", "Incompatible")
+
+
+async def test_a_pod_waits_for_a_snapshot_that_does_not_exist_yet(world: World) -> None:
+    await world.apply(restore_document(source="later"))
+    pod = await world.get("Pod", "restored")
+    assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
+    await world.join(presence("node-3"))
+    await world.apply(checkpoint_document("later"))
+    await world.answer_all()
+    pod = await world.get("Pod", "restored")
+    assert pod.status.restore.state is Restore.RESTORED
+
+
+async def test_two_restores_never_share_a_device(world: World) -> None:
+    await world.apply(restore_document(name="one"), restore_document(name="two"))
+    await world.answer_all()
+    one, two = await world.get("Pod", "one"), await world.get("Pod", "two")
+    assert one.status.phase == "Running"
+    assert (two.status.phase, two.status.reason) == ("Pending", "Unschedulable")
+    await world.cluster.delete(one)
+    await world.settle()
+    await world.answer_all()
+    two = await world.get("Pod", "two")
+    assert two.status.restore.state is Restore.RESTORED
+
+
+async def test_devices_of_an_ended_pod_are_free_only_when_its_memory_is_forgotten(
+    world: World,
+) -> None:
+    await world.apply(restore_document(name="one"))
+    await world.answer_all()
+    await world.apply(restore_document(name="two"))
+    run = next(o for o in world.orders.history if o.verb == "run" and o.payload["standby"])
+    await world.report(run, "exited", exit_code=0)
+    await world.answer_well(world.open("stop")[0])
+    assert len(world.open("drop")) == 2
+    assert (await world.get("Pod", "two")).status.phase == "Pending"
+    await world.answer_all()
+    assert (await world.get("Pod", "two")).status.restore.state is Restore.RESTORED
+
+
+async def test_a_restored_pod_is_its_own_trace(world: World) -> None:
+    await world.join(presence("node-3", capacity=8 * GIB))
+    await world.apply(restore_document())
+    pod = await world.get("Pod", "restored")
+    content = await world.content()
+    own, source = pod.status.restore.traceparent, content.status.traceparent
+    assert own.split("-")[1] != source.split("-")[1]
