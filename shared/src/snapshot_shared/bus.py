@@ -37,8 +37,10 @@ from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
 log = logging.getLogger(__name__)
 
 WRONG_LAST_SEQUENCE = 10071
+NO_MESSAGE_FOUND = 10057
 FETCH_S = 5.0
 REQUEST_S = 5.0
+IMPATIENCE_S = 4.0
 ENSURE_EVERY_S = 30.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
@@ -149,7 +151,7 @@ class Bus:
             "name": self._name,
             "connect_timeout": 2,
             "allow_reconnect": patiently,
-            "max_reconnect_attempts": -1 if patiently else 0,
+            "max_reconnect_attempts": -1 if patiently else 1,
             "reconnect_time_wait": 0.5,
             "ping_interval": 10,
             "max_outstanding_pings": 2,
@@ -162,7 +164,9 @@ class Bus:
         if self._credentials:
             options["nkeys_seed"] = self._credentials
         try:
-            self._client = await nats.connect(**options)
+            # nats-py tries for ever by itself; a command has to come back.
+            async with asyncio.timeout(None if patiently else IMPATIENCE_S):
+                self._client = await nats.connect(**options)
         except (nats.errors.Error, OSError, TimeoutError) as error:
             raise BusUnavailable(
                 f"no NATS server answers at {self._url}: {error or type(error).__name__}",
@@ -305,8 +309,13 @@ class Bus:
     async def delete(self, stream: str, sequence: int) -> None:
         """Delete one message by its exact sequence; absent is success."""
         manager = self.client.jetstream(timeout=REQUEST_S)
-        with contextlib.suppress(nats.js.errors.APIError):
-            await _translating(manager.delete_msg(stream, sequence), f"delete {stream}/{sequence}")
+        try:
+            await manager.delete_msg(stream, sequence)
+        except nats.js.errors.APIError as error:
+            if error.err_code != NO_MESSAGE_FOUND:
+                raise _unavailable(error, f"delete {stream}/{sequence}") from error
+        except (nats.errors.Error, TimeoutError) as error:
+            raise _unavailable(error, f"delete {stream}/{sequence}") from error
 
     async def subjects_in(self, stream: str, filter_: str) -> dict[str, int]:
         """List the subjects of a stream that match, with the number of messages on each."""

@@ -44,8 +44,9 @@ MAX_ALLOCATIONS = 32_768
 MAX_METADATA_BYTES = 4 * 1024 * 1024
 """Keys and values of one layout together, so that its manifest stays within its limit."""
 
-AllocationId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:/+@-]{0,127}$")]
-Tag = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/+@-]{0,64}$")]
+# Not `$`, which also matches before a final newline.
+AllocationId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:/+@-]{0,127}\Z")]
+Tag = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/+@-]{0,64}\Z")]
 Key = Annotated[str, Meta(min_length=1, max_length=256)]
 DeviceUuid = Annotated[str, Meta(min_length=1, max_length=64)]
 Token = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -1,0 +1,87 @@
+"""Files beneath a root: durable, exclusive, and never through a link."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshot_shared import files
+from snapshot_shared.errors import ArtifactCorrupt, ArtifactExists, ArtifactMissing, NoSpace
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[int]:
+    with files.opened(files.open_root(str(tmp_path))) as fd:
+        yield fd
+
+
+def test_directories_are_private_and_the_last_can_be_exclusive(root: int, tmp_path: Path) -> None:
+    os.close(files.make_dir(root, ("a", "b"), exclusive=True))
+    assert (tmp_path / "a/b").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ArtifactExists):
+        files.make_dir(root, ("a", "b"), exclusive=True)
+
+
+def test_a_linked_directory_is_not_followed(root: int, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc")
+    with pytest.raises(ArtifactCorrupt):
+        files.open_dir(root, ("link",))
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hardlink", "fifo", "directory"])
+def test_what_is_no_plain_file_is_refused(root: int, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "real").write_bytes(b"x")
+    path = tmp_path / "odd"
+    match kind:
+        case "symlink":
+            path.symlink_to("real")
+        case "hardlink":
+            path.hardlink_to(tmp_path / "real")
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path.mkdir()
+    with pytest.raises(ArtifactCorrupt):
+        files.open_regular(root, "odd")
+
+
+def test_a_wrong_size_is_refused_with_both(root: int, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"12345")
+    with pytest.raises(ArtifactCorrupt, match="5 bytes, its manifest says 4"):
+        files.open_regular(root, "f", size=4)
+    with pytest.raises(ArtifactCorrupt, match="limit is 3"):
+        files.read_bounded(root, "f", 3)
+    with pytest.raises(ArtifactMissing):
+        files.open_regular(root, "none")
+
+
+def test_a_manifest_is_never_replaced_but_an_equal_one_is_success(
+    root: int, tmp_path: Path
+) -> None:
+    files.write_new(root, "root.json", b"one")
+    files.write_new(root, "root.json", b"one")
+    with pytest.raises(ArtifactExists):
+        files.write_new(root, "root.json", b"two")
+    assert (tmp_path / "root.json").read_bytes() == b"one"
+    assert sorted(os.listdir(root)) == ["root.json"]
+
+
+def test_removing_a_tree_spares_what_links_point_to(root: int, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_bytes(b"x")
+    tree = tmp_path / "tree/deep"
+    tree.mkdir(parents=True)
+    (tree / "link").symlink_to(kept)
+    files.remove_tree(root, "tree")
+    files.remove_tree(root, "tree")
+    assert not (tmp_path / "tree").exists()
+    assert (kept / "file").exists()
+
+
+def test_too_little_room_names_both_numbers(root: int) -> None:
+    with pytest.raises(NoSpace, match="1125899906842624 bytes"):
+        files.require_space(root, 2**50, "the artifact")

@@ -1,0 +1,130 @@
+"""The journal: what is on record survives, what is torn is dropped, what is damaged stops us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from snapshot_shared.errors import AlreadyExists
+from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt
+from snapshot_shared.ledger import Accepted, Began, Delivered, Ended, Reported, Tombstoned
+from snapshot_shared.orders import Report
+
+ORDER = "dump-00000000-0000-0000-0000-000000000001"
+NOW = 2_000_000_000.0
+
+
+def accepted(order: str = ORDER, attempt: int = 1, wall: float = NOW) -> Accepted:
+    return Accepted(
+        order=order,
+        attempt=attempt,
+        payload=msgspec.Raw(b"{}"),
+        boot_id="b",
+        monotonic=1.0,
+        wall=wall,
+        deadline_s=10.0,
+    )
+
+
+def report(kind: str, n: int, attempt: int = 1) -> Reported:
+    return Reported(
+        report=Report(
+            order=ORDER,
+            attempt=attempt,
+            n=n,
+            kind=kind,  # type: ignore[arg-type]
+            node="n",
+            service="agent",
+            at=1.0,
+        )
+    )
+
+
+async def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    await journal.append(accepted(), Began(order=ORDER, attempt=1, step="freeze"))
+    journal.close()
+    again = Journal.open(tmp_path, now=NOW)
+    (entry,) = again.ledger.unfinished()
+    assert (entry.order, entry.open_step) == (ORDER, "freeze")
+    again.close()
+
+
+async def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    await journal.append(accepted(), Began(order=ORDER, attempt=1, step="freeze"))
+    journal.close()
+    path = tmp_path / "journal"
+    path.write_bytes(path.read_bytes()[:-7])
+    again = Journal.open(tmp_path, now=NOW)
+    (entry,) = again.ledger.unfinished()
+    assert entry.open_step is None
+    await again.append(Began(order=ORDER, attempt=1, step="freeze"))
+    again.close()
+    assert Journal.open(tmp_path, now=NOW).ledger.entries[ORDER].open_step == "freeze"
+
+
+async def test_damage_before_the_last_line_refuses_to_start_and_names_the_line(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    for step in ("freeze", "copy-state", "thaw"):
+        await journal.append(accepted(), Began(order=ORDER, attempt=1, step=step))
+    journal.close()
+    path = tmp_path / "journal"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(JournalCorrupt, match="line"):
+        Journal.open(tmp_path, now=NOW)
+
+
+def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
+    first = Journal.open(tmp_path, now=NOW)
+    with pytest.raises(AlreadyExists):
+        Journal.open(tmp_path, now=NOW)
+    first.close()
+    Journal.open(tmp_path, now=NOW).close()
+
+
+async def test_reports_stay_pending_until_they_are_delivered(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    await journal.append(accepted(), report("accepted", 1), report("staged", 2))
+    await journal.append(Delivered(order=ORDER, attempt=1, n=1))
+    journal.close()
+    again = Journal.open(tmp_path, now=NOW)
+    assert [pending.kind for pending in again.ledger.pending_reports()] == ["staged"]
+    again.close()
+
+
+async def test_a_higher_attempt_replaces_and_records_of_the_lower_are_ignored(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    await journal.append(accepted(), accepted(attempt=2), report("staged", 1, attempt=1))
+    entry = journal.ledger.entries[ORDER]
+    assert (entry.attempt, entry.terminal) == (2, None)
+    journal.close()
+
+
+async def test_compaction_keeps_results_for_fourteen_days_and_unfinished_work_for_ever(
+    tmp_path: Path,
+) -> None:
+    other = ORDER[:-1] + "2"
+    journal = Journal.open(tmp_path, now=NOW)
+    await journal.append(accepted(), report("staged", 1), Delivered(order=ORDER, attempt=1, n=1))
+    await journal.append(accepted(other), Began(order=other, attempt=1, step="freeze"))
+    await journal.append(Ended(order=other, attempt=1, step="freeze"))
+    await journal.append(Tombstoned(subject="capture-x", attempt=3))
+    journal.close()
+    soon = Journal.open(tmp_path, now=NOW + 60)
+    assert set(soon.ledger.entries) == {ORDER, other}
+    soon.close()
+    late = Journal.open(tmp_path, now=NOW + KEEP_S + 60)
+    assert set(late.ledger.entries) == {other}
+    assert late.ledger.entries[other].ended == ["freeze"]
+    assert late.ledger.is_tombstoned("capture-x", 3)
+    assert not late.ledger.is_tombstoned("capture-x", 4)
+    late.close()

@@ -1,0 +1,63 @@
+"""Nothing that is not a name becomes part of a subject, a key or a path."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapshot_shared import ids, subjects
+from snapshot_shared.errors import InvalidName
+from snapshot_shared.files import check_component
+
+UID = ids.Uid("00000000-0000-0000-0000-000000000001")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "*", ">", "a.>", "a b", "A", "a_b", "../x", "a..b", "-a", "a-", "a" * 64, "a\0", "ä"],
+)
+def test_a_bad_name_is_refused(name: str) -> None:
+    with pytest.raises(InvalidName):
+        ids.check_name(name)
+
+
+@given(st.from_regex(ids.NAME_PATTERN, fullmatch=True).filter(lambda name: ".." not in name))
+def test_a_name_survives_the_way_through_a_subject(name: str) -> None:
+    token = ids.token(name)
+    assert "." not in token
+    assert ids.name_of(token) == name
+
+
+@given(st.text(max_size=200))
+def test_no_text_makes_a_subject_with_wildcards_or_more_words(text: str) -> None:
+    try:
+        subject = subjects.order(ids.NodeName(text), "agent", ids.order_id("dump", UID))
+    except InvalidName:
+        return
+    assert len(subject.split(".")) == 5
+    assert not set(subject) & set("*> \t\n")
+
+
+@given(st.text(max_size=300))
+def test_parsing_any_subject_gives_an_order_or_a_refusal(text: str) -> None:
+    try:
+        node, service, order = subjects.parse_order(text)
+    except InvalidName:
+        return
+    assert subjects.order(node, service, order) == text
+
+
+def test_an_order_id_tells_its_verb_and_owner() -> None:
+    order = ids.order_id("save", UID, "gpu-3")
+    assert (ids.verb_of(order), ids.owner_of(order)) == ("save", UID)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\0b", "x" * 129])
+def test_a_path_component_is_one_plain_name(name: str) -> None:
+    with pytest.raises(InvalidName):
+        check_component(name)
+
+
+def test_hashes_of_different_word_boundaries_differ() -> None:
+    assert ids.short_hash("ab", "c") != ids.short_hash("a", "bc")
