@@ -1,0 +1,288 @@
+"""How a service takes orders and answers them, over a real nats-server and a real journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import encode_json
+from snapshot_shared.courier import Clocks, Courier, OrderContext
+from snapshot_shared.errors import NoSpace
+from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
+from snapshot_shared.journal import Journal
+from snapshot_shared.orders import DeadLetter, DeleteOrder, Order, Report
+from snapshot_shared.runner import Runner, Step
+from snapshot_shared.telemetry import Telemetry
+
+NODE = NodeName("node-1")
+OWNER = Uid("00000000-0000-0000-0000-000000000001")
+ORDER = order_id("delete", OWNER, "gen-1")
+NOW = 2_000_000_000.0
+
+
+def order(**changes: Any) -> DeleteOrder:
+    base = DeleteOrder(
+        order=ORDER,
+        attempt=1,
+        node=NODE,
+        owner=OWNER,
+        deadline_s=20.0,
+        namespace="default",
+        content_uid=OWNER,
+        generation=1,
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+class Deleting:
+    """A handler of delete orders that counts what it did; `table` changes its steps."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.table: Callable[[OrderContext], list[Step]] = self.good
+
+    def good(self, _context: OrderContext) -> list[Step]:
+        return [self.step("tombstone"), self.step("remove")]
+
+    def step(self, name: str, error: BaseException | None = None, **options: Any) -> Step:
+        async def run() -> None:
+            self.log.append(name)
+            if error:
+                raise error
+
+        async def undo() -> None:
+            self.log.append(f"undo {name}")
+
+        return Step(name, run, deadline_s=options.pop("deadline_s", 5.0), undo=undo, **options)
+
+    async def __call__(self, _order: DeleteOrder, context: OrderContext) -> dict[str, Any]:
+        await context.steps("delete", self.table(context))
+        return {"bytes": 7}
+
+
+class Desk:
+    """A bus with its reports and dead letters, and couriers to start and stop."""
+
+    def __init__(self, bus: Bus, folder: Path) -> None:
+        self.bus = bus
+        self.folder = folder
+        self.handler = Deleting()
+
+    @asynccontextmanager
+    async def courier(self) -> AsyncIterator[Courier]:
+        journal = Journal.open(self.folder, now=NOW)
+        telemetry = Telemetry("snap-agent", NODE, "0")
+        clocks = Clocks(asyncio.get_running_loop().time, lambda: NOW, "boot")
+        courier = Courier(
+            node=NODE,
+            service="agent",
+            bus=self.bus,
+            journal=journal,
+            telemetry=telemetry,
+            runner=Runner(journal, telemetry),
+            clocks=clocks,
+            handlers={DeleteOrder: self.handler},
+        )
+        task = asyncio.create_task(courier.serve())
+        try:
+            yield courier
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await courier.drain()
+            journal.close()
+
+    async def send(self, value: Order | bytes, order_id: str = ORDER) -> None:
+        data = value if isinstance(value, bytes) else encode_json(value)
+        await self.bus.publish(subjects.order(NODE, "agent", OrderId(order_id)), data)
+
+    async def reports(self, until: str) -> list[Report]:
+        """Collect reports up to and with one of this kind."""
+        found: list[Report] = []
+        async with asyncio.timeout(10):
+            source = self.bus.consume("REPORTS", "test", "snap.report.>")
+            async for delivery in source:
+                await delivery.ack()
+                found.append(msgspec.json.decode(delivery.data, type=Report))
+                if found[-1].kind == until:
+                    break
+            await source.aclose()  # type: ignore[attr-defined]
+        return found
+
+
+@pytest.fixture
+async def desk(nats_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
+    bus = await Bus(nats_url, "test").connect()
+    await bus.ensure_assets()
+    yield Desk(bus, tmp_path / "journal")
+    await bus.close()
+
+
+async def test_an_order_is_accepted_carried_out_and_reported(desk: Desk) -> None:
+    async with desk.courier():
+        await desk.send(order())
+        found = await desk.reports("deleted")
+    assert [report.kind for report in found] == ["accepted", "deleted"]
+    assert [report.n for report in found] == [1, 2]
+    assert found[-1].bytes == 7
+    assert desk.handler.log == ["tombstone", "remove"]
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        b"\x00\xff noise",
+        b"{}",
+        b"[" * 100_000,
+        encode_json({"type": "snapback.v1.unknown_order"}),
+        encode_json(order(node="node-2")),
+        encode_json(order(schema=99)),
+        encode_json(order(owner="00000000-0000-0000-0000-000000000002")),
+        encode_json(order(not_after=NOW - 1)),
+    ],
+    ids=["noise", "empty", "deep", "type", "node", "schema", "owner", "late"],
+)
+async def test_a_poison_order_is_rejected_kept_and_the_next_is_served(
+    desk: Desk, poison: bytes
+) -> None:
+    good = order_id("delete", OWNER, "gen-2")
+    async with desk.courier():
+        await desk.send(poison)
+        await desk.send(order(order=good, generation=2), good)
+        found = await desk.reports("deleted")
+    assert [report.kind for report in found] == ["rejected", "accepted", "deleted"]
+    assert found[0].failure is not None
+    assert found[0].failure.reason
+    (letter,) = await desk.bus.replay(subjects.DEAD, "snap.dead.>")
+    kept = msgspec.json.decode(letter.data, type=DeadLetter)
+    assert kept.payload == poison[:65536]
+    assert kept.failure == found[0].failure
+
+
+async def test_a_repeat_is_answered_from_the_record_and_does_nothing_again(desk: Desk) -> None:
+    async with desk.courier():
+        await desk.send(order())
+        await desk.reports("deleted")
+        await desk.send(order())
+        other = order_id("delete", OWNER, "gen-2")
+        await desk.send(order(order=other, generation=2), other)
+        await desk.reports("deleted")
+    assert desk.handler.log == ["tombstone", "remove"] * 2
+
+
+async def test_a_lower_attempt_after_a_higher_one_has_no_effect(desk: Desk) -> None:
+    async with desk.courier():
+        await desk.send(order(attempt=2))
+        await desk.reports("deleted")
+        await desk.send(order(attempt=1))
+        other = order_id("delete", OWNER, "gen-2")
+        await desk.send(order(order=other), other)
+        found = await desk.reports("deleted")
+    assert {report.order for report in found} == {other}
+    assert len(desk.handler.log) == 4
+
+
+async def test_a_failed_step_undoes_the_begun_ones_newest_first_and_names_the_reason(
+    desk: Desk,
+) -> None:
+    handler = desk.handler
+    handler.table = lambda _: [
+        handler.step("tombstone"),
+        handler.step("remove", NoSpace("no space", needed=2, free=1)),
+    ]
+    async with desk.courier():
+        await desk.send(order())
+        found = await desk.reports("failed")
+    assert handler.log == ["tombstone", "remove", "undo remove", "undo tombstone"]
+    failure = found[-1].failure
+    assert failure is not None
+    assert (failure.reason, failure.values) == ("NoSpace", {"needed": 2, "free": 1})
+
+
+async def test_a_step_that_never_ends_fails_at_its_deadline_by_name(desk: Desk) -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    handler = desk.handler
+    handler.table = lambda _: [handler.step("tombstone"), Step("remove", hang, deadline_s=0.05)]
+    async with desk.courier():
+        await desk.send(order())
+        found = await desk.reports("failed")
+    failure = found[-1].failure
+    assert failure is not None
+    assert (failure.reason, failure.values["step"]) == ("DeadlineExceeded", "remove")
+    assert handler.log[-1] == "undo tombstone"
+
+
+async def test_the_budget_of_the_order_bounds_every_step(desk: Desk) -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    handler = desk.handler
+    handler.table = lambda _: [handler.step("tombstone"), Step("remove", hang, deadline_s=60.0)]
+    async with desk.courier():
+        await desk.send(order(deadline_s=0.2))
+        found = await desk.reports("failed")
+    assert found[-1].failure is not None
+    assert found[-1].failure.reason == "DeadlineExceeded"
+
+
+async def test_a_service_that_ends_within_a_replayable_step_runs_it_again(desk: Desk) -> None:
+    blocked = asyncio.Event()
+    handler = desk.handler
+
+    async def hang() -> None:
+        blocked.set()
+        await asyncio.Event().wait()
+
+    journal = Journal.open(desk.folder, now=NOW)
+    journal.close()
+    handler.table = lambda _: [handler.step("tombstone"), Step("remove", hang, deadline_s=60.0)]
+    await _crash_while(desk, blocked)
+    handler.table = handler.good
+    async with desk.courier():
+        found = await desk.reports("deleted")
+    assert found[-1].kind == "deleted"
+    assert handler.log[-2:] == ["tombstone", "remove"]
+
+
+async def test_a_step_that_must_not_run_twice_ends_as_outcome_unknown(desk: Desk) -> None:
+    blocked = asyncio.Event()
+    handler = desk.handler
+
+    def table(context: OrderContext) -> list[Step]:
+        async def hang() -> None:
+            await context.note("no-replay", value=True)
+            handler.log.append("began")
+            blocked.set()
+            await asyncio.Event().wait()
+
+        return [handler.step("tombstone"), Step("remove", hang, deadline_s=60.0)]
+
+    handler.table = table
+    await _crash_while(desk, blocked)
+    async with desk.courier():
+        found = await desk.reports("failed")
+    assert found[-1].failure is not None
+    assert found[-1].failure.reason == "OutcomeUnknown"
+    assert handler.log.count("began") == 1
+
+
+async def _crash_while(desk: Desk, blocked: asyncio.Event) -> None:
+    """Take an order and vanish as SIGKILL would leave it: only what is on disk remains."""
+    snapshot: bytes
+    async with desk.courier():
+        await desk.send(order())
+        async with asyncio.timeout(10):
+            await blocked.wait()
+        await desk.reports("accepted")
+        snapshot = (desk.folder / "journal").read_bytes()
+    (desk.folder / "journal").write_bytes(snapshot)
