@@ -1,0 +1,329 @@
+"""Frames of the GMS sockets: the bytes of every released frame stay what they are.
+
+A new field has a default, so a recorded frame still decodes to what it meant. Recorded files are
+never changed; `python tests/golden/test_frames.py` writes those that are missing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from snapshot_shared import frames
+from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
+from snapshot_shared.errors import (
+    Failure,
+    InvalidMessage,
+    RemoteFailure,
+    StaleLayout,
+    UnsupportedVersion,
+)
+from snapshot_shared.frames import (
+    Access,
+    AllocationInfo,
+    AllocationSpec,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+    MetadataItem,
+    Reply,
+    Request,
+)
+from snapshot_shared.orders import LayoutRef
+
+FOLDER = Path(__file__).parent / "data" / "frames"
+MANY = 3000
+DEVICE = "GPU-2f26acd4-f975-56ae-85be-f9f11cb1cb1c"
+INCARNATION = "7c9e6679-7425-40de-944b-e07fc1f90ae7"
+BEFORE = GenerationRef(incarnation=INCARNATION, generation=3)
+
+
+def _id(number: int) -> str:
+    return f"model.layers.{number // 12}.block.{number % 12}.weight"
+
+
+def _info(number: int) -> AllocationInfo:
+    size = 4096 * (number + 1)
+    return AllocationInfo(
+        id=_id(number), size=size, aligned=-(-size // 2**21) * 2**21, tag="array", slot=number
+    )
+
+
+LAYOUT = LayoutRef(
+    device=DEVICE,
+    incarnation=INCARNATION,
+    generation=4,
+    layout_id="layout-1",
+    structure_hash="ab" * 32,
+    bytes=123_456_789,
+)
+ENTRY = MetadataItem(key="embedding", allocation=_id(0), offset=8, value=b"\x00\xff")
+
+REQUESTS: dict[str, Request] = {
+    "attach": frames.Attach(
+        device=DEVICE,
+        domain=MemoryDomain.WEIGHTS,
+        lock=LockMode.RW,
+        deadline_s=60.0,
+        if_match=BEFORE,
+        replace=True,
+        load_token="load-1",
+        client="worker",
+        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    ),
+    "attach_save": frames.Attach(
+        device=DEVICE,
+        domain=MemoryDomain.WEIGHTS,
+        lock=LockMode.RO,
+        deadline_s=5.0,
+        fence_token="fence-1",
+    ),
+    "attach_kv": frames.Attach(
+        device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW_OR_RO, deadline_s=0.5
+    ),
+    "allocate_many": frames.AllocateMany(
+        allocations=[
+            AllocationSpec(id=_id(n), size=4096 * (n + 1), tag="array") for n in range(MANY)
+        ],
+        wait_s=2.5,
+    ),
+    "export_many": frames.ExportMany(ids=[_id(n) for n in range(MANY)], access=Access.RO),
+    "free_many": frames.FreeMany(ids=[_id(0), _id(1)]),
+    "metadata_put": frames.MetadataPut(entries=[ENTRY]),
+    "metadata_get": frames.MetadataGet(keys=["embedding"]),
+    "metadata_get_all": frames.MetadataGet(),
+    "list_allocations": frames.ListAllocations(),
+    "commit": frames.Commit(if_match=BEFORE, layout_id="layout-1"),
+    "commit_hidden": frames.Commit(hidden=True, layout_id="layout-1"),
+    "detach": frames.Detach(),
+}
+
+REPLIES: dict[str, Reply] = {
+    "attached": frames.Attached(
+        session=17,
+        granted=Access.RO,
+        device=DEVICE,
+        index=1,
+        product="Snapback Simulated GPU",
+        capacity=2**36,
+        free=2**35,
+        granularity=2**21,
+        incarnation=INCARNATION,
+        generation=4,
+        layout_id="layout-1",
+        structure_hash="ab" * 32,
+        bytes=123_456_789,
+    ),
+    "allocated": frames.Allocated(allocations=[_info(n) for n in range(MANY)], part=1, parts=2),
+    "exported": frames.Exported(allocations=[_info(n) for n in range(128)], part=24, parts=24),
+    "allocations": frames.Allocations(allocations=[_info(0)]),
+    "metadata": frames.Metadata(entries=[ENTRY]),
+    "done": frames.Done(),
+    "committed": frames.Committed(
+        incarnation=INCARNATION,
+        generation=5,
+        layout_id="layout-1",
+        structure_hash="ab" * 32,
+        bytes=123_456_789,
+    ),
+    "error": frames.ErrorReply(
+        reason="StaleLayout",
+        message="another layout is committed",
+        values={"expected": "a", "found": "b", "bytes": 3},
+        next_step="connect again",
+    ),
+}
+
+BODIES: dict[str, msgspec.Struct] = {
+    "grpc_fence_request": frames.FenceRequest(
+        token="fence-1", devices=[DEVICE], wait_s=10.0, deadline_s=600.0
+    ),
+    "grpc_fence_reply": frames.FenceReply(vector=[LAYOUT]),
+    "grpc_unfence_request": frames.UnfenceRequest(token="fence-1"),
+    "grpc_unfence_reply": frames.UnfenceReply(ended=True),
+    "grpc_drop_layout_request": frames.DropLayoutRequest(device=DEVICE, layout_id="layout-1"),
+    "grpc_drop_layout_reply": frames.DropLayoutReply(dropped=False),
+    "grpc_status_request": frames.StatusRequest(),
+    "grpc_status_reply": frames.StatusReply(
+        node="node-1",
+        incarnation=INCARNATION,
+        devices=[
+            frames.DeviceStatus(
+                uuid=DEVICE,
+                index=0,
+                product="Snapback Simulated GPU",
+                endpoint="node-1-gpu0",
+                capacity=100,
+                used=60,
+                free=40,
+                retired=10,
+                domains=[
+                    frames.DomainStatus(
+                        domain=MemoryDomain.WEIGHTS,
+                        lock="reading",
+                        sessions=[
+                            frames.SessionStatus(
+                                session=1, access=Access.RO, client="w", pid=2, state="active"
+                            )
+                        ],
+                        waiting=[frames.WaitingStatus(lock=LockMode.RW, client="x", pid=3)],
+                        layout=LAYOUT,
+                    )
+                ],
+                fence=frames.FenceStatus(phase="leased", ends_in_s=1.5),
+                loads=[
+                    frames.LoadStatus(
+                        load_token="t", layout_id="layout-1", structure_hash="cd", bytes=5
+                    )
+                ],
+            )
+        ],
+    ),
+}
+
+SAMPLES: dict[str, Request | Reply | msgspec.Struct] = {**REQUESTS, **REPLIES, **BODIES}
+
+
+def _recorded(name: str) -> bytes:
+    return (FOLDER / f"{name}.msgpack").read_bytes()
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_frame_has_the_bytes_that_were_recorded(name: str) -> None:
+    assert encode_msgpack(SAMPLES[name]) == _recorded(name)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_recorded_request_means_what_it_meant(name: str) -> None:
+    assert frames.decode_request(_recorded(name)) == REQUESTS[name]
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_recorded_reply_means_what_it_meant(name: str) -> None:
+    assert frames.decode_reply(_recorded(name)) == REPLIES[name]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_recorded_grpc_body_means_what_it_meant(name: str) -> None:
+    assert decode_msgpack(_recorded(name), type(BODIES[name])) == BODIES[name]
+
+
+def test_every_frame_has_a_sample_and_every_file_belongs_to_one() -> None:
+    sampled = {type(sample) for sample in (*REQUESTS.values(), *REPLIES.values())}
+    assert sampled == set(Request.__args__) | set(Reply.__args__)
+    assert {file.stem for file in FOLDER.iterdir()} == set(SAMPLES)
+
+
+@pytest.mark.parametrize("name", ["allocate_many", "export_many", "allocated"])
+def test_three_thousand_entries_are_one_frame(name: str) -> None:
+    assert len(_recorded(name)) < MAX_FRAME_BYTES
+
+
+@pytest.mark.parametrize("name", [*REQUESTS, *REPLIES])
+def test_every_frame_carries_its_type_and_the_version(name: str) -> None:
+    raw = msgspec.msgpack.decode(_recorded(name))
+    assert raw["v"] == 1
+    assert isinstance(raw["type"], str)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_unknown_field_is_ignored(name: str) -> None:
+    raw = msgspec.msgpack.decode(_recorded(name)) | {"invented_later": [1, {"a": None}]}
+    assert frames.decode_request(msgspec.msgpack.encode(raw)) == REQUESTS[name]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_another_version_is_refused_by_name(name: str) -> None:
+    raw = msgspec.msgpack.decode(_recorded(name)) | {"v": 2}
+    with pytest.raises(UnsupportedVersion) as caught:
+        frames.decode_request(msgspec.msgpack.encode(raw))
+    assert caught.value.values == {"version": 2, "supported": 1}
+
+
+def test_a_frame_of_a_later_version_that_does_not_decode_is_refused_for_its_version() -> None:
+    with pytest.raises(UnsupportedVersion):
+        frames.decode_request(msgspec.msgpack.encode({"type": "attach_v9", "v": 9}))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01\x02",
+        msgspec.msgpack.encode({"type": "attach", "v": 1}),
+        msgspec.msgpack.encode({"type": "attached", "v": 1}),
+        msgspec.msgpack.encode({"type": "allocate_many", "v": 1, "allocations": []}),
+        msgspec.msgpack.encode({"type": "allocate_many", "v": 1, "allocations": [["a", 0, ""]]}),
+        msgspec.msgpack.encode({"type": "allocate_many", "v": 1, "allocations": [["", 1, ""]]}),
+        msgspec.msgpack.encode({"type": "allocate_many", "v": 1, "allocations": [["a\n", 1, ""]]}),
+        msgspec.msgpack.encode({"type": "export_many", "v": 1, "ids": ["a"], "access": "WO"}),
+        msgspec.msgpack.encode(
+            {"type": "export_many", "v": 1, "ids": ["a"] * 8193, "access": "RO"}
+        ),
+        b"\x81" * 5000,
+        bytes(MAX_FRAME_BYTES + 1),
+    ],
+)
+def test_what_is_no_request_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidMessage):
+        frames.decode_request(data)
+
+
+def test_a_frame_that_would_be_too_long_is_not_sent() -> None:
+    entry = MetadataItem(key="k", allocation="a", offset=0, value=bytes(65536))
+    with pytest.raises(InvalidMessage):
+        frames.encode_frame(frames.MetadataPut(entries=[entry] * 17))
+
+
+def test_batches_keep_the_order_and_both_limits() -> None:
+    entries = list(range(10))
+    assert list(frames.batches(entries, cost=lambda _: 1, most=4)) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+    half = frames.MESSAGE_BUDGET // 2
+    assert list(frames.batches([1, 2, 3], cost=lambda _: half)) == [[1, 2], [3]]
+    assert list(frames.batches([1], cost=lambda _: 10 * half)) == [[1]]
+    assert list(frames.batches([], cost=len)) == [[]]
+
+
+@pytest.mark.parametrize(
+    "entry", [_info(2999), AllocationSpec(id="a" * 128, size=2**50, tag="t" * 64)]
+)
+def test_the_cost_of_an_allocation_is_never_less_than_its_bytes(
+    entry: AllocationInfo | AllocationSpec,
+) -> None:
+    assert frames.cost_of_allocation(entry) >= len(encode_msgpack(entry))
+
+
+def test_the_cost_of_metadata_is_never_less_than_its_bytes() -> None:
+    entry = MetadataItem(key="k" * 256, allocation="a" * 128, offset=2**50, value=bytes(65536))
+    assert frames.cost_of_metadata(entry) >= len(encode_msgpack(entry))
+
+
+def test_an_error_crosses_the_wire_and_is_caught_by_its_own_class() -> None:
+    failure = Failure(
+        reason=StaleLayout.reason, message="no", values={"message": "odd"}, next_step="go"
+    )
+    reply = frames.decode_reply(frames.encode_frame(frames.ErrorReply.of(failure)))
+    assert isinstance(reply, frames.ErrorReply)
+    error = frames.error_of(reply.to_failure())
+    assert isinstance(error, StaleLayout)
+    assert error.to_failure() == failure
+
+
+def test_an_error_that_nobody_here_knows_keeps_its_reason() -> None:
+    error = frames.error_of(Failure(reason="InventedLater", message="m", retryable=True))
+    assert isinstance(error, RemoteFailure)
+    assert error.to_failure().reason == "InventedLater"
+
+
+if __name__ == "__main__":
+    for name, sample in SAMPLES.items():
+        file = FOLDER / f"{name}.msgpack"
+        if not file.exists():
+            file.write_bytes(encode_msgpack(sample))
