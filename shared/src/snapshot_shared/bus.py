@@ -41,6 +41,7 @@ NO_MESSAGE_FOUND = 10057
 FETCH_S = 5.0
 REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
+RETRY_S = 0.5
 ENSURE_EVERY_S = 30.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
@@ -339,7 +340,7 @@ class Bus:
                 source = await self._bind(stream, durable, filter_, max_pending)
             except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s is not available yet: %s", durable, error)
-                await self._pause(again)
+                await self.pause(again)
                 continue
             try:
                 while True:
@@ -350,11 +351,12 @@ class Bus:
             finally:
                 with contextlib.suppress(Exception):
                     await source.unsubscribe()
-            await self._pause(again)
+            await self.pause(again)
 
-    async def _pause(self, again: asyncio.Event) -> None:
+    async def pause(self, again: asyncio.Event) -> None:
+        """Wait before another try: until a reconnection (`again`), or half a second."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(again.wait(), 0.5)
+            await asyncio.wait_for(again.wait(), RETRY_S)
         again.clear()
         await self._connected.wait()
 

@@ -22,6 +22,7 @@ from snapshot_shared.errors import (
     BusUnavailable,
     InvalidMessage,
     InvalidName,
+    NoSpace,
     OutcomeUnknown,
     Rejected,
     SnapbackError,
@@ -174,8 +175,8 @@ class Courier:
         async for delivery in self.bus.consume(subjects.ORDERS, durable, filter_):
             try:
                 await self.take(delivery)
-            except BusUnavailable as error:
-                log.info("order will come again: %s", error)
+            except (BusUnavailable, NoSpace) as error:
+                log.warning("order on %s will come again: %s", delivery.subject, error)
 
     async def take(self, delivery: Delivery) -> None:
         """Judge one message: accept it, answer a repeat, or refuse it with a reason."""
@@ -348,6 +349,7 @@ class Courier:
         self._outbox.put_nowait(report)
 
     async def _deliver(self) -> None:
+        again = self.bus.reconnections()
         while True:
             report = await self._outbox.get()
             while True:
@@ -356,7 +358,7 @@ class Courier:
                     break
                 except BusUnavailable as error:
                     log.info("report %s/%s waits: %s", report.order, report.kind, error)
-                    await self.bus.wait_connected()
+                    await self.bus.pause(again)
             await self.journal.append(
                 Delivered(order=report.order, attempt=report.attempt, n=report.n)
             )
