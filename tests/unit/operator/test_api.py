@@ -1,0 +1,145 @@
+"""What people get when they apply, read and delete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from snapshot_operator.handlers import Api
+from snapshot_shared.api import (
+    ApplyReply,
+    ApplyRequest,
+    DeleteReply,
+    DeleteRequest,
+    GetReply,
+    GetRequest,
+    TemplateReply,
+    TemplateRequest,
+)
+from snapshot_shared.codec import digest, encode_json
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World
+
+
+async def ask(world: World, verb: str, request: Any, reply: type[Any]) -> Any:
+    """Ask as a client does: bytes in, bytes out."""
+    data = request if isinstance(request, bytes) else encode_json(request)
+    return msgspec.json.decode(await Api(world.cluster).endpoints()[verb](data, {}), type=reply)
+
+
+async def apply(world: World, *documents: Any, dry_run: bool = False) -> ApplyReply:
+    raw = [msgspec.Raw(msgspec.json.encode(document)) for document in documents]
+    request = ApplyRequest(
+        documents=raw, traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-01", dry_run=dry_run
+    )
+    reply: ApplyReply = await ask(world, "apply", request, ApplyReply)
+    return reply
+
+
+async def test_applying_twice_changes_nothing_the_second_time() -> None:
+    world = World()
+    first, second = (
+        await apply(world, checkpoint_document()),
+        await apply(world, checkpoint_document()),
+    )
+    assert [result.action for result in first.results] == ["created"]
+    assert [result.action for result in second.results] == ["unchanged"]
+    assert first.results[0].uid == second.results[0].uid
+
+
+async def test_one_bad_document_stores_none_and_every_problem_is_named_with_its_document() -> None:
+    world = World()
+    bad = checkpoint_document("two")
+    bad["spec"]["extra"] = 1
+    bad["metadata"]["name"] = "A"
+    reply = await apply(world, checkpoint_document("one"), bad)
+    assert reply.failure is not None
+    assert reply.failure.reason == "InvalidManifest"
+    problems = reply.failure.values["problems"]
+    assert [problem.split(":")[0] for problem in problems] == [
+        "[1] metadata.name",
+        "[1] spec.extra",
+    ]
+    assert await world.everything() == []
+
+
+async def test_another_spec_under_the_same_name_is_refused() -> None:
+    world = World()
+    await apply(world, checkpoint_document())
+    reply = await apply(world, checkpoint_document(activeDeadlineSeconds=7))
+    assert reply.failure is not None
+    assert reply.failure.reason == "AlreadyExists"
+
+
+async def test_a_dry_run_stores_nothing() -> None:
+    world = World()
+    reply = await apply(world, checkpoint_document(), dry_run=True)
+    assert reply.results[0].action == "created"
+    assert await world.everything() == []
+
+
+async def test_the_trace_of_apply_is_kept_on_the_object_and_its_children() -> None:
+    world = World()
+    await apply(world, checkpoint_document())
+    await world.settle()
+    for value in await world.everything():
+        assert value.metadata.annotations["nvidia.com/traceparent"].startswith("00-aaaa")
+
+
+@pytest.mark.parametrize("verb", ["apply", "get", "delete", "template"])
+@pytest.mark.parametrize("data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7}'])
+async def test_noise_is_answered_with_a_reason(verb: str, data: bytes) -> None:
+    reply = {"apply": ApplyReply, "get": GetReply, "delete": DeleteReply, "template": TemplateReply}
+    answer = await ask(World(), verb, data, reply[verb])
+    assert answer.failure.reason == "InvalidMessage"
+
+
+async def test_a_name_that_does_not_exist_says_how_to_list_what_does() -> None:
+    request = GetRequest(kind="dckpt", name="none")
+    answer = await ask(World(), "get", request, GetReply)
+    assert answer.failure.reason == "NotFound"
+    assert "snapshotctl get dynamocheckpoints" in answer.failure.next_step
+
+
+async def test_lists_come_in_pages_that_join_without_gaps() -> None:
+    world = World()
+    names = [f"c{index:03}" for index in range(25)]
+    await apply(world, *[checkpoint_document(name) for name in names])
+    found: list[str] = []
+    after = ""
+    while True:
+        request = GetRequest(kind="DynamoCheckpoint", limit=10, after=after)
+        page = await ask(world, "get", request, GetReply)
+        found += [item["metadata"]["name"] for item in page.items]
+        if not page.next:
+            break
+        after = page.next
+    assert found == names
+
+
+async def test_a_node_is_not_deleted_by_hand() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    answer = await ask(world, "delete", DeleteRequest(kind="node", name="node-1"), DeleteReply)
+    assert answer.failure.reason == "Forbidden"
+
+
+async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    document = restore_document()
+    del document["metadata"]["annotations"]
+    await world.apply(document)
+    (run,) = world.open("run")
+    request = TemplateRequest(
+        namespace="default", name="restored", uid=run.payload["pod"]["uid"], node="node-1"
+    )
+    answer = await ask(world, "template", request, TemplateReply)
+    assert digest(encode_json(answer.spec)) == run.payload["template_digest"]
+    wrong = msgspec.structs.replace(request, node="node-2")
+    assert (await ask(world, "template", wrong, TemplateReply)).failure.reason == "Forbidden"
+    stale = msgspec.structs.replace(request, uid=request.uid[:-1] + "0")
+    answer = await ask(world, "template", stale, TemplateReply)
+    assert answer.failure.reason == "StalePodReference"

@@ -1,0 +1,120 @@
+"""A part manifest whose numbers cannot be true is refused before anything is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from snapshot_shared.artifact import (
+    AllocationEntry,
+    Extent,
+    FileEntry,
+    MetadataEntry,
+    PartManifest,
+    SavedLayout,
+    check_part_manifest,
+    part_path,
+)
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import ArtifactCorrupt, InvalidMessage, InvalidName
+from snapshot_shared.orders import LayoutRef
+
+UID = "00000000-0000-4000-8000-000000000001"
+SOURCE = LayoutRef(
+    device="GPU-1", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=8192
+)
+
+
+def manifest(**changes: Any) -> PartManifest:
+    allocations = [
+        AllocationEntry(
+            id=f"w{index}",
+            slot=index,
+            size=4096,
+            extents=[Extent(file=0, file_offset=4096 * index, offset=0, size=4096)],
+        )
+        for index in range(2)
+    ]
+    layout = SavedLayout(source=SOURCE, allocations=allocations)
+    base = PartManifest(
+        kind="gms",
+        part="gpu-0",
+        namespace="default",
+        content_uid=UID,
+        generation=1,
+        order=f"save-{UID}-gpu-0",
+        bytes=8192,
+        files=[FileEntry(name="shard-0", size=8192, chunk_bytes=4096, chunks=["0" * 32] * 2)],
+        layout=layout,
+    )
+    return replace(base, **changes)
+
+
+def with_extents(*extents: Extent) -> PartManifest:
+    base = manifest()
+    assert base.layout is not None
+    first = replace(base.layout.allocations[0], extents=list(extents))
+    layout = replace(base.layout, allocations=[first, base.layout.allocations[1]])
+    return replace(base, layout=layout)
+
+
+def test_a_consistent_manifest_is_accepted() -> None:
+    check_part_manifest(manifest())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        manifest(version=2),
+        manifest(bytes=8193),
+        manifest(files=manifest().files * 2, bytes=16384),
+        manifest(files=[replace(manifest().files[0], chunks=["0" * 32])]),
+        manifest(files=[replace(manifest().files[0], name="part.json")]),
+        with_extents(),
+        with_extents(Extent(file=1, file_offset=0, offset=0, size=4096)),
+        with_extents(Extent(file=0, file_offset=8000, offset=0, size=4096)),
+        with_extents(Extent(file=0, file_offset=2048, offset=0, size=4096)),
+        with_extents(Extent(file=0, file_offset=0, offset=1, size=4095)),
+        with_extents(Extent(file=0, file_offset=0, offset=0, size=4095)),
+    ],
+)
+def test_numbers_that_cannot_be_true_are_refused(bad: PartManifest) -> None:
+    with pytest.raises(ArtifactCorrupt):
+        check_part_manifest(bad)
+
+
+def test_metadata_about_an_unknown_allocation_is_refused() -> None:
+    base = manifest()
+    assert base.layout is not None
+    entry = MetadataEntry(key="k", allocation="none", offset=0, value=b"")
+    with pytest.raises(ArtifactCorrupt, match=r"metadata\.k"):
+        check_part_manifest(replace(base, layout=replace(base.layout, metadata=[entry])))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("size", 2**63),
+        ("size", -1),
+        ("name", "../x"),
+        ("name", "/etc/passwd"),
+        ("name", "a/b"),
+        ("chunk_bytes", 1),
+        ("chunks", ["zz"]),
+    ],
+)
+def test_a_hostile_file_entry_does_not_even_decode(field: str, value: Any) -> None:
+
+    document = msgspec.to_builtins(manifest())
+    document["files"][0][field] = value
+    with pytest.raises(InvalidMessage, match=rf"files\[0\]\.{field}"):
+        decode_json(encode_json(document), PartManifest)
+
+
+@pytest.mark.parametrize("part", ["", "..", "gpu-", "gpu-0/..", "process/../x", "GPU-0"])
+def test_a_part_has_one_of_the_known_names(part: str) -> None:
+    with pytest.raises(InvalidName):
+        part_path("default", UID, 1, part)
