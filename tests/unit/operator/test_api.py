@@ -140,6 +140,6 @@ async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() ->
     assert digest(encode_json(answer.spec)) == run.payload["template_digest"]
     wrong = msgspec.structs.replace(request, node="node-2")
     assert (await ask(world, "template", wrong, TemplateReply)).failure.reason == "Forbidden"
-    stale = msgspec.structs.replace(request, uid=request.uid[:-1] + "0")
+    stale = msgspec.structs.replace(request, uid="00000000-0000-4000-8000-000000000000")
     answer = await ask(world, "template", stale, TemplateReply)
     assert answer.failure.reason == "StalePodReference"
