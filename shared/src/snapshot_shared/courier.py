@@ -154,13 +154,20 @@ class Courier:
 
     async def serve(self) -> None:
         """Resume unfinished orders, then deliver reports and take orders, for ever."""
+        # What was reported before is in the journal, like everything that was never delivered.
+        self._outbox = asyncio.Queue()
         for report in self.journal.ledger.pending_reports():
             self._outbox.put_nowait(report)
         for entry in self.journal.ledger.unfinished():
             await self._resume(entry)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._deliver(), name="outbox")
-            group.create_task(self._take(), name="intake")
+        outbox = asyncio.create_task(self._deliver(), name="outbox")
+        intake = asyncio.create_task(self._take(), name="intake")
+        try:
+            done, _ = await asyncio.wait((outbox, intake), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await end_all(outbox, intake)
 
     async def drain(self) -> None:
         """Cancel what runs and wait until its compensation is over."""
@@ -388,6 +395,20 @@ class Courier:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return True
+
+
+async def end_all(*tasks: asyncio.Future[Any], again_s: float = 1.0) -> None:
+    """Cancel tasks that have no end and wait for them.
+
+    More than once, if need be: `wait_for` of Python 3.11, which nats-py uses, forgets a
+    cancellation that comes together with the result it waits for.
+    """
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=again_s)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _claimed_attempt(data: bytes) -> int:

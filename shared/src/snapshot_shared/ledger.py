@@ -103,6 +103,13 @@ class Entry:
         """Give the reports that still have to be published, in order."""
         return [report for report in self.reports if report.n not in self.delivered]
 
+    @property
+    def is_live(self) -> bool:
+        """Say whether something can still come of it: a pod that runs has yet to end."""
+        kinds = {report.kind for report in self.reports}
+        is_running = "started" in kinds and "exited" not in kinds
+        return self.terminal is None or is_running or bool(self.undelivered)
+
     def records(self) -> list[Record]:
         """Give the records that rebuild this entry, for compaction."""
         order, attempt = self.order, self.attempt
@@ -162,14 +169,13 @@ class Ledger:
         return attempt <= self.tombstones.get(subject, 0)
 
     def compacted(self, *, older_than: float) -> list[Record]:
-        """Give the records worth keeping: unfinished or unsent ones, and those since then."""
+        """Give the records worth keeping: of live entries, and of those since then."""
         records: list[Record] = [
             Tombstoned(subject=subject, attempt=attempt)
             for subject, attempt in self.tombstones.items()
         ]
         for entry in self.entries.values():
-            is_live = entry.terminal is None or entry.undelivered
-            if is_live or entry.accepted.wall >= older_than:
+            if entry.is_live or entry.accepted.wall >= older_than:
                 records += entry.records()
         return records
 
@@ -177,7 +183,8 @@ class Ledger:
 def _apply_detail(entry: Entry, record: Began | Ended | Noted | Delivered) -> None:
     match record:
         case Began():
-            entry.began.append(record.step)
+            # A step without an end was cut off by a restart; the table began again after it.
+            entry.began[len(entry.ended) :] = [record.step]
         case Ended():
             entry.ended.append(record.step)
         case Noted():

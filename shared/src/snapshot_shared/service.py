@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from snapshot_shared.courier import Clocks
+from snapshot_shared.courier import Clocks, end_all
 from snapshot_shared.errors import SnapbackError
 
 log = logging.getLogger(__name__)
@@ -57,10 +56,7 @@ async def until_stopped(stop: asyncio.Event, *tasks: Awaitable[None]) -> None:
             if task is not waiter:
                 await task
     finally:
-        for task in (waiter, *running):
-            task.cancel()
-        with contextlib.suppress(Exception):
-            await asyncio.gather(waiter, *running, return_exceptions=True)
+        await end_all(waiter, *running, again_s=3.0)
 
 
 def system_clocks() -> Clocks:

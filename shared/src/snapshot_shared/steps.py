@@ -25,8 +25,8 @@ STEPS: dict[str, tuple[str, ...]] = {
 OPERATOR_STEPS: tuple[str, ...] = ("apply", "capture", "restoration")
 """Spans of the operator and of snapshotctl around the orders."""
 
-GMS_STEPS: tuple[str, ...] = ("attach", "allocate", "export", "commit-layout")
-"""Spans that the lease socket records for sessions that carry a traceparent."""
+GMS_STEPS: tuple[str, ...] = ("attach", "allocate", "export", "commit-layout", "transfer")
+"""Spans of sessions that carry a traceparent, and of the processes that move bytes."""
 
 
 def order_span(verb: str) -> str:

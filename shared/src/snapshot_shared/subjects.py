@@ -78,6 +78,11 @@ def api(verb: str) -> str:
     return f"{API}.{verb}"
 
 
+def rpc(node: NodeName, service: str, question: str) -> str:
+    """Subject of one quick question to a service of one node."""
+    return f"snap.rpc.{_service(service)}.{token(node)}.{question}"
+
+
 def event(plural: str, namespace: str | None, name: str) -> str:
     """Subject on which a change of one object is announced."""
     return f"{EVENTS}.{plural}.{namespace or '-'}.{token(name)}"

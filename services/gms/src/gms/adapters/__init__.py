@@ -1,0 +1,1 @@
+"""What touches the machine: devices, sockets, gRPC and the transfer programs."""

@@ -1,0 +1,124 @@
+"""The gRPC socket: what services and tools ask, with msgpack bodies and the standard health.
+
+Who may reach the socket is decided by its folder: gRPC cannot tell who is at the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from gms.ports import Control
+from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
+from snapshot_shared.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidInput,
+    NotFound,
+    UnknownDevice,
+    failure_of,
+)
+from snapshot_shared.frames import (
+    FAILURE_TRAILER,
+    GRPC_SERVICE,
+    GRPC_SOCKET,
+    DropLayoutRequest,
+    FenceRequest,
+    StatusRequest,
+    UnfenceRequest,
+)
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+T = TypeVar("T")
+
+_CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotFound, grpc.StatusCode.NOT_FOUND),
+    (UnknownDevice, grpc.StatusCode.NOT_FOUND),
+    (Internal, grpc.StatusCode.INTERNAL),
+)
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class GrpcServer:
+    """Listens in a folder until it is closed."""
+
+    def __init__(self, folder: Path, control: Control, *, group: int | None = None) -> None:
+        """Prepare to serve `<folder>/gms-grpc.sock`, which `group` may use too."""
+        self.path = folder / GRPC_SOCKET
+        self._control = control
+        self._group = group
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+
+    async def start(self) -> None:
+        """Bind and begin to serve. The caller holds the folder, so an old socket is a dead one."""
+        self.path.unlink(missing_ok=True)
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_insecure_port(f"unix:{self.path}")
+        await self._server.start()
+        if self._group is not None:
+            os.chown(self.path, -1, self._group)
+        self.path.chmod(0o660)
+        for name in ("", GRPC_SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Tell those who ask for health, end every call, forget the socket."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace=None)
+        self.path.unlink(missing_ok=True)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        control = self._control
+        return grpc.method_handlers_generic_handler(
+            GRPC_SERVICE,
+            {
+                "Fence": _unary(FenceRequest, control.fence),
+                "Unfence": _unary(UnfenceRequest, control.unfence),
+                "DropLayout": _unary(DropLayoutRequest, control.drop_layout),
+                "Status": _unary(StatusRequest, control.status),
+            },
+        )
+
+
+def _unary(
+    kind: type[T], answer: Callable[[T], Awaitable[object]]
+) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """Decode, answer, encode. Bodies pass gRPC as bytes, so that a bad one gets our own error."""
+
+    async def call(data: bytes, context: Context) -> bytes:
+        try:
+            return encode_msgpack(await answer(decode_msgpack(data, kind)))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the one place where a failure becomes a gRPC status
+            failure = failure_of(error)
+            if failure.reason == Internal.reason:
+                log.exception("a call failed")
+            context.set_trailing_metadata(((FAILURE_TRAILER, encode_msgpack(failure)),))
+            await context.abort(_code(error), str(failure))
+
+    return grpc.unary_unary_rpc_method_handler(call)
+
+
+def _code(error: BaseException) -> grpc.StatusCode:
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    return grpc.StatusCode.FAILED_PRECONDITION

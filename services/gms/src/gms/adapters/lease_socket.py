@@ -1,0 +1,377 @@
+"""The lease socket: the server's half of the protocol.
+
+A connected socket is a session and its lock; its end frees both. One task serves one client. What
+a client sends can only cost that client its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import struct
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gms.domain.sessions import Peer, Session
+from gms.ports import Message, Sessions
+from gms.wire import Inbox, close_all, prepare, send
+from snapshot_shared.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidMessage,
+    SnapbackError,
+    failure_of,
+)
+from snapshot_shared.frames import (
+    LEASE_SOCKET,
+    AllocateMany,
+    Attach,
+    Detach,
+    Done,
+    ErrorReply,
+    Request,
+    decode_request,
+    encode_frame,
+)
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 512
+_SO_PEERPIDFD = 77
+_UCRED = struct.Struct("3i")
+
+T = TypeVar("T")
+
+
+class _ClientGone(Exception):
+    """The other end closed the connection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeasePolicy:
+    """Who may connect, and how many at once. Root and the server's own user always may.
+
+    `handshake_s` is how long a client may take to send Attach, `send_s` to read an answer.
+    """
+
+    group: int | None = None
+    max_connections: int = 1024
+    handshake_s: float = 2.0
+    send_s: float = 10.0
+
+
+class LeaseServer:
+    """Listens in a folder until it is closed."""
+
+    def __init__(self, folder: Path, sessions: Sessions, policy: LeasePolicy | None = None) -> None:
+        """Prepare to serve `<folder>/gms.sock`."""
+        self.path = folder / LEASE_SOCKET
+        self._sessions = sessions
+        self._policy = policy or LeasePolicy()
+        self._listener: socket.socket | None = None
+        self._lock = -1
+        self._spare = -1
+        self._clients: set[asyncio.Task[None]] = set()
+        self._lingering: dict[int, Session] = {}
+        self._inbox = Inbox()
+
+    def start(self) -> None:
+        """Bind and begin to accept. AlreadyExists when another server owns the folder."""
+        self._lock = _lock_folder(self.path.parent)
+        with contextlib.suppress(FileNotFoundError):
+            # We hold the folder, so a socket in it is what a dead server left.
+            self.path.unlink()
+        listener = socket.socket(
+            socket.AF_UNIX,
+            socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK,
+        )
+        listener.bind(str(self.path))
+        if self._policy.group is not None:
+            os.chown(self.path, -1, self._policy.group)
+        self.path.chmod(0o660)
+        listener.listen(_BACKLOG)
+        self._listener = listener
+        self._spare = _spare_descriptor()
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+
+    async def close(self) -> None:
+        """Stop accepting, end every session, forget the socket."""
+        loop = asyncio.get_running_loop()
+        if self._listener is not None:
+            loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink()
+        for client in list(self._clients):
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        for pidfd in list(self._lingering):
+            self._stop_watching(pidfd)
+        close_all([fd for fd in (self._spare, self._lock) if fd >= 0])
+        self._spare = self._lock = -1
+
+    def _accept(self) -> None:
+        assert self._listener is not None  # noqa: S101 - the reader is removed before it is None
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._refuse_one(error)
+            return
+        sock.settimeout(0)
+        task = asyncio.get_running_loop().create_task(self._serve(sock), name="lease")
+        self._clients.add(task)
+        task.add_done_callback(self._clients.discard)
+
+    def _refuse_one(self, error: OSError) -> None:
+        """Take a client off the queue without serving it: the queue would wake us for ever."""
+        log.error("a client could not be accepted: %s", error)
+        if self._listener is None or self._spare < 0:
+            return
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        self._spare = _spare_descriptor()
+
+    async def _serve(self, sock: socket.socket) -> None:
+        connection = _Connection(sock, self._inbox, self._policy)
+        process = _Process()
+        try:
+            prepare(sock)
+            peer = process.of(sock)
+            self._check_admission(sock, peer)
+            await self._session(connection, peer, process)
+        except _ClientGone:
+            pass
+        except SnapbackError as error:
+            await connection.try_send(error)
+        except Exception as error:
+            log.exception("a lease session failed")
+            await connection.try_send(error)
+        finally:
+            sock.close()
+            process.close()
+
+    def _check_admission(self, sock: socket.socket, peer: Peer) -> None:
+        gid = _UCRED.unpack(_peercred(sock))[2]
+        if peer.uid not in (0, os.geteuid()) and gid != self._policy.group:
+            raise Forbidden(f"user {peer.uid} may not use this GPU memory service", uid=peer.uid)
+        if len(self._clients) > self._policy.max_connections:
+            raise _TooManySessions(
+                f"{self._policy.max_connections} clients are connected already",
+                limit=self._policy.max_connections,
+            )
+
+    async def _session(self, connection: _Connection, peer: Peer, process: _Process) -> None:
+        request = await connection.handshake()
+        session = await connection.while_connected(self._sessions.attach(request, peer))
+        unmapped = False
+        try:
+            await connection.send(Message(self._sessions.describe(session)))
+            unmapped = await self._answer_all(connection, session)
+        finally:
+            if self._sessions.end(session, unmapped=unmapped):
+                self._watch(session, process)
+        await connection.send(Message(Done()))
+
+    async def _answer_all(self, connection: _Connection, session: Session) -> bool:
+        """Answer requests until Detach."""
+        while True:
+            try:
+                request = await connection.request()
+                if isinstance(request, Detach):
+                    return True
+                messages = await self._answer(connection, session, request)
+                for message in messages:
+                    await connection.send(message)
+            except SnapbackError as error:
+                await connection.send(Message(ErrorReply.of(error.to_failure())))
+
+    async def _answer(
+        self, connection: _Connection, session: Session, request: Request
+    ) -> Iterator[Message]:
+        if isinstance(request, AllocateMany):
+            return await connection.while_connected(self._sessions.allocate(session, request))
+        return self._sessions.call(session, request)
+
+    def _watch(self, session: Session, process: _Process) -> None:
+        """Wait for the end of a process that may still have memory mapped."""
+        pidfd = process.take()
+        if pidfd < 0:
+            # The process was gone before we could take hold of it.
+            self._sessions.process_ended(session)
+            return
+        self._lingering[pidfd] = session
+        asyncio.get_running_loop().add_reader(pidfd, self._process_ended, pidfd)
+
+    def _process_ended(self, pidfd: int) -> None:
+        session = self._stop_watching(pidfd)
+        self._sessions.process_ended(session)
+
+    def _stop_watching(self, pidfd: int) -> Session:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        return self._lingering.pop(pidfd)
+
+
+class _TooManySessions(SnapbackError):
+    """The server serves as many clients as it may."""
+
+    reason = "TooManySessions"
+    retryable = True
+
+
+class _Process:
+    """A pidfd of the process at the other end, until somebody takes it or it is closed."""
+
+    def __init__(self) -> None:
+        self._pidfd = -1
+
+    def of(self, sock: socket.socket) -> Peer:
+        """Take hold of whoever connected."""
+        pid, uid, _ = _UCRED.unpack(_peercred(sock))
+        try:
+            # Names the very process that connected, where the kernel (6.5) can; pids are reused.
+            self._pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(pid)
+        return Peer(pid=pid, uid=uid)
+
+    def take(self) -> int:
+        """Give the pidfd away, or -1 when the process was gone already."""
+        pidfd, self._pidfd = self._pidfd, -1
+        return pidfd
+
+    def close(self) -> None:
+        """Close what was not taken."""
+        if self._pidfd >= 0:
+            os.close(self.take())
+
+
+class _Connection:
+    """One client's socket: whole frames in, whole messages out, each wait bounded or watched."""
+
+    def __init__(self, sock: socket.socket, inbox: Inbox, policy: LeasePolicy) -> None:
+        self._policy = policy
+        self._socket = sock
+        self._inbox = inbox
+        self._loop = asyncio.get_running_loop()
+
+    async def handshake(self) -> Attach:
+        """Wait for the first frame, which must be Attach."""
+        budget = self._policy.handshake_s
+        try:
+            async with asyncio.timeout(budget):
+                request = await self.request()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no Attach came within {budget} s", step="handshake", budget_s=budget
+            ) from None
+        if not isinstance(request, Attach):
+            raise InvalidMessage(f"the first frame must be Attach, not {type(request).__name__}")
+        return request
+
+    async def request(self) -> Request:
+        """Wait for a frame. InvalidMessage, UnsupportedVersion; the next frame can be read."""
+        while True:
+            try:
+                data, descriptors = self._inbox.receive(self._socket)
+            except BlockingIOError:
+                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                continue
+            except OSError as error:
+                raise _ClientGone from error
+            close_all(descriptors)
+            if not data:
+                raise _ClientGone
+            if descriptors:
+                raise InvalidMessage("a request carries no descriptors")
+            return decode_request(data)
+
+    async def send(self, message: Message) -> None:
+        """Send a message and close its descriptors. A client that does not read is dropped."""
+        try:
+            data = encode_frame(message.frame)
+            while True:
+                try:
+                    return send(self._socket, data, message.descriptors)
+                except BlockingIOError:
+                    async with asyncio.timeout(self._policy.send_s):
+                        await self._ready(self._loop.add_writer, self._loop.remove_writer)
+        except (OSError, TimeoutError) as error:
+            raise _ClientGone from error
+        finally:
+            message.close()
+
+    async def try_send(self, error: BaseException) -> None:
+        """Tell the client why its connection ends, if it still listens."""
+        with contextlib.suppress(_ClientGone):
+            await self.send(Message(ErrorReply.of(failure_of(error))))
+
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do work that takes time, and give it up when the client goes away."""
+        task = self._loop.create_task(work)
+        hangup = self._loop.create_task(self._hung_up())
+        try:
+            await asyncio.wait((task, hangup), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise _ClientGone
+        finally:
+            for pending in (hangup, task):
+                pending.cancel()
+            await asyncio.gather(hangup, task, return_exceptions=True)
+
+    async def _hung_up(self) -> None:
+        """Wait until the client has gone, or has sent something while it should wait."""
+        await self._ready(self._loop.add_reader, self._loop.remove_reader)
+        with contextlib.suppress(BlockingIOError, OSError):
+            if self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                # It may send ahead; whether it is still there shows when we read again.
+                await self._loop.create_future()
+
+    async def _ready(self, add: Any, remove: Any) -> None:
+        future = self._loop.create_future()
+        descriptor = self._socket.fileno()
+        add(descriptor, _wake, future)
+        try:
+            await future
+        finally:
+            remove(descriptor)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _peercred(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+
+
+def _spare_descriptor() -> int:
+    return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _lock_folder(folder: Path) -> int:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise AlreadyExists(
+            f"another GPU memory service serves {folder}",
+            next_step="stop it, or give this one a socket folder of its own",
+            folder=str(folder),
+        ) from None
+    return lock

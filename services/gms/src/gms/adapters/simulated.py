@@ -1,0 +1,131 @@
+"""A GPU made of memfds: real bytes, real descriptors, a fixed capacity, the driver's rules."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import uuid
+
+from gms.ports import DeviceInfo
+from snapshot_shared.errors import Internal, InvalidInput, OutOfDeviceMemory
+from snapshot_shared.frames import Access
+
+GRANULARITY = 2 * 1024 * 1024
+PRODUCT = "Snapback Simulated GPU"
+
+_F_SEAL_FUTURE_WRITE = 0x10
+
+
+def simulated_uuid(node: str, index: int) -> str:
+    """Give the same uuid for the same node and index, always."""
+    return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'gpu{index}.{node}.snapback.invalid')}"
+
+
+class SimulatedDevice:
+    """One simulated GPU. Each allocation is a memfd whose pages exist from the beginning."""
+
+    def __init__(
+        self, *, node: str, index: int, capacity: int, granularity: int = GRANULARITY
+    ) -> None:
+        """Make an empty device of `capacity` bytes; `granularity` is whole pages."""
+        if capacity < granularity:
+            raise InvalidInput(f"a device needs at least {granularity} bytes", capacity=capacity)
+        self._info = DeviceInfo(
+            uuid=simulated_uuid(node, index),
+            index=index,
+            product=PRODUCT,
+            capacity=capacity,
+            granularity=granularity,
+        )
+        self._lock = threading.Lock()
+        self._sizes: dict[int, int] = {}
+        self._used = 0
+
+    @property
+    def info(self) -> DeviceInfo:
+        return self._info
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def create(self, size: int) -> int:
+        granularity = self._info.granularity
+        if size <= 0 or size % granularity:
+            raise InvalidInput(f"{size} bytes are no multiple of {granularity}", size=size)
+        self._take(size)
+        try:
+            handle = _memfd(size)
+        except BaseException:
+            self._give_back(size)
+            raise
+        with self._lock:
+            self._sizes[handle] = size
+        return handle
+
+    def export(self, handle: int, access: Access) -> int:
+        self._size_of(handle)
+        # A reopened file has its own access mode, which the kernel checks at every mmap.
+        mode = os.O_RDWR if access is Access.RW else os.O_RDONLY
+        return os.open(f"/proc/self/fd/{handle}", mode | os.O_CLOEXEC)
+
+    def seal(self, handle: int) -> None:
+        self._size_of(handle)
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+
+    def release(self, handle: int) -> None:
+        with self._lock:
+            size = self._sizes.pop(handle, None)
+        if size is None:
+            raise Internal(f"handle {handle} is released twice")
+        os.close(handle)
+        self._give_back(size)
+
+    def close(self) -> None:
+        """Release everything."""
+        for handle in list(self._sizes):
+            self.release(handle)
+
+    def _size_of(self, handle: int) -> int:
+        try:
+            return self._sizes[handle]
+        except KeyError:
+            raise Internal(f"handle {handle} is not allocated") from None
+
+    def _take(self, size: int) -> None:
+        capacity = self._info.capacity
+        with self._lock:
+            free = capacity - self._used
+            if size > free:
+                raise OutOfDeviceMemory(
+                    f"{size} bytes are needed, {free} of {capacity} are free",
+                    needed=size,
+                    free=free,
+                    capacity=capacity,
+                )
+            self._used += size
+
+    def _give_back(self, size: int) -> None:
+        with self._lock:
+            self._used -= size
+
+
+def _memfd(size: int) -> int:
+    fd = os.memfd_create("snapback-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as error:
+        os.close(fd)
+        raise OutOfDeviceMemory(
+            f"the host has no memory for {size} bytes of a simulated device: {error.strerror}",
+            next_step="give the simulated devices less memory than the host has",
+            needed=size,
+            free=0,
+            capacity=0,
+        ) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

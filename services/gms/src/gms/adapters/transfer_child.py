@@ -1,0 +1,399 @@
+"""The program that moves bytes: `python -m gms.adapters.transfer_child save|load`.
+
+An ordinary client of the lease socket. It reads one task from standard input and writes events to
+standard output, one JSON line each. It ends when standard input closes, because then whoever
+started it is gone. It is on the critical path of every restore, so it imports little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from gms.adapters.posix_buffered import read_files, write_files
+from gms.arena import Arena
+from gms.domain.layout import structure_hash
+from gms.domain.tasks import (
+    LoadTask,
+    SaveTask,
+    TransferDone,
+    TransferEvent,
+    TransferFailed,
+    TransferLeased,
+    TransferProgress,
+)
+from gms.domain.transfer import (
+    check_fits,
+    check_loadable,
+    metadata_of,
+    place,
+    plan_files,
+    saved_metadata,
+)
+from gms.lease import Lease
+from snapshot_shared.artifact import (
+    PART_MANIFEST,
+    AllocationEntry,
+    Facts,
+    FileEntry,
+    PartManifest,
+    SavedLayout,
+    check_part_manifest,
+    part_path,
+)
+from snapshot_shared.codec import (
+    MAX_MANIFEST_BYTES,
+    MAX_MESSAGE_BYTES,
+    decode_json,
+    digest,
+    encode_json,
+    encode_pretty,
+)
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactExists,
+    ArtifactMissing,
+    InvalidInput,
+    StaleLayout,
+    failure_of,
+)
+from snapshot_shared.files import (
+    make_dir,
+    open_dir,
+    open_root,
+    opened,
+    read_bounded,
+    require_space,
+    write_new,
+)
+from snapshot_shared.frames import (
+    Access,
+    AllocationInfo,
+    AllocationSpec,
+    Attach,
+    Attached,
+    LockMode,
+    MemoryDomain,
+    MetadataItem,
+)
+from snapshot_shared.orders import LayoutRef
+
+Emit = Callable[[TransferEvent], None]
+
+TELL_EVERY_S = 0.25
+_PR_SET_PDEATHSIG = 1
+
+
+class _Meter:
+    """Counts bytes from several threads; tells each quarter, and else four times a second."""
+
+    def __init__(self, total: int, emit: Emit) -> None:
+        self._total = total
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._done = 0
+        self._told_at = time.monotonic()
+        self._told = 0
+        emit(TransferProgress(done=0, total=total))
+
+    def advance(self, size: int) -> None:
+        with self._lock:
+            self._done += size
+            now = time.monotonic()
+            quarter = 4 * self._done // self._total > 4 * self._told // self._total
+            if quarter or now - self._told_at >= TELL_EVERY_S:
+                self._told_at, self._told = now, self._done
+                self._emit(TransferProgress(done=self._done, total=self._total))
+
+
+def save(task: SaveTask, emit: Emit) -> TransferDone:
+    """Write the fenced layout as a part: files, digests, the manifest last."""
+    path = part_path(task.namespace, task.content_uid, task.generation, task.part)
+    with opened(open_root(task.root, create=True)) as root:
+        if (known := _saved_before(root, path, task)) is not None:
+            return known
+        with _leased(_attach_to_save(task)) as lease:
+            _check_fenced(task.layout, lease.attached)
+            emit(TransferLeased())
+            infos, metadata = lease.allocations(), lease.metadata()
+            _check_shape(infos, metadata, task.layout)
+            with _mapped(lease, infos, Access.RO) as buffers:
+                entries, sizes = place(infos, shard_bytes=task.shard_bytes)
+                with opened(make_dir(root, path, exclusive=True)) as directory:
+                    require_space(directory, sum(sizes), f"part {task.part}")
+                    meter = _Meter(sum(sizes), emit)
+                    files = write_files(
+                        directory,
+                        plan_files(entries, sizes),
+                        buffers,
+                        threads=task.threads,
+                        advance=meter.advance,
+                    )
+                    data = encode_pretty(_manifest(task, entries, files, metadata))
+                    if len(data) > MAX_MANIFEST_BYTES:
+                        raise InvalidInput("the manifest would be too long", size=len(data))
+                    write_new(directory, PART_MANIFEST, data)
+    return TransferDone(bytes=sum(sizes), digest=digest(data), layout=task.layout)
+
+
+def load(task: LoadTask, emit: Emit) -> TransferDone:
+    """Read a part into memory, verified, and leave it hidden under the load token."""
+    path = part_path(task.namespace, task.content_uid, task.generation, task.part)
+    with (
+        opened(open_root(task.root)) as root,
+        opened(open_dir(root, path)) as directory,
+    ):
+        manifest = _read_manifest(directory, task)
+        layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
+        allocations, files = layout.allocations, manifest.files
+        plans = plan_files(
+            allocations,
+            [entry.size for entry in files],
+            names=[entry.name for entry in files],
+            chunk_bytes=[entry.chunk_bytes for entry in files],
+        )
+        with _leased(_attach_to_load(task)) as lease:
+            _check_room(allocations, lease.attached)
+            emit(TransferLeased())
+            infos = lease.allocate(
+                [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
+            )
+            with _mapped(lease, infos, Access.RW) as buffers:
+                meter = _Meter(manifest.bytes, emit)
+                read_files(
+                    directory, plans, files, buffers, threads=task.threads, advance=meter.advance
+                )
+            lease.put_metadata(metadata_of(layout.metadata))
+            done = lease.commit(if_match=task.if_match, hidden=True, layout_id=task.layout_id)
+    ref = LayoutRef(
+        device=task.device,
+        incarnation=done.incarnation,
+        generation=0,
+        layout_id=done.layout_id,
+        structure_hash=done.structure_hash,
+        bytes=done.bytes,
+    )
+    return TransferDone(bytes=manifest.bytes, digest=task.part_digest, layout=ref)
+
+
+def _attach_to_save(task: SaveTask) -> Lease:
+    return Lease.attach(
+        task.socket_dir,
+        Attach(
+            device=task.device,
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RO,
+            deadline_s=task.deadline_s,
+            fence_token=task.fence_token,
+            client="save",
+            traceparent=task.traceparent,
+        ),
+    )
+
+
+def _attach_to_load(task: LoadTask) -> Lease:
+    return Lease.attach(
+        task.socket_dir,
+        Attach(
+            device=task.device,
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=task.deadline_s,
+            if_match=task.if_match,
+            load_token=task.load_token,
+            client="load",
+            traceparent=task.traceparent,
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _leased(lease: Lease) -> Iterator[Lease]:
+    """Detach after success. After a failure the socket just ends: the save is then not over."""
+    try:
+        yield lease
+    except BaseException:
+        lease.close()
+        raise
+    lease.detach()
+
+
+@contextlib.contextmanager
+def _mapped(
+    lease: Lease, infos: Sequence[AllocationInfo], access: Access
+) -> Iterator[list[memoryview]]:
+    """Map a whole layout, one allocation after another, and give the bytes of each."""
+    places: dict[str, int] = {}
+    end = 0
+    for info in infos:
+        places[info.id] = end
+        end += info.aligned
+    arena = Arena(end)
+    try:
+        for run in lease.export([info.id for info in infos], access):
+            for info, descriptor in run:
+                writable = access is Access.RW
+                arena.map(descriptor, places[info.id], info.aligned, writable=writable)
+        yield [arena.view(places[info.id], info.size) for info in infos]
+    finally:
+        arena.release()
+
+
+def _check_fenced(wanted: LayoutRef, attached: Attached) -> None:
+    found = LayoutRef(
+        device=attached.device,
+        incarnation=attached.incarnation,
+        generation=attached.generation,
+        layout_id=attached.layout_id,
+        structure_hash=attached.structure_hash,
+        bytes=attached.bytes,
+    )
+    if found != wanted:
+        raise StaleLayout(
+            "the committed layout is not the one of the plan",
+            next_step="start a new attempt",
+            expected=_named(wanted),
+            found=_named(found),
+        )
+
+
+def _named(ref: LayoutRef) -> str:
+    return f"{ref.layout_id} {ref.structure_hash[:16]} {ref.incarnation}/{ref.generation}"
+
+
+def _check_shape(
+    infos: Sequence[AllocationInfo], metadata: Sequence[MetadataItem], wanted: LayoutRef
+) -> None:
+    shape = structure_hash([(info.id, info.size, info.tag) for info in infos], metadata)
+    if shape != wanted.structure_hash:
+        raise StaleLayout(
+            "the layout that was listed is not the one that is committed",
+            expected=wanted.structure_hash,
+            found=shape,
+        )
+
+
+def _check_room(allocations: Sequence[AllocationEntry], attached: Attached) -> None:
+    check_fits(
+        [entry.size for entry in allocations],
+        granularity=attached.granularity,
+        capacity=attached.capacity,
+        free=attached.free,
+    )
+
+
+def _saved_before(root: int, path: Sequence[str], task: SaveTask) -> TransferDone | None:
+    """Give the result of the same save when it was finished before it could be reported."""
+    try:
+        with opened(open_dir(root, path)) as directory:
+            data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
+    except ArtifactMissing:
+        return None
+    manifest = decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES)
+    if manifest.layout is None or (manifest.order, manifest.layout.source) != (
+        task.order,
+        task.layout,
+    ):
+        raise ArtifactExists(f"another part stands in {'/'.join(path)}", path="/".join(path))
+    return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)
+
+
+def _read_manifest(directory: int, task: LoadTask) -> PartManifest:
+    data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
+    if (found := digest(data)) != task.part_digest:
+        raise ArtifactCorrupt(
+            f"the manifest of {task.part} is not the one that was sealed",
+            expected=task.part_digest,
+            found=found,
+        )
+    manifest = check_part_manifest(decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES))
+    wanted = (task.namespace, task.content_uid, task.generation, task.part)
+    if wanted != (manifest.namespace, manifest.content_uid, manifest.generation, manifest.part):
+        raise ArtifactCorrupt(f"the manifest is that of another part than {task.part}")
+    return manifest
+
+
+def _manifest(
+    task: SaveTask,
+    allocations: list[AllocationEntry],
+    files: list[FileEntry],
+    metadata: Sequence[MetadataItem],
+) -> PartManifest:
+    return PartManifest(
+        kind="gms",
+        part=task.part,
+        namespace=task.namespace,
+        content_uid=task.content_uid,
+        generation=task.generation,
+        order=task.order,
+        bytes=sum(entry.size for entry in files),
+        files=files,
+        layout=SavedLayout(
+            source=task.layout, allocations=allocations, metadata=saved_metadata(metadata)
+        ),
+        facts=Facts(device_product=task.product, devices=1),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out one task. Status 0 when it is done, 1 when it failed, 2 when it makes no sense."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    emit = _emitter()
+    try:
+        if list(arguments) not in (["save"], ["load"]):
+            raise InvalidInput("usage: python -m gms.adapters.transfer_child save|load")
+        line = _read_line()
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        if arguments[0] == "save":
+            emit(save(decode_json(line, SaveTask), emit))
+        else:
+            emit(load(decode_json(line, LoadTask), emit))
+    except InvalidInput as error:
+        emit(TransferFailed.of(failure_of(error)))
+        return 2
+    except Exception as error:  # noqa: BLE001 - the one place where a failure becomes an event
+        emit(TransferFailed.of(failure_of(error)))
+        return 1
+    return 0
+
+
+def _emitter() -> Emit:
+    lock = threading.Lock()
+
+    def emit(event: TransferEvent) -> None:
+        data = memoryview(encode_json(event) + b"\n")
+        with lock:
+            while data:
+                data = data[os.write(1, data) :]
+
+    return emit
+
+
+def _read_line() -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = os.read(0, 65536)
+        if not piece or len(data) > MAX_MESSAGE_BYTES:
+            raise InvalidInput("a task is one line of JSON on standard input")
+        data += piece
+    return data
+
+
+def _end_with_parent() -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    # No clean-up: the socket ends with us, and a part without manifest is no part.
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    # Straight out: a thread that waits for standard input must not hold the process up.
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,492 @@
+"""GPU memory for an engine: arrays that other processes share, that sleep, and that wake in place.
+
+    from gms import client
+
+    with client.connect(device=0, lock="RW") as weights:
+        table = weights.allocate("embedding", (50_000, 512), "float32")
+        table[:] = read_from_disk()
+        weights.commit()         # readers may come; our own views are read-only from here on
+        ...
+        weights.sleep()          # nothing of ours is mapped, open or running
+        weights.wake()           # the same arrays at the same addresses
+
+While a pool sleeps its arrays must not be touched: the process would end with SIGSEGV, as CUDA
+would fault. After `wake` they are valid again. Needs only the standard library, numpy and msgspec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from types import TracebackType
+from typing import Any, Self
+
+from numpy.typing import DTypeLike, NDArray
+
+from gms.arena import DOMAIN_BYTES, AddressTaken, Arena, address_of
+from gms.lease import Lease
+from gms.slots import PoolState, Slot, metadata_of, new_slots, read_state, slots_of, write_state
+from snapshot_shared.errors import (
+    DeadlineExceeded,
+    Fenced,
+    GenerationMismatch,
+    InvalidInput,
+    LayoutConflict,
+    NotEligible,
+    NotFound,
+    OutOfDeviceMemory,
+    SnapbackError,
+    StaleLayout,
+    UnknownDevice,
+)
+from snapshot_shared.frames import (
+    Access,
+    AllocationSpec,
+    Attach,
+    Attached,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+)
+
+__all__ = [
+    "AddressTaken",
+    "DeadlineExceeded",
+    "Fenced",
+    "GenerationMismatch",
+    "GenerationRef",
+    "LayoutConflict",
+    "MemoryPool",
+    "NotEligible",
+    "NotFound",
+    "OutOfDeviceMemory",
+    "SnapbackError",
+    "StaleLayout",
+    "UnknownDevice",
+    "connect",
+    "restore",
+]
+
+Array = NDArray[Any]
+Shape = int | Sequence[int]
+
+DEADLINE_S = 60.0
+"""How long a lock is waited for unless the caller says, in seconds."""
+
+
+class _Mode(StrEnum):
+    WRITING = "writing"
+    READING = "reading"
+    ASLEEP = "asleep"
+    CLOSED = "closed"
+
+
+def connect(
+    device: int | str = 0,
+    *,
+    lock: str = "RW_OR_RO",
+    domain: str = "weights",
+    deadline_s: float = DEADLINE_S,
+    if_match: GenerationRef | None = None,
+    replace: bool = False,
+    name: str = "",
+    socket_dir: str | None = None,
+) -> MemoryPool:
+    """Wait for a lock on a device's memory and open it as a pool.
+
+    `device` is an ordinal of NVIDIA_VISIBLE_DEVICES or a uuid. `lock` is "RW", "RO" or "RW_OR_RO":
+    to write while nothing is committed, to read after. A writer names in `if_match` the generation
+    that it replaces, and with `replace` gives it up before it begins. DeadlineExceeded names who
+    holds the lock; GenerationMismatch has both values.
+    """
+    pool = MemoryPool(device, domain=domain, name=name, socket_dir=socket_dir)
+    pool._open(lock, deadline_s, if_match, replace=replace)  # noqa: SLF001 - our own constructor
+    return pool
+
+
+def restore(
+    state: bytes,
+    *,
+    device: int | str | None = None,
+    deadline_s: float = DEADLINE_S,
+    name: str = "",
+    socket_dir: str | None = None,
+) -> MemoryPool:
+    """Open a pool from `save_state()` of another process: same arrays, same addresses.
+
+    `device` is the ordinal of the saved pool unless given. StaleLayout when something else is
+    committed there, AddressTaken when this process uses the addresses.
+    """
+    pool = MemoryPool.from_state(state, device=device, name=name, socket_dir=socket_dir)
+    try:
+        pool.wake(deadline_s)
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+class MemoryPool:
+    """Named arrays in the memory of one device. One thread at a time.
+
+    A pool of the domain `weights` writes, commits and then reads. A pool of `kv` only writes: its
+    contents are dropped at `sleep` and zero after `wake`.
+    """
+
+    def __init__(
+        self,
+        device: int | str,
+        *,
+        domain: str = "weights",
+        name: str = "",
+        socket_dir: str | None = None,
+    ) -> None:
+        """Use `connect`, `restore` or `from_state`."""
+        self.device, self._ordinal = _resolve(device)
+        self._domain = MemoryDomain(domain)
+        self._name = name or f"pid-{os.getpid()}"
+        self._folder = _folder(socket_dir)
+        self._slots: dict[str, Slot] = {}
+        self._arrays: dict[str, Array] = {}
+        self._arena: Arena | None = None
+        self._lease: Lease | None = None
+        self._mode = _Mode.CLOSED
+        self._end = 0
+        self.generation: GenerationRef | None = None
+        self.layout_id = ""
+        self.structure_hash = ""
+
+    @classmethod
+    def from_state(
+        cls,
+        state: bytes,
+        *,
+        device: int | str | None = None,
+        name: str = "",
+        socket_dir: str | None = None,
+    ) -> MemoryPool:
+        """Make a pool that sleeps, from `save_state()` of another process. InvalidMessage."""
+        saved = read_state(state)
+        where = saved.ordinal if device is None else device
+        pool = cls(where, domain=saved.domain.value, name=name, socket_dir=socket_dir)
+        pool._ordinal = saved.ordinal
+        pool.layout_id, pool.structure_hash = saved.layout_id, saved.structure_hash
+        pool._slots = {slot.name: slot for slot in saved.slots}
+        pool._end = max((slot.at + slot.aligned for slot in saved.slots), default=0)
+        pool._arena = Arena(saved.reserved, address=saved.address)
+        pool._mode = _Mode.ASLEEP
+        return pool
+
+    # Arrays.
+
+    @property
+    def access(self) -> str:
+        """What arrays allow: "RW" until the commit, "RO" after it or as a reader."""
+        self._require(_Mode.WRITING, _Mode.READING)
+        return (Access.RW if self._mode is _Mode.WRITING else Access.RO).value
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether nothing of the device is mapped."""
+        return self._mode is _Mode.ASLEEP
+
+    def allocate(self, name: str, shape: Shape, dtype: DTypeLike) -> Array:
+        """Make one array, zeroed and writable. OutOfDeviceMemory, LayoutConflict."""
+        return self.allocate_many({name: (shape, dtype)})[name]
+
+    def allocate_many(self, arrays: Mapping[str, tuple[Shape, DTypeLike]]) -> dict[str, Array]:
+        """Make arrays, all or none, in one exchange with the service."""
+        self._require(_Mode.WRITING)
+        slots, end = new_slots(arrays, start=self._end, granularity=self._granularity)
+        self._create(slots)
+        self._end = end
+        self._slots |= {slot.name: slot for slot in slots}
+        return {slot.name: self._arrays[slot.name] for slot in slots}
+
+    def free(self, name: str) -> None:
+        """Give an array back before the commit; it must not be used any more."""
+        self._require(_Mode.WRITING)
+        slot = self._slot(name)
+        self._range.unmap(slot.at, slot.aligned)
+        self._held.free([name])
+        del self._slots[name], self._arrays[name]
+
+    def arrays(self) -> dict[str, Array]:
+        """Give every array by name."""
+        self._require(_Mode.WRITING, _Mode.READING)
+        return dict(self._arrays)
+
+    def __getitem__(self, name: str) -> Array:
+        """Give one array. NotFound."""
+        self._require(_Mode.WRITING, _Mode.READING)
+        self._slot(name)
+        return self._arrays[name]
+
+    # Life.
+
+    def commit(self, *, layout_id: str | None = None) -> GenerationRef:
+        """Publish the arrays. They stay where they are and become read-only.
+
+        Slices made before keep numpy's writable flag, but writing to one ends the process.
+        GenerationMismatch when something else was committed meanwhile.
+        """
+        self._require(_Mode.WRITING)
+        # Before the publication: nobody may see bytes change that are committed.
+        self._protect(writable=False)
+        try:
+            self._held.put_metadata(metadata_of(self._slots.values()))
+            done = self._held.commit(if_match=self.generation, layout_id=layout_id)
+        except BaseException:
+            self._protect(writable=True)
+            raise
+        self.layout_id, self.structure_hash = done.layout_id, done.structure_hash
+        self.generation = GenerationRef(incarnation=done.incarnation, generation=done.generation)
+        self._mode = _Mode.READING
+        return self.generation
+
+    def sleep(self) -> None:
+        """Let go of the device: no mapping, import, socket or descriptor of ours remains.
+
+        The addresses stay reserved. Weights that are not committed cannot sleep: NotEligible.
+        """
+        self._require(*((_Mode.READING,) if self._is_weights else (_Mode.WRITING,)))
+        self._let_go()
+        self._mode = _Mode.ASLEEP
+
+    def wake(self, deadline_s: float = DEADLINE_S) -> None:
+        """Map everything again at the same addresses.
+
+        StaleLayout, with both values, when another layout is committed now; the pool still sleeps.
+        """
+        self._require(_Mode.ASLEEP)
+        lock = LockMode.RO if self._is_weights else LockMode.RW
+        lease = self._attach(lock, deadline_s)
+        self._lease = lease
+        try:
+            if self._is_weights:
+                self._check_same(lease.attached)
+                self._map(list(self._slots.values()), Access.RO)
+            else:
+                self._create(list(self._slots.values()))
+        except BaseException:
+            self._let_go()
+            raise
+        self._mode = _Mode.READING if self._is_weights else _Mode.WRITING
+
+    def save_state(self) -> bytes:
+        """Give what `restore` needs in another process. Weights must be committed."""
+        if self._is_weights:
+            self._require(_Mode.READING, _Mode.ASLEEP)
+        else:
+            self._require(_Mode.WRITING, _Mode.ASLEEP)
+        return write_state(
+            PoolState(
+                domain=self._domain,
+                ordinal=self._ordinal,
+                address=self._range.address,
+                reserved=self._range.size,
+                layout_id=self.layout_id,
+                structure_hash=self.structure_hash,
+                slots=list(self._slots.values()),
+            )
+        )
+
+    def close(self) -> None:
+        """Give everything back, also what was not committed. The arrays must not be used."""
+        if self._mode in (_Mode.WRITING, _Mode.READING):
+            self._let_go()
+        if self._arena is not None:
+            self._arena.release()
+            self._arena = None
+        self._arrays.clear()
+        self._mode = _Mode.CLOSED
+
+    def __enter__(self) -> Self:
+        """Use the pool as a context manager: it is closed at the end."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # How it is done.
+
+    def _open(
+        self, lock: str, deadline_s: float, if_match: GenerationRef | None, *, replace: bool
+    ) -> None:
+        self._lease = self._attach(LockMode(lock), deadline_s, if_match, replace=replace)
+        attached = self._lease.attached
+        try:
+            if attached.generation:
+                self.generation = GenerationRef(
+                    incarnation=attached.incarnation, generation=attached.generation
+                )
+            is_reader = attached.granted is Access.RO
+            if is_reader:
+                self.layout_id = attached.layout_id
+                self.structure_hash = attached.structure_hash
+                found = slots_of(self._lease.allocations(), self._lease.metadata())
+                self._slots = {slot.name: slot for slot in found}
+                self._end = max((slot.at + slot.aligned for slot in found), default=0)
+            # Addresses are never used twice, so freed ones must not run out.
+            reserved = min(DOMAIN_BYTES, max(4 * attached.capacity, self._end))
+            address = address_of(self._ordinal, is_kv=not self._is_weights)
+            self._arena = Arena(reserved, address=address)
+            if is_reader:
+                self._map(list(self._slots.values()), Access.RO)
+        except BaseException:
+            self._let_go()
+            self.close()
+            raise
+        self._mode = _Mode.READING if is_reader else _Mode.WRITING
+
+    def _attach(
+        self,
+        lock: LockMode,
+        deadline_s: float,
+        if_match: GenerationRef | None = None,
+        *,
+        replace: bool = False,
+    ) -> Lease:
+        request = Attach(
+            device=self.device,
+            domain=self._domain,
+            lock=lock,
+            deadline_s=deadline_s,
+            if_match=if_match,
+            replace=replace,
+            client=self._name,
+            traceparent=os.environ.get("TRACEPARENT", ""),
+        )
+        return Lease.attach(self._folder, request)
+
+    def _create(self, slots: Sequence[Slot]) -> None:
+        specs = [AllocationSpec(id=slot.name, size=slot.size, tag="array") for slot in slots]
+        self._held.allocate(specs)
+        try:
+            self._map(slots, Access.RW)
+        except BaseException:
+            for slot in slots:
+                self._range.unmap(slot.at, slot.aligned)
+            self._held.free([slot.name for slot in slots])
+            raise
+
+    def _map(self, slots: Sequence[Slot], access: Access) -> None:
+        writable = access is Access.RW
+        places = {slot.name: slot for slot in slots}
+        for run in self._held.export(list(places), access):
+            for info, descriptor in run:
+                slot = places[info.id]
+                if (info.size, info.aligned) != (slot.size, slot.aligned):
+                    raise StaleLayout(
+                        f"array {slot.name!r} has {info.size} bytes, {slot.size} were expected",
+                        expected=slot.size,
+                        found=info.size,
+                    )
+                self._range.map(descriptor, slot.at, slot.aligned, writable=writable)
+        for slot in slots:
+            if slot.name not in self._arrays:
+                self._arrays[slot.name] = slot.array(self._range)
+            self._arrays[slot.name].flags.writeable = writable
+
+    def _protect(self, *, writable: bool) -> None:
+        for slot in self._slots.values():
+            self._range.protect(slot.at, slot.aligned, writable=writable)
+            self._arrays[slot.name].flags.writeable = writable
+
+    def _let_go(self) -> None:
+        """Unmap, and only then tell the service that everything is unmapped."""
+        if self._arena is not None:
+            self._arena.unmap()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            with contextlib.suppress(SnapbackError):
+                # A service that is gone holds nothing of ours; the lease is closed either way.
+                lease.detach()
+
+    def _check_same(self, attached: Attached) -> None:
+        known = {"layout_id": self.layout_id, "structure_hash": self.structure_hash}
+        found = {"layout_id": attached.layout_id, "structure_hash": attached.structure_hash}
+        if known != found:
+            raise StaleLayout(
+                f"{self.device} holds layout {found['layout_id']} with structure "
+                f"{found['structure_hash'][:16]}, this pool knows {known['layout_id']} with "
+                f"{known['structure_hash'][:16]}",
+                next_step="close this pool and connect again",
+                expected=known,
+                found=found,
+            )
+        self.generation = GenerationRef(
+            incarnation=attached.incarnation, generation=attached.generation
+        )
+
+    def _require(self, *modes: _Mode) -> None:
+        if self._mode not in modes:
+            raise NotEligible(
+                f"the pool is {self._mode.value}, this needs it {' or '.join(modes)}",
+                next_step=_NEXT.get(self._mode, ""),
+                mode=self._mode.value,
+            )
+
+    def _slot(self, name: str) -> Slot:
+        try:
+            return self._slots[name]
+        except KeyError:
+            raise NotFound(f"the pool has no array {name!r}", name=name) from None
+
+    @property
+    def _is_weights(self) -> bool:
+        return self._domain is MemoryDomain.WEIGHTS
+
+    @property
+    def _held(self) -> Lease:
+        if self._lease is None:
+            raise NotEligible("the pool holds no lock")
+        return self._lease
+
+    @property
+    def _range(self) -> Arena:
+        if self._arena is None:
+            raise NotEligible("the pool is closed")
+        return self._arena
+
+    @property
+    def _granularity(self) -> int:
+        return self._held.attached.granularity
+
+
+_NEXT = {
+    _Mode.ASLEEP: "call wake() first",
+    _Mode.WRITING: "call commit() first",
+    _Mode.CLOSED: "connect again",
+}
+
+
+def _folder(socket_dir: str | None) -> str:
+    folder = socket_dir or os.environ.get("GMS_SOCKET_DIR")
+    if not folder:
+        raise InvalidInput(
+            "GMS_SOCKET_DIR is not set", next_step="set it to the folder of the GMS sockets"
+        )
+    return folder
+
+
+def _resolve(device: int | str) -> tuple[str, int]:
+    """Give uuid and ordinal. A uuid that is not in the list of visible devices has ordinal 0."""
+    visible = [each.strip() for each in os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
+    if isinstance(device, str):
+        return device, visible.index(device) if device in visible else 0
+    if not 0 <= device < len(visible) or not visible[device].startswith("GPU-"):
+        raise UnknownDevice(
+            f"ordinal {device} is not in NVIDIA_VISIBLE_DEVICES",
+            next_step="set NVIDIA_VISIBLE_DEVICES to a comma list of GPU uuids, or name a uuid",
+            ordinal=device,
+            visible=[each for each in visible if each],
+        )
+    return visible[device], device

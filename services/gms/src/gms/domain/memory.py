@@ -1,0 +1,403 @@
+"""The memory table of a server: devices, sessions, layouts, generations and fences.
+
+Every method takes what happened, changes the table and returns the effects for the keeper to carry
+out; what cannot happen is raised and changes nothing. There is no clock, device or socket in here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from gms.domain.device import DeviceTable, check_generation
+from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
+from gms.domain.layout import Allocation, Layout, aligned
+from gms.domain.locks import USES, LockEvent, Operation, Verdict
+from gms.domain.sessions import (
+    Effect,
+    FenceEnded,
+    FenceHeld,
+    FenceRefused,
+    Freed,
+    Hidden,
+    Peer,
+    Role,
+    Room,
+    Session,
+    Waiter,
+)
+from snapshot_shared.errors import (
+    Fenced,
+    Forbidden,
+    InvalidMessage,
+    LayoutConflict,
+    NotEligible,
+    NotFound,
+    StaleLayout,
+    Superseded,
+    UnknownDevice,
+)
+from snapshot_shared.frames import (
+    Access,
+    AllocationInfo,
+    AllocationSpec,
+    Attach,
+    Commit,
+    LockMode,
+    MemoryDomain,
+    MetadataItem,
+)
+from snapshot_shared.orders import LayoutRef
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_REMEMBERED = 4096
+"""Load tokens whose outcome is still known, so that a repeated order gets the same answer."""
+
+
+class MemoryTable:
+    """All state that the server's answers depend on."""
+
+    def __init__(self, incarnation: str, devices: Iterable[tuple[str, int]]) -> None:
+        """Begin empty. `devices` are (uuid, granularity in bytes)."""
+        self.incarnation = incarnation
+        self.devices = {uuid: DeviceTable.empty(uuid, granularity) for uuid, granularity in devices}
+        self.fences = FenceBook()
+        self._published: OrderedDict[tuple[str, str], LayoutRef] = OrderedDict()
+        self._dropped: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def device(self, uuid: str) -> DeviceTable:
+        """Give a device's table. UnknownDevice."""
+        try:
+            return self.devices[uuid]
+        except KeyError:
+            raise UnknownDevice(
+                f"device {uuid!r} is not served here",
+                next_step="ask for one of the devices in `values`",
+                device=uuid,
+                served=sorted(self.devices),
+            ) from None
+
+    # Sessions begin and end.
+
+    def attach(self, ticket: int, request: Attach, peer: Peer) -> list[Effect]:
+        """Queue a client for its lock, and grant it at once where that is possible."""
+        device = self.device(request.device)
+        room = device.rooms[request.domain]
+        self._check_attach(device, request)
+        waiter = Waiter(ticket=ticket, request=request, peer=peer)
+        if request.fence_token is not None:
+            return self._attach_save(device, waiter, request.fence_token)
+        room.queue[ticket] = waiter
+        return self._settle(device)
+
+    def forget(self, ticket: int, device: str, domain: MemoryDomain) -> list[Effect]:
+        """Take a client that gave up waiting out of the queue."""
+        table = self.device(device)
+        table.rooms[domain].queue.pop(ticket, None)
+        return self._settle(table)
+
+    def end(self, session: Session, *, unmapped: bool) -> list[Effect]:
+        """End a session. `unmapped`: it said that nothing is mapped any more."""
+        device, room = self._place(session)
+        if room.writer is session:
+            room.writer = None
+            room.move(LockEvent.WRITER_GONE)
+        else:
+            del room.readers[session.id]
+            room.move(LockEvent.READER_GONE if room.readers else LockEvent.LAST_READER_GONE)
+        effects: list[Effect] = []
+        if unmapped or not session.imports:
+            effects += device.let_go(session)
+        else:
+            device.lingering[session.id] = session
+        layout, session.layout = session.layout, None
+        effects += device.release(layout)
+        if session.role is Role.SAVE:
+            effects += self._end_save(device, session, finished=unmapped)
+        return effects + self._settle(device)
+
+    def importers_gone(self, session: Session) -> list[Effect]:
+        """Take note that the process of a lingering session has ended."""
+        device, _ = self._place(session)
+        if device.lingering.pop(session.id, None) is None:
+            return []
+        return device.let_go(session) + self._settle(device)
+
+    # What a session asks for.
+
+    def check_allocate(self, session: Session, specs: Sequence[AllocationSpec]) -> list[int]:
+        """Give the aligned sizes to create. InvalidTransition, LayoutConflict."""
+        layout = self._use(session, Operation.ALLOCATE)
+        layout.check_new(specs)
+        device, _ = self._place(session)
+        return [aligned(spec.size, device.granularity) for spec in specs]
+
+    def allocate(
+        self, session: Session, specs: Sequence[AllocationSpec], handles: Sequence[int]
+    ) -> list[AllocationInfo]:
+        """Add allocations that were created to the layout being written."""
+        sizes = self.check_allocate(session, specs)
+        layout = self._use(session, Operation.ALLOCATE)
+        made = [
+            Allocation(spec.id, spec.size, size, spec.tag, handle)
+            for spec, size, handle in zip(specs, sizes, handles, strict=True)
+        ]
+        for allocation in made:
+            layout.add(allocation)
+        return layout.infos(made)
+
+    def export(
+        self, session: Session, ids: Sequence[str], access: Access
+    ) -> tuple[list[Allocation], list[AllocationInfo]]:
+        """Give allocations to export; from now on the session counts as their importer."""
+        operation = Operation.EXPORT_RW if access is Access.RW else Operation.EXPORT_RO
+        layout = self._use(session, operation)
+        found = layout.find(ids)
+        for allocation in found:
+            allocation.importers.add(session.id)
+            session.imports.add(allocation)
+        return found, layout.infos(found)
+
+    def free(self, session: Session, ids: Sequence[str]) -> list[Effect]:
+        """Free allocations of the layout being written; only its writer can have imported them."""
+        taken = self._use(session, Operation.FREE).remove(ids)
+        device, _ = self._place(session)
+        session.imports.difference_update(taken)
+        return [Freed(device.uuid, tuple(allocation.handle for allocation in taken))]
+
+    def put_metadata(self, session: Session, entries: Sequence[MetadataItem]) -> None:
+        """Add or replace metadata of the layout being written."""
+        self._use(session, Operation.METADATA_PUT).put(entries)
+
+    def get_metadata(self, session: Session, keys: Sequence[str] | None) -> list[MetadataItem]:
+        """Read metadata of the session's layout."""
+        return self._use(session, Operation.METADATA_GET).get(keys)
+
+    def allocations(self, session: Session) -> list[AllocationInfo]:
+        """List the session's layout."""
+        return self._use(session, Operation.LIST).infos()
+
+    def commit(self, session: Session, request: Commit) -> tuple[LayoutRef, list[Effect]]:
+        """Publish the layout being written, or stage it hidden. Generation 0 means hidden."""
+        operation = Operation.COMMIT_HIDDEN if request.hidden else Operation.COMMIT
+        layout = self._use(session, operation)
+        device, room = self._place(session)
+        self._check_commit(device, session, layout, request)
+        check_generation(request.if_match, room.generation)
+        shape = layout.structure_hash()
+        session.use = USES.next(session.use, operation)
+        if request.hidden:
+            return self._stage(device, session, layout, request, shape), []
+        room.move(LockEvent.COMMIT)
+        room.writer = None
+        room.readers[session.id] = session
+        ref, effects = device.install(self.incarnation, layout, request.layout_id, shape)
+        return ref, effects + self._settle(device)
+
+    # What the node's orders ask for.
+
+    def publish(self, uuid: str, load_token: str) -> tuple[LayoutRef, list[Effect]]:
+        """Make the layout that a load left hidden the committed one. A repeat has no effect."""
+        device = self.device(uuid)
+        if known := self._published.get((uuid, load_token)):
+            return known, []
+        hidden = device.hidden.get(load_token)
+        if hidden is None:
+            raise NotFound("nothing was loaded under this token", device=uuid, token=load_token)
+        if self.fences.on(uuid):
+            raise Fenced(f"a capture holds {uuid}", device=uuid)
+        check_generation(hidden.base, device.weights.generation)
+        device.weights.move(LockEvent.PUBLISH)
+        del device.hidden[load_token]
+        ref, effects = device.install(
+            self.incarnation, hidden.layout, hidden.layout_id, hidden.structure_hash
+        )
+        _remember(self._published, (uuid, load_token), ref)
+        return ref, effects + self._settle(device)
+
+    def drop_hidden(self, uuid: str, load_token: str) -> list[Effect]:
+        """Forget what a load left hidden, and refuse the token from now on.
+
+        What was published under it is freed too when it is still committed and nobody uses it.
+        """
+        device = self.device(uuid)
+        _remember(self._dropped, (uuid, load_token), None)
+        if hidden := device.hidden.pop(load_token, None):
+            return device.release(hidden.layout) + self._settle(device)
+        published = self._published.get((uuid, load_token))
+        if published is None or device.weights.committed is None:
+            return []
+        if device.weights.committed.ref != published:
+            return []
+        return self.drop_layout(uuid, published.layout_id)[1]
+
+    def drop_layout(self, uuid: str, layout_id: str | None) -> tuple[bool, list[Effect]]:
+        """Free the committed layout. StaleLayout, NotEligible while sessions use it, Fenced."""
+        device = self.device(uuid)
+        layout = device.weights.committed
+        if layout is None or layout.ref is None:
+            return False, []
+        if layout_id not in (None, layout.ref.layout_id):
+            raise StaleLayout(
+                f"{uuid} holds another layout", expected=layout_id, found=layout.ref.layout_id
+            )
+        if self.fences.on(uuid):
+            raise Fenced(f"a capture holds {uuid}", device=uuid)
+        if users := device.weights.sessions:
+            raise NotEligible(
+                f"the layout of {uuid} is in use by {users[0].name}",
+                next_step="end its users first",
+                users=[session.name for session in users],
+            )
+        device.weights.move(LockEvent.DROP)
+        device.weights.committed = None
+        return True, device.release(layout) + self._settle(device)
+
+    def loaded(self, uuid: str, load_token: str) -> Hidden | LayoutRef | None:
+        """Give what became of a load: hidden, published or unknown."""
+        return self.device(uuid).hidden.get(load_token) or self._published.get((uuid, load_token))
+
+    # Fences.
+
+    def fence(self, token: str, devices: tuple[str, ...]) -> list[Effect]:
+        """Ask for a fence, or again for one that is held. LayoutConflict, Superseded."""
+        tables = [self.device(uuid) for uuid in devices]
+        fence = self.fences.begin(token, devices)
+        if not fence.is_pending:
+            return [FenceHeld(token, tuple(fence.vector))]
+        return self._settle(tables[0])
+
+    def end_fence(self, token: str) -> list[Effect]:
+        """End a fence: asked for, at its deadline, or because waiting took too long."""
+        fence = self.fences.end(token)
+        if fence is None:
+            return []
+        return [FenceEnded(token), *self._settle_all(fence)]
+
+    def blockers(self, token: str) -> list[str]:
+        """Name the sessions that a pending fence waits for."""
+        fence = self.fences.active.get(token)
+        if fence is None:
+            return []
+        users = [user for uuid in fence.devices for user in self.devices[uuid].users]
+        return [user.name for user in users]
+
+    # How it is done.
+
+    def _place(self, session: Session) -> tuple[DeviceTable, Room]:
+        device = self.devices[session.request.device]
+        return device, device.rooms[session.request.domain]
+
+    def _use(self, session: Session, operation: Operation) -> Layout:
+        USES.next(session.use, operation)
+        if session.layout is None:
+            raise NotEligible("the session has no layout any more")
+        return session.layout
+
+    def _check_attach(self, device: DeviceTable, request: Attach) -> None:
+        is_write = request.lock is LockMode.RW
+        if request.domain is MemoryDomain.KV and request.lock is LockMode.RO:
+            raise Forbidden("the kv domain is never committed, so it cannot be read")
+        if request.fence_token is not None and (
+            request.lock is not LockMode.RO or request.load_token is not None
+        ):
+            raise InvalidMessage("a fence token goes with the lock RO alone")
+        if request.load_token is None:
+            return
+        if not is_write or request.domain is not MemoryDomain.WEIGHTS:
+            raise InvalidMessage("a load token goes with the lock RW on weights")
+        if (device.uuid, request.load_token) in self._dropped:
+            raise Superseded("this load was dropped", token=request.load_token)
+        if self.loaded(device.uuid, request.load_token):
+            raise LayoutConflict(
+                "a layout was loaded under this token already", token=request.load_token
+            )
+
+    def _attach_save(self, device: DeviceTable, waiter: Waiter, token: str) -> list[Effect]:
+        fence = self.fences.active.get(token)
+        phase = Phase.ENDED if fence is None else fence.phases.get(device.uuid, Phase.ENDED)
+        if fence is None or phase not in (Phase.HELD, Phase.LEASED):
+            raise NotFound(
+                f"no fence with this token is held on {device.uuid}",
+                next_step="the capture was aborted or ran out of time: start a new attempt",
+                device=device.uuid,
+                phase=phase.value,
+            )
+        if device.uuid in fence.savers:
+            raise LayoutConflict(f"{device.uuid} is being saved already", device=device.uuid)
+        granted = device.grant(waiter, Verdict.READ)
+        fence.move(device.uuid, FenceEvent.LEASED)
+        fence.savers[device.uuid] = waiter.ticket
+        return [*granted, *self._settle(device)]
+
+    def _end_save(self, device: DeviceTable, session: Session, *, finished: bool) -> list[Effect]:
+        fence = self.fences.active.get(session.request.fence_token or "")
+        if fence is None or fence.savers.pop(device.uuid, None) is None:
+            return []
+        if fence.phases[device.uuid] is Phase.ENDED:
+            return []
+        fence.move(device.uuid, FenceEvent.SAVED if finished else FenceEvent.SAVE_LOST)
+        return [FenceEnded(fence.token)] if self.fences.settle(fence) else []
+
+    def _check_commit(
+        self, device: DeviceTable, session: Session, layout: Layout, request: Commit
+    ) -> None:
+        if session.request.domain is MemoryDomain.KV:
+            raise Forbidden("the kv domain is never committed")
+        if request.hidden != (session.role is Role.LOAD):
+            raise InvalidMessage("a loader commits hidden, and nobody else does")
+        if not layout.allocations:
+            raise NotEligible("the layout has no allocations")
+        if request.hidden and not request.layout_id:
+            raise InvalidMessage("a hidden layout needs its layout id")
+        if (device.uuid, session.request.load_token) in self._dropped:
+            raise Superseded("this load was dropped", token=session.request.load_token)
+        if self.fences.phase(device.uuid) in (Phase.HELD, Phase.LEASED):
+            raise Fenced(f"a capture holds {device.uuid}", device=device.uuid)
+
+    def _stage(
+        self, device: DeviceTable, session: Session, layout: Layout, request: Commit, shape: str
+    ) -> LayoutRef:
+        layout_id, token = request.layout_id or "", session.request.load_token or ""
+        session.layout = None
+        device.hidden[token] = Hidden(
+            layout=layout, layout_id=layout_id, structure_hash=shape, base=request.if_match
+        )
+        return device.ref(self.incarnation, layout, layout_id, shape)
+
+    def _settle(self, device: DeviceTable) -> list[Effect]:
+        """Let happen what has become possible on a device."""
+        effects = self._settle_fence(device)
+        for room in device.rooms.values():
+            effects += device.serve(room, self.fences)
+        return effects
+
+    def _settle_all(self, fence: Fence) -> list[Effect]:
+        return [effect for uuid in fence.devices for effect in self._settle(self.devices[uuid])]
+
+    def _settle_fence(self, device: DeviceTable) -> list[Effect]:
+        fence = self.fences.on(device.uuid)
+        if fence is None or not fence.is_pending:
+            return []
+        tables = [self.devices[uuid] for uuid in fence.devices]
+        if any(table.users for table in tables):
+            return []
+        vector = [t.weights.committed.ref for t in tables if t.weights.committed]
+        if len(vector) < len(tables):
+            empty = next(table.uuid for table in tables if not table.weights.committed)
+            self.fences.end(fence.token)
+            error = NotEligible(f"nothing is committed on {empty}", device=empty)
+            return [FenceRefused(fence.token, error), *self._settle_all(fence)]
+        for table in tables:
+            fence.move(table.uuid, FenceEvent.DRAINED)
+        fence.vector = [ref for ref in vector if ref is not None]
+        return [FenceHeld(fence.token, tuple(fence.vector))]
+
+
+def _remember(book: OrderedDict[K, V], key: K, value: V) -> None:
+    book[key] = value
+    while len(book) > _REMEMBERED:
+        book.popitem(last=False)

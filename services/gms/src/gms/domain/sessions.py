@@ -1,0 +1,160 @@
+"""Sessions, those that wait to become one, and what the memory table tells its keeper to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gms.domain.layout import Allocation, Layout
+from gms.domain.locks import LOCKS, Lock, LockEvent, Use, Wish, wish_of
+from snapshot_shared.errors import SnapbackError
+from snapshot_shared.frames import Access, Attach, GenerationRef, MemoryDomain
+from snapshot_shared.orders import LayoutRef
+
+
+class Role(StrEnum):
+    """What a session is for. SAVE reads under a fence, LOAD builds a hidden layout."""
+
+    ENGINE = "engine"
+    SAVE = "save"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """The process at the other end of a socket, as the kernel names it."""
+
+    pid: int
+    uid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiter:
+    """A client that asked for a lock. Its ticket becomes the number of its session."""
+
+    ticket: int
+    request: Attach
+    peer: Peer
+
+    @property
+    def wish(self) -> Wish:
+        """What it wants of the lock."""
+        return wish_of(self.request.lock, replace=self.request.replace)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Session:
+    """A granted lock. `base` is what was committed when it was granted.
+
+    `layout` is the one being written or read, None once it waits hidden.
+    """
+
+    id: int
+    request: Attach
+    peer: Peer
+    use: Use
+    role: Role
+    layout: Layout | None
+    base: LayoutRef | None
+    imports: set[Allocation] = field(default_factory=set)
+
+    @property
+    def access(self) -> Access:
+        """RW while it writes, RO once it reads."""
+        return Access.RO if self.use is Use.READING else Access.RW
+
+    @property
+    def name(self) -> str:
+        """How a message names it."""
+        return f"{self.request.client or 'unnamed client'} (pid {self.peer.pid})"
+
+
+@dataclass(eq=False, slots=True)
+class Room:
+    """The lock, the sessions, the queue and the committed layout of one (device, domain)."""
+
+    domain: MemoryDomain
+    lock: Lock = Lock.EMPTY
+    committed: Layout | None = None
+    writer: Session | None = None
+    readers: dict[int, Session] = field(default_factory=dict)
+    queue: dict[int, Waiter] = field(default_factory=dict)
+
+    def move(self, event: LockEvent) -> None:
+        """Take one step of the lock. InvalidTransition when the table has none."""
+        self.lock = LOCKS.next(self.lock, event)
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Every session, the writer first."""
+        return [*([self.writer] if self.writer else []), *self.readers.values()]
+
+    @property
+    def generation(self) -> GenerationRef | None:
+        """The committed generation, None when there is none."""
+        return self.committed.generation if self.committed else None
+
+    @property
+    def replacer_waits(self) -> bool:
+        """Whether a writer waits for the readers to leave."""
+        return any(waiter.wish is Wish.REPLACE for waiter in self.queue.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hidden:
+    """A loaded layout that waits to be published over `base`."""
+
+    layout: Layout
+    layout_id: str
+    structure_hash: str
+    base: GenerationRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Tell the client with this ticket that it holds its lock."""
+
+    ticket: int
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Tell the client with this ticket that it will never get its lock."""
+
+    ticket: int
+    error: SnapbackError
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Give these handles back to the device: nobody can reach the memory any more."""
+
+    device: str
+    handles: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FenceHeld:
+    """Tell who asked for the fence that it is held."""
+
+    token: str
+    vector: tuple[LayoutRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FenceRefused:
+    """Tell who asked for the fence that it cannot be held."""
+
+    token: str
+    error: SnapbackError
+
+
+@dataclass(frozen=True, slots=True)
+class FenceEnded:
+    """Forget the deadline of this fence."""
+
+    token: str
+
+
+Effect = Granted | Refused | Freed | FenceHeld | FenceRefused | FenceEnded

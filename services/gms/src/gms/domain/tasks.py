@@ -1,0 +1,120 @@
+"""What a transfer process is told, one JSON line, and what it tells, one JSON line each.
+
+The process is an ordinary client of the lease socket: its task names everything it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gms.domain.transfer import PAGE, SHARD_BYTES
+from snapshot_shared.errors import Failure
+from snapshot_shared.frames import DeviceUuid, GenerationRef, Token
+from snapshot_shared.orders import (
+    Attempt,
+    Bytes,
+    Digest,
+    Label,
+    LayoutRef,
+    OrderIdStr,
+    PartStr,
+    Seconds,
+    ShortText,
+    Text,
+    UidStr,
+)
+
+Threads = Annotated[int, Meta(ge=1, le=64)]
+
+
+class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
+    socket_dir: Text
+    root: Text
+    device: DeviceUuid
+    namespace: Label
+    content_uid: UidStr
+    generation: Attempt
+    part: PartStr
+    deadline_s: Seconds
+    threads: Threads = 4
+    traceparent: ShortText = ""
+
+
+class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
+    """Write the fenced layout of a device as a part below the artifact root `root`."""
+
+    order: OrderIdStr
+    fence_token: Token
+    layout: LayoutRef
+    product: ShortText = ""
+    shard_bytes: Annotated[int, Meta(ge=PAGE, le=2**50)] = SHARD_BYTES
+
+
+class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
+    """Read a part into a device and leave it hidden under the load token."""
+
+    part_digest: Digest
+    load_token: Token
+    layout_id: ShortText
+    structure_hash: ShortText
+    if_match: GenerationRef | None = None
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    pass
+
+
+class TransferLeased(_Event, frozen=True, kw_only=True, tag="leased"):
+    """The lock is held: a save reads the fenced generation, a load may build."""
+
+
+class TransferProgress(_Event, frozen=True, kw_only=True, tag="progress"):
+    """Bytes of part files done, of all."""
+
+    done: Bytes
+    total: Bytes
+
+
+class TransferDone(_Event, frozen=True, kw_only=True, tag="done"):
+    """Everything is on disk, or in memory and verified. `digest` is that of the part manifest."""
+
+    bytes: Bytes
+    digest: Digest
+    layout: LayoutRef
+
+
+class TransferFailed(_Event, frozen=True, kw_only=True, tag="failed"):
+    """Nothing may be made of what was written."""
+
+    reason: ShortText
+    message: str
+    retryable: bool = False
+    values: dict[str, Any] = {}
+    next_step: str = ""
+
+    @classmethod
+    def of(cls, failure: Failure) -> TransferFailed:
+        """Carry a failure."""
+        return cls(
+            reason=failure.reason,
+            message=failure.message,
+            retryable=failure.retryable,
+            values=failure.values,
+            next_step=failure.next_step,
+        )
+
+    def to_failure(self) -> Failure:
+        """Give back the failure."""
+        return Failure(
+            reason=self.reason,
+            message=self.message,
+            retryable=self.retryable,
+            values=self.values,
+            next_step=self.next_step,
+        )
+
+
+TransferEvent = TransferLeased | TransferProgress | TransferDone | TransferFailed

@@ -1,0 +1,1 @@
+"""What arrives at the service: sessions, control calls and orders."""

@@ -1,0 +1,116 @@
+"""Calls of the gRPC socket, answered from the keeper."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gms.domain.device import DeviceTable
+from gms.domain.fence import Phase
+from gms.domain.sessions import Room
+from gms.handlers.keeper import Gms
+from snapshot_shared.frames import (
+    DeviceStatus,
+    DomainStatus,
+    DropLayoutReply,
+    DropLayoutRequest,
+    FenceReply,
+    FenceRequest,
+    FenceStatus,
+    LoadStatus,
+    SessionStatus,
+    StatusReply,
+    StatusRequest,
+    UnfenceReply,
+    UnfenceRequest,
+    WaitingStatus,
+)
+
+
+class GmsControl:
+    """Answers the node's agent and tools."""
+
+    def __init__(self, gms: Gms) -> None:
+        """Answer from `gms`."""
+        self._gms = gms
+
+    async def fence(self, request: FenceRequest) -> FenceReply:
+        devices = tuple(dict.fromkeys(request.devices))
+        vector = await self._gms.fence(
+            request.token, devices, wait_s=request.wait_s, deadline_s=request.deadline_s
+        )
+        return FenceReply(vector=list(vector))
+
+    async def unfence(self, request: UnfenceRequest) -> UnfenceReply:
+        return UnfenceReply(ended=self._gms.unfence(request.token))
+
+    async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
+        return DropLayoutReply(dropped=self._gms.drop_layout(request.device, request.layout_id))
+
+    async def status(self, request: StatusRequest) -> StatusReply:
+        # Memory that is on its way back counts as used until it is free.
+        await self._gms.settled()
+        return StatusReply(
+            node=self._gms.node,
+            incarnation=self._gms.incarnation,
+            devices=[self._device(table) for table in self._gms.table.devices.values()],
+        )
+
+    def _device(self, table: DeviceTable) -> DeviceStatus:
+        device = self._gms.devices[table.uuid]
+        info, used = device.info, device.used
+        return DeviceStatus(
+            uuid=info.uuid,
+            index=info.index,
+            product=info.product,
+            endpoint=f"{self._gms.node}-gpu{info.index}",
+            capacity=info.capacity,
+            used=used,
+            free=max(0, info.capacity - used),
+            retired=sum(allocation.aligned for allocation in table.retired),
+            domains=[_domain(table, room) for room in table.rooms.values()],
+            fence=self._fence(table.uuid),
+            loads=[
+                LoadStatus(
+                    load_token=token,
+                    layout_id=hidden.layout_id,
+                    structure_hash=hidden.structure_hash,
+                    bytes=hidden.layout.charged,
+                )
+                for token, hidden in table.hidden.items()
+            ],
+        )
+
+    def _fence(self, uuid: str) -> FenceStatus | None:
+        fence = self._gms.table.fences.on(uuid)
+        if fence is None:
+            return None
+        phase: Phase = fence.phases[uuid]
+        timer = self._gms.fence_ends.get(fence.token)
+        left = timer.when() - asyncio.get_running_loop().time() if timer else 0.0
+        return FenceStatus(phase=phase.value, ends_in_s=round(max(0.0, left), 3))
+
+
+def _domain(table: DeviceTable, room: Room) -> DomainStatus:
+    lingering = [s for s in table.lingering.values() if s.request.domain is room.domain]
+    return DomainStatus(
+        domain=room.domain,
+        lock=room.lock.value,
+        sessions=[
+            SessionStatus(
+                session=session.id,
+                access=session.access,
+                client=session.request.client,
+                pid=session.peer.pid,
+                state=state,
+            )
+            for state, group in (("active", room.sessions), ("lingering", lingering))
+            for session in group
+        ],
+        waiting=[
+            WaitingStatus(
+                lock=waiter.request.lock, client=waiter.request.client, pid=waiter.peer.pid
+            )
+            for waiter in room.queue.values()
+        ],
+        layout=room.committed.ref if room.committed else None,
+    )

@@ -1,0 +1,360 @@
+"""The core of the service: it keeps the memory table, its devices and everybody who waits.
+
+The table decides and answers with effects; this is the one place that carries them out. All calls
+come from one event loop; only the making and freeing of memory runs in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import assert_never
+
+from gms.domain.memory import MemoryTable
+from gms.domain.sessions import (
+    Effect,
+    FenceEnded,
+    FenceHeld,
+    FenceRefused,
+    Freed,
+    Granted,
+    Peer,
+    Refused,
+    Session,
+)
+from gms.ports import Device
+from snapshot_shared.errors import (
+    DeadlineExceeded,
+    Fenced,
+    NotEligible,
+    OutOfDeviceMemory,
+    SnapbackError,
+    Superseded,
+)
+from snapshot_shared.frames import AllocationInfo, AllocationSpec, Attach, Commit
+from snapshot_shared.orders import LayoutRef
+
+log = logging.getLogger(__name__)
+
+
+class Gms:
+    """The GPU memory of one node."""
+
+    def __init__(self, *, node: str, incarnation: str, devices: Sequence[Device]) -> None:
+        """Serve these devices. `incarnation` is a fresh uuid of this process."""
+        self.node = node
+        self.incarnation = incarnation
+        self.devices = {device.info.uuid: device for device in devices}
+        self.table = MemoryTable(
+            incarnation, [(device.info.uuid, device.info.granularity) for device in devices]
+        )
+        self.fence_ends: dict[str, asyncio.TimerHandle] = {}
+        self._tickets = itertools.count(1)
+        self._grants: dict[int, asyncio.Future[Session]] = {}
+        self._fences: dict[str, asyncio.Future[tuple[LayoutRef, ...]]] = {}
+        self._fence_waits: dict[str, asyncio.TimerHandle] = {}
+        self._releases: dict[str, set[asyncio.Future[None]]] = {}
+        self._changed = asyncio.Event()
+
+    # Sessions.
+
+    async def attach(self, request: Attach, peer: Peer) -> Session:
+        """Wait for a lock. DeadlineExceeded names who holds it."""
+        ticket = next(self._tickets)
+        grant: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        self._grants[ticket] = grant
+        try:
+            self._apply(self.table.attach(ticket, request, peer))
+            async with asyncio.timeout(request.deadline_s):
+                return await grant
+        except TimeoutError:
+            self._give_up(ticket, request, grant)
+            raise self._lock_timeout(request) from None
+        except BaseException:
+            self._give_up(ticket, request, grant)
+            raise
+
+    def end(self, session: Session, *, unmapped: bool) -> bool:
+        """End a session; True when it lingers because its process may hold mappings."""
+        self._apply(self.table.end(session, unmapped=unmapped))
+        return session.id in self.table.devices[session.request.device].lingering
+
+    def process_ended(self, session: Session) -> None:
+        """Free what only this process, which has ended, could still have mapped."""
+        self._apply(self.table.importers_gone(session))
+
+    async def allocate(
+        self, session: Session, specs: Sequence[AllocationSpec], *, wait_s: float
+    ) -> list[AllocationInfo]:
+        """Make memory, all or none; wait up to `wait_s` for memory that is being given back."""
+        sizes = self.table.check_allocate(session, specs)
+        device = self.devices[session.request.device]
+        handles = await self._create_patiently(device, sizes, wait_s)
+        try:
+            return self.table.allocate(session, specs, handles)
+        except BaseException:
+            self._release(device, handles)
+            raise
+
+    def commit(self, session: Session, request: Commit) -> LayoutRef:
+        """Publish or stage what a session wrote; it cannot be mapped for writing any more."""
+        device = self.devices[session.request.device]
+        written = session.layout
+        ref, effects = self.table.commit(session, request)
+        if written is not None:
+            for allocation in written.allocations.values():
+                device.seal(allocation.handle)
+        self._apply(effects)
+        return ref
+
+    def free(self, session: Session, ids: Sequence[str]) -> None:
+        """Free allocations of the layout being written."""
+        self._apply(self.table.free(session, ids))
+
+    # Layouts.
+
+    def publish_hidden(self, device: str, load_token: str) -> LayoutRef:
+        """Make a loaded layout the committed one; a repeat gives the same generation."""
+        ref, effects = self.table.publish(device, load_token)
+        self._apply(effects)
+        return ref
+
+    def drop_hidden(self, device: str, load_token: str) -> None:
+        """Forget a loaded layout, published or not. NotEligible while sessions use it."""
+        self._apply(self.table.drop_hidden(device, load_token))
+
+    async def drop_hidden_when_unused(self, device: str, load_token: str, *, wait_s: float) -> None:
+        """Forget a loaded layout as soon as nobody uses it. NotEligible names who still does."""
+        await self._when_unused(lambda: self.drop_hidden(device, load_token), wait_s)
+
+    async def forget_when_unused(self, device: str, *, wait_s: float) -> None:
+        """Forget everything on a device, hidden and committed, as soon as nobody uses it."""
+        for load_token in list(self.table.device(device).hidden):
+            self.drop_hidden(device, load_token)
+        await self._when_unused(lambda: self.drop_layout(device, None), wait_s)
+
+    async def _when_unused(self, forget: Callable[[], object], wait_s: float) -> None:
+        end = asyncio.get_running_loop().time() + wait_s
+        while True:
+            try:
+                forget()
+            except (NotEligible, Fenced):
+                if not await self._change_before(end):
+                    raise
+            else:
+                return
+
+    def drop_layout(self, device: str, layout_id: str | None) -> bool:
+        """Free a committed layout that nobody uses."""
+        dropped, effects = self.table.drop_layout(device, layout_id)
+        self._apply(effects)
+        return dropped
+
+    # Fences.
+
+    async def fence(
+        self, token: str, devices: tuple[str, ...], *, wait_s: float, deadline_s: float
+    ) -> tuple[LayoutRef, ...]:
+        """Hold a fence on all devices or on none. DeadlineExceeded names who did not leave."""
+        loop = asyncio.get_running_loop()
+        effects = self.table.fence(token, devices)
+        held = self._fences.get(token)
+        if held is None:
+            held = self._fences[token] = loop.create_future()
+            self.fence_ends[token] = loop.call_later(deadline_s, self.unfence, token)
+            # Not the caller's own timeout: the wait has to end even when the caller is gone.
+            self._fence_waits[token] = loop.call_later(wait_s, self._stop_waiting, token, wait_s)
+        self._apply(effects)
+        return await asyncio.shield(held)
+
+    def unfence(self, token: str) -> bool:
+        """End a fence, also before it is asked for; False when it was not active."""
+        is_active = token in self.table.fences.active
+        self._apply(self.table.end_fence(token))
+        return is_active
+
+    def _stop_waiting(self, token: str, wait_s: float) -> None:
+        fence = self.table.fences.active.get(token)
+        if fence is None or not fence.is_pending:
+            return
+        blockers = self.table.blockers(token)
+        error = DeadlineExceeded(
+            f"after {wait_s:.1f} s these sessions still use the devices: {', '.join(blockers)}",
+            next_step="the worker must put its GMS clients to sleep when it is quiesced",
+            step="fence",
+            budget_s=wait_s,
+            sessions=blockers,
+        )
+        self._answer_fence(token, error)
+        self.unfence(token)
+
+    # Waiting.
+
+    async def settled(self) -> None:
+        """Wait until all memory that was let go is really free."""
+        while pending := [future for group in self._releases.values() for future in group]:
+            await asyncio.wait(pending)
+
+    async def _change_before(self, end: float) -> bool:
+        """Wait for any change of the table; False when `end` (loop time) came first."""
+        remaining = end - asyncio.get_running_loop().time()
+        if remaining <= 0:
+            return False
+        try:
+            async with asyncio.timeout(remaining):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _give_up(self, ticket: int, request: Attach, grant: asyncio.Future[Session]) -> None:
+        self._grants.pop(ticket, None)
+        if grant.done() and not grant.cancelled() and grant.exception() is None:
+            self.end(grant.result(), unmapped=True)
+        elif request.device in self.table.devices:
+            self._apply(self.table.forget(ticket, request.device, request.domain))
+
+    def _lock_timeout(self, request: Attach) -> SnapbackError:
+        device = self.table.device(request.device)
+        room = device.rooms[request.domain]
+        holders = [session.name for session in room.sessions]
+        phase = self.table.fences.phase(request.device).value
+        return DeadlineExceeded(
+            f"the lock {request.lock.value} on {request.domain.value} of {request.device} was not "
+            f"granted within {request.deadline_s:.1f} s; it is {room.lock.value}"
+            + (f", held by {', '.join(holders)}" if holders else "")
+            + (f", fenced ({phase})" if phase != "ended" else ""),
+            step="attach",
+            budget_s=request.deadline_s,
+            lock=room.lock.value,
+            fence=phase,
+            holders=holders,
+        )
+
+    # Effects.
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self._carry_out(effect)
+        self._notify()
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Granted(ticket, session):
+                grant = self._grants.pop(ticket, None)
+                if grant is None or grant.done():
+                    # The client went away in the very moment in which its turn came.
+                    self.end(session, unmapped=True)
+                else:
+                    grant.set_result(session)
+            case Refused(ticket, error):
+                refused = self._grants.pop(ticket, None)
+                if refused is not None and not refused.done():
+                    refused.set_exception(error)
+            case Freed(device, handles):
+                self._release(self.devices[device], handles)
+            case FenceHeld(token, vector):
+                self._answer_fence(token, vector)
+            case FenceRefused(token, error):
+                self._answer_fence(token, error)
+                self._forget_fence(token)
+            case FenceEnded(token):
+                self._answer_fence(token, Superseded("the fence was ended before it was held"))
+                self._forget_fence(token)
+            case _:
+                assert_never(effect)
+
+    def _answer_fence(self, token: str, answer: tuple[LayoutRef, ...] | SnapbackError) -> None:
+        held = self._fences.get(token)
+        if held is None or held.done():
+            return
+        if isinstance(answer, SnapbackError):
+            held.set_exception(answer)
+            # Nobody may be waiting any more; the answer then is not an error that got lost.
+            held.exception()
+        else:
+            held.set_result(answer)
+
+    def _forget_fence(self, token: str) -> None:
+        self._fences.pop(token, None)
+        for timers in (self.fence_ends, self._fence_waits):
+            if timer := timers.pop(token, None):
+                timer.cancel()
+
+    # Memory.
+
+    async def _create_patiently(
+        self, device: Device, sizes: Sequence[int], wait_s: float
+    ) -> list[int]:
+        end = asyncio.get_running_loop().time() + wait_s
+        while True:
+            releasing = self._releases.get(device.info.uuid)
+            try:
+                return await self._create(device, sizes)
+            except OutOfDeviceMemory:
+                if sum(sizes) > device.info.capacity:
+                    raise
+                if releasing:
+                    await asyncio.wait(list(releasing))
+                elif not await self._change_before(end):
+                    raise
+
+    async def _create(self, device: Device, sizes: Sequence[int]) -> list[int]:
+        loop = asyncio.get_running_loop()
+        making = loop.run_in_executor(None, create_all, device, sizes)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda done: self._discard(device, done))
+            raise
+
+    def _discard(self, device: Device, made: asyncio.Future[list[int]]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            self._release(device, made.result())
+
+    def _release(self, device: Device, handles: Sequence[int]) -> None:
+        """Give handles back in a thread: freeing a page costs time, and others want answers."""
+        loop = asyncio.get_running_loop()
+        group = self._releases.setdefault(device.info.uuid, set())
+        future = loop.run_in_executor(None, _release_all, device, tuple(handles))
+        group.add(future)
+        future.add_done_callback(lambda done: self._released(group, done))
+
+    def _released(self, group: set[asyncio.Future[None]], done: asyncio.Future[None]) -> None:
+        group.discard(done)
+        if not done.cancelled() and (error := done.exception()):
+            log.error("memory could not be freed", exc_info=error)
+        self._notify()
+
+
+def create_all(device: Device, sizes: Sequence[int]) -> list[int]:
+    """Take memory for all sizes or none. OutOfDeviceMemory counts all of them."""
+    needed, info = sum(sizes), device.info
+    free = info.capacity - device.used
+    if needed > free:
+        raise OutOfDeviceMemory(
+            f"{needed} bytes are needed on {info.uuid}, {free} of {info.capacity} are free",
+            next_step="free memory of this device, or replace its layout instead of adding to it",
+            needed=needed,
+            free=free,
+            capacity=info.capacity,
+        )
+    made: list[int] = []
+    try:
+        for size in sizes:
+            made.append(device.create(size))  # noqa: PERF401 - what was made must be given back
+    except BaseException:
+        _release_all(device, made)
+        raise
+    return made
+
+
+def _release_all(device: Device, handles: Sequence[int]) -> None:
+    for handle in handles:
+        device.release(handle)

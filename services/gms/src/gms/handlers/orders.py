@@ -1,0 +1,251 @@
+"""What GMS does for each order that arrives over NATS: save, load, commit, drop, abort.
+
+The bytes move in child processes (`ports.Transfers`); here an order is turned into their task, and
+what they tell into reports and progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from gms.domain.tasks import (
+    LoadTask,
+    SaveTask,
+    TransferDone,
+    TransferEvent,
+    TransferLeased,
+    TransferProgress,
+)
+from gms.handlers.keeper import Gms
+from gms.ports import Tracer, Transfers
+from snapshot_shared.courier import Courier, Handler, OrderContext, Result
+from snapshot_shared.errors import Internal, NotFound, UnknownDevice
+from snapshot_shared.orders import (
+    AbortOrder,
+    CommitOrder,
+    DropOrder,
+    LoadOrder,
+    Order,
+    PartResult,
+    SaveOrder,
+)
+from snapshot_shared.runner import Step
+from snapshot_shared.telemetry import current_traceparent
+
+LEASE_S = 60.0
+"""How long a transfer may take until it holds its lock, in seconds."""
+BYTES_S = 3600.0
+"""How long the bytes of one part may take; the order's own budget is usually shorter."""
+UNUSED_S = 30.0
+"""How long a drop waits for the sessions of a layout to end, in seconds."""
+
+
+class GmsOrders:
+    """The handlers of one node's GMS."""
+
+    def __init__(
+        self,
+        gms: Gms,
+        transfers: Transfers,
+        tracer: Tracer,
+        *,
+        socket_dir: Path,
+        root: Path,
+        courier: Callable[[], Courier],
+    ) -> None:
+        """Work on `gms`, with parts below the artifact root `root`."""
+        self._gms = gms
+        self._transfers = transfers
+        self._tracer = tracer
+        self._socket_dir = str(socket_dir)
+        self._root = str(root)
+        self._courier = courier
+
+    def routes(self) -> dict[type[Order], Handler]:
+        """Give the handler of each type of order."""
+        return {
+            SaveOrder: self.save,
+            LoadOrder: self.load,
+            CommitOrder: self.commit,
+            DropOrder: self.drop,
+            AbortOrder: self.abort,
+        }
+
+    async def save(self, order: SaveOrder, context: OrderContext) -> Result:
+        """Write one device's fenced layout as a part: `leased`, then `staged`."""
+        self._require_device(order.layout.device)
+        self._courier().require_current(f"capture-{order.content_uid}", order.attempt)
+        task = SaveTask(
+            socket_dir=self._socket_dir,
+            root=self._root,
+            device=order.layout.device,
+            namespace=order.namespace,
+            content_uid=order.content_uid,
+            generation=order.attempt,
+            part=order.part,
+            deadline_s=max(context.remaining_s(), 0.001),
+            traceparent=current_traceparent(),
+            order=order.order,
+            fence_token=order.fence_token,
+            layout=order.layout,
+            product=self._gms.devices[order.layout.device].info.product,
+        )
+        transfer = _Transfer(context, order.part, self._transfers.run(task))
+
+        async def lease() -> None:
+            await transfer.until_leased()
+            await context.report("leased")
+
+        table = [
+            Step("lease", lease, deadline_s=LEASE_S, undo=transfer.end),
+            Step("write", lambda: transfer.until_done("write"), deadline_s=BYTES_S),
+        ]
+        with self._tracer.span("transfer"):
+            await context.steps("save", table)
+        done = transfer.result()
+        return {"part": PartResult(part=order.part, bytes=done.bytes, digest=done.digest)}
+
+    async def load(self, order: LoadOrder, context: OrderContext) -> Result:
+        """Read one part into a device, verified, and leave it hidden: `loaded`."""
+        self._require_device(order.device)
+        artifact = order.artifact
+        task = LoadTask(
+            socket_dir=self._socket_dir,
+            root=self._root,
+            device=order.device,
+            namespace=artifact.namespace,
+            content_uid=artifact.content_uid,
+            generation=artifact.generation,
+            part=order.part,
+            deadline_s=max(context.remaining_s(), 0.001),
+            traceparent=current_traceparent(),
+            part_digest=order.part_digest,
+            load_token=order.load_token,
+            layout_id=order.layout_id,
+            structure_hash=order.structure_hash,
+        )
+        transfer = _Transfer(context, order.part, self._transfers.run(task))
+
+        async def forget() -> None:
+            await transfer.end()
+            self._gms.drop_hidden(order.device, order.load_token)
+
+        table = [
+            Step("check", transfer.until_leased, deadline_s=LEASE_S, undo=forget),
+            Step("read", lambda: transfer.until_done("read"), deadline_s=BYTES_S),
+        ]
+        with self._tracer.span("transfer"):
+            await context.steps("load", table)
+        return {"bytes": transfer.result().bytes}
+
+    async def commit(self, order: CommitOrder, context: OrderContext) -> Result:
+        """Publish the layout that a load left hidden: `committed`."""
+        self._require_device(order.device)
+        generations: list[int] = []
+
+        async def publish() -> None:
+            ref = self._gms.publish_hidden(order.device, order.load_token)
+            if ref.layout_id != order.layout_id:
+                raise NotFound(
+                    f"the load left layout {ref.layout_id}, the order names {order.layout_id}",
+                    expected=order.layout_id,
+                    found=ref.layout_id,
+                )
+            generations.append(ref.generation)
+
+        await context.steps("commit", [Step("publish", publish, deadline_s=10.0)])
+        return {"generation": generations[0]}
+
+    async def drop(self, order: DropOrder, context: OrderContext) -> Result:
+        """Forget a load, or all that a pod that has ended left on the device: `dropped`."""
+        self._require_device(order.device)
+
+        async def forget() -> None:
+            if order.load_token:
+                await self._courier().cancel(
+                    order.order.replace("drop-", "load-", 1), order.attempt
+                )
+                await self._gms.drop_hidden_when_unused(
+                    order.device, order.load_token, wait_s=UNUSED_S
+                )
+            else:
+                await self._gms.forget_when_unused(order.device, wait_s=UNUSED_S)
+            await self._gms.settled()
+
+        await context.steps("drop", [Step("forget", forget, deadline_s=UNUSED_S + 10.0)])
+        return {}
+
+    async def abort(self, order: AbortOrder, context: OrderContext) -> Result:
+        """Tombstone a capture's attempts, end its saves, end its fence: `aborted`."""
+        courier = self._courier()
+
+        async def tombstone() -> None:
+            if order.content_uid:
+                await courier.tombstone(f"capture-{order.content_uid}", order.attempt)
+
+        async def compensate() -> None:
+            prefix = f"save-{order.content_uid}-"
+            saves = [name for name in courier.journal.ledger.entries if name.startswith(prefix)]
+            await asyncio.gather(*(courier.cancel(name, order.attempt) for name in saves))
+            if order.fence_token:
+                self._gms.unfence(order.fence_token)
+
+        table = [
+            Step("tombstone", tombstone, deadline_s=10.0),
+            Step("compensate", compensate, deadline_s=30.0),
+        ]
+        await context.steps("abort", table)
+        return {}
+
+    def _require_device(self, uuid: str) -> None:
+        if uuid not in self._gms.devices:
+            raise UnknownDevice(
+                f"device {uuid} is not served here",
+                found=uuid,
+                expected=sorted(self._gms.devices),
+            )
+
+
+class _Transfer:
+    """What a transfer process tells, taken in two stretches: until it is leased, until it is done.
+
+    The process begins with the first event that is asked for.
+    """
+
+    def __init__(
+        self, context: OrderContext, part: str, events: AsyncIterator[TransferEvent]
+    ) -> None:
+        self._context = context
+        self._part = part
+        self._events: Any = events
+        self._done: TransferDone | None = None
+
+    async def until_leased(self) -> None:
+        async for event in self._events:
+            if isinstance(event, TransferLeased):
+                return
+        raise Internal("the transfer ended before it held its lock")
+
+    async def until_done(self, step: str) -> None:
+        async with aclosing(self._events) as events:
+            async for event in events:
+                match event:
+                    case TransferProgress():
+                        await self._context.progress(self._part, step, event.done, event.total)
+                    case TransferDone():
+                        self._done = event
+                    case _:
+                        continue
+
+    def result(self) -> TransferDone:
+        if self._done is None:
+            raise Internal("the transfer ended without a result")
+        return self._done
+
+    async def end(self) -> None:
+        """End the process, if it still runs."""
+        await self._events.aclose()

@@ -1,0 +1,173 @@
+"""Frames of the lease socket, answered from the keeper."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import assert_never
+
+from gms.domain.layout import Allocation
+from gms.domain.sessions import Peer, Session
+from gms.handlers.keeper import Gms
+from gms.ports import Device, Message, Tracer
+from snapshot_shared.errors import InvalidMessage
+from snapshot_shared.frames import (
+    DESCRIPTORS_PER_MESSAGE,
+    Access,
+    Allocated,
+    AllocateMany,
+    AllocationInfo,
+    Allocations,
+    Attach,
+    Attached,
+    Commit,
+    Committed,
+    Detach,
+    Done,
+    Exported,
+    ExportMany,
+    FreeMany,
+    ListAllocations,
+    Metadata,
+    MetadataGet,
+    MetadataItem,
+    MetadataPut,
+    Request,
+    batches,
+    cost_of_allocation,
+    cost_of_metadata,
+)
+
+
+class LeaseSessions:
+    """Answers clients. Spans are recorded for sessions that belong to a trace."""
+
+    def __init__(self, gms: Gms, tracer: Tracer | None = None) -> None:
+        """Answer from `gms`."""
+        self._gms = gms
+        self._tracer = tracer
+
+    async def attach(self, request: Attach, peer: Peer) -> Session:
+        with self._span("attach", request):
+            if request.load_token is not None:
+                # A loader compares its needs with what is free, so that has to be final.
+                await self._gms.settled()
+            return await self._gms.attach(request, peer)
+
+    def describe(self, session: Session) -> Attached:
+        device = self._device(session)
+        info, base = device.info, session.base
+        return Attached(
+            session=session.id,
+            granted=session.access,
+            device=info.uuid,
+            index=info.index,
+            product=info.product,
+            capacity=info.capacity,
+            free=max(0, info.capacity - device.used),
+            granularity=info.granularity,
+            incarnation=self._gms.incarnation,
+            generation=base.generation if base else 0,
+            layout_id=base.layout_id if base else "",
+            structure_hash=base.structure_hash if base else "",
+            bytes=base.bytes if base else 0,
+        )
+
+    async def allocate(self, session: Session, request: AllocateMany) -> Iterator[Message]:
+        with self._span("allocate", session.request):
+            made = await self._gms.allocate(session, request.allocations, wait_s=request.wait_s)
+        return _allocations(made, Allocated)
+
+    def call(self, session: Session, request: Request) -> Iterator[Message]:
+        match request:
+            case ExportMany():
+                return self._export(session, request)
+            case FreeMany():
+                self._gms.free(session, request.ids)
+                return iter([Message(Done())])
+            case MetadataPut():
+                self._gms.table.put_metadata(session, request.entries)
+                return iter([Message(Done())])
+            case MetadataGet():
+                return _metadata(self._gms.table.get_metadata(session, request.keys))
+            case ListAllocations():
+                return _allocations(self._gms.table.allocations(session), Allocations)
+            case Commit():
+                return iter([Message(self._commit(session, request))])
+            case Attach() | AllocateMany() | Detach():
+                raise InvalidMessage(f"{type(request).__name__} cannot come here")
+            case _:
+                assert_never(request)
+
+    def end(self, session: Session, *, unmapped: bool) -> bool:
+        return self._gms.end(session, unmapped=unmapped)
+
+    def process_ended(self, session: Session) -> None:
+        self._gms.process_ended(session)
+
+    def _commit(self, session: Session, request: Commit) -> Committed:
+        with self._span("commit-layout", session.request):
+            ref = self._gms.commit(session, request)
+        return Committed(
+            incarnation=ref.incarnation,
+            generation=ref.generation,
+            layout_id=ref.layout_id,
+            structure_hash=ref.structure_hash,
+            bytes=ref.bytes,
+            hidden=request.hidden,
+        )
+
+    def _export(self, session: Session, request: ExportMany) -> Iterator[Message]:
+        with self._span("export", session.request):
+            found, infos = self._gms.table.export(session, request.ids, request.access)
+            device = self._device(session)
+            pairs = list(zip(found, infos, strict=True))
+            runs = list(batches(pairs, cost=_cost_of_pair, most=DESCRIPTORS_PER_MESSAGE))
+            for part, run in enumerate(runs, start=1):
+                descriptors = _open_all(device, [pair[0] for pair in run], request.access)
+                frame = Exported(allocations=[pair[1] for pair in run], part=part, parts=len(runs))
+                yield Message(frame, descriptors)
+
+    def _device(self, session: Session) -> Device:
+        return self._gms.devices[session.request.device]
+
+    def _span(self, name: str, request: Attach) -> AbstractContextManager[object]:
+        if self._tracer is None or not request.traceparent:
+            return contextlib.nullcontext()
+        attributes = {
+            "snapback.device": request.device,
+            "snapback.domain": request.domain.value,
+            "snapback.lock": request.lock.value,
+            "snapback.client": request.client,
+        }
+        return self._tracer.span(name, parent=request.traceparent, attributes=attributes)
+
+
+def _open_all(device: Device, allocations: Sequence[Allocation], access: Access) -> list[int]:
+    message = Message(Done())
+    try:
+        for allocation in allocations:
+            message.descriptors.append(device.export(allocation.handle, access))
+    except BaseException:
+        message.close()
+        raise
+    return message.descriptors
+
+
+def _allocations(
+    infos: Sequence[AllocationInfo], kind: type[Allocated | Allocations]
+) -> Iterator[Message]:
+    runs = list(batches(infos, cost=cost_of_allocation))
+    for part, run in enumerate(runs, start=1):
+        yield Message(kind(allocations=run, part=part, parts=len(runs)))
+
+
+def _metadata(entries: Sequence[MetadataItem]) -> Iterator[Message]:
+    runs = list(batches(entries, cost=cost_of_metadata))
+    for part, run in enumerate(runs, start=1):
+        yield Message(Metadata(entries=run, part=part, parts=len(runs)))
+
+
+def _cost_of_pair(pair: tuple[Allocation, AllocationInfo]) -> int:
+    return cost_of_allocation(pair[1])

@@ -1,0 +1,283 @@
+"""A session with GMS over its lease socket: the client's half of the protocol.
+
+Needs only the standard library and msgspec, because engines and transfer programs start with it.
+The open socket is the lock: whoever holds a `Lease` holds what it was granted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import NoReturn, TypeVar
+
+from gms.wire import Inbox, close_all, prepare, send
+from snapshot_shared.errors import (
+    Aborted,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidMessage,
+    NotEligible,
+    NotFound,
+    SnapbackError,
+)
+from snapshot_shared.frames import (
+    LEASE_SOCKET,
+    Access,
+    Allocated,
+    AllocateMany,
+    AllocationInfo,
+    Allocations,
+    AllocationSpec,
+    Attach,
+    Attached,
+    Commit,
+    Committed,
+    Detach,
+    Done,
+    ErrorReply,
+    Exported,
+    ExportMany,
+    FreeMany,
+    GenerationRef,
+    ListAllocations,
+    Metadata,
+    MetadataGet,
+    MetadataItem,
+    MetadataPut,
+    Reply,
+    Request,
+    batches,
+    cost_of_allocation,
+    cost_of_metadata,
+    decode_reply,
+    encode_frame,
+    error_of,
+)
+
+CALL_S = 120.0
+"""How long an answer may take once the lock is held, in seconds. Making memory takes time."""
+
+GRACE_S = 5.0
+"""How much longer than the deadline we wait for the server's own answer to it, in seconds."""
+
+R = TypeVar("R", bound=Reply)
+P = TypeVar("P", Allocated, Allocations, Metadata)
+
+
+class Lease:
+    """A granted session. One call at a time; any error of the connection ends it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Use `Lease.attach`."""
+        self._socket = sock
+        self._inbox = Inbox()
+        self._attached: Attached | None = None
+
+    @classmethod
+    def attach(cls, socket_dir: str, request: Attach) -> Lease:
+        """Connect and wait for the lock. DeadlineExceeded, GenerationMismatch, Fenced, NotFound."""
+        path = os.path.join(socket_dir, LEASE_SOCKET)  # noqa: PTH118 - pathlib costs import time
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            prepare(sock)
+            sock.settimeout(GRACE_S)
+            _connect(sock, path)
+            lease = cls(sock)
+            lease._attached = lease._call(request, Attached, timeout=request.deadline_s + GRACE_S)
+        except BaseException:
+            sock.close()
+            raise
+        return lease
+
+    @property
+    def attached(self) -> Attached:
+        """What the server said when it granted the lock."""
+        if self._attached is None:
+            raise NotEligible("the lock is not granted yet")
+        return self._attached
+
+    def allocate(
+        self, specs: Sequence[AllocationSpec], *, wait_s: float = 0.0
+    ) -> list[AllocationInfo]:
+        """Make allocations, all or none. OutOfDeviceMemory, LayoutConflict."""
+        made: list[AllocationInfo] = []
+        try:
+            for batch in batches(specs, cost=cost_of_allocation):
+                request = AllocateMany(allocations=batch, wait_s=wait_s)
+                for part in self._parts(request, Allocated, CALL_S + wait_s):
+                    made += part.allocations
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.free([info.id for info in made])
+            raise
+        return made
+
+    def free(self, ids: Sequence[str]) -> None:
+        """Free allocations of the layout being written, which are not mapped any more."""
+        for batch in batches(ids, cost=len):
+            if batch:
+                self._call(FreeMany(ids=batch), Done)
+
+    def export(
+        self, ids: Sequence[str], access: Access
+    ) -> Iterator[list[tuple[AllocationInfo, int]]]:
+        """Give (allocation, descriptor) in runs; descriptors are closed when the next run begins.
+
+        Only one run is open at a time, so the number of descriptors stays small.
+        """
+        for batch in batches(ids, cost=len):
+            if batch:
+                self._send(ExportMany(ids=batch, access=access))
+                yield from self._exported()
+
+    def _exported(self) -> Iterator[list[tuple[AllocationInfo, int]]]:
+        is_last = False
+        try:
+            while not is_last:
+                reply, descriptors = self._receive(CALL_S)
+                is_last = not isinstance(reply, Exported) or reply.part >= reply.parts
+                try:
+                    run = _expect(reply, Exported).allocations
+                    if len(run) != len(descriptors):
+                        raise InvalidMessage("allocations and descriptors differ in number")
+                    yield list(zip(run, descriptors, strict=True))
+                finally:
+                    close_all(descriptors)
+        finally:
+            # A caller that stops early must not find old answers before the next one.
+            while not is_last:
+                reply, descriptors = self._receive(CALL_S)
+                close_all(descriptors)
+                is_last = not isinstance(reply, Exported) or reply.part >= reply.parts
+
+    def put_metadata(self, entries: Sequence[MetadataItem]) -> None:
+        """Add or replace metadata of the layout being written."""
+        for batch in batches(entries, cost=cost_of_metadata):
+            if batch:
+                self._call(MetadataPut(entries=batch), Done)
+
+    def metadata(self) -> list[MetadataItem]:
+        """Read all metadata of the layout, sorted by key."""
+        return [entry for part in self._parts(MetadataGet(), Metadata) for entry in part.entries]
+
+    def allocations(self) -> list[AllocationInfo]:
+        """List the layout in the order of its slots."""
+        parts = self._parts(ListAllocations(), Allocations)
+        return [info for part in parts for info in part.allocations]
+
+    def commit(
+        self,
+        *,
+        if_match: GenerationRef | None,
+        hidden: bool = False,
+        layout_id: str | None = None,
+    ) -> Committed:
+        """Publish the layout being written; afterwards the session reads it."""
+        request = Commit(if_match=if_match, hidden=hidden, layout_id=layout_id)
+        return self._call(request, Committed)
+
+    def detach(self) -> None:
+        """Say that nothing is mapped any more, and end the session."""
+        try:
+            self._call(Detach(), Done)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the session without a word: what it imported counts until the process ends."""
+        self._socket.close()
+
+    def _parts(self, request: Request, kind: type[P], timeout: float = CALL_S) -> Iterator[P]:
+        self._send(request)
+        while True:
+            reply, descriptors = self._receive(timeout)
+            close_all(descriptors)
+            part = _expect(reply, kind)
+            yield part
+            if part.part >= part.parts:
+                return
+
+    def _call(self, request: Request, kind: type[R], *, timeout: float = CALL_S) -> R:
+        self._send(request)
+        reply, descriptors = self._receive(timeout)
+        close_all(descriptors)
+        return _expect(reply, kind)
+
+    def _send(self, request: Request) -> None:
+        try:
+            self._socket.settimeout(CALL_S)
+            send(self._socket, encode_frame(request))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            self._explain(error)
+        except OSError as error:
+            self.close()
+            raise _lost(error) from error
+
+    def _explain(self, error: OSError) -> NoReturn:
+        """Raise what the server said before it closed the connection, if it said anything."""
+        reply: Reply | None = None
+        with contextlib.suppress(OSError, InvalidMessage):
+            data, descriptors = self._inbox.receive(self._socket)
+            close_all(descriptors)
+            reply = decode_reply(data) if data else None
+        self.close()
+        if isinstance(reply, ErrorReply):
+            raise error_of(reply.to_failure()) from error
+        raise _lost(error) from error
+
+    def _receive(self, timeout: float) -> tuple[Reply, list[int]]:
+        try:
+            self._socket.settimeout(timeout)
+            data, descriptors = self._inbox.receive(self._socket)
+        except TimeoutError:
+            self.close()
+            raise DeadlineExceeded(
+                f"the GPU memory service did not answer in {timeout:.1f} s", budget_s=timeout
+            ) from None
+        except ConnectionResetError as error:
+            # The kernel reports the reset first and keeps what was sent before it.
+            self._explain(error)
+        except OSError as error:
+            self.close()
+            raise _lost(error) from error
+        if not data:
+            close_all(descriptors)
+            self.close()
+            raise _lost(None)
+        try:
+            return decode_reply(data), descriptors
+        except BaseException:
+            close_all(descriptors)
+            self.close()
+            raise
+
+
+def _connect(sock: socket.socket, path: str) -> None:
+    try:
+        sock.connect(path)
+    except PermissionError as error:
+        raise Forbidden(f"this process may not use {path}", path=path) from error
+    except OSError as error:
+        raise NotFound(
+            f"no GPU memory service answers at {path}: {error.strerror or error}",
+            next_step="start gms, or set GMS_SOCKET_DIR to the folder of its sockets",
+            path=path,
+        ) from error
+
+
+def _expect(reply: Reply, kind: type[R]) -> R:
+    if isinstance(reply, ErrorReply):
+        raise error_of(reply.to_failure())
+    if not isinstance(reply, kind):
+        raise InvalidMessage(f"the answer is {type(reply).__name__}, not {kind.__name__}")
+    return reply
+
+
+def _lost(error: OSError | None) -> SnapbackError:
+    why = "closed the connection" if error is None else f"is gone: {error.strerror or error}"
+    return Aborted(
+        f"the GPU memory service {why}",
+        next_step="memory that was not committed is lost; attach again",
+    )

@@ -1,0 +1,147 @@
+"""Wires the GPU memory service of one node: devices, the two sockets, the orders from NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from gms.adapters.grpc_api import GrpcServer
+from gms.adapters.lease_socket import LeaseServer
+from gms.adapters.simulated import SimulatedDevice
+from gms.adapters.transfer_process import TransferProcesses
+from gms.handlers.control import GmsControl
+from gms.handlers.keeper import Gms
+from gms.handlers.orders import GmsOrders
+from gms.handlers.sessions import LeaseSessions
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import encode_json
+from snapshot_shared.courier import Courier
+from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.frames import StatusRequest
+from snapshot_shared.ids import check_node, token
+from snapshot_shared.journal import Journal
+from snapshot_shared.runner import Runner
+from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
+from snapshot_shared.settings import NodeSettings, load
+from snapshot_shared.telemetry import Telemetry, log_to_stderr
+
+log = logging.getLogger(__name__)
+
+SERVICE = "snap-gms"
+TRANSFER_SERVICE = "snap-transfer"
+FLUSH_S = 2.0
+"""How long the last spans may hold up the end, in seconds."""
+
+
+class GmsSettings(NodeSettings, frozen=True, kw_only=True):
+    """What GMS needs to know: how many simulated devices there are, and the bytes of each."""
+
+    devices: Annotated[int, Meta(ge=0, le=64)] = 2
+    device_bytes: Annotated[int, Meta(ge=2**21, le=2**50)] = 4 * 2**30
+
+
+async def serve(stop: asyncio.Event) -> None:
+    """Run until `stop` is set. Workers are served from the start, NATS when it answers."""
+    settings = load(GmsSettings)
+    log_to_stderr(SERVICE, settings.node, settings.log_level)
+    check_node(settings.node)
+    devices = [
+        SimulatedDevice(node=settings.node, index=index, capacity=settings.device_bytes)
+        for index in range(settings.devices)
+    ]
+    gms = Gms(node=settings.node, incarnation=str(uuid.uuid4()), devices=devices)
+    telemetry = _telemetry(settings, SERVICE)
+    settings.socket_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    control = GmsControl(gms)
+    lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry))
+    grpc = GrpcServer(settings.socket_dir, control)
+    lease.start()
+    try:
+        await grpc.start()
+        log.info("GMS serves %d devices", len(devices))
+        await _serve_orders(stop, settings, gms, control, telemetry)
+    finally:
+        await grpc.close()
+        await lease.close()
+        for device in devices:
+            device.close()
+
+
+def _telemetry(settings: GmsSettings, service: str) -> Telemetry:
+    return Telemetry(service, settings.node, VERSION, otlp_endpoint=settings.otlp_endpoint)
+
+
+async def _serve_orders(
+    stop: asyncio.Event,
+    settings: GmsSettings,
+    gms: Gms,
+    control: GmsControl,
+    telemetry: Telemetry,
+) -> None:
+    clocks = system_clocks()
+    node = check_node(settings.node)
+    transfers = _telemetry(settings, TRANSFER_SERVICE)
+    settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    journal = Journal.open(settings.state_dir, now=clocks.wall())
+    bus = Bus(settings.nats_url, SERVICE, credentials=settings.nats_credentials)
+    orders = GmsOrders(
+        gms,
+        TransferProcesses(),
+        transfers,
+        socket_dir=Path(settings.socket_dir),
+        root=settings.artifact_root,
+        courier=lambda: courier,
+    )
+    courier = Courier(
+        node=node,
+        service="gms",
+        bus=bus,
+        journal=journal,
+        telemetry=telemetry,
+        runner=Runner(journal, telemetry),
+        clocks=clocks,
+        handlers=orders.routes(),
+    )
+
+    async def answer(_data: bytes, _headers: Mapping[str, str]) -> bytes:
+        return encode_json(await control.status(StatusRequest()))
+
+    async def connected() -> None:
+        await bus.connect()
+        endpoint = f"snap.rpc.gms.{token(settings.node)}.status"
+        await bus.serve(SERVICE, VERSION, {"node": settings.node}, {endpoint: answer})
+        async with asyncio.TaskGroup() as group:
+            group.create_task(courier.serve())
+            group.create_task(telemetry.publish_to(bus))
+            group.create_task(transfers.publish_to(bus))
+
+    try:
+        await until_stopped(stop, connected())
+    finally:
+        await courier.drain()
+        if bus.is_connected:
+            with contextlib.suppress(BusUnavailable, TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await telemetry.flush(bus)
+                    await transfers.flush(bus)
+        telemetry.shutdown()
+        transfers.shutdown()
+        await bus.close()
+        journal.close()
+
+
+def main() -> int:
+    """Run GMS."""
+    return run(serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What the service needs from the machine, and what its sockets need from the service."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gms.domain.sessions import Peer, Session
+from gms.domain.tasks import LoadTask, SaveTask, TransferEvent
+from snapshot_shared.frames import (
+    Access,
+    AllocateMany,
+    Attach,
+    Attached,
+    DropLayoutReply,
+    DropLayoutRequest,
+    FenceReply,
+    FenceRequest,
+    Reply,
+    Request,
+    StatusReply,
+    StatusRequest,
+    UnfenceReply,
+    UnfenceRequest,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceInfo:
+    """One device. `capacity` and `granularity` are bytes."""
+
+    uuid: str
+    index: int
+    product: str
+    capacity: int
+    granularity: int
+
+
+class Device(Protocol):
+    """Memory of one GPU, by handles. Methods may block and may be called from any thread.
+
+    Memory is taken from `create` until `release`; the service releases a handle only when every
+    importer has let go, as the driver counts it.
+    """
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What the device is."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Bytes taken now."""
+        ...
+
+    def create(self, size: int) -> int:
+        """Take `size` bytes, a multiple of the granularity, zeroed. OutOfDeviceMemory."""
+        ...
+
+    def export(self, handle: int, access: Access) -> int:
+        """Give a fresh descriptor of the memory; RO ones cannot be mapped writable."""
+        ...
+
+    def seal(self, handle: int) -> None:
+        """Make sure that no new writable mapping of the memory can be made."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """Give memory back."""
+        ...
+
+
+@dataclass(slots=True)
+class Message:
+    """One message to send. Whoever takes it closes the descriptors after sending."""
+
+    frame: Reply
+    descriptors: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+class Sessions(Protocol):
+    """What the lease socket asks of the service."""
+
+    async def attach(self, request: Attach, peer: Peer) -> Session:
+        """Wait for the lock. Cancelled when the client is gone."""
+        ...
+
+    def describe(self, session: Session) -> Attached:
+        """Say what was granted."""
+        ...
+
+    async def allocate(self, session: Session, request: AllocateMany) -> Iterator[Message]:
+        """Make memory. Cancelled when the client is gone."""
+        ...
+
+    def call(self, session: Session, request: Request) -> Iterator[Message]:
+        """Answer any other request of a session."""
+        ...
+
+    def end(self, session: Session, *, unmapped: bool) -> bool:
+        """End a session; True when its process must be watched because it may hold mappings."""
+        ...
+
+    def process_ended(self, session: Session) -> None:
+        """Take note that the process of a session that had to be watched has ended."""
+        ...
+
+
+class Control(Protocol):
+    """What the gRPC socket asks of the service."""
+
+    async def fence(self, request: FenceRequest) -> FenceReply:
+        """Keep sessions off devices. DeadlineExceeded names those that did not leave."""
+        ...
+
+    async def unfence(self, request: UnfenceRequest) -> UnfenceReply:
+        """End a fence."""
+        ...
+
+    async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
+        """Free a committed layout that nobody uses."""
+        ...
+
+    async def status(self, request: StatusRequest) -> StatusReply:
+        """Say what the service holds."""
+        ...
+
+
+class Transfers(Protocol):
+    """Runs saves and loads, each in a process of its own."""
+
+    def run(self, task: SaveTask | LoadTask) -> AsyncIterator[TransferEvent]:
+        """Give what the process tells, the last being TransferDone.
+
+        Its failure is raised with its own reason; closing the iterator ends the process.
+        """
+        ...
+
+
+class Tracer(Protocol):
+    """Records a block as a span of a trace that came with a request."""
+
+    def span(
+        self,
+        name: str,
+        *,
+        parent: str = "",
+        attributes: Mapping[str, str | int | float | bool] | None = None,
+    ) -> AbstractContextManager[str]:
+        """Open a span below `parent`, a traceparent."""
+        ...

@@ -1,0 +1,173 @@
+"""Where the arrays of a pool stand, as values: in the metadata store and in a saved state.
+
+All of it may come from another process, so types, sizes and places are checked when it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import DTypeLike, NDArray
+
+from gms.arena import DEVICE_BYTES, DOMAIN_BYTES, FIRST_ADDRESS, Arena
+from snapshot_shared.codec import decode_json, decode_msgpack, encode_json, encode_msgpack
+from snapshot_shared.errors import InvalidInput, InvalidMessage, UnsupportedVersion
+from snapshot_shared.frames import (
+    MAX_ALLOCATIONS,
+    AllocationId,
+    AllocationInfo,
+    AllocationSize,
+    MemoryDomain,
+    MetadataItem,
+)
+from snapshot_shared.orders import Bytes, ShortText
+
+STATE_VERSION = 1
+MAX_STATE_BYTES = 64 * 1024 * 1024
+MAX_ORDINAL = 63
+_PAGE = 4096
+
+Dimensions = Annotated[list[Bytes], Meta(max_length=32)]
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """One array. `at` is its offset in the pool's range, `aligned` the bytes mapped there."""
+
+    name: AllocationId
+    shape: Dimensions
+    dtype: ShortText
+    at: Bytes
+    size: AllocationSize
+    aligned: AllocationSize
+
+    def array(self, arena: Arena) -> NDArray[Any]:
+        """Give the array over its place."""
+        return np.ndarray(tuple(self.shape), self.dtype, buffer=arena.view(self.at, self.size))
+
+
+class _Descriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """What the metadata store keeps of an array."""
+
+    shape: Dimensions
+    dtype: ShortText
+    at: Bytes
+
+
+class PoolState(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.gms_pool"
+):
+    """What another process needs to have the same arrays at the same addresses."""
+
+    version: int = STATE_VERSION
+    domain: MemoryDomain
+    ordinal: Annotated[int, Meta(ge=0, le=MAX_ORDINAL)]
+    address: Annotated[int, Meta(ge=FIRST_ADDRESS, lt=FIRST_ADDRESS + DEVICE_BYTES * 64)]
+    reserved: Annotated[int, Meta(ge=_PAGE, le=DOMAIN_BYTES)]
+    layout_id: ShortText
+    structure_hash: ShortText
+    slots: Annotated[list[Slot], Meta(max_length=MAX_ALLOCATIONS)]
+
+
+def new_slots(
+    arrays: Mapping[str, tuple[int | Sequence[int], DTypeLike]], *, start: int, granularity: int
+) -> tuple[list[Slot], int]:
+    """Place new arrays one after another from `start`; give them and the end. InvalidInput."""
+    slots: list[Slot] = []
+    at = start
+    for name, (shape, dtype) in arrays.items():
+        kind = _plain(np.dtype(dtype))
+        dimensions = [shape] if isinstance(shape, int) else [int(each) for each in shape]
+        size = max(1, math.prod(dimensions) * kind.itemsize)
+        aligned = -(-size // granularity) * granularity
+        slots.append(
+            Slot(name=name, shape=dimensions, dtype=kind.str, at=at, size=size, aligned=aligned)
+        )
+        at += aligned
+    return slots, at
+
+
+def metadata_of(slots: Iterable[Slot]) -> list[MetadataItem]:
+    """Describe arrays for the metadata store."""
+    return [
+        MetadataItem(
+            key=slot.name,
+            allocation=slot.name,
+            offset=0,
+            value=encode_msgpack(_Descriptor(shape=slot.shape, dtype=slot.dtype, at=slot.at)),
+        )
+        for slot in slots
+    ]
+
+
+def slots_of(allocations: Sequence[AllocationInfo], metadata: Sequence[MetadataItem]) -> list[Slot]:
+    """Read the arrays of a committed layout; what is no array of ours is left out."""
+    infos = {info.id: info for info in allocations}
+    slots: list[Slot] = []
+    for item in metadata:
+        info = infos.get(item.allocation)
+        if info is None or item.key != item.allocation:
+            continue
+        found = decode_msgpack(item.value, _Descriptor)
+        slots.append(
+            Slot(
+                name=info.id,
+                shape=found.shape,
+                dtype=found.dtype,
+                at=found.at,
+                size=info.size,
+                aligned=info.aligned,
+            )
+        )
+    slots.sort(key=lambda slot: infos[slot.name].slot)
+    _check(slots, DOMAIN_BYTES)
+    return slots
+
+
+def write_state(state: PoolState) -> bytes:
+    """Encode a pool's state as JSON."""
+    return encode_json(state)
+
+
+def read_state(data: bytes) -> PoolState:
+    """Decode and check a pool's state. InvalidMessage, UnsupportedVersion."""
+    state = decode_json(data, PoolState, limit=MAX_STATE_BYTES)
+    if state.version != STATE_VERSION:
+        raise UnsupportedVersion(
+            f"version {state.version} of a pool's state is not known here, {STATE_VERSION} is",
+            version=state.version,
+            supported=STATE_VERSION,
+        )
+    if state.address % _PAGE or state.reserved % _PAGE:
+        raise InvalidMessage("a pool's addresses must be whole pages", address=state.address)
+    _check(state.slots, state.reserved)
+    return state
+
+
+def _check(slots: Sequence[Slot], reserved: int) -> None:
+    end = 0
+    for slot in sorted(slots, key=lambda each: each.at):
+        if slot.at < end or slot.at % _PAGE or slot.aligned % _PAGE or slot.size > slot.aligned:
+            raise InvalidMessage(f"array {slot.name!r} overlaps another or is misplaced")
+        end = slot.at + slot.aligned
+        try:
+            needed = math.prod(slot.shape) * _plain(np.dtype(slot.dtype)).itemsize
+        except (TypeError, InvalidInput) as error:
+            raise InvalidMessage(f"array {slot.name!r} has no plain dtype: {error}") from error
+        if needed > slot.size:
+            raise InvalidMessage(f"array {slot.name!r} is larger than its memory")
+    if end > reserved:
+        raise InvalidMessage(f"arrays end at {end}, only {reserved} bytes are reserved")
+    if len({slot.name for slot in slots}) != len(slots):
+        raise InvalidMessage("two arrays have one name")
+
+
+def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Refuse types that hold Python objects or fields: their bytes mean nothing elsewhere."""
+    if dtype.hasobject or dtype.fields is not None or dtype.itemsize == 0:
+        raise InvalidInput(f"dtype {dtype} cannot live in shared memory", dtype=str(dtype))
+    return dtype

@@ -1,0 +1,72 @@
+"""One lease-socket message: bytes, and descriptors beside them. Both ends use it.
+
+A message that was cut, or whose descriptors were cut, is refused and every descriptor that did
+arrive is closed.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+
+from snapshot_shared.codec import MAX_FRAME_BYTES
+from snapshot_shared.errors import InvalidMessage
+from snapshot_shared.frames import DESCRIPTORS_PER_MESSAGE
+
+_ITEM = array.array("i").itemsize
+_ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE * _ITEM)
+_SEND_BUFFER = 1024 * 1024
+
+
+class Inbox:
+    """Receives messages into one reused buffer."""
+
+    def __init__(self) -> None:
+        """Make the buffer, one byte longer than a frame so that a longer one shows."""
+        self._buffer = bytearray(MAX_FRAME_BYTES + 1)
+
+    def receive(self, sock: socket.socket) -> tuple[bytes, list[int]]:
+        """Give one message and its descriptors; no bytes at all when the other end is gone.
+
+        BlockingIOError and TimeoutError as the socket raises them. InvalidMessage.
+        """
+        size, ancillary, flags, _ = sock.recvmsg_into(
+            [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        descriptors = _descriptors(ancillary)
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or size > MAX_FRAME_BYTES:
+            close_all(descriptors)
+            raise InvalidMessage(f"a message is over the limit of {MAX_FRAME_BYTES} bytes")
+        return bytes(memoryview(self._buffer)[:size]), descriptors
+
+
+def send(sock: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send one message. BlockingIOError when the other end does not keep up."""
+    ancillary = []
+    if descriptors:
+        rights = array.array("i", descriptors)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+    sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+
+def prepare(sock: socket.socket) -> None:
+    """Make room for the largest frame, as far as the kernel lets us."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors that nobody will use."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % _ITEM])
+    return found.tolist()

@@ -1,0 +1,1 @@
+"""What the agent uses of the machine, one tool each."""

@@ -1,0 +1,160 @@
+"""The artifact root on a file system that all nodes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from snapshot_agent.adapters.copying import Counter, in_thread, read_checked
+from snapshot_agent.ports import Place, Progress
+from snapshot_shared.artifact import (
+    PART_MANIFEST,
+    ROOT_MANIFEST,
+    PartManifest,
+    RootManifest,
+    check_part_manifest,
+    generation_path,
+    part_path,
+)
+from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest, encode_pretty
+from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, InvalidMessage, InvalidName
+from snapshot_shared.files import (
+    free_bytes,
+    make_dir,
+    open_dir,
+    open_regular,
+    open_root,
+    opened,
+    read_bounded,
+    remove_tree,
+    require_space,
+    write_new,
+)
+from snapshot_shared.ids import check_part
+from snapshot_shared.orders import ArtifactRef
+
+T = TypeVar("T")
+
+
+class ArtifactRoot:
+    """The `Artifacts` and `Generations` ports over one directory."""
+
+    def __init__(self, root: Path) -> None:
+        """Use `root`, which is made when it is missing."""
+        self._root = root
+
+    def _open(self) -> int:
+        return open_root(str(self._root), create=True)
+
+    def free_bytes(self) -> int:
+        """Give the bytes that can still be written."""
+        with opened(self._open()) as root:
+            return free_bytes(root)
+
+    def require_space(self, needed: int) -> None:
+        with opened(self._open()) as root:
+            require_space(root, needed, f"the capture, below {self._root},")
+
+    def new_part(self, place: Place, part: str) -> int:
+        with opened(self._open()) as root:
+            return make_dir(root, part_path(*place, part), exclusive=True)
+
+    def open_part(self, place: Place, part: str) -> int:
+        with opened(self._open()) as root:
+            return open_dir(root, part_path(*place, part))
+
+    async def finish_part(self, directory: int, manifest: PartManifest) -> str:
+        data = encode_pretty(check_part_manifest(manifest))
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise InvalidName(
+                f"the part manifest has {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}"
+            )
+        await in_thread(write_new, directory, PART_MANIFEST, data)
+        return digest(data)
+
+    async def read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
+        return await in_thread(self._read_part, place, part)
+
+    def _read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
+        with opened(self.open_part(place, part)) as directory:
+            data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
+            manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
+            for entry in manifest.files:
+                os.close(open_regular(directory, entry.name, size=entry.size))
+        return manifest, digest(data)
+
+    async def check_bytes(self, place: Place, manifest: PartManifest, progress: Progress) -> None:
+        with opened(self.open_part(place, manifest.part)) as directory:
+            await read_checked(directory, manifest.files, Counter(progress))
+
+    async def parts(self, place: Place) -> list[str]:
+        return await in_thread(self._parts, place)
+
+    def _parts(self, place: Place) -> list[str]:
+        with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
+            return sorted(filter(_is_part, os.listdir(fd)))  # noqa: PTH208 - of a descriptor
+
+    async def seal(self, manifest: RootManifest) -> str:
+        place = Place(manifest.namespace, manifest.content_uid, manifest.generation)
+        data = encode_pretty(manifest)
+        await in_thread(self._write_root, place, data)
+        return digest(data)
+
+    def _write_root(self, place: Place, data: bytes) -> None:
+        with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
+            write_new(fd, ROOT_MANIFEST, data)
+
+    async def read_root(self, ref: ArtifactRef) -> RootManifest:
+        return await in_thread(self._read_root, ref)
+
+    def _read_root(self, ref: ArtifactRef) -> RootManifest:
+        path = generation_path(ref.namespace, ref.content_uid, ref.generation)
+        with opened(self._open()) as root, opened(open_dir(root, path)) as directory:
+            data = read_bounded(directory, ROOT_MANIFEST, MAX_MANIFEST_BYTES)
+        if digest(data) != ref.root_digest:
+            raise ArtifactCorrupt(
+                f"the root manifest has digest {digest(data)}, wanted {ref.root_digest}",
+                next_step="restore another snapshot; this one is damaged",
+                file=ROOT_MANIFEST,
+                found=digest(data),
+                expected=ref.root_digest,
+            )
+        return _decoded(data, RootManifest, ROOT_MANIFEST)
+
+    async def remove(self, place: Place) -> None:
+        await in_thread(self._remove, place)
+
+    def _remove(self, place: Place) -> None:
+        namespace, content, generation = generation_path(*place)
+        with contextlib.suppress(ArtifactMissing), opened(self._open()) as root:
+            with opened(open_dir(root, (namespace, content))) as parent:
+                _unlink_root(parent, generation)
+                remove_tree(parent, generation)
+            # Others may stand beside it, of this content or of this namespace.
+            with contextlib.suppress(OSError), opened(open_dir(root, (namespace,))) as folder:
+                os.rmdir(content, dir_fd=folder)
+
+
+def _unlink_root(parent: int, generation: str) -> None:
+    """Make sure that no reader takes the generation while the rest of it goes."""
+    with opened(open_dir(parent, (generation,))) as directory:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(ROOT_MANIFEST, dir_fd=directory)
+        os.fsync(directory)
+
+
+def _decoded(data: bytes, type_: type[T], name: str) -> T:
+    try:
+        return decode_json(data, type_, limit=MAX_MANIFEST_BYTES)
+    except InvalidMessage as error:
+        raise ArtifactCorrupt(f"{name}: {error.message}", file=name) from error
+
+
+def _is_part(name: str) -> bool:
+    try:
+        check_part(name)
+    except InvalidName:
+        return False
+    return True

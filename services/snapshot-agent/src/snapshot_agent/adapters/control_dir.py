@@ -1,0 +1,113 @@
+"""Control directories, written by temporary name and rename, followed by one inotify instance.
+
+A user may have only 128 inotify instances, so all waits of an agent share one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asyncinotify import Inotify, Mask
+
+from snapshot_agent.domain import control
+from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
+from snapshot_shared.files import open_root, opened, read_bounded, remove_tree, write_replacing
+
+_CHANGES = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.ONLYDIR
+
+
+class ControlDirectories:
+    """The `ControlDirectory` port."""
+
+    def __init__(self) -> None:
+        """Follow nothing yet. `close` ends what follows."""
+        self._inotify: Inotify | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._waits: dict[Path, set[asyncio.Event]] = {}
+
+    def create(self, where: Path) -> None:
+        (where / control.STATE).mkdir(mode=0o700, parents=True, exist_ok=True)
+        where.chmod(0o700)
+
+    def put(self, where: Path, name: str, data: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where))) as directory:
+            write_replacing(directory, name, data)
+
+    def get(self, where: Path, name: str) -> bytes | None:
+        try:
+            with opened(open_root(str(where))) as directory:
+                return read_bounded(directory, name, control.MAX_BODY_BYTES)
+        except (ArtifactCorrupt, ArtifactMissing, FileNotFoundError):
+            return None
+
+    def remove(self, where: Path, *names: str) -> None:
+        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where))) as directory:
+            for name in names:
+                _remove(directory, name)
+            if control.STATE in names:
+                os.mkdir(control.STATE, 0o700, dir_fd=directory)
+
+    async def appears(self, where: Path, name: str, accepts: Callable[[bytes], bool]) -> None:
+        with self._following(where) as changed:
+            while True:
+                changed.clear()
+                data = self.get(where, name)
+                if data is not None and accepts(data):
+                    return
+                await changed.wait()
+
+    @contextlib.contextmanager
+    def _following(self, where: Path) -> Iterator[asyncio.Event]:
+        """Set an event at every change of a directory for the length of a block."""
+        if self._inotify is None:
+            self._inotify = Inotify()
+            self._pump = asyncio.create_task(self._deliver(self._inotify), name="inotify")
+        watch = self._inotify.add_watch(where, _CHANGES)
+        changed = asyncio.Event()
+        waits = self._waits.setdefault(where, set())
+        waits.add(changed)
+        try:
+            yield changed
+        finally:
+            waits.discard(changed)
+            if not waits:
+                del self._waits[where]
+                with contextlib.suppress(OSError, ValueError):
+                    self._inotify.rm_watch(watch)
+
+    async def _deliver(self, inotify: Inotify) -> None:
+        async for event in inotify:
+            if event.mask & Mask.Q_OVERFLOW:
+                for waits in self._waits.values():
+                    _wake(waits)
+            elif event.watch is not None:
+                _wake(self._waits.get(event.watch.path, set()))
+
+    async def close(self) -> None:
+        """End all waits' source."""
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+        if self._inotify is not None:
+            self._inotify.close()
+
+
+def _wake(waits: set[asyncio.Event]) -> None:
+    for changed in waits:
+        changed.set()
+
+
+def _remove(directory: int, name: str) -> None:
+    try:
+        mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        remove_tree(directory, name)
+    else:
+        os.unlink(name, dir_fd=directory)

@@ -1,0 +1,161 @@
+"""Moving files into a part and out of it, chunk by chunk, each chunk with its xxh3-128 digest.
+
+Work on the disk runs in threads. A cancellation waits for the chunk under way, so that nothing
+reads a worker's files, or writes into a part, after the caller has gone on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+import msgspec
+import xxhash
+
+from snapshot_agent.ports import Progress
+from snapshot_shared.artifact import MAX_FILES, PART_MANIFEST, FileEntry, FileName
+from snapshot_shared.errors import ArtifactCorrupt, InvalidName
+from snapshot_shared.files import create_file, open_regular, opened, translated, write_all
+
+CHUNK_BYTES = 8 * 1024 * 1024
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run in a thread; when cancelled, wait for its end before giving way."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+def listed(directory: int) -> list[tuple[str, int]]:
+    """Name the files of a directory with their sizes, in order.
+
+    InvalidName when there is anything that a part cannot hold: folders, links, odd names.
+    """
+    found: list[tuple[str, int]] = []
+    for name in sorted(os.listdir(directory)):
+        seen = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if not stat.S_ISREG(seen.st_mode) or not _is_file_name(name):
+            raise InvalidName(
+                f"{name[:128]!r} cannot be saved: a worker's state consists of plain files with "
+                "names of letters, digits, '.', '_' and '-'",
+                next_step="write plain files into state/",
+                value=name[:128],
+            )
+        found.append((name, seen.st_size))
+    if len(found) > MAX_FILES:
+        raise InvalidName(f"state/ holds {len(found)} files, the limit is {MAX_FILES}")
+    return found
+
+
+def _is_file_name(name: str) -> bool:
+    try:
+        msgspec.convert(name, FileName)
+    except msgspec.ValidationError:
+        return False
+    return name != PART_MANIFEST
+
+
+class Counter:
+    """Adds up bytes and tells them on."""
+
+    def __init__(self, progress: Progress) -> None:
+        """Begin at nothing."""
+        self._progress = progress
+        self.done = 0
+
+    async def add(self, count: int) -> None:
+        """Count bytes."""
+        self.done += count
+        await self._progress(self.done)
+
+
+async def copy_in(source: int, target: int, name: str, counter: Counter) -> FileEntry:
+    """Copy one file into a part, durably."""
+    with opened(open_regular(source, name)) as reading, opened(create_file(target, name)) as sink:
+        size = os.fstat(reading).st_size
+        chunks: list[str] = []
+        for offset in range(0, size, CHUNK_BYTES):
+            count = min(CHUNK_BYTES, size - offset)
+            chunks.append(await in_thread(_copy_chunk, reading, sink, name, offset, count))
+            await counter.add(count)
+        await in_thread(_sync, sink, name)
+    return FileEntry(name=name, size=size, chunk_bytes=CHUNK_BYTES, chunks=chunks)
+
+
+def _copy_chunk(reading: int, sink: int, name: str, offset: int, count: int) -> str:
+    data = _read(reading, name, offset, count)
+    write_all(sink, memoryview(data))
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _read(fd: int, name: str, offset: int, count: int) -> bytearray:
+    data = bytearray(count)
+    view = memoryview(data)
+    done = 0
+    while done < count:
+        got = os.preadv(fd, [view[done:]], offset + done)
+        if got == 0:
+            raise ArtifactCorrupt(
+                f"{name} ends at {offset + done} bytes", file=name, found=offset + done
+            )
+        done += got
+    return data
+
+
+def _sync(fd: int, name: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise translated(error, name) from error
+
+
+async def read_checked(
+    source: int, entries: Iterable[FileEntry], counter: Counter, target: int | None = None
+) -> None:
+    """Read files of a part whole, compare every digest, and copy them if there is a target.
+
+    ArtifactCorrupt names the file and the chunk; a chunk that differs is not written.
+    """
+    for entry in entries:
+        with opened(open_regular(source, entry.name, size=entry.size)) as reading:
+            if target is None:
+                await _read_entry(reading, entry, counter, None)
+            else:
+                with opened(create_file(target, entry.name)) as sink:
+                    await _read_entry(reading, entry, counter, sink)
+
+
+async def _read_entry(reading: int, entry: FileEntry, counter: Counter, sink: int | None) -> None:
+    for index, digest in enumerate(entry.chunks):
+        offset = index * entry.chunk_bytes
+        count = min(entry.chunk_bytes, entry.size - offset)
+        await in_thread(_check_chunk, reading, entry.name, index, offset, count, digest, sink)
+        await counter.add(count)
+
+
+def _check_chunk(
+    reading: int, name: str, index: int, offset: int, count: int, digest: str, sink: int | None
+) -> None:
+    data = _read(reading, name, offset, count)
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != digest:
+        raise ArtifactCorrupt(
+            f"{name}: chunk {index} has digest {found}, the manifest says {digest}",
+            next_step="restore another snapshot; this one is damaged",
+            file=name,
+            chunk=index,
+            found=found,
+            expected=digest,
+        )
+    if sink is not None:
+        write_all(sink, memoryview(data))

@@ -1,0 +1,128 @@
+"""The GPU memory service of this node, over its gRPC socket, with msgpack bodies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from snapshot_shared.codec import decode_msgpack, encode_msgpack
+from snapshot_shared.errors import (
+    Failure,
+    InvalidMessage,
+    OutcomeUnknown,
+    SnapbackError,
+)
+from snapshot_shared.frames import (
+    FAILURE_TRAILER,
+    GRPC_SOCKET,
+    FenceReply,
+    FenceRequest,
+    StatusReply,
+    StatusRequest,
+    UnfenceReply,
+    UnfenceRequest,
+    error_of,
+    grpc_method,
+)
+from snapshot_shared.orders import LayoutRef, PresenceDevice
+from snapshot_shared.telemetry import current_traceparent
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALL_S = 5.0
+"""How long a call may take besides what it was told to wait, in seconds."""
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 1024 * 1024),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # One channel a service: the process-wide pool would keep a failed connection for the next.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class GmsUnavailable(SnapbackError):
+    """The GPU memory service of this node does not answer."""
+
+    retryable = True
+    default_next_step = "check that the GMS of this node runs (nats micro ls)"
+
+
+class GmsClient:
+    """The `GpuMemory` port. Connects at its first call and again whenever it must."""
+
+    def __init__(self, socket_dir: Path) -> None:
+        """Use `<socket_dir>/gms-grpc.sock`; nothing is opened before the first call."""
+        self._target = f"unix:{socket_dir / GRPC_SOCKET}"
+        self._channel: grpc.aio.Channel | None = None
+
+    async def fence(
+        self, token: str, devices: Sequence[str], *, wait_s: float, deadline_s: float
+    ) -> list[LayoutRef]:
+        request = FenceRequest(
+            token=token,
+            devices=list(devices),
+            wait_s=wait_s,
+            deadline_s=deadline_s,
+            traceparent=current_traceparent(),
+        )
+        reply = await self._call("Fence", request, FenceReply, wait_s + CALL_S)
+        if [layout.device for layout in reply.vector] != list(devices):
+            raise InvalidMessage("the answer of GMS is not about the devices asked for")
+        return reply.vector
+
+    async def unfence(self, token: str) -> None:
+        try:
+            await self._call("Unfence", UnfenceRequest(token=token), UnfenceReply, CALL_S)
+        except GmsUnavailable as error:
+            # Fences live in the memory of the service: one that is gone holds none.
+            log.info("no fence to end: %s", error)
+
+    async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
+        status = await self._call(
+            "Status", StatusRequest(), StatusReply, max(wait_s, CALL_S), patiently=wait_s > 0
+        )
+        return [
+            PresenceDevice(
+                index=device.index,
+                uuid=device.uuid,
+                product=device.product,
+                capacity_bytes=device.capacity,
+            )
+            for device in status.devices
+        ]
+
+    async def _call(
+        self, method: str, body: Any, reply: type[T], within_s: float, *, patiently: bool = False
+    ) -> T:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
+        call: Any = self._channel.unary_unary(grpc_method(method))
+        try:
+            data = await call(encode_msgpack(body), timeout=within_s, wait_for_ready=patiently)
+        except grpc.aio.AioRpcError as error:
+            raise _translated(method, error) from error
+        return decode_msgpack(data, reply)
+
+    async def close(self) -> None:
+        """Hang up."""
+        if self._channel is not None:
+            await self._channel.close()
+
+
+def _translated(method: str, error: grpc.aio.AioRpcError) -> SnapbackError:
+    for key, value in error.trailing_metadata() or ():
+        if key == FAILURE_TRAILER and isinstance(value, bytes):
+            return error_of(decode_msgpack(value, Failure))
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return GmsUnavailable(f"{method}: the GPU memory service does not answer")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return OutcomeUnknown(f"{method}: the GPU memory service did not answer in time")
+    return GmsUnavailable(f"{method}: {error.details()}")

@@ -1,0 +1,176 @@
+"""The agent's side of guards: starting them, and finding those that an earlier agent started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import snapshot_agent
+from snapshot_agent.adapters import guard, procfs, procwait
+from snapshot_agent.domain import control
+from snapshot_agent.ports import Duty, GuardLink
+from snapshot_shared.errors import DeadlineExceeded, Failure, SourceExited
+from snapshot_shared.files import open_root, opened
+
+log = logging.getLogger(__name__)
+
+ARMED_WITHIN_S = 5.0
+GONE_WITHIN_S = 2.0
+MARGIN_S = 2.0
+"""How much later than an agent that is well a guard acts at the deadline, in seconds."""
+
+_SOURCES = str(Path(snapshot_agent.__file__).parents[1])
+_ABORTED = Failure(reason="AgentLost", message="the capture was given up by its guard")
+
+
+class Guards:
+    """The `Guard` port. Sockets and the log of all guards lie in one folder."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        """Use `folder`; `run` marks the processes of one local cluster."""
+        self._folder = folder
+        self._run = run
+
+    async def start(self, duty: Duty) -> GuardLink:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)  # noqa: FBT003 - its only form
+        try:
+            child = self._spawn(duty, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        link = _Link(ours, self._folder / _socket_name(duty), child)
+        try:
+            answer = await link.hear(ARMED_WITHIN_S)
+        except BaseException:
+            await link.kill()
+            raise
+        if answer == guard.ARMED:
+            return link
+        await link.kill()
+        if answer == guard.GONE:
+            raise SourceExited("the worker ended before its guard was armed")
+        raise DeadlineExceeded(
+            f"the guard was not armed within {ARMED_WITHIN_S} s",
+            next_step=f"look at {self._folder / 'log'}",
+            budget_s=ARMED_WITHIN_S,
+        )
+
+    def _spawn(self, duty: Duty, theirs: socket.socket) -> procfs.Stat | None:
+        """Start the program. It inherits nothing but the connection and the log."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        document: guard.DutyDocument = {
+            "socket": _socket_name(duty),
+            "link": theirs.fileno(),
+            "pid": duty.process.pid,
+            "start": duty.process.start,
+            "control": str(duty.control),
+            "deadline": duty.deadline + MARGIN_S,
+            "boot_id": duty.boot_id,
+            "kill": duty.on_failure == "Kill",
+            "files": {control.ABORTED: control.body(duty.attempt, _ABORTED).decode()},
+            "remove": [control.QUIESCE],
+            "unless": control.COMPLETE,
+        }
+        with (self._folder / "log").open("ab") as output:
+            child = subprocess.Popen(
+                # -S: without site-packages a start takes a third of the time.
+                [sys.executable, "-S", "-m", guard.__name__, json.dumps(document)],
+                env={"PYTHONPATH": _SOURCES, "SNAPBACK_RUN": self._run},
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        # From here on it is reaped when its connection ends, so Popen must not.
+        child.returncode = 0
+        return procfs.read(child.pid)
+
+    async def adopt(self, duty: Duty) -> GuardLink | None:
+        path = self._folder / _socket_name(duty)
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        caller.setblocking(False)  # noqa: FBT003 - its only form
+        link = _Link(caller, path, None)
+        with contextlib.suppress(OSError, TimeoutError):
+            # The path of a unix socket may have 107 bytes; this one has few, whatever the folder.
+            with opened(open_root(str(self._folder))) as folder:
+                caller.connect(f"/proc/self/fd/{folder}/{path.name}")
+            if await link.hear(ARMED_WITHIN_S) == guard.ARMED:
+                return link
+        link.close()
+        path.unlink(missing_ok=True)
+        return None
+
+
+class _Link:
+    """A connection to a guard. `child` is its process when this agent started it."""
+
+    def __init__(self, sock: socket.socket, path: Path, child: procfs.Stat | None) -> None:
+        self._sock = sock
+        self._path = path
+        self._child = child
+
+    async def hear(self, within_s: float) -> bytes:
+        """Wait for a message; empty when the guard hung up or said nothing in time."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(within_s):
+                return await loop.sock_recv(self._sock, guard.MESSAGE_BYTES)
+        except (TimeoutError, ConnectionError):
+            return b""
+
+    async def lost(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):
+            while await loop.sock_recv(self._sock, guard.MESSAGE_BYTES):
+                pass
+        await self._reap()
+
+    async def dismiss(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.send(guard.DISMISS)
+        try:
+            async with asyncio.timeout(GONE_WITHIN_S):
+                await self.lost()
+        except TimeoutError:
+            log.warning("guard %s did not go when dismissed", self._path.name)
+            await self.kill()
+        self.close()
+
+    async def kill(self) -> None:
+        """End a guard of ours that does not do what it should."""
+        self.close()
+        if self._child is not None:
+            procfs.send(self._child, signal.SIGKILL)
+            await self._reap()
+        self._path.unlink(missing_ok=True)
+
+    async def _reap(self) -> None:
+        if self._child is not None:
+            await procwait.ended(self._child)
+            _reap_now(self._child)
+            self._child = None
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _reap_now(child: procfs.Stat) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child.pid, os.WNOHANG)
+
+
+def _socket_name(duty: Duty) -> str:
+    return f"{duty.name}.sock"

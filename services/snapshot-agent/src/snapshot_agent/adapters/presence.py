@@ -1,0 +1,78 @@
+"""What a node says of itself every ten seconds, under its key in `snap_nodes`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from snapshot_agent.adapters.gms_grpc import GmsUnavailable
+from snapshot_agent.ports import GpuMemory
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import BusUnavailable, SnapbackError
+from snapshot_shared.ids import token
+from snapshot_shared.orders import Presence, PresenceDevice
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 10.0
+AGAIN_S = 0.5
+"""How long to wait after presence could not be written, in seconds."""
+
+
+class Announcer:
+    """Writes presence until `stop` is set."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        gpu_memory: GpuMemory,
+        describe: Callable[[list[PresenceDevice]], Presence],
+        stop: asyncio.Event,
+    ) -> None:
+        """Write what `describe` says of the devices that GMS has."""
+        self._bus = bus
+        self._gpu_memory = gpu_memory
+        self._describe = describe
+        self._stop = stop
+        self._devices: list[PresenceDevice] = []
+        self._has_answer = False
+
+    async def run(self) -> None:
+        """Tell at once, as soon as GMS has come up, and every ten seconds."""
+        while not self._stop.is_set():
+            if not await self._tell():
+                await self._pause(AGAIN_S)
+            elif self._has_answer:
+                await self._pause(EVERY_S)
+                await self._look(wait_s=0.0)
+            else:
+                await self._look(wait_s=EVERY_S)
+
+    async def _look(self, *, wait_s: float) -> None:
+        try:
+            self._devices = await self._gpu_memory.devices(wait_s=wait_s)
+            self._has_answer = True
+        except GmsUnavailable:
+            self._devices, self._has_answer = [], False
+            await self._pause(AGAIN_S)
+        except SnapbackError as error:
+            # It is there and slow, so what it said last still stands.
+            log.info("the devices may have changed: %s", error)
+
+    async def _tell(self) -> bool:
+        value = self._describe(self._devices)
+        try:
+            await self._bus.put(subjects.NODES_BUCKET, token(value.node), encode_json(value))
+        except BusUnavailable as error:
+            log.info("presence is not written: %s", error)
+            return False
+        return True
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()

@@ -1,0 +1,174 @@
+"""Containers as local processes, each leading a session of its own, watched by pidfd.
+
+They are started so that nothing ties them to the agent: they outlive it, and a later agent adopts
+them by pid and start time. Only the exit code is lost then, for it goes to the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from snapshot_agent.adapters import procfs, procwait
+from snapshot_agent.domain.spec import Launch, Places
+from snapshot_agent.ports import Process
+from snapshot_shared.errors import InvalidInput, NotFound
+from snapshot_shared.files import open_root, opened, remove_tree
+
+log = logging.getLogger(__name__)
+
+KILLED_WITHIN_S = 10.0
+"""How long the kernel may take to end a process after SIGKILL, in seconds."""
+
+
+class _Watched(NamedTuple):
+    pidfd: int
+    is_child: bool
+    end: asyncio.Future[int | None]
+
+
+class LocalProcesses:
+    """The `Runtime` port. Use it from one event loop; `close` leaves the processes running."""
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._watched: dict[Process, _Watched] = {}
+
+    def spawn(self, launch: Launch) -> Process:
+        _require_startable(launch)
+        _make_folders(launch.places)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with opened(os.open(launch.places.log, flags, 0o600)) as output:
+            try:
+                child = subprocess.Popen(
+                    launch.argv,
+                    env=launch.env,
+                    cwd=launch.cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise _not_startable(launch, error) from error
+        # From here on it is watched and reaped by its pidfd, so Popen must do neither.
+        child.returncode = 0
+        found = procfs.read(child.pid)
+        start = found.start if found else 0
+        process = Process(child.pid, start)
+        self._watch(process, os.pidfd_open(child.pid), is_child=True)
+        return process
+
+    def adopt(self, process: Process) -> bool:
+        if process in self._watched:
+            return not self._watched[process].end.done()
+        pidfd = procfs.open_pidfd(*process)
+        if pidfd is None:
+            return False
+        self._watch(process, pidfd, is_child=False)
+        return procfs.is_alive(*process)
+
+    def _watch(self, process: Process, pidfd: int, *, is_child: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self._watched[process] = _Watched(pidfd, is_child, loop.create_future())
+        loop.add_reader(pidfd, self._on_end, process)
+
+    def _on_end(self, process: Process) -> None:
+        watched = self._watched[process]
+        asyncio.get_running_loop().remove_reader(watched.pidfd)
+        code = _reap(watched.pidfd) if watched.is_child else None
+        os.close(watched.pidfd)
+        watched.end.set_result(code)
+
+    async def ended(self, process: Process) -> int | None:
+        if process not in self._watched and not self.adopt(process):
+            return None
+        return await asyncio.shield(self._watched[process].end)
+
+    async def terminate(self, process: Process | None, where: Places, grace_s: float) -> None:
+        if process is not None and procfs.is_alive(*process):
+            for member in procfs.session_of(*process):
+                procfs.send(member, signal.SIGCONT)
+                procfs.send(member, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self.ended(process)
+        async with asyncio.timeout(KILLED_WITHIN_S):
+            # What a dying process had just started is seen by the next look.
+            while rest := _everything_of(process, where):
+                for member in rest:
+                    procfs.send(member, signal.SIGKILL)
+                await asyncio.gather(*(procwait.ended(member) for member in rest))
+            if process is not None:
+                await self.ended(process)
+
+    def find(self, where: Places) -> Process | None:
+        for member in procfs.carrying(where.marker):
+            if member.session == member.pid:
+                return Process(member.pid, member.start)
+        return None
+
+    def forget(self, where: Places) -> None:
+        parent = str(where.sockets.parent)
+        with contextlib.suppress(FileNotFoundError), opened(open_root(parent)) as folder:
+            remove_tree(folder, where.sockets.name)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for watched in self._watched.values():
+            if not watched.end.done():
+                asyncio.get_running_loop().remove_reader(watched.pidfd)
+                os.close(watched.pidfd)
+                watched.end.cancel()
+        self._watched.clear()
+
+
+def _require_startable(launch: Launch) -> None:
+    if not launch.cwd.is_dir():
+        raise InvalidInput(
+            f"the working directory {launch.cwd} does not exist on this node",
+            next_step="correct workingDir, or SNAPBACK_WORKDIR of the agent",
+        )
+    # As execvp does it: a name with a slash is taken from the working directory.
+    name = launch.argv[0]
+    program = str(launch.cwd / name) if "/" in name else name
+    if shutil.which(program, path=launch.env["PATH"]) is None:
+        raise NotFound(
+            f"program {name[:200]!r} is not on this node",
+            next_step="correct the container's command or install the program",
+        )
+
+
+def _make_folders(where: Places) -> None:
+    where.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    where.sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _not_startable(launch: Launch, error: OSError) -> InvalidInput:
+    reason = "too long" if error.errno == errno.E2BIG else error.strerror
+    return InvalidInput(f"{launch.argv[0][:200]!r} cannot be started: {reason}")
+
+
+def _reap(pidfd: int) -> int | None:
+    try:
+        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    except ChildProcessError:
+        return None
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
+
+
+def _everything_of(process: Process | None, where: Places) -> list[procfs.Stat]:
+    """Give the session, and what left it but still has the container's environment."""
+    members: Iterable[procfs.Stat] = procfs.session_of(*process) if process else ()
+    found = {member.pid: member for member in (*members, *procfs.carrying(where.marker))}
+    return list(found.values())

@@ -1,0 +1,130 @@
+"""Processes as /proc shows them. Standard library only: the guard starts with nothing else.
+
+A pid is taken again when its process has ended. So every signal goes through a pidfd that was
+opened before the start time was compared.
+"""
+
+# /proc is read by formatted names, hundreds at a time.
+# ruff: noqa: PTH123, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Stat(NamedTuple):
+    """One line of /proc/<pid>/stat. `start` is field 22, in clock ticks since boot."""
+
+    pid: int
+    state: str
+    session: int
+    start: int
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended: a zombie only waits to be reaped."""
+        return self.state not in "ZXx"
+
+
+def read(pid: int) -> Stat | None:
+    """Read one process; None when it is gone."""
+    return _stat(f"/proc/{pid}/stat", pid)
+
+
+def _stat(path: str, pid: int) -> Stat | None:
+    try:
+        with open(path, "rb") as file:
+            line = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command stands in parentheses and may hold anything, parentheses too.
+    fields = line[line.rindex(b")") + 2 :].split()
+    return Stat(pid, fields[0].decode(), int(fields[3]), int(fields[19]))
+
+
+def is_alive(pid: int, start: int) -> bool:
+    """Say whether this very process runs."""
+    found = read(pid)
+    return found is not None and found.start == start and found.is_running
+
+
+def everybody() -> Iterator[Stat]:
+    """Give every process that runs."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (found := read(int(name))) and found.is_running:
+            yield found
+
+
+def session_of(leader: int, start: int) -> list[Stat]:
+    """Give the running processes of the session that this process leads.
+
+    The kernel gives no pid again while a session has its number, so the number is ours as long as
+    no other process leads the session.
+    """
+    found = read(leader)
+    if found is not None and found.start != start:
+        return []
+    return [process for process in everybody() if process.session == leader]
+
+
+def carrying(entry: str) -> list[Stat]:
+    """Give the running processes that were started with this entry in their environment."""
+    wanted = b"\0" + os.fsencode(entry) + b"\0"
+    return [process for process in everybody() if wanted in b"\0" + _environment(process.pid)]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return b""
+
+
+def has_stopped(process: Stat) -> bool:
+    """Say whether every thread of a process has stopped or ended."""
+    try:
+        threads = os.listdir(f"/proc/{process.pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    for thread in threads:
+        found = _stat(f"/proc/{process.pid}/task/{thread}/stat", int(thread))
+        if found is not None and found.state not in "TtZXx":
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def opened(pid: int, start: int) -> Iterator[int | None]:
+    """Open a pidfd of this very process for a block; None when it has ended."""
+    fd = open_pidfd(pid, start)
+    try:
+        yield fd
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def open_pidfd(pid: int, start: int) -> int | None:
+    """Open a pidfd of this very process; None when it is gone. A zombie still has one."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    found = read(pid)
+    if found is None or found.start != start:
+        os.close(fd)
+        return None
+    return fd
+
+
+def send(process: Stat, number: int) -> None:
+    """Send a signal to this very process; one that has ended is no error."""
+    with opened(process.pid, process.start) as fd:
+        if fd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, number)

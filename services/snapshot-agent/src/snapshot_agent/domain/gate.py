@@ -1,0 +1,209 @@
+"""What must hold before a worker is touched: pure checks, each giving an error or None.
+
+Everything that is checked was observed before; the first error is the answer. Nothing is checked
+twice by different words: the handlers observe, these decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from snapshot_shared.artifact import Facts, RootManifest
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    Incompatible,
+    NotEligible,
+    SnapbackError,
+    SourceExited,
+    StalePodReference,
+)
+from snapshot_shared.orders import ArtifactRef, DeviceRef, PodRef, VectorEntry
+
+T = TypeVar("T")
+Check = Callable[[T], SnapbackError | None]
+
+
+class PodSeen(NamedTuple):
+    """A pod of this node as an order finds it.
+
+    `known` is None when no such pod was started here. `exit_code` counts only when it is not
+    `alive`, and is None when nobody could see it. `captured_by` is the content whose capture holds
+    the container.
+    """
+
+    wanted: PodRef
+    known: PodRef | None
+    containers: Sequence[str] = ()
+    alive: bool = False
+    exit_code: int | None = None
+    standby: bool = False
+    captured_by: str | None = None
+
+
+class Target(NamedTuple):
+    """An artifact and the place where it is to be restored."""
+
+    artifact: ArtifactRef
+    root: RootManifest
+    source: Facts
+    here: Facts
+    devices: Sequence[DeviceRef]
+    drivers: Sequence[str]
+
+
+def refuse(checks: Sequence[Check[T]], seen: T) -> None:
+    """Raise the first error that a check gives."""
+    for check in checks:
+        if error := check(seen):
+            raise error
+
+
+def _is_this_pod(seen: PodSeen) -> SnapbackError | None:
+    if seen.known is None:
+        return StalePodReference(
+            f"pod {seen.wanted.namespace}/{seen.wanted.name} with uid {seen.wanted.uid} was not "
+            "started on this node",
+            expected=seen.wanted.uid,
+        )
+    expected = (seen.wanted.namespace, seen.wanted.name)
+    found = (seen.known.namespace, seen.known.name)
+    if expected != found:
+        return StalePodReference(
+            f"uid {seen.wanted.uid} belongs to pod {'/'.join(found)}, not {'/'.join(expected)}",
+            expected="/".join(expected),
+            found="/".join(found),
+        )
+    return None
+
+
+def _has_container(seen: PodSeen) -> SnapbackError | None:
+    if seen.wanted.container in seen.containers:
+        return None
+    return NotEligible(
+        f"pod {seen.wanted.name} has no container {seen.wanted.container}; it has "
+        f"{', '.join(seen.containers)}",
+        next_step="name one of the pod's containers",
+        expected=seen.wanted.container,
+        found=list(seen.containers),
+    )
+
+
+def _is_alive(seen: PodSeen) -> SnapbackError | None:
+    return None if seen.alive else source_exited(seen.wanted, seen.exit_code)
+
+
+def _is_free(seen: PodSeen) -> SnapbackError | None:
+    if seen.captured_by is None:
+        return None
+    return NotEligible(
+        f"container {seen.wanted.container} of pod {seen.wanted.name} is being captured for "
+        f"{seen.captured_by}",
+        next_step="wait until that capture is released, or abort it",
+        captured_by=seen.captured_by,
+    )
+
+
+def _is_standby(seen: PodSeen) -> SnapbackError | None:
+    if seen.standby:
+        return None
+    return NotEligible(
+        f"pod {seen.wanted.name} was started on its own and does not wait for a restore",
+        next_step="create the pod with the annotation nvidia.com/restore-from",
+    )
+
+
+CAPTURE_CHECKS: tuple[Check[PodSeen], ...] = (_is_this_pod, _has_container, _is_alive, _is_free)
+RESTORE_CHECKS: tuple[Check[PodSeen], ...] = (_is_this_pod, _has_container, _is_alive, _is_standby)
+
+
+def _is_that_artifact(target: Target) -> SnapbackError | None:
+    root, ref = target.root, target.artifact
+    found = (root.namespace, root.content_uid, root.generation)
+    expected = (ref.namespace, ref.content_uid, ref.generation)
+    if found == expected:
+        return None
+    return ArtifactCorrupt(
+        f"the root manifest is of {found}, wanted {expected}", found=found, expected=expected
+    )
+
+
+def _has_process_part(target: Target) -> SnapbackError | None:
+    if [part.part for part in target.root.parts if part.kind == "process"] == ["process"]:
+        return None
+    return ArtifactCorrupt("the artifact has no process part", field="parts")
+
+
+def _same_devices(target: Target) -> SnapbackError | None:
+    saved = sorted(part.part for part in target.root.parts if part.kind == "gms")
+    given = sorted(f"gpu-{device.ordinal}" for device in target.devices)
+    if saved == given:
+        return None
+    return Incompatible(
+        f"the artifact was taken on {len(saved)} devices, the pod has {len(given)}",
+        next_step=f"give the pod {len(saved)} devices",
+        expected=saved,
+        found=given,
+    )
+
+
+def _has_driver(target: Target) -> SnapbackError | None:
+    if target.source.driver in target.drivers:
+        return None
+    return Incompatible(
+        f"the process was dumped by {target.source.driver!r}, this node has "
+        f"{', '.join(target.drivers)}",
+        next_step="restore on a node that announces this driver",
+        expected=target.source.driver,
+        found=list(target.drivers),
+    )
+
+
+def _same_fact(name: str, what: str) -> Check[Target]:
+    def check(target: Target) -> SnapbackError | None:
+        expected, found = getattr(target.source, name), getattr(target.here, name)
+        # A fact that one side could not know refuses nothing.
+        if not expected or not found or expected == found:
+            return None
+        return Incompatible(
+            f"the {what} of the source was {expected}, here it is {found}",
+            next_step=f"restore on a node with {what} {expected}",
+            expected=expected,
+            found=found,
+        )
+
+    return check
+
+
+COMPATIBILITY_CHECKS: tuple[Check[Target], ...] = (
+    _is_that_artifact,
+    _has_process_part,
+    _same_devices,
+    _has_driver,
+    _same_fact("arch", "architecture"),
+    _same_fact("device_product", "GPU product"),
+)
+
+
+def check_vector(prepared: Sequence[VectorEntry], ordered: Sequence[VectorEntry]) -> None:
+    """NotEligible unless an order works on the very plan that was prepared."""
+    if sorted(prepared, key=_part) != sorted(ordered, key=_part):
+        raise NotEligible(
+            "the order's vector is not the one that was prepared",
+            expected=[entry.part for entry in prepared],
+            found=[entry.part for entry in ordered],
+        )
+
+
+def _part(entry: VectorEntry) -> str:
+    return entry.part
+
+
+def source_exited(pod: PodRef, exit_code: int | None) -> SourceExited:
+    """Say that a container's process has ended."""
+    shown = "an unknown exit code" if exit_code is None else f"exit code {exit_code}"
+    return SourceExited(
+        f"container {pod.container} of pod {pod.name} has ended with {shown}",
+        next_step="look at the container's log on its node",
+        exit_code=exit_code,
+    )

@@ -1,0 +1,117 @@
+"""What an agent does at its start with each capture that the last one left behind.
+
+A worker is never left frozen or quiesced by a capture that nobody carries on. What was prepared is
+held on until its release, because everything that was promised still holds. What was interrupted
+is undone and reported: a restart must not guess how far a step came.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from snapshot_shared.errors import Aborted, OutcomeUnknown, SnapbackError
+from snapshot_shared.ledger import Entry
+
+
+class Prepare(StrEnum):
+    """How far the prepare order came. WAITING has begun nothing."""
+
+    WAITING = "waiting"
+    INTERRUPTED = "interrupted"
+    PREPARED = "prepared"
+    FAILED = "failed"
+
+
+class Dump(StrEnum):
+    """How far the dump order of the same attempt came."""
+
+    WAITING = "waiting"
+    INTERRUPTED = "interrupted"
+    ENDED = "ended"
+
+
+class Recovery(StrEnum):
+    """What is to be done.
+
+    NOTHING: it is over, or the order is simply carried out again. COMPENSATE: undo, and fail the
+    interrupted order. HOLD: keep the worker quiesced under a guard until the release. LET_GO: the
+    worker goes on already or its time is up; report the release that nobody confirmed.
+    """
+
+    NOTHING = "nothing"
+    COMPENSATE = "compensate"
+    HOLD = "hold"
+    LET_GO = "let-go"
+
+
+TABLE: dict[tuple[Prepare, Dump], Recovery] = {
+    (Prepare.WAITING, Dump.WAITING): Recovery.NOTHING,
+    (Prepare.INTERRUPTED, Dump.WAITING): Recovery.COMPENSATE,
+    (Prepare.PREPARED, Dump.WAITING): Recovery.HOLD,
+    (Prepare.PREPARED, Dump.INTERRUPTED): Recovery.COMPENSATE,
+    (Prepare.PREPARED, Dump.ENDED): Recovery.HOLD,
+    (Prepare.FAILED, Dump.WAITING): Recovery.NOTHING,
+}
+"""A dump is begun only after its prepare has ended well; other pairs are undone to be safe."""
+
+
+class AgentRestarted(Aborted):
+    """The agent ended within a step; what had been done was undone at its next start."""
+
+    retryable = True
+
+
+class Left(NamedTuple):
+    """One capture attempt as the journal and the control directory show it."""
+
+    prepare: Entry
+    dump: Entry | None
+    is_settled: bool
+    is_let_go: bool
+    is_overdue: bool
+
+    @property
+    def interrupted(self) -> Entry | None:
+        """The order that a restart cut off, if it did."""
+        if self.dump is not None and _dump_state(self.dump) is Dump.INTERRUPTED:
+            return self.dump
+        if _prepare_state(self.prepare) is Prepare.INTERRUPTED:
+            return self.prepare
+        return None
+
+
+def decide(left: Left) -> Recovery:
+    """Give what is to be done with a capture attempt."""
+    if left.is_settled:
+        return Recovery.NOTHING
+    state = _prepare_state(left.prepare), _dump_state(left.dump)
+    answer = TABLE.get(state, Recovery.COMPENSATE)
+    if answer is Recovery.HOLD and (left.is_let_go or left.is_overdue):
+        return Recovery.LET_GO
+    return answer
+
+
+def interruption(entry: Entry) -> SnapbackError:
+    """Say why an order that a restart cut off has failed."""
+    step = entry.open_step or (entry.ended[-1] if entry.ended else "")
+    verb = entry.order.partition("-")[0]
+    if entry.notes.get("no-replay"):
+        return OutcomeUnknown(f"the agent was restarted within {verb}, step {step}", step=step)
+    return AgentRestarted(
+        f"the agent was restarted within {verb}, step {step}; it was undone", step=step
+    )
+
+
+def _prepare_state(entry: Entry) -> Prepare:
+    if entry.terminal is None:
+        return Prepare.INTERRUPTED if entry.began else Prepare.WAITING
+    return Prepare.PREPARED if entry.terminal.kind == "prepared" else Prepare.FAILED
+
+
+def _dump_state(entry: Entry | None) -> Dump:
+    if entry is None:
+        return Dump.WAITING
+    if entry.terminal is not None:
+        return Dump.ENDED
+    return Dump.INTERRUPTED if entry.began else Dump.WAITING

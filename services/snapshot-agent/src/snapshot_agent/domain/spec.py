@@ -1,0 +1,156 @@
+"""From a container of a pod's spec to the process that is started for it.
+
+Command, arguments and environment are expanded as Kubernetes does it: `$(NAME)` is replaced when
+NAME is known by then, stays as it is when not, and `$$` is one `$`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+from snapshot_shared.errors import InvalidInput
+from snapshot_shared.objects import GPU_RESOURCE, Container
+from snapshot_shared.orders import DeviceRef, PodRef
+
+_REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
+
+CONTROL_DIR = "SNAPSHOT_CONTROL_DIR"
+OURS = frozenset({CONTROL_DIR, "SNAPSHOT_RESTORE_STANDBY", "POD_UID", "SNAPBACK_RUN"})
+"""Variables that a manifest cannot change: processes are recognised by them."""
+
+
+class Places(NamedTuple):
+    """Where everything of one container lies on this node."""
+
+    home: Path
+    sockets: Path
+
+    @property
+    def control(self) -> Path:
+        """The control directory."""
+        return self.home / "control"
+
+    @property
+    def log(self) -> Path:
+        """Standard output and standard error."""
+        return self.home / "log"
+
+    @property
+    def lock(self) -> Path:
+        """The file that whoever captures the container locks."""
+        return self.home / "lock"
+
+    @property
+    def marker(self) -> str:
+        """The entry of the environment by which the container's processes are recognised."""
+        return f"{CONTROL_DIR}={self.control}"
+
+
+def places(state_dir: Path, socket_dir: Path, pod_uid: str, container: str) -> Places:
+    """Give the places of a container."""
+    return Places(state_dir / "pods" / pod_uid / container, socket_dir / pod_uid[:8])
+
+
+class Surroundings(NamedTuple):
+    """What a container's process gets of its node. `path` and `home` are the agent's own."""
+
+    node: str
+    run: str
+    socket_dir: PurePath
+    workdir: Path
+    path: str
+    home: str
+
+
+class Launch(NamedTuple):
+    """A process to start: its arguments, its whole environment, and where."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: Path
+    places: Places
+
+
+def expand(text: str, known: Mapping[str, str]) -> str:
+    """Replace `$(NAME)` where NAME is known, and `$$` by `$`."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        return "$" if name is None else known.get(name, match[0])
+
+    return _REFERENCE.sub(value, text)
+
+
+def launch(
+    container: Container,
+    pod: PodRef,
+    devices: Sequence[DeviceRef],
+    around: Surroundings,
+    where: Places,
+    *,
+    standby: bool,
+    traceparent: str,
+) -> Launch:
+    """Build the process of one container. InvalidInput when it has no command."""
+    if not container.command:
+        raise InvalidInput(
+            f"container {container.name} has no command, and images are not pulled here",
+            next_step="give it a command",
+            container=container.name,
+        )
+    env = _own_env(pod, devices, around, where, standby=standby, traceparent=traceparent)
+    for variable in container.env:
+        if variable.name not in OURS:
+            env[variable.name] = expand(variable.value, env)
+    argv = [expand(text, env) for text in (*container.command, *container.args)]
+    cwd = around.workdir / container.working_dir if container.working_dir else around.workdir
+    return Launch(argv, env, cwd, where)
+
+
+def _own_env(
+    pod: PodRef,
+    devices: Sequence[DeviceRef],
+    around: Surroundings,
+    where: Places,
+    *,
+    standby: bool,
+    traceparent: str,
+) -> dict[str, str]:
+    ordered = sorted(devices, key=lambda device: device.ordinal)
+    env = {
+        "PATH": around.path,
+        "HOME": around.home,
+        CONTROL_DIR: str(where.control),
+        "GMS_SOCKET_DIR": str(around.socket_dir),
+        "NVIDIA_VISIBLE_DEVICES": ",".join(device.uuid for device in ordered),
+        "POD_NAME": pod.name,
+        "POD_NAMESPACE": pod.namespace,
+        "POD_UID": pod.uid,
+        "POD_SOCKET_DIR": str(where.sockets),
+        "NODE_NAME": around.node,
+        "SNAPBACK_RUN": around.run,
+    }
+    if standby:
+        env["SNAPSHOT_RESTORE_STANDBY"] = "1"
+    if traceparent:
+        env["TRACEPARENT"] = traceparent
+    return env
+
+
+def shared_out(
+    containers: Sequence[Container], devices: Sequence[DeviceRef]
+) -> dict[str, list[DeviceRef]]:
+    """Give each container the devices that it asks for, in the order of their ordinals.
+
+    What nobody asks for goes to the first container.
+    """
+    left = sorted(devices, key=lambda device: device.ordinal)
+    found: dict[str, list[DeviceRef]] = {}
+    for container in containers:
+        wanted = int(container.resources.limits.get(GPU_RESOURCE, 0))
+        found[container.name], left = left[:wanted], left[wanted:]
+    found[containers[0].name] += left
+    return found

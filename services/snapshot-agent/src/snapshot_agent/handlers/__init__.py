@@ -1,0 +1,108 @@
+"""What the agent does with each order. One handler a verb, each a step table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from snapshot_agent.domain.spec import Surroundings
+from snapshot_agent.handlers.artifacts import Artifacts
+from snapshot_agent.handlers.background import Background
+from snapshot_agent.handlers.captures import Captures
+from snapshot_agent.handlers.holds import Holds
+from snapshot_agent.handlers.pods import Pods
+from snapshot_agent.handlers.recovery import Recoverer
+from snapshot_agent.handlers.restores import Restores
+from snapshot_agent.ports import Machine, Orders
+from snapshot_shared.courier import Handler, OrderContext, Result
+from snapshot_shared.orders import (
+    AbortOrder,
+    DeleteOrder,
+    DumpOrder,
+    Order,
+    PrepareOrder,
+    ReleaseOrder,
+    RestoreOrder,
+    RunOrder,
+    SealOrder,
+    StopOrder,
+    VerifyOrder,
+)
+
+
+class Agent:
+    """Everything that carries out orders on one node."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        orders: Orders,
+        around: Surroundings,
+        state_dir: Path,
+        slots: int,
+    ) -> None:
+        """Wire the handlers; `slots` bounds how many parts are written or read at a time."""
+        semaphore = asyncio.Semaphore(slots)
+        self.background = Background()
+        self.pods = Pods(machine, orders, self.background, around, state_dir)
+        self.holds = Holds(machine, orders, self.background)
+        self.captures = Captures(machine, orders, self.pods, self.holds, semaphore)
+        self.artifacts = Artifacts(machine, orders, semaphore)
+        self.restores = Restores(machine, orders, self.pods)
+        self._recoverer = Recoverer(machine, orders, self.pods, self.holds)
+
+    async def recover(self) -> None:
+        """Settle what an earlier agent left behind. Do this before orders are taken."""
+        await self._recoverer.run()
+
+    async def close(self) -> None:
+        """Stop watching. Containers run on, and guards wait for the next agent."""
+        await self.background.close()
+        self.holds.close()
+
+    def status(self) -> dict[str, Any]:
+        """Say what runs and what is held, for people."""
+        return {
+            "pods": [
+                {
+                    "uid": uid,
+                    "namespace": pod.order.pod.namespace,
+                    "name": pod.order.pod.name,
+                    "containers": {name: w.process.pid for name, w in pod.workers.items()},
+                    "ended": pod.codes,
+                }
+                for uid, pod in self.pods.known.items()
+            ],
+            "captures": [
+                {"content": content, "attempt": hold.attempt, "pod": hold.order.pod.uid}
+                for content, hold in self.holds.by_content.items()
+            ],
+        }
+
+
+_ROUTES: dict[type[Order], Callable[[Agent], Handler]] = {
+    RunOrder: lambda agent: agent.pods.run,
+    StopOrder: lambda agent: agent.pods.stop,
+    PrepareOrder: lambda agent: agent.captures.prepare,
+    DumpOrder: lambda agent: agent.captures.dump,
+    ReleaseOrder: lambda agent: agent.captures.release,
+    AbortOrder: lambda agent: agent.captures.abort,
+    SealOrder: lambda agent: agent.artifacts.seal,
+    DeleteOrder: lambda agent: agent.artifacts.delete,
+    VerifyOrder: lambda agent: agent.artifacts.verify,
+    RestoreOrder: lambda agent: agent.restores.restore,
+}
+
+
+def routes(agent: Callable[[], Agent]) -> dict[type[Order], Handler]:
+    """Give the courier its handlers; the agent that has them may be built after the courier."""
+
+    def route(choose: Callable[[Agent], Handler]) -> Handler:
+        async def handle(order: Any, ctx: OrderContext) -> Result:
+            return await choose(agent())(order, ctx)
+
+        return handle
+
+    return {order: route(choose) for order, choose in _ROUTES.items()}

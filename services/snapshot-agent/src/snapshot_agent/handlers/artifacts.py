@@ -1,0 +1,99 @@
+"""Orders about artifacts alone: `seal`, `delete`, `verify`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from snapshot_agent.domain.sealing import check_part, check_plan, check_proven, root_manifest
+from snapshot_agent.ports import Machine, Orders, Place
+from snapshot_shared.artifact import PartManifest, RootManifest
+from snapshot_shared.courier import OrderContext, Result
+from snapshot_shared.ids import Uid, order_id
+from snapshot_shared.orders import ArtifactRef, DeleteOrder, SealOrder, VerifyOrder
+from snapshot_shared.runner import Step
+
+
+class Artifacts:
+    """Makes generations artifacts, removes them, and reads them whole."""
+
+    def __init__(self, machine: Machine, orders: Orders, slots: asyncio.Semaphore) -> None:
+        """`slots` bounds how many artifacts are read at a time."""
+        self._machine = machine
+        self._orders = orders
+        self._slots = slots
+
+    async def seal(self, order: SealOrder, ctx: OrderContext) -> Result:
+        """Check every part of the plan and write the root manifest last."""
+        place = Place(order.namespace, order.content_uid, order.attempt)
+        parts: list[tuple[PartManifest, str]] = []
+        sealed: dict[str, object] = {}
+
+        async def check() -> None:
+            self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
+            check_plan(order, await self._machine.generations.parts(place))
+            for result in order.parts:
+                manifest, digest = await self._machine.artifacts.read_part(place, result.part)
+                parts.append((check_part(order, result, manifest, digest), digest))
+
+        async def write_root() -> None:
+            # Once more: an abort may have come while the parts were read.
+            self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
+            root = root_manifest(order, parts)
+            sealed["root_digest"] = await self._machine.generations.seal(root)
+            sealed["bytes"] = root.bytes
+
+        table = [Step("check-parts", check, 60.0), Step("write-root", write_root, 60.0)]
+        await ctx.steps("seal", table)
+        return sealed
+
+    async def delete(self, order: DeleteOrder, ctx: OrderContext) -> Result:
+        """Remove exactly the generation that is named."""
+        content = Uid(order.content_uid)
+
+        async def tombstone() -> None:
+            await self._orders.tombstone(f"capture-{content}", order.generation)
+
+        async def remove() -> None:
+            for verb in ("dump", "seal"):
+                await self._orders.cancel(order_id(verb, content), order.generation)
+            place = Place(order.namespace, order.content_uid, order.generation)
+            await self._machine.generations.remove(place)
+
+        table = [Step("tombstone", tombstone, 10.0), Step("remove", remove, order.deadline_s)]
+        await ctx.steps("delete", table)
+        return {}
+
+    async def verify(self, order: VerifyOrder, ctx: OrderContext) -> Result:
+        """Read every byte of an artifact."""
+        counted = 0
+
+        async def read_all() -> None:
+            nonlocal counted
+            ref = order.artifact
+            root = await self._machine.generations.read_root(ref)
+            for manifest in await proven_parts(self._machine, ref, root):
+                before = counted
+
+                async def tell(done: int, name: str = manifest.part, base: int = before) -> None:
+                    await ctx.progress(name, "read-all", base + done, root.bytes)
+
+                place = Place(ref.namespace, ref.content_uid, ref.generation)
+                await self._machine.artifacts.check_bytes(place, manifest, tell)
+                counted += manifest.bytes
+
+        async with self._slots:
+            await ctx.steps("verify", [Step("read-all", read_all, order.deadline_s)])
+        return {"bytes": counted}
+
+
+async def proven_parts(
+    machine: Machine, ref: ArtifactRef, root: RootManifest
+) -> list[PartManifest]:
+    """Read all part manifests of an artifact; each must be the one that the root proves."""
+    place = Place(ref.namespace, ref.content_uid, ref.generation)
+    found: list[PartManifest] = []
+    for row in root.parts:
+        manifest, digest = await machine.artifacts.read_part(place, row.part)
+        check_proven(root, row, manifest, digest)
+        found.append(manifest)
+    return found

@@ -1,0 +1,55 @@
+"""Tasks that go on after the order that began them, and waits for whichever comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Background:
+    """Owns tasks. One that fails is logged and ends alone."""
+
+    def __init__(self) -> None:
+        """Own nothing yet."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Begin a task."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("%s ended: %r", task.get_name(), error, exc_info=error)
+
+    async def close(self) -> None:
+        """Cancel what runs and wait for it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:
+    """Run all until one has ended; its index and its result. The others are cancelled.
+
+    When several end together, the first given counts.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        index = next(index for index, task in enumerate(tasks) if task.done())
+        return index, tasks[index].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,239 @@
+"""Workers that a capture holds: quiesced, under a guard, until somebody lets them go.
+
+A hold begins in the gate of `prepare` and ends in exactly one of three ways: the capture is
+complete, it is given up, or its deadline comes and the agent releases the worker alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from snapshot_agent.domain import control
+from snapshot_agent.handlers.background import Background
+from snapshot_agent.ports import Duty, GuardLink, Machine, Orders, Worker
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import Failure, SourceExited
+from snapshot_shared.ids import OrderId, Uid, order_id, short_hash
+from snapshot_shared.ledger import Accepted, Noted
+from snapshot_shared.orders import PodRef, PrepareOrder, ReleaseOrder
+
+log = logging.getLogger(__name__)
+
+UNCONFIRMED = "unconfirmed"
+"""The note on a release that the agent ordered itself."""
+
+_OVERDUE = Failure(
+    reason="HoldDeadline",
+    message="the capture was not confirmed in time; the worker goes on",
+)
+
+
+@dataclass(eq=False)
+class Hold:
+    """One held worker. `deadline` is on the monotonic clock."""
+
+    order: PrepareOrder
+    worker: Worker
+    deadline: float
+    unlock: Callable[[], None]
+    guard: GuardLink | None = None
+    keeper: asyncio.Task[None] | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def content(self) -> Uid:
+        """The content that the capture is for."""
+        return Uid(self.order.content_uid)
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of the capture."""
+        return self.order.attempt
+
+
+class Holds:
+    """All holds of this node, by content."""
+
+    def __init__(self, machine: Machine, orders: Orders, background: Background) -> None:
+        """Hold nothing yet."""
+        self._machine = machine
+        self._orders = orders
+        self._background = background
+        self.by_content: dict[str, Hold] = {}
+
+    def of(self, content: str, attempt: int) -> Hold | None:
+        """Give the hold of a content that is of at most this attempt."""
+        hold = self.by_content.get(content)
+        return hold if hold is not None and hold.attempt <= attempt else None
+
+    def holder_of(self, pod: PodRef) -> str | None:
+        """Name the content whose capture holds a container."""
+        for content, hold in self.by_content.items():
+            if (hold.order.pod.uid, hold.order.pod.container) == (pod.uid, pod.container):
+                return content
+        return None
+
+    def duty(self, hold: Hold) -> Duty:
+        """Say what the guard of a hold has to do."""
+        return Duty(
+            name=short_hash(hold.content, str(hold.attempt)),
+            process=hold.worker.process,
+            control=hold.worker.places.control,
+            attempt=hold.attempt,
+            deadline=hold.deadline,
+            boot_id=self._machine.clocks.boot_id,
+            on_failure=hold.order.on_failure,
+        )
+
+    async def arm(self, hold: Hold) -> None:
+        """Start the guard of a hold."""
+        hold.guard = await self._machine.guards.start(self.duty(hold))
+
+    def keep(self, hold: Hold) -> None:
+        """Hold a prepared worker until it is let go, at the latest at its deadline."""
+        self.by_content[hold.content] = hold
+        hold.keeper = self._background.start(self._keep(hold), f"hold of {hold.content}")
+
+    async def _keep(self, hold: Hold) -> None:
+        while True:
+            left = hold.deadline - self._machine.clocks.monotonic()
+            try:
+                async with asyncio.timeout(max(left, 0.0)):
+                    await self._guard_is_lost(hold)
+            except TimeoutError:
+                break
+            if self.is_let_go(hold.worker, hold.attempt):
+                break
+            log.warning("the guard of %s is gone; arming another", hold.content)
+            hold.guard = None
+            try:
+                await self.arm(hold)
+            except SourceExited:
+                # Nothing is left to guard; the capture itself may still be completed.
+                continue
+        await self.release_alone(hold)
+
+    async def _guard_is_lost(self, hold: Hold) -> None:
+        runtime = self._machine.runtime
+        if hold.guard is not None:
+            await hold.guard.lost()
+        if hold.guard is None or not runtime.adopt(hold.worker.process):
+            await asyncio.get_running_loop().create_future()
+
+    def is_let_go(self, worker: Worker, attempt: int) -> bool:
+        """Say whether somebody told the worker that the capture is given up."""
+        data = self._machine.control.get(worker.places.control, control.ABORTED)
+        return data is not None and control.is_of(data, attempt)
+
+    # The three ways in which a hold ends.
+
+    async def complete(self, hold: Hold) -> None:
+        """Tell the worker that the capture is complete and let it go on."""
+        async with hold.turn:
+            if self.by_content.get(hold.content) is not hold:
+                return
+            where = hold.worker.places.control
+            self._machine.control.put(where, control.COMPLETE, control.body(hold.attempt))
+            self._machine.control.remove(where, control.QUIESCE)
+            await self._thaw(hold.worker)
+            await self._forget(hold)
+
+    async def give_up(self, hold: Hold, why: Failure) -> None:
+        """Undo a capture: thaw, end the fence, let the worker go on, or kill it by policy."""
+        async with hold.turn:
+            if self.by_content.get(hold.content) is not hold:
+                return
+            await self._thaw(hold.worker)
+            await self.unfence(hold.order)
+            await self.free(hold, why)
+            await self._forget(hold)
+
+    async def release_alone(self, hold: Hold) -> None:
+        """Release at the deadline without being asked, as an order of the agent to itself."""
+        name = order_id("release", hold.content)
+        known = self._orders.journal.ledger.entries.get(name)
+        if known is not None and known.attempt >= hold.attempt:
+            return
+        await self._accept_own(hold, name)
+        await self._orders.cancel(order_id("dump", hold.content), hold.attempt)
+        await self.give_up(hold, _OVERDUE)
+        entry = self._orders.journal.ledger.entries[name]
+        await self._orders.report(entry, "released", unconfirmed=True, message=_OVERDUE.message)
+
+    async def _accept_own(self, hold: Hold, name: OrderId) -> None:
+        order = ReleaseOrder(
+            order=name,
+            attempt=hold.attempt,
+            node=hold.order.node,
+            owner=hold.content,
+            deadline_s=60.0,
+            traceparent=hold.order.traceparent,
+            pod=hold.order.pod,
+            content_uid=hold.content,
+            outcome="aborted",
+        )
+        clocks = self._machine.clocks
+        accepted = Accepted(
+            order=name,
+            attempt=hold.attempt,
+            payload=msgspec.Raw(encode_json(order)),
+            boot_id=clocks.boot_id,
+            monotonic=clocks.monotonic(),
+            wall=clocks.wall(),
+            deadline_s=order.deadline_s,
+        )
+        note = Noted(order=name, attempt=hold.attempt, key=UNCONFIRMED, value=True)
+        await self._orders.journal.append(accepted, note)
+
+    # What they consist of.
+
+    async def _thaw(self, worker: Worker) -> None:
+        for driver in self._machine.drivers.values():
+            await driver.thaw(worker)
+
+    async def unfence(self, order: PrepareOrder) -> None:
+        """End the fence of a capture, if it has one."""
+        if order.devices:
+            await self._machine.gpu_memory.unfence(order.fence_token)
+
+    async def free(self, hold: Hold, why: Failure) -> None:
+        """Tell the worker to go on without the capture, or kill it by policy."""
+        worker, where = hold.worker, hold.worker.places.control
+        self._machine.control.put(where, control.ABORTED, control.body(hold.attempt, why))
+        self._machine.control.remove(where, control.QUIESCE)
+        if hold.order.on_failure == "Kill":
+            await self._machine.runtime.terminate(worker.process, worker.places, 0.0)
+
+    async def _forget(self, hold: Hold) -> None:
+        """Dismiss the guard and give the lock back: the hold is over."""
+        keeper = hold.keeper
+        if keeper is not None and keeper is not asyncio.current_task():
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        await self.dismiss(hold)
+        self.drop(hold)
+
+    async def dismiss(self, hold: Hold) -> None:
+        """End the guard without action."""
+        guard, hold.guard = hold.guard, None
+        if guard is not None:
+            await guard.dismiss()
+
+    def drop(self, hold: Hold) -> None:
+        """Give the lock of the container back."""
+        if self.by_content.get(hold.content) is hold:
+            del self.by_content[hold.content]
+            hold.unlock()
+
+    def close(self) -> None:
+        """Let go of the guards, as an agent does that ends: they wait for the next one."""
+        for hold in self.by_content.values():
+            if hold.guard is not None:
+                with contextlib.suppress(OSError):
+                    hold.guard.close()

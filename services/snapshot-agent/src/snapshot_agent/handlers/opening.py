@@ -1,0 +1,212 @@
+"""The steps of `prepare`: gate, guard, quiesce, fence, facts. Each undoes what it did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from snapshot_agent.domain import control
+from snapshot_agent.domain.gate import CAPTURE_CHECKS, refuse
+from snapshot_agent.handlers.holds import Hold, Holds
+from snapshot_agent.handlers.pods import Pods
+from snapshot_agent.ports import Machine, Orders, Worker
+from snapshot_shared.artifact import Facts
+from snapshot_shared.courier import OrderContext
+from snapshot_shared.errors import (
+    Aborted,
+    DeadlineExceeded,
+    Failure,
+    Internal,
+    NotEligible,
+)
+from snapshot_shared.ids import Uid
+from snapshot_shared.orders import DeviceRef, LayoutRef, PrepareOrder, VectorEntry
+from snapshot_shared.runner import Step
+
+GUARD_S = 10.0
+FENCE_WAIT_S = 10.0
+"""How long a worker's GMS sessions may take to leave after it said that it is quiet, in seconds."""
+
+MARGIN_S = 5.0
+
+DEADLINE_NOTE = "hold-deadline"
+"""The note that has the deadline of the hold: seconds of the monotonic clock."""
+
+FACTS_NOTE = "facts"
+
+_GIVEN_UP = Aborted("the capture could not be opened").to_failure()
+
+
+class Opening:
+    """One prepare order under way."""
+
+    def __init__(
+        self,
+        *,
+        machine: Machine,
+        orders: Orders,
+        pods: Pods,
+        holds: Holds,
+        order: PrepareOrder,
+        ctx: OrderContext,
+    ) -> None:
+        """Have done nothing yet."""
+        self._machine = machine
+        self._orders = orders
+        self._pods = pods
+        self._holds = holds
+        self._order = order
+        self._ctx = ctx
+        self._hold: Hold | None = None
+        self._layouts: list[LayoutRef] = []
+
+    def table(self) -> list[Step]:
+        """Give the steps in their order."""
+        order = self._order
+        return [
+            Step("gate", self._gate, order.ready_s + MARGIN_S, undo=self._leave),
+            Step("guard", self._guard, GUARD_S, undo=self._dismiss),
+            Step("quiesce", self._quiesce, order.quiesce_s + MARGIN_S, undo=self._resume),
+            Step("fence", self._fence, FENCE_WAIT_S + MARGIN_S, undo=self._unfence),
+            Step("facts", self._facts, 60.0),
+        ]
+
+    @property
+    def hold(self) -> Hold:
+        """The hold, once the gate has been passed."""
+        if self._hold is None:
+            raise Internal("the gate has not been passed")
+        return self._hold
+
+    @property
+    def vector(self) -> list[VectorEntry]:
+        """What each part will hold: the process, then the devices by their ordinals."""
+        devices = sorted(self._order.devices, key=lambda device: device.ordinal)
+        gpus = [
+            VectorEntry(part=f"gpu-{device.ordinal}", ordinal=device.ordinal, layout=layout)
+            for device, layout in zip(devices, self._layouts, strict=True)
+        ]
+        return [VectorEntry(part="process"), *gpus]
+
+    async def _gate(self) -> None:
+        order, content = self._order, Uid(self._order.content_uid)
+        self._orders.require_current(f"capture-{content}", order.attempt)
+        if older := self._holds.of(content, order.attempt):
+            await self._holds.give_up(older, _superseded(older, order))
+        seen = self._pods.seen(order.pod, self._holds.holder_of(order.pod))
+        refuse(CAPTURE_CHECKS, seen)
+        worker = self._pods.worker(order.pod)
+        unlock = self._machine.locks.take(worker.places.lock)
+        if unlock is None:
+            raise NotEligible(f"another process captures container {order.pod.container}")
+        now = self._machine.clocks.monotonic()
+        self._hold = Hold(order, worker, now + order.hold_s, unlock)
+        self._holds.by_content[content] = self._hold
+        await self._within(
+            order.ready_s,
+            worker,
+            self._machine.control.appears(worker.places.control, control.READY, lambda _: True),
+            "the worker was not ready for a snapshot",
+            f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
+        )
+        where = worker.places.control
+        self._machine.control.remove(where, *control.CAPTURE_FILES, control.STATE)
+
+    async def _leave(self) -> None:
+        if self._hold is not None:
+            self._holds.drop(self._hold)
+
+    async def _guard(self) -> None:
+        hold = self.hold
+        hold.deadline = self._machine.clocks.monotonic() + self._order.hold_s
+        await self._ctx.note(DEADLINE_NOTE, hold.deadline)
+        await self._holds.arm(hold)
+
+    async def _dismiss(self) -> None:
+        await self._holds.dismiss(self.hold)
+
+    async def _quiesce(self) -> None:
+        order, worker = self._order, self.hold.worker
+        where = worker.places.control
+        self._machine.control.put(where, control.QUIESCE, control.body(order.attempt))
+        await self._within(
+            min(order.quiesce_s, order.hold_s),
+            worker,
+            self._machine.control.appears(
+                where, control.QUIESCED, lambda data: control.is_of(data, order.attempt)
+            ),
+            "the worker did not become quiet",
+            f"the worker answers {control.QUIESCE} by {control.QUIESCED} with the same attempt",
+        )
+
+    async def _resume(self) -> None:
+        await self._holds.free(self.hold, _GIVEN_UP)
+
+    async def _fence(self) -> None:
+        order = self._order
+        if not order.devices:
+            return
+        devices = sorted(order.devices, key=lambda device: device.ordinal)
+        self._layouts = await self._machine.gpu_memory.fence(
+            order.fence_token,
+            [device.uuid for device in devices],
+            wait_s=FENCE_WAIT_S,
+            deadline_s=max(1.0, self.hold.deadline - self._machine.clocks.monotonic()),
+        )
+
+    async def _unfence(self) -> None:
+        await self._holds.unfence(self._order)
+
+    async def _facts(self) -> None:
+        """Write down what the source is, and refuse what cannot be stored."""
+        order, worker = self._order, self.hold.worker
+        origin = self._pods.origin(order.pod)
+        facts = msgspec.structs.replace(
+            self._machine.facts,
+            device_product=await device_product(self._machine, order.devices),
+            devices=len(order.devices),
+            image=origin.image[:256],
+            command=origin.command,
+        )
+        own = [await driver.size(worker) for driver in self._machine.drivers.values()]
+        needed = max(own, default=0) + sum(layout.bytes for layout in self._layouts)
+        self._machine.artifacts.require_space(needed)
+        await self._ctx.note(FACTS_NOTE, msgspec.to_builtins(facts))
+
+    async def _within(
+        self,
+        budget_s: float,
+        worker: Worker,
+        work: Coroutine[Any, Any, None],
+        what: str,
+        next_step: str,
+    ) -> None:
+        try:
+            async with asyncio.timeout(budget_s):
+                await self._pods.while_alive(worker, work)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{what} within {budget_s:g} s", next_step=next_step, budget_s=budget_s
+            ) from None
+
+
+async def device_product(machine: Machine, devices: Sequence[DeviceRef]) -> str:
+    """Name the product of a pod's devices, or nothing when it has none."""
+    if not devices:
+        return ""
+    found = {device.uuid: device.product for device in await machine.gpu_memory.devices(wait_s=0.0)}
+    return found.get(devices[0].uuid, "")
+
+
+def facts_of(notes: dict[str, Any]) -> Facts:
+    """Read what `prepare` wrote down."""
+    return msgspec.convert(notes.get(FACTS_NOTE, {}), Facts)
+
+
+def _superseded(older: Hold, order: PrepareOrder) -> Failure:
+    return Aborted(
+        f"attempt {older.attempt} of the capture gives way to attempt {order.attempt}"
+    ).to_failure()

@@ -1,0 +1,383 @@
+"""Pods as local processes: starting them, watching them, ending them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from snapshot_agent.domain import control
+from snapshot_agent.domain.gate import PodSeen, source_exited
+from snapshot_agent.domain.spec import (
+    Launch,
+    Places,
+    Surroundings,
+    launch,
+    places,
+    shared_out,
+)
+from snapshot_agent.handlers.background import Background, first
+from snapshot_agent.ports import Machine, Orders, Process, Worker
+from snapshot_shared.codec import decode_json, digest, encode_json
+from snapshot_shared.courier import OrderContext, Result
+from snapshot_shared.errors import (
+    Internal,
+    InvalidMessage,
+    OutcomeUnknown,
+    StalePodReference,
+    Superseded,
+    failure_of,
+)
+from snapshot_shared.ids import Uid, order_id
+from snapshot_shared.ledger import Entry, Noted
+from snapshot_shared.objects import Container, PodSpec
+from snapshot_shared.orders import PodRef, RunOrder, StopOrder
+from snapshot_shared.runner import Step
+from snapshot_shared.telemetry import current_traceparent
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_ATTEMPT = 1_000_000
+SIBLINGS_GRACE_S = 5.0
+"""What the other containers get when one of their pod has failed, in seconds."""
+
+END_MARGIN_S = 15.0
+"""What an ending takes besides the grace period, in seconds."""
+
+
+class Noticed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the journal keeps of a container, under the key `container:<name>`."""
+
+    pid: int
+    start: int
+    image: str = ""
+    command: list[str] = []
+
+
+@dataclass
+class RunningPod:
+    """A pod that was started here. `codes` has the exit codes of the containers that ended."""
+
+    order: RunOrder
+    entry: Entry
+    workers: dict[str, Worker] = field(default_factory=dict)
+    origins: dict[str, Noticed] = field(default_factory=dict)
+    codes: dict[str, int | None] = field(default_factory=dict)
+
+    def add(self, name: str, noticed: Noticed, where: Places) -> Worker:
+        """Take a container's process in."""
+        pod = msgspec.structs.replace(self.order.pod, container=name)
+        worker = Worker(pod, Process(noticed.pid, noticed.start), where)
+        self.workers[name], self.origins[name] = worker, noticed
+        return worker
+
+
+class Pods:
+    """The pods of this node, and the orders `run` and `stop`."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        orders: Orders,
+        background: Background,
+        around: Surroundings,
+        state_dir: Path,
+    ) -> None:
+        """Know no pod yet; `recover` brings those of an earlier agent."""
+        self._machine = machine
+        self._orders = orders
+        self._background = background
+        self._around = around
+        self._state_dir = state_dir
+        self.known: dict[str, RunningPod] = {}
+
+    def places(self, pod_uid: str, container: str) -> Places:
+        """Give the places of a container."""
+        return places(self._state_dir, Path(self._around.socket_dir), pod_uid, container)
+
+    # Orders.
+
+    async def run(self, order: RunOrder, ctx: OrderContext) -> Result:
+        """Start a pod's containers."""
+        if order_id("stop", Uid(order.pod.uid)) in self._orders.journal.ledger.entries:
+            raise Superseded(f"pod {order.pod.name} was stopped already")
+        pod = RunningPod(order, ctx.entry)
+        starting = _Starting(self, self._machine, pod, ctx)
+        await ctx.steps(
+            "run",
+            [
+                Step("resolve", starting.resolve, 45.0),
+                Step("spawn", starting.spawn, 30.0, undo=starting.undo, replayable=False),
+            ],
+        )
+        await ctx.report("started")
+        self._follow(pod)
+        return {}
+
+    async def stop(self, order: StopOrder, ctx: OrderContext) -> Result:
+        """End a pod's containers and everything they started."""
+
+        async def terminate() -> None:
+            await self._orders.cancel(order_id("run", Uid(order.pod.uid)), MAX_ATTEMPT)
+            grace = max(0.0, min(order.grace_s, ctx.remaining_s() - END_MARGIN_S))
+            await self.end(order.pod.uid, grace)
+            self.known.pop(order.pod.uid, None)
+
+        table = [Step("terminate", terminate, order.grace_s + END_MARGIN_S)]
+        await ctx.steps("stop", table)
+        return {}
+
+    async def end(self, pod_uid: str, grace_s: float) -> None:
+        """End everything of a pod; nothing left to end is success."""
+        runtime, control_dir = self._machine.runtime, self._machine.control
+        found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
+        names = {*found, *self._noted_names(pod_uid)}
+        where = {name: self.places(pod_uid, name) for name in names}
+        await asyncio.gather(
+            *(runtime.terminate(found.get(name), where[name], grace_s) for name in names)
+        )
+        for place in where.values():
+            control_dir.remove(place.control, control.STATE)
+            runtime.forget(place)
+
+    def _workers(self, pod_uid: str) -> dict[str, Worker]:
+        pod = self.known.get(pod_uid)
+        return pod.workers if pod else {}
+
+    def _noted_names(self, pod_uid: str) -> list[str]:
+        entry = self._orders.journal.ledger.entries.get(order_id("run", Uid(pod_uid)))
+        return list(entry.notes.get("containers", [])) if entry else []
+
+    # What others ask.
+
+    def launch(self, container: Container, order: RunOrder, spec: PodSpec) -> Launch:
+        """Build a container's process; its trace goes on in the step around."""
+        devices = shared_out(spec.containers, order.devices)[container.name]
+        where = self.places(order.pod.uid, container.name)
+        return launch(
+            container,
+            order.pod,
+            devices,
+            self._around,
+            where,
+            standby=order.standby,
+            traceparent=current_traceparent(),
+        )
+
+    def seen(self, wanted: PodRef, captured_by: str | None = None) -> PodSeen:
+        """Observe a pod for the gate."""
+        pod = self.known.get(wanted.uid)
+        if pod is None:
+            return PodSeen(wanted, None)
+        return PodSeen(
+            wanted,
+            pod.order.pod,
+            containers=tuple(pod.workers),
+            alive=wanted.container in pod.workers and wanted.container not in pod.codes,
+            exit_code=pod.codes.get(wanted.container),
+            standby=pod.order.standby,
+            captured_by=captured_by,
+        )
+
+    def worker(self, wanted: PodRef) -> Worker:
+        """Give the process of a container. StalePodReference when it is not known here."""
+        found = self._workers(wanted.uid).get(wanted.container)
+        if found is None:
+            raise StalePodReference(f"pod {wanted.name} does not run on this node")
+        return found
+
+    def origin(self, wanted: PodRef) -> Noticed:
+        """Give what a container was started from."""
+        return self.known[wanted.uid].origins[wanted.container]
+
+    async def while_alive(self, worker: Worker, work: Any) -> None:
+        """Wait for something while the worker lives. SourceExited with its exit code when not."""
+        index, code = await first(work, self._machine.runtime.ended(worker.process))
+        if index == 1:
+            raise source_exited(worker.pod, code)
+
+    # The life of a pod.
+
+    def _follow(self, pod: RunningPod) -> None:
+        uid = pod.order.pod.uid
+        self.known[uid] = pod
+        self._background.start(self._live(pod), f"life of pod {uid}")
+
+    async def _live(self, pod: RunningPod) -> None:
+        has_told = any(report.kind == "ready" for report in pod.entry.reports)
+        ready = None
+        if not has_told and not pod.order.standby:
+            ready = asyncio.create_task(self._tell_ready(pod))
+        try:
+            await self._until_over(pod)
+        finally:
+            if ready is not None:
+                ready.cancel()
+                await asyncio.gather(ready, return_exceptions=True)
+        for worker in pod.workers.values():
+            self._machine.runtime.forget(worker.places)
+        bad = [name for name, code in pod.codes.items() if code != 0]
+        name = bad[0] if bad else next(iter(pod.codes))
+        code = pod.codes[name]
+        shown = "an unknown exit code" if code is None else f"exit code {code}"
+        await self._orders.report(
+            pod.entry, "exited", exit_code=code, message=f"container {name} ended with {shown}"
+        )
+
+    async def _tell_ready(self, pod: RunningPod) -> None:
+        appears = self._machine.control.appears
+        index, _ = await first(
+            *(
+                appears(worker.places.control, control.READY, lambda _: True)
+                for worker in pod.workers.values()
+            )
+        )
+        name = list(pod.workers)[index]
+        await self._orders.report(pod.entry, "ready", message=f"container {name} is ready")
+
+    async def _until_over(self, pod: RunningPod) -> None:
+        """Wait until every container has ended; when one fails, the others are ended."""
+        runtime = self._machine.runtime
+        waiting = {
+            asyncio.create_task(runtime.ended(worker.process)): name
+            for name, worker in pod.workers.items()
+        }
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    await self._ended(pod, waiting.pop(task), task.result())
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _ended(self, pod: RunningPod, name: str, code: int | None) -> None:
+        pod.codes[name] = code
+        runtime = self._machine.runtime
+        worker = pod.workers[name]
+        await runtime.terminate(worker.process, worker.places, 0.0)
+        if code == 0:
+            return
+        others = [other for key, other in pod.workers.items() if key not in pod.codes]
+        await asyncio.gather(
+            *(runtime.terminate(w.process, w.places, SIBLINGS_GRACE_S) for w in others)
+        )
+
+    # After a restart.
+
+    async def recover(self, entry: Entry) -> None:
+        """Adopt the processes of a run order, or settle what became of it."""
+        has_ended = any(report.kind == "exited" for report in entry.reports)
+        was_refused = entry.terminal is not None and entry.terminal.failure is not None
+        if has_ended or was_refused or "spawn" not in entry.began:
+            return
+        order = decode_json(bytes(entry.accepted.payload), RunOrder)
+        pod = RunningPod(order, entry)
+        for name in entry.notes.get("containers", []):
+            if noticed := await self._find(entry, name):
+                pod.add(name, noticed, self.places(order.pod.uid, name))
+        if entry.terminal is None and not await self._finish_start(pod):
+            return
+        self._follow(pod)
+
+    async def _find(self, entry: Entry, name: str) -> Noticed | None:
+        """Find a container's process: on record, or started just before the record."""
+        runtime = self._machine.runtime
+        noted = entry.notes.get(f"container:{name}")
+        if noted is not None:
+            found = msgspec.convert(noted, Noticed)
+            runtime.adopt(Process(found.pid, found.start))
+            return found
+        process = runtime.find(self.places(_pod_uid(entry), name))
+        if process is None or not runtime.adopt(process):
+            return None
+        found = Noticed(pid=process.pid, start=process.start)
+        note = Noted(
+            order=entry.order,
+            attempt=entry.attempt,
+            key=f"container:{name}",
+            value=msgspec.to_builtins(found),
+        )
+        await self._orders.journal.append(note)
+        return found
+
+    async def _finish_start(self, pod: RunningPod) -> bool:
+        """End what a restart cut off: started when every container runs, failed when not."""
+        names = pod.entry.notes["containers"]
+        runtime = self._machine.runtime
+        if len(pod.workers) == len(names) and all(
+            runtime.adopt(worker.process) for worker in pod.workers.values()
+        ):
+            await self._orders.report(pod.entry, "started")
+            return True
+        for name in names:
+            worker = pod.workers.get(name)
+            where = self.places(pod.order.pod.uid, name)
+            await runtime.terminate(worker.process if worker else None, where, 0.0)
+        error = OutcomeUnknown("the agent was restarted while it started the pod", step="spawn")
+        await self._orders.report(pod.entry, "failed", failure=failure_of(error))
+        return False
+
+
+class _Starting:
+    """The steps of one run order."""
+
+    def __init__(self, pods: Pods, machine: Machine, pod: RunningPod, ctx: OrderContext) -> None:
+        self._pods = pods
+        self._machine = machine
+        self._pod = pod
+        self._ctx = ctx
+        self._spec: PodSpec | None = None
+
+    async def resolve(self) -> None:
+        """Ask for the spec; it must be the one whose digest the order carries."""
+        order = self._pod.order
+        raw = await self._machine.templates.spec(order.pod)
+        found = digest(encode_json(raw))
+        if found != order.template_digest:
+            raise StalePodReference(
+                f"the spec of pod {order.pod.name} has digest {found}, the order says "
+                f"{order.template_digest}",
+                expected=order.template_digest,
+                found=found,
+            )
+        try:
+            self._spec = msgspec.convert(raw, PodSpec)
+        except msgspec.ValidationError as error:
+            raise InvalidMessage(f"the spec of pod {order.pod.name}: {error}") from error
+        names = [container.name for container in self._spec.containers]
+        await self._ctx.note("containers", names)
+
+    async def spawn(self) -> None:
+        """Start every container; each process is on record before the next is started."""
+        await self._ctx.note("no-replay", value=True)
+        if self._spec is None:
+            raise Internal("the pod was not resolved")
+        for container in self._spec.containers:
+            launched = self._pods.launch(container, self._pod.order, self._spec)
+            self._machine.control.create(launched.places.control)
+            process = self._machine.runtime.spawn(launched)
+            noticed = Noticed(
+                pid=process.pid,
+                start=process.start,
+                image=container.image,
+                command=container.command,
+            )
+            self._pod.add(container.name, noticed, launched.places)
+            await self._ctx.note(f"container:{container.name}", msgspec.to_builtins(noticed))
+
+    async def undo(self) -> None:
+        """End what was started."""
+        for worker in self._pod.workers.values():
+            await self._machine.runtime.terminate(worker.process, worker.places, 0.0)
+            self._machine.runtime.forget(worker.places)
+
+
+def _pod_uid(entry: Entry) -> str:
+    return entry.order.partition("-")[2]

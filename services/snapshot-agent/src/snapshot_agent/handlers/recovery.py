@@ -1,0 +1,126 @@
+"""What happens at the start of an agent, before it connects to NATS.
+
+Processes are adopted first; then every capture that was left behind is held on, let go or undone,
+all at the same time, for a worker may be frozen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from snapshot_agent.domain.recovery import Left, Recovery, decide, interruption
+from snapshot_agent.handlers.holds import Hold, Holds
+from snapshot_agent.handlers.opening import DEADLINE_NOTE
+from snapshot_agent.handlers.pods import Pods
+from snapshot_agent.ports import Machine, Orders, Worker
+from snapshot_shared.codec import decode_json
+from snapshot_shared.errors import SnapbackError, SourceExited, StalePodReference
+from snapshot_shared.ids import OrderId, Uid, order_id, owner_of, verb_of
+from snapshot_shared.ledger import Entry
+from snapshot_shared.orders import PrepareOrder
+
+log = logging.getLogger(__name__)
+
+
+class Recoverer:
+    """Settles what an earlier agent left behind."""
+
+    def __init__(self, machine: Machine, orders: Orders, pods: Pods, holds: Holds) -> None:
+        """Use the node's parts."""
+        self._machine = machine
+        self._orders = orders
+        self._pods = pods
+        self._holds = holds
+
+    async def run(self) -> None:
+        """Adopt the processes, then settle the captures."""
+        entries = list(self._orders.journal.ledger.entries.values())
+        for entry in entries:
+            if verb_of(OrderId(entry.order)) == "run":
+                await self._pods.recover(entry)
+        prepared = [entry for entry in entries if verb_of(OrderId(entry.order)) == "prepare"]
+        await asyncio.gather(*(self._settle(entry) for entry in prepared))
+
+    async def _settle(self, prepare: Entry) -> None:
+        order = decode_json(bytes(prepare.accepted.payload), PrepareOrder)
+        try:
+            worker = self._pods.worker(order.pod)
+        except StalePodReference:
+            worker = None
+        left = self._observe(prepare, order, worker)
+        decision = decide(left)
+        if decision is Recovery.NOTHING:
+            return
+        log.info("capture of %s left at attempt %d: %s", order.content_uid, order.attempt, decision)
+        hold = await self._rebuilt(prepare, order, worker) if worker else None
+        if decision is Recovery.COMPENSATE:
+            await self._compensate(left, order, hold)
+        elif hold is not None and decision is Recovery.HOLD:
+            await self._hold_on(hold)
+        elif hold is not None:
+            await self._holds.release_alone(hold)
+
+    def _observe(self, prepare: Entry, order: PrepareOrder, worker: Worker | None) -> Left:
+        content = owner_of(OrderId(prepare.order))
+        dump = self._entry("dump", content)
+        if dump is not None and dump.attempt != prepare.attempt:
+            dump = None
+        return Left(
+            prepare=prepare,
+            dump=dump,
+            is_settled=any(self._is_over(verb, content, prepare) for verb in ("release", "abort")),
+            is_let_go=worker is not None and self._holds.is_let_go(worker, order.attempt),
+            is_overdue=self._deadline(prepare, order) <= self._machine.clocks.monotonic(),
+        )
+
+    def _entry(self, verb: str, content: Uid) -> Entry | None:
+        return self._orders.journal.ledger.entries.get(order_id(verb, content))
+
+    def _is_over(self, verb: str, content: Uid, prepare: Entry) -> bool:
+        entry = self._entry(verb, content)
+        return entry is not None and entry.attempt >= prepare.attempt and bool(entry.terminal)
+
+    def _deadline(self, prepare: Entry, order: PrepareOrder) -> float:
+        """Give the deadline of a hold on the monotonic clock; a reboot has ended every hold."""
+        clocks = self._machine.clocks
+        if prepare.accepted.boot_id != clocks.boot_id:
+            return clocks.monotonic()
+        noted = prepare.notes.get(DEADLINE_NOTE)
+        return float(noted) if noted is not None else clocks.monotonic() + order.hold_s
+
+    async def _rebuilt(self, prepare: Entry, order: PrepareOrder, worker: Worker) -> Hold:
+        """Give the hold that the earlier agent had, with its guard if that lives."""
+        unlock = self._machine.locks.take(worker.places.lock)
+        hold = Hold(order, worker, self._deadline(prepare, order), unlock or _nothing)
+        hold.guard = await self._machine.guards.adopt(self._holds.duty(hold))
+        self._holds.by_content[hold.content] = hold
+        return hold
+
+    async def _compensate(self, left: Left, order: PrepareOrder, hold: Hold | None) -> None:
+        entry = left.interrupted
+        error = interruption(entry or left.prepare)
+        try:
+            if hold is not None:
+                await self._holds.give_up(hold, error.to_failure())
+            else:
+                await self._holds.unfence(order)
+        except (SnapbackError, OSError):
+            log.exception("capture of %s could not be undone completely", order.content_uid)
+        if entry is not None:
+            await self._orders.report(entry, "failed", failure=error.to_failure())
+
+    async def _hold_on(self, hold: Hold) -> None:
+        """Keep what was prepared; the worker is not frozen unless its dump was cut off."""
+        for driver in self._machine.drivers.values():
+            await driver.thaw(hold.worker)
+        if hold.guard is None:
+            try:
+                await self._holds.arm(hold)
+            except SourceExited:
+                log.info("the worker of %s has ended", hold.content)
+        self._holds.keep(hold)
+
+
+def _nothing() -> None:
+    """Give back a lock that somebody else has."""

@@ -1,0 +1,180 @@
+"""Wires the agent of one node. Recovery comes first: NATS may be away, workers may be frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from snapshot_agent.adapters.artifacts import ArtifactRoot
+from snapshot_agent.adapters.control_dir import ControlDirectories
+from snapshot_agent.adapters.cooperative import Cooperative
+from snapshot_agent.adapters.gms_grpc import GmsClient
+from snapshot_agent.adapters.guards import Guards
+from snapshot_agent.adapters.locks import FileLocks
+from snapshot_agent.adapters.presence import Announcer
+from snapshot_agent.adapters.processes import LocalProcesses
+from snapshot_agent.adapters.templates import OperatorTemplates
+from snapshot_agent.domain.spec import Surroundings
+from snapshot_agent.handlers import Agent, routes
+from snapshot_agent.ports import Machine
+from snapshot_shared import subjects
+from snapshot_shared.artifact import Facts
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import encode_json
+from snapshot_shared.courier import Courier
+from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.ids import check_node
+from snapshot_shared.journal import Journal
+from snapshot_shared.orders import Presence, PresenceDevice
+from snapshot_shared.runner import Runner
+from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
+from snapshot_shared.settings import NodeSettings, load
+from snapshot_shared.telemetry import Telemetry, log_to_stderr
+
+log = logging.getLogger(__name__)
+
+SERVICE = "snap-agent"
+FLUSH_S = 2.0
+"""How long the last spans may hold up the end, in seconds."""
+
+
+class AgentSettings(NodeSettings, frozen=True, kw_only=True):
+    """What an agent needs to know. `slots` bounds how many parts it writes or reads at a time."""
+
+    workdir: Path | None = None
+    slots: int = 2
+
+
+class _Node:
+    """The parts of one agent, built in the order in which they need each other."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self.settings = settings
+        self.name = check_node(settings.node)
+        self.clocks = system_clocks()
+        self.telemetry = Telemetry(
+            SERVICE, settings.node, VERSION, otlp_endpoint=settings.otlp_endpoint
+        )
+        self.journal = Journal.open(settings.state_dir, now=self.clocks.wall())
+        self.bus = Bus(settings.nats_url, SERVICE, credentials=settings.nats_credentials)
+        self.root = ArtifactRoot(settings.artifact_root)
+        self.runtime = LocalProcesses()
+        self.control = ControlDirectories()
+        self.gms = GmsClient(settings.socket_dir)
+        self.courier = Courier(
+            node=self.name,
+            service="agent",
+            bus=self.bus,
+            journal=self.journal,
+            telemetry=self.telemetry,
+            runner=Runner(self.journal, self.telemetry),
+            clocks=self.clocks,
+            handlers=routes(lambda: self.agent),
+        )
+        self.agent = Agent(
+            self._machine(), self.courier, self._around(), settings.state_dir, settings.slots
+        )
+
+    def _machine(self) -> Machine:
+        return Machine(
+            runtime=self.runtime,
+            control=self.control,
+            drivers={Cooperative.name: Cooperative()},
+            gpu_memory=self.gms,
+            guards=Guards(self.settings.state_dir / "guards", self.settings.run),
+            artifacts=self.root,
+            generations=self.root,
+            templates=OperatorTemplates(self.bus, self.settings.node),
+            locks=FileLocks(),
+            clocks=self.clocks,
+            facts=Facts(
+                arch=platform.machine(),
+                kernel=platform.release(),
+                python=platform.python_version(),
+            ),
+        )
+
+    def _around(self) -> Surroundings:
+        own = str(Path(sys.executable).parent)
+        return Surroundings(
+            node=self.settings.node,
+            run=self.settings.run,
+            socket_dir=self.settings.socket_dir,
+            workdir=self.settings.workdir or Path.cwd(),
+            path=f"{own}:{os.environ.get('PATH', os.defpath)}",
+            home=os.environ.get("HOME", "/"),
+        )
+
+    def presence(self, devices: list[PresenceDevice]) -> Presence:
+        """Describe the node."""
+        return Presence(
+            node=self.settings.node,
+            boot_id=self.clocks.boot_id,
+            version=VERSION,
+            devices=devices,
+            drivers=[Cooperative.name],
+            artifact_root=str(self.settings.artifact_root),
+            free_bytes=self.root.free_bytes(),
+            slots=self.settings.slots,
+            at=self.clocks.wall(),
+        )
+
+    async def status(self, _data: bytes, _headers: Mapping[str, str]) -> bytes:
+        """Answer who asks how the node is."""
+        return encode_json({"node": self.settings.node, **self.agent.status()})
+
+    async def close(self) -> None:
+        """End orderly: compensate what is under way, leave containers running."""
+        await self.courier.drain()
+        await self.agent.close()
+        await self.control.close()
+        self.runtime.close()
+        await self.gms.close()
+        if self.bus.is_connected:
+            with contextlib.suppress(BusUnavailable, TimeoutError):
+                await asyncio.wait_for(self.telemetry.flush(self.bus), FLUSH_S)
+        self.telemetry.shutdown()
+        await self.bus.close()
+        self.journal.close()
+
+
+async def serve(stop: asyncio.Event) -> None:
+    """Run until `stop` is set."""
+    settings = load(AgentSettings)
+    log_to_stderr(SERVICE, settings.node, settings.log_level)
+    node = _Node(settings)
+    try:
+        await node.agent.recover()
+        await until_stopped(stop, _connect(node))
+        if not stop.is_set():
+            log.info("the agent serves")
+            await until_stopped(
+                stop,
+                node.courier.serve(),
+                node.telemetry.publish_to(node.bus),
+                Announcer(node.bus, node.gms, node.presence, stop).run(),
+            )
+    finally:
+        await node.close()
+
+
+async def _connect(node: _Node) -> None:
+    """Wait for NATS as long as it takes, and answer questions there."""
+    await node.bus.connect()
+    question = subjects.rpc(node.name, "agent", "status")
+    await node.bus.serve(SERVICE, VERSION, {"node": node.settings.node}, {question: node.status})
+
+
+def main() -> int:
+    """Run the agent."""
+    return run(serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

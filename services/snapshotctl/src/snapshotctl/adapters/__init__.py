@@ -1,0 +1,1 @@
+"""The machine and the operator as the command line meets them."""

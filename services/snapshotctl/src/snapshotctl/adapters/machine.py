@@ -1,0 +1,88 @@
+"""What this machine has, for the preflight of the demo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from snapshot_shared.errors import NotFound
+from snapshotctl.adapters.local_cluster import nats_server_binary
+from snapshotctl.domain.preflight import Machine
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def now() -> float:
+    """Give the time in seconds since the epoch."""
+    return time.time()
+
+
+def look(state_dir: Path, examples: Path) -> Machine:
+    """Look at everything that the demo needs."""
+    return Machine(
+        system=platform.system(),
+        kernel=platform.release(),
+        python=sys.version_info[:2],
+        has_venv=all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")),
+        has_pidfd=hasattr(os, "pidfd_open") and _opens_pidfds(),
+        memory=_available_memory(),
+        state_dir=str(state_dir),
+        disk=_free(state_dir),
+        shared_memory=_free(Path("/dev/shm")),  # noqa: S108 - only its size is read
+        has_examples=(examples / "checkpoint.yaml").is_file(),
+        examples=str(examples),
+        has_nats=_has_nats(),
+    )
+
+
+def examples_folder() -> Path:
+    """Find `deploy/examples`: below the working directory, else in the checkout we run from."""
+    checkout = Path(__file__).resolve().parents[5]
+    folders = [base / "deploy" / "examples" for base in (Path.cwd(), checkout)]
+    return next((folder for folder in folders if folder.is_dir()), folders[0])
+
+
+def _opens_pidfds() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+def _available_memory() -> int:
+    """Give the memory that can be had: that of the machine, or less in a container."""
+    available = 0
+    try:
+        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        limit = (_CGROUP / "memory.max").read_text("ascii").strip()
+        used = (_CGROUP / "memory.current").read_text("ascii").strip()
+        available = min(available, max(0, int(limit) - int(used)))
+    except (OSError, ValueError):
+        # No such limit: the files are not there, or say "max".
+        return available
+    return available
+
+
+def _free(folder: Path) -> int:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def _has_nats() -> bool:
+    try:
+        nats_server_binary()
+    except NotFound:
+        return False
+    return True

@@ -1,0 +1,233 @@
+"""The operator as seen over NATS: requests to its service, its events, spans and progress."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from snapshot_shared import subjects
+from snapshot_shared.api import (
+    Applied,
+    ApplyReply,
+    ApplyRequest,
+    DeleteReply,
+    DeleteRequest,
+    GetReply,
+    GetRequest,
+)
+from snapshot_shared.bus import Bus, Delivery
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import (
+    BusUnavailable,
+    InvalidInput,
+    InvalidMessage,
+    NotFound,
+    RemoteFailure,
+)
+from snapshot_shared.ids import NodeName, name_of
+from snapshot_shared.objects import KINDS, AnyObject, Kind
+from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain.servers import Server, shown
+from snapshotctl.domain.targets import Target
+
+SAFETY_S = 15.0
+"""How long an event may be lost before it is looked for."""
+
+CONNECT_S = 10.0
+MAX_REQUEST_BYTES = 900 * 1024
+MAX_REPLY_BYTES = 1024 * 1024
+MAX_PAGES = 10_000
+
+Reply = TypeVar("Reply", ApplyReply, GetReply, DeleteReply)
+
+
+class OperatorClient:
+    """Talks to the operator behind one server."""
+
+    def __init__(self, bus: Bus, server: Server) -> None:
+        """Use `connected`."""
+        self.bus = bus
+        self._server = server
+
+    async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
+        request = ApplyRequest(documents=list(documents), traceparent=traceparent)
+        return (await self._ask("apply", request, ApplyReply)).results
+
+    async def get(self, target: Target) -> AnyObject | None:
+        request = GetRequest(kind=target.kind.name, namespace=target.namespace, name=target.name)
+        try:
+            reply = await self._ask("get", request, GetReply)
+        except RemoteFailure as error:
+            if error.failure.reason == "NotFound":
+                return None
+            raise
+        return _object(target.kind, reply.items[0]) if reply.items else None
+
+    async def all_of(self, kind: Kind, namespace: str | None) -> list[AnyObject]:
+        found: list[AnyObject] = []
+        after = ""
+        for _ in range(MAX_PAGES):
+            request = GetRequest(kind=kind.name, namespace=namespace, after=after)
+            reply = await self._ask("get", request, GetReply)
+            found += [_object(kind, item) for item in reply.items]
+            after = reply.next
+            if not after:
+                break
+        return found
+
+    async def delete(self, target: Target) -> bool:
+        request = DeleteRequest(
+            kind=target.kind.name, namespace=target.namespace, name=target.name or ""
+        )
+        return (await self._ask("delete", request, DeleteReply)).gone
+
+    @contextlib.asynccontextmanager
+    async def watching(self, target: Target) -> AsyncIterator[_Changes]:
+        kind, name = target.kind, target.name
+        if name is None:
+            subject = f"{subjects.EVENTS}.{kind.plural}.>"
+        else:
+            subject = subjects.event(kind.plural, target.namespace, name)
+        async with self._changes(subject) as changes:
+            yield changes
+
+    @contextlib.asynccontextmanager
+    async def spans_arriving(self, trace_id: str) -> AsyncIterator[_Changes]:
+        async with self._changes(subjects.spans_of(trace_id)) as changes:
+            yield changes
+
+    @contextlib.asynccontextmanager
+    async def buckets_changing(self) -> AsyncIterator[_Changes]:
+        """Follow all buckets for the length of the block.
+
+        Nodes write their presence to one, and the operator its schemas when it begins to serve.
+        """
+        async with self._changes("$KV.>") as changes:
+            yield changes
+
+    @contextlib.asynccontextmanager
+    async def _changes(self, subject: str) -> AsyncIterator[_Changes]:
+        again = self.bus.reconnections()
+        async with self.bus.listening(subject) as queue:
+            yield _Changes(queue, again)
+
+    async def spans(self, trace_id: str) -> list[SpanRecord]:
+        deliveries = await self.bus.replay(subjects.SPANS, subjects.spans_of(trace_id))
+        records = []
+        for delivery in deliveries:
+            with contextlib.suppress(InvalidMessage):
+                records.append(decode_json(delivery.data, SpanRecord))
+        return records
+
+    async def presence(self) -> dict[NodeName, Presence]:
+        found: dict[NodeName, Presence] = {}
+        for key, value in (await self.bus.entries(subjects.NODES_BUCKET)).items():
+            with contextlib.suppress(InvalidInput):
+                found[NodeName(name_of(key))] = decode_json(value, Presence)
+        return found
+
+    @contextlib.asynccontextmanager
+    async def progress(self) -> AsyncIterator[AsyncIterator[Progress]]:
+        async with self.bus.listening("snap.progress.>") as queue:
+            yield _progress(queue)
+
+    async def _ask(self, verb: str, request: msgspec.Struct, type_: type[Reply]) -> Reply:
+        data = encode_json(request)
+        if len(data) > MAX_REQUEST_BYTES:
+            raise InvalidInput(
+                f"the request has {len(data)} bytes as JSON; {MAX_REQUEST_BYTES} fit into one",
+                next_step="split the file and apply its parts one after another",
+            )
+        try:
+            answer = await self.bus.request(subjects.api(verb), data)
+        except NotFound as error:
+            raise BusUnavailable(
+                f"no operator answers behind {shown(self._server.url)} ({self._server.source})",
+                next_step="start it, or name another server with --server; "
+                "snapshotctl up starts a local cluster",
+            ) from error
+        reply = decode_json(answer, type_, limit=MAX_REPLY_BYTES)
+        if reply.failure is not None:
+            raise RemoteFailure(reply.failure)
+        return reply
+
+
+class _Changes:
+    """The messages of a subject, reduced to the fact that there were some."""
+
+    def __init__(self, queue: asyncio.Queue[Delivery], again: asyncio.Event) -> None:
+        self._queue = queue
+        self._again = again
+
+    async def wait(self) -> None:
+        waiters = [
+            asyncio.ensure_future(self._queue.get()),
+            asyncio.ensure_future(self._again.wait()),
+        ]
+        try:
+            await asyncio.wait(waiters, timeout=SAFETY_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiter in waiters:
+                waiter.cancel()
+        self._again.clear()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+
+
+async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:
+    while True:
+        delivery = await queue.get()
+        with contextlib.suppress(InvalidMessage):
+            yield decode_json(delivery.data, Progress)
+
+
+def _object(kind: Kind, item: Any) -> AnyObject:
+    try:
+        return msgspec.convert(item, KINDS[kind.name].type)  # type: ignore[no-any-return]
+    except msgspec.ValidationError as error:
+        raise InvalidMessage(
+            f"the operator sent a {kind.name} that this snapshotctl cannot read: {error}",
+            next_step="use the snapshotctl of the same version as the operator",
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
+    """Connect for the length of the block. BusUnavailable, at once, when nothing answers.
+
+    With `patiently` the connection is built again whenever it is lost later on.
+    """
+    bus = Bus(server.url, "snapshotctl", credentials=server.credentials)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            await _open(bus, server, patiently=patiently)
+    except TimeoutError:
+        raise _unreachable(server, f"no answer within {CONNECT_S:.0f} s") from None
+    except BusUnavailable as error:
+        raise _unreachable(server, error.message) from error
+    try:
+        yield OperatorClient(bus, server)
+    finally:
+        await bus.close()
+
+
+async def _open(bus: Bus, server: Server, *, patiently: bool) -> None:
+    if patiently:
+        # A patient connection waits for ever; a first look tells at once that nobody is there.
+        probe = Bus(server.url, "snapshotctl", credentials=server.credentials)
+        await probe.connect(patiently=False)
+        await probe.close()
+    await bus.connect(patiently=patiently)
+
+
+def _unreachable(server: Server, why: str) -> BusUnavailable:
+    why = why.replace(server.url, shown(server.url))
+    return BusUnavailable(
+        f"cannot reach {shown(server.url)} (from {server.source}): {why}",
+        next_step="check the address, or start a local cluster with: snapshotctl up",
+    )

@@ -1,0 +1,221 @@
+"""Processes: started in sessions of their own, waited for by pidfd, found by their run id.
+
+A pid may be used again by another process at any time. A recorded process is therefore named by
+its pid and start time, and a signal goes through a pidfd whose process was looked at after the
+pidfd was opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapshotctl.domain.cluster import Member, ProcessRecord
+
+RUN_VARIABLE = "SNAPBACK_RUN"
+_ENVIRON_BYTES = 1024 * 1024
+_PROC = Path("/proc")
+
+
+def spawn(
+    name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+) -> ProcessRecord:
+    """Start a program in a new session, with its output at the end of a log."""
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    pid = os.posix_spawn(
+        arguments[0],
+        list(arguments),
+        dict(environment),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), append, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        # A session of its own: the terminal's Ctrl-C must reach us alone.
+        setsid=True,
+        # Python ignores SIGPIPE, and what is ignored is inherited.
+        setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGQUIT],
+    )
+    return ProcessRecord(name=name, pid=pid, started=started(pid) or 0, log=str(log))
+
+
+def started(pid: int) -> int | None:
+    """Give a process's start time in ticks since boot; None for one that ended or is a zombie."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
+    except OSError:
+        return None
+    # The name in brackets may itself hold brackets and blanks.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_alive(record: ProcessRecord) -> bool:
+    """Say whether exactly this process still runs."""
+    return started(record.pid) == record.started
+
+
+def this_process(name: str) -> ProcessRecord:
+    """Describe ourselves."""
+    return ProcessRecord(name=name, pid=os.getpid(), started=started(os.getpid()) or 0)
+
+
+def boot_id() -> str:
+    """Name this boot; pids and start times mean nothing after another."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text("ascii").strip()
+
+
+def members(run: str | None = None) -> list[Member]:
+    """Find the processes of this user that carry a run id, or exactly this one.
+
+    Ourselves and our parents are left out.
+    """
+    spared = set(_ancestors())
+    return [
+        found
+        for entry in _PROC.iterdir()
+        if entry.name.isdigit()
+        and int(entry.name) not in spared
+        and (found := _member(int(entry.name))) is not None
+        and run in (None, found.run)
+    ]
+
+
+def _member(pid: int) -> Member | None:
+    folder = _PROC / str(pid)
+    try:
+        if folder.stat().st_uid != os.getuid():
+            return None
+        with (folder / "environ").open("rb") as file:
+            environment = file.read(_ENVIRON_BYTES)
+        command = (folder / "cmdline").read_bytes()[:200].replace(b"\0", b" ")
+    except OSError:
+        return None
+    key = f"{RUN_VARIABLE}=".encode()
+    run = next((item[len(key) :] for item in environment.split(b"\0") if item.startswith(key)), b"")
+    if not run:
+        return None
+    return Member(pid, run.decode("utf-8", "replace"), command.decode("utf-8", "replace").strip())
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Read a process's environment; empty when it is gone."""
+    try:
+        with (_PROC / str(pid) / "environ").open("rb") as file:
+            data = file.read(_ENVIRON_BYTES)
+    except OSError:
+        return {}
+    pairs = (item.decode("utf-8", "replace").partition("=") for item in data.split(b"\0"))
+    return {name: value for name, _, value in pairs if name}
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getpid()
+    while pid > 0:
+        yield pid
+        try:
+            text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
+        except OSError:
+            return
+        pid = int(text.rpartition(")")[2].split()[1])
+
+
+class Handle:
+    """A process that cannot be mistaken for another: its pidfd."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        """Use `opened` or `opened_member`."""
+        self.pid = pid
+        self._fd = fd
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal; a process that is gone is no error."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fd, number)
+
+    async def ended(self) -> None:
+        """Return when the process has ended; collect it when it is our child."""
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+        loop.add_reader(self._fd, over.set)
+        try:
+            await over.wait()
+        finally:
+            loop.remove_reader(self._fd)
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222 - does not wait
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._fd)
+
+
+def opened(record: ProcessRecord) -> Handle | None:
+    """Take hold of a recorded process; None when it is gone."""
+    return _opened(record.pid, lambda: is_alive(record))
+
+
+def opened_member(member: Member) -> Handle | None:
+    """Take hold of a process with a run id; None when it is gone."""
+    return _opened(member.pid, lambda: _member(member.pid) == member)
+
+
+def _opened(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    if is_meant():
+        return Handle(pid, fd)
+    os.close(fd)
+    return None
+
+
+async def end(handles: Iterable[Handle], *, grace_s: float) -> None:
+    """SIGTERM, then SIGKILL for whatever still runs after the grace; wait, and close all.
+
+    With no grace it is SIGKILL at once.
+    """
+    waiting = list(handles)
+    try:
+        if grace_s > 0:
+            for handle in waiting:
+                handle.send(signal.SIGTERM)
+            if await _all_ended(waiting, grace_s):
+                return
+        for handle in waiting:
+            handle.send(signal.SIGKILL)
+        # A killed process ends unless the kernel itself is stuck in its behalf.
+        await _all_ended(waiting, 10.0)
+    finally:
+        for handle in waiting:
+            handle.close()
+
+
+async def _all_ended(handles: Sequence[Handle], within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await asyncio.gather(*(handle.ended() for handle in handles))
+    except TimeoutError:
+        return False
+    return True
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do something that an interrupt must not cut short; the interrupt counts afterwards."""
+    task = asyncio.ensure_future(work)
+    interrupt: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            interrupt = error
+    await task
+    if interrupt is not None:
+        raise interrupt

@@ -1,0 +1,262 @@
+"""A local cluster as values: what runs, with which environment, and what is recorded of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+RECORD = "cluster.json"
+MARKER = "cluster"
+CONTEXT_PREFIX = "snapback-"
+SOCKETS_PREFIX = "snapback-"
+DEMO_PREFIX = "demo-"
+MAX_RECORD_BYTES = 1024 * 1024
+MAX_SOCKET_FOLDER = 60
+"""A socket's path has at most 107 bytes; below this folder come node, pod and name."""
+
+NATS = "nats-server"
+OPERATOR = "operator"
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that was started. `started` (ticks since boot) tells it from a later namesake."""
+
+    name: str
+    pid: int
+    started: int
+    log: str = ""
+
+
+class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One node of a local cluster; `gpu_memory` is bytes a GPU."""
+
+    name: str
+    gpus: int
+    gpu_memory: int
+
+
+class ClusterRecord(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.local_cluster"
+):
+    """What `cluster.json` says. `owner` is the demo that will end this cluster, if one will."""
+
+    name: str
+    run: str
+    boot_id: str
+    state_dir: str
+    socket_dir: str
+    url: str = ""
+    nodes: list[NodeSpec] = []
+    processes: list[ProcessRecord] = []
+    owner: ProcessRecord | None = None
+
+    def process(self, name: str) -> ProcessRecord | None:
+        """Find a process by its name."""
+        return next((found for found in self.processes if found.name == name), None)
+
+
+class Program(NamedTuple):
+    """One process to start."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class Places(NamedTuple):
+    """Where the parts of a cluster keep their files."""
+
+    state: Path
+    sockets: Path
+
+    @property
+    def logs(self) -> Path:
+        """One file a process."""
+        return self.state / "logs"
+
+    @property
+    def artifacts(self) -> Path:
+        """The artifact root, which all nodes share."""
+        return self.state / "artifacts"
+
+    @property
+    def nats(self) -> Path:
+        """The folder of nats-server."""
+        return self.state / "nats"
+
+    @property
+    def record(self) -> Path:
+        """The file that describes the cluster."""
+        return self.state / RECORD
+
+    def log(self, program: str) -> Path:
+        """The log of one process."""
+        return self.logs / f"{program}.log"
+
+    def node(self, node: str, service: str) -> Path:
+        """The state of one service of a node."""
+        return self.state / "nodes" / node / service
+
+    def node_sockets(self, node: str) -> Path:
+        """The sockets of a node and of the pods on it."""
+        return self.sockets / node
+
+
+class Setting(NamedTuple):
+    """What every process of a cluster is given."""
+
+    python: str
+    places: Places
+    run: str
+    url: str
+    workdir: Path
+    inherited: Mapping[str, str]
+
+
+def agent_of(node: str) -> str:
+    """Name the agent of a node."""
+    return f"{node}-agent"
+
+
+def gms_of(node: str) -> str:
+    """Name the GPU memory service of a node."""
+    return f"{node}-gms"
+
+
+def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
+    """Give the environment of every process: the user's, without settings meant for others."""
+    kept = ("SNAPBACK_OTLP_ENDPOINT", "SNAPBACK_LOG_LEVEL")
+    environment = {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith("SNAPBACK_") or name in kept
+    }
+    return environment | {"SNAPBACK_RUN": run}
+
+
+def operator_program(setting: Setting) -> Program:
+    """Describe the operator."""
+    environment = _service(setting, setting.places.state / OPERATOR)
+    return Program(OPERATOR, (setting.python, "-P", "-m", "snapshot_operator.main"), environment)
+
+
+def node_programs(setting: Setting, node: NodeSpec) -> tuple[Program, Program]:
+    """Describe a node: its GPU memory service and its agent."""
+    places = setting.places
+    shared = {
+        "SNAPBACK_NODE": node.name,
+        "SNAPBACK_ARTIFACT_ROOT": str(places.artifacts),
+        "SNAPBACK_SOCKET_DIR": str(places.node_sockets(node.name)),
+        "SNAPBACK_DEVICES": str(node.gpus),
+        "SNAPBACK_DEVICE_BYTES": str(node.gpu_memory),
+        "SNAPBACK_WORKDIR": str(setting.workdir),
+    }
+    gms = Program(
+        gms_of(node.name),
+        (setting.python, "-P", "-m", "gms.main"),
+        _service(setting, places.node(node.name, "gms")) | shared,
+    )
+    agent = Program(
+        agent_of(node.name),
+        (setting.python, "-P", "-m", "snapshot_agent.main"),
+        _service(setting, places.node(node.name, "agent")) | shared,
+    )
+    return gms, agent
+
+
+def _service(setting: Setting, state: Path) -> dict[str, str]:
+    return base_environment(setting.inherited, setting.run) | {
+        "SNAPBACK_NATS_URL": setting.url,
+        "SNAPBACK_STATE_DIR": str(state),
+    }
+
+
+def nats_configuration(name: str, places: Places) -> str:
+    """Write the configuration of nats-server: loopback, a free port, every write synced."""
+    store, ports = (_quoted(places.nats / folder) for folder in ("store", "ports"))
+    return f"""\
+server_name: {_quoted(CONTEXT_PREFIX + name)}
+listen: "127.0.0.1:-1"
+ports_file_dir: {ports}
+max_payload: 1MB
+jetstream {{
+  store_dir: {store}
+  sync_interval: always
+  max_file_store: 4GB
+  max_memory_store: 256MB
+}}
+"""
+
+
+def _quoted(value: object) -> str:
+    return msgspec.json.encode(str(value)).decode()
+
+
+def stop_order(record: ClusterRecord) -> list[list[ProcessRecord]]:
+    """Give the processes in the groups in which they are ended, workers between the two last.
+
+    The operator first, so that it does not answer the end of the others with work; the bus last.
+    """
+    operator = [found for found in record.processes if found.name == OPERATOR]
+    bus = [found for found in record.processes if found.name == NATS]
+    nodes = [found for found in record.processes if found.name not in (OPERATOR, NATS)]
+    agents = [found for found in nodes if found.name.endswith("-agent")]
+    rest = [found for found in nodes if found not in agents]
+    return [operator, agents, rest, bus]
+
+
+class Member(NamedTuple):
+    """A process found on this machine that carries a run id."""
+
+    pid: int
+    run: str
+    command: str
+
+
+class Found(NamedTuple):
+    """What a look at the machine found: records with the pids that live, members, folders."""
+
+    clusters: list[tuple[ClusterRecord, frozenset[int]]]
+    owners_alive: frozenset[str]
+    members: list[Member]
+    socket_folders: list[tuple[Path, str]]
+    broken_states: list[Path]
+
+
+def leftovers(found: Found) -> list[str]:
+    """Say what was left behind and how to remove it, one line each; empty when nothing was.
+
+    A cluster lives while its demo does, or, when no demo owns it, while one of its processes does.
+    """
+    living = {
+        record.run
+        for record, alive in found.clusters
+        if (record.run in found.owners_alive if record.owner else alive)
+    }
+    lines = [
+        f"process {member.pid} of run {member.run}: {member.command} (fix: kill {member.pid})"
+        for member in found.members
+        if member.run not in living
+    ]
+    lines += [
+        f"sockets {folder} of run {run or 'unknown'} (fix: rm -r {folder})"
+        for folder, run in found.socket_folders
+        if run not in living
+    ]
+    lines += [
+        f"state {record.state_dir} of a demo that ended "
+        f"(fix: snapshotctl down --name {record.name} --purge)"
+        for record, _ in found.clusters
+        if record.name.startswith(DEMO_PREFIX) and record.run not in living
+    ]
+    lines += [f"state {path} without a record (fix: rm -r {path})" for path in found.broken_states]
+    return lines
+
+
+def summary(processes: Iterable[ProcessRecord], alive: frozenset[int]) -> tuple[list[str], bool]:
+    """Give the names of the processes that ended, and whether any lives."""
+    listed = list(processes)
+    return [p.name for p in listed if p.pid not in alive], any(p.pid in alive for p in listed)

@@ -1,0 +1,205 @@
+"""The demo's decisions: what it applies, what it asks, what counts as equal, what it shows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot_shared import subjects
+from snapshot_shared.ids import token
+from snapshotctl.domain.cluster import CONTEXT_PREFIX, NodeSpec
+from snapshotctl.domain.exits import DemoFailed, WrongArguments
+from snapshotctl.domain.preflight import MAX_SIZE_MIB, MIB, MIN_SIZE_MIB
+
+GIB = 1024 * MIB
+GPUS = 2
+SOURCE_NODE = "node-1"
+TARGET_NODE = "node-2"
+SMALL_NODE = "node-small"
+SIZE_VARIABLE = "SIZE_MIB"
+HOSTNAME = "kubernetes.io/hostname"
+
+SAID = (
+    "My name is Ada and I like amber.",
+    "The harbour opens at seven.",
+    "Remember the number 4711.",
+    "Ships turn left at the lighthouse.",
+    "My favourite river is the Tyne.",
+    "Lamps are lit from west to east.",
+    "The cat is called Turing.",
+    "Bring the maps tomorrow.",
+)
+"""Said to the worker before the capture: each moves its state."""
+
+ASKED = (
+    "What is my name?",
+    "When does the harbour open?",
+    "Which number did I give you?",
+    "What is the cat called?",
+)
+"""Asked after the capture and after the restore: each only reads."""
+
+
+def check_size(size_mib: int) -> int:
+    """Return the size. WrongArguments when the example cannot have it."""
+    if not MIN_SIZE_MIB <= size_mib <= MAX_SIZE_MIB:
+        raise WrongArguments(
+            f"--size-mib {size_mib} is not between {MIN_SIZE_MIB} and {MAX_SIZE_MIB}"
+        )
+    return size_mib
+
+
+def nodes(size_mib: int) -> list[NodeSpec]:
+    """Describe the two nodes: either device alone would hold all weights."""
+    capacity = max(GIB, size_mib * MIB)
+    return [
+        NodeSpec(name=name, gpus=GPUS, gpu_memory=capacity) for name in (SOURCE_NODE, TARGET_NODE)
+    ]
+
+
+def small_node(size_mib: int) -> NodeSpec:
+    """Describe a node whose devices hold only half of what a device of the source holds."""
+    capacity = max(4 * MIB, size_mib * MIB // GPUS // 2)
+    return NodeSpec(name=SMALL_NODE, gpus=GPUS, gpu_memory=capacity)
+
+
+def sized(document: Any, size_mib: int) -> Any:
+    """Give the document with its SIZE_MIB, in whatever container, set to the size."""
+    changed = copy.deepcopy(document)
+    if _set_size(changed, str(size_mib)) == 0:
+        raise DemoFailed(f"no container of the example has the variable {SIZE_VARIABLE}")
+    return changed
+
+
+def _set_size(value: Any, text: str) -> int:
+    if isinstance(value, list):
+        return sum(_set_size(item, text) for item in value)
+    if not isinstance(value, dict):
+        return 0
+    if value.get("name") == SIZE_VARIABLE and "value" in value:
+        value["value"] = text
+        return 1
+    return sum(_set_size(item, text) for item in value.values())
+
+
+def moved_to(document: Any, name: str, node: str) -> Any:
+    """Give a restore pod under another name on another node."""
+    changed = copy.deepcopy(document)
+    changed["metadata"]["name"] = name
+    changed["spec"]["nodeSelector"] = {HOSTNAME: node}
+    return changed
+
+
+class Answer(NamedTuple):
+    """A question that only reads, and the line that came back."""
+
+    question: str
+    line: bytes
+
+
+def differences(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
+    """Say which answers are not the same byte for byte."""
+    found = [
+        f"{old.question!r}: {_text(old.line)} became {_text(new.line)}"
+        for old, new in zip(before, after, strict=False)
+        if old != new
+    ]
+    if len(before) != len(after):
+        found.append(f"{len(before)} answers before, {len(after)} after")
+    return found
+
+
+def checked_answer(line: bytes) -> str:
+    """Give the answer in a line for people. DemoFailed when the worker refused the question."""
+    try:
+        found = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise DemoFailed(f"the worker said something that is no JSON: {_text(line)}") from error
+    if "answer" not in found:
+        raise DemoFailed(f"the worker refused a question: {_text(line)}")
+    return f"{found['answer']} (memory {found.get('memory')}, turns {found.get('turns')})"
+
+
+def check_refusal(reason: str, message: str, needed: int, capacity: int) -> None:
+    """DemoFailed unless a restore was refused for the right reason, with both values shown."""
+    if reason != "DeviceTooSmall":
+        raise DemoFailed(f"the restore was refused, but as {reason}: {message}")
+    missing = [str(value) for value in (needed, capacity) if str(value) not in message]
+    if missing:
+        raise DemoFailed(f"the refusal does not name {' and '.join(missing)}: {message}")
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").strip()[:300]
+
+
+class Twin(NamedTuple):
+    """One thing to look at: our command and that of the stock nats CLI."""
+
+    what: str
+    ours: str
+    stock: str
+
+
+class Names(NamedTuple):
+    """What the demo made, by name."""
+
+    cluster: str
+    checkpoint: str
+    content: str
+    pod: str
+    refused: str
+    trace_id: str
+
+
+def twins(names: Names) -> list[Twin]:
+    """Give for each thing the two commands that show it."""
+    ours = f"snapshotctl --cluster {names.cluster}"
+    stock = f"nats --context {CONTEXT_PREFIX}{names.cluster}"
+    request = msgspec.json.encode(
+        {"kind": "SnapshotContent", "name": names.content}, order="sorted"
+    ).decode()
+    checkpoint = subjects.object_key("dynamocheckpoints", "default", names.checkpoint)
+    pod, refused = (
+        subjects.object_key("pods", "default", name) for name in (names.pod, names.refused)
+    )
+    return [
+        Twin(
+            "nodes",
+            f"{ours} nodes",
+            f"{stock} kv get {subjects.NODES_BUCKET} {token(TARGET_NODE)}",
+        ),
+        Twin(
+            "checkpoint",
+            f"{ours} get dynamocheckpoint {names.checkpoint}",
+            f"{stock} kv get {subjects.OBJECTS_BUCKET} {checkpoint}",
+        ),
+        Twin(
+            "artifact",
+            f"{ours} get snapshotcontent {names.content} -o yaml",
+            f"{stock} request {subjects.api('get')} '{request}'",
+        ),
+        Twin(
+            "restored pod",
+            f"{ours} get pod {names.pod}",
+            f"{stock} kv get {subjects.OBJECTS_BUCKET} {pod}",
+        ),
+        Twin(
+            "refused pod",
+            f"{ours} get pod {names.refused}",
+            f"{stock} kv get {subjects.OBJECTS_BUCKET} {refused}",
+        ),
+        Twin(
+            "orders and reports",
+            f"{ours} get pod {names.pod} -o yaml",
+            f"{stock} stream view {subjects.REPORTS}",
+        ),
+        Twin(
+            "trace",
+            f"{ours} trace {names.checkpoint}",
+            f"{stock} stream view {subjects.SPANS} --subject '{subjects.spans_of(names.trace_id)}'",
+        ),
+    ]

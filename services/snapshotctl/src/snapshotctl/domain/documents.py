@@ -1,0 +1,142 @@
+"""Manifest files: bounded YAML to JSON documents, each problem with its file and line.
+
+A manifest is hostile input. The depth is checked on the parser's events, because libyaml's
+composer recurses on the C stack; the weight is counted on the composed nodes, where an alias
+still is one node, so that a bomb of aliases is refused before it is expanded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import yaml
+
+from snapshot_shared.errors import InvalidManifest
+
+MAX_FILE_BYTES = 1024 * 1024
+MAX_DOCUMENTS = 100
+MAX_DEPTH = 64
+MAX_NODES = 100_000
+
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]  # the base is chosen at run time
+    """Safe, and as in Kubernetes: a date stays the text that was written."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+    for first, resolvers in _Base.yaml_implicit_resolvers.items()
+}
+
+
+class Document(NamedTuple):
+    """One manifest: where it stands, for people, and its value of JSON types."""
+
+    where: str
+    value: Any
+
+    def encode(self) -> msgspec.Raw:
+        """Give the JSON that goes to the operator."""
+        try:
+            return msgspec.Raw(msgspec.json.encode(self.value))
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise _refused(self.where, f"cannot be written as JSON: {error}") from error
+
+
+def load(data: bytes, source: str) -> list[Document]:
+    """Read all documents of a file; empty ones do not count. InvalidManifest names the line."""
+    if len(data) > MAX_FILE_BYTES:
+        raise _refused(source, f"has {len(data)} bytes; at most {MAX_FILE_BYTES} are read")
+    try:
+        text = data.decode("utf-8-sig")
+        _check_depth(text, source)
+        found = list(_documents(text, source))
+    except yaml.YAMLError as error:
+        raise _refused(*_place(error, source)) from error
+    except (ValueError, RecursionError) as error:
+        raise _refused(source, f"is not YAML: {error}") from error
+    if not found:
+        raise _refused(source, "holds no document")
+    return found
+
+
+def _check_depth(text: str, source: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise _refused(_line(source, event), f"is nested more than {MAX_DEPTH} deep")
+
+
+def _documents(text: str, source: str) -> Any:
+    loader = _Loader(text)
+    count = 0
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            _weigh(node, source, {})
+            value = loader.construct_document(node)
+            if value is None:
+                continue
+            count += 1
+            if count > MAX_DOCUMENTS:
+                raise _refused(source, f"holds more than {MAX_DOCUMENTS} documents")
+            yield Document(_line(source, node), value)
+    finally:
+        loader.dispose()
+
+
+def _weigh(node: yaml.Node, source: str, known: dict[int, int]) -> int:
+    """Count the nodes that a node stands for once its aliases are expanded."""
+    found = known.get(id(node))
+    if found is not None:
+        if found == 0:
+            raise _refused(_line(source, node), "contains itself through an alias")
+        return found
+    known[id(node)] = 0
+    weight = 1
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node, source)
+        for key, value in node.value:
+            weight += _weigh(key, source, known) + _weigh(value, source, known)
+    elif isinstance(node, yaml.SequenceNode):
+        weight += sum(_weigh(item, source, known) for item in node.value)
+    if weight > MAX_NODES:
+        raise _refused(_line(source, node), f"stands for more than {MAX_NODES} values")
+    known[id(node)] = weight
+    return weight
+
+
+def _check_keys(node: yaml.MappingNode, source: str) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _refused(_line(source, key), "a key must be a word")
+        if key.value in seen and key.value != "<<":
+            raise _refused(_line(source, key), f"the key {key.value!r} appears twice")
+        seen.add(key.value)
+
+
+def _place(error: yaml.YAMLError, source: str) -> tuple[str, str]:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return (f"{source}:{mark.line + 1}" if mark else source), str(problem)
+
+
+def _line(source: str, place: Any) -> str:
+    return f"{source}:{place.start_mark.line + 1}"
+
+
+def _refused(where: str, problem: str) -> InvalidManifest:
+    return InvalidManifest(
+        f"{where}: {problem}",
+        next_step="correct the file and apply again; nothing was stored",
+        problems=[f"{where}: {problem}"],
+    )

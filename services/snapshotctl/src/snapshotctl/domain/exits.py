@@ -1,0 +1,83 @@
+"""Exit codes: one table for the help page, the programs that call us, and the code."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from snapshot_shared.errors import Failure, InvalidInput, SnapbackError
+
+
+class Exit(IntEnum):
+    """How a command ended."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    REFUSED = 4
+    UNREACHABLE = 5
+    TIMEOUT = 6
+    INTERRUPTED = 130
+
+
+MEANINGS: dict[Exit, str] = {
+    Exit.OK: "done",
+    Exit.FAILED: "failed, or the condition that was waited for cannot come true",
+    Exit.USAGE: "wrong arguments",
+    Exit.NOT_FOUND: "the named object does not exist",
+    Exit.REFUSED: "a manifest or a request was refused; nothing was changed",
+    Exit.UNREACHABLE: "no server, or no operator behind it, answers",
+    Exit.TIMEOUT: "time ran out",
+    Exit.INTERRUPTED: "interrupted",
+}
+
+REASONS: dict[str, Exit] = {
+    "AlreadyExists": Exit.REFUSED,
+    "BusUnavailable": Exit.UNREACHABLE,
+    "Conflict": Exit.REFUSED,
+    "DeadlineExceeded": Exit.TIMEOUT,
+    "Forbidden": Exit.REFUSED,
+    "InvalidInput": Exit.REFUSED,
+    "InvalidManifest": Exit.REFUSED,
+    "InvalidMessage": Exit.REFUSED,
+    "InvalidName": Exit.REFUSED,
+    "NotFound": Exit.NOT_FOUND,
+    "Rejected": Exit.REFUSED,
+    "UnsupportedVersion": Exit.REFUSED,
+    "WrongArguments": Exit.USAGE,
+}
+"""Reasons that do not end with FAILED."""
+
+
+class WrongArguments(InvalidInput):
+    """The command line says something that no command understands."""
+
+
+class NeverTrue(SnapbackError):
+    """The condition that was waited for cannot come true any more."""
+
+
+class AlreadyRunning(SnapbackError):
+    """The local cluster runs already."""
+
+
+class StartFailed(SnapbackError):
+    """A program of the local cluster did not come up; `values` has its log."""
+
+
+class Unready(SnapbackError):
+    """This machine lacks something; `values['missing']` lists what, each with its fix."""
+
+
+class DemoFailed(SnapbackError):
+    """A step of the demo was lost, or an answer differs."""
+
+
+def exit_of(failure: Failure) -> Exit:
+    """Give the exit code for a failure: by its reason, FAILED where the table has none."""
+    return REASONS.get(failure.reason, Exit.FAILED)
+
+
+def help_text() -> str:
+    """Describe every exit code, one a line."""
+    return "\n".join(f"{code.value:>5}  {text}" for code, text in MEANINGS.items())

@@ -1,0 +1,106 @@
+"""Numbers as people write and read them: ages, durations, sizes, rates, instants."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+from snapshotctl.domain.exits import WrongArguments
+
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|d)", re.ASCII)
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kKMGTP]?)(i?)B?", re.ASCII)
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+MAX_SECONDS = 7 * 86400.0
+
+
+def parse_duration(text: str) -> float:
+    """Read `90s`, `5m` or `1h30m` as seconds, at most 7 days. WrongArguments else."""
+    pieces = list(_DURATION.finditer(text))
+    if not pieces or "".join(piece[0] for piece in pieces) != text:
+        raise WrongArguments(
+            f"{text!r} is not a duration", next_step="write it as 90s, 5m or 1h30m"
+        )
+    seconds = sum(float(piece[1]) * _SECONDS[piece[2]] for piece in pieces)
+    if not 0 < seconds <= MAX_SECONDS:
+        raise WrongArguments(f"{text} is not between 1ms and 7d")
+    return seconds
+
+
+def parse_size(text: str) -> int:
+    """Read `512MiB`, `4Gi`, `1.5GB` or plain bytes. WrongArguments else."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise WrongArguments(f"{text!r} is not a size", next_step="write it as 512MiB or 4GiB")
+    base = 1024 if found[3] else 1000
+    unit = found[2] if found[2] in _POWERS else found[2].lower()
+    return int(float(found[1]) * base ** _POWERS[unit])
+
+
+def size(count: float) -> str:
+    """Write bytes in binary units with three digits: `512 MiB`, `1.5 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    text = f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+    return f"{text} {unit}"
+
+
+def rate(count: float, seconds: float) -> str:
+    """Write bytes a second in decimal units, as disks and links are sold; `-` without a time."""
+    if seconds <= 0:
+        return "-"
+    value = count / seconds
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
+        if value < 1000 or unit == "GB/s":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+def span_time(seconds: float) -> str:
+    """Write a measured time: `0.4 ms`, `12 ms`, `1.24 s`, `2m 05s`."""
+    if seconds < 0.001:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds // 60)}m {int(seconds % 60):02d}s"
+
+
+def age(seconds: float) -> str:
+    """Write how long ago something was, in the two largest units at most: `7s`, `3m12s`, `5d`."""
+    whole = max(0, int(seconds))
+    if whole < 120:
+        return f"{whole}s"
+    if whole < 600:
+        return f"{whole // 60}m{whole % 60}s"
+    if whole < 7200:
+        return f"{whole // 60}m"
+    if whole < 172_800:
+        return f"{whole // 3600}h"
+    return f"{whole // 86400}d"
+
+
+def instant(text: str) -> float | None:
+    """Read an RFC 3339 time as seconds since the epoch; None when it is not one."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment.timestamp() if moment.tzinfo else None
+
+
+def age_of(text: str, now: float) -> str:
+    """Write the age of an RFC 3339 time; `-` when it is not one."""
+    moment = instant(text)
+    return "-" if moment is None else age(now - moment)
+
+
+def plain(text: str) -> str:
+    """Make text that others wrote safe to print on one line: no control characters."""
+    return _CONTROL.sub(" ", text).strip()

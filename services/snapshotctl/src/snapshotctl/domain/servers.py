@@ -1,0 +1,129 @@
+"""Which NATS server a command talks to, decided from what the user said and the environment.
+
+Flags beat the environment. Then, in this order: NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the
+selected nats context, the local cluster `default`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from snapshot_shared.errors import InvalidName
+from snapshot_shared.ids import check_label
+from snapshotctl.domain.exits import WrongArguments
+
+DEFAULT_CLUSTER = "default"
+MAX_CONTEXT_BYTES = 64 * 1024
+
+
+class Server(NamedTuple):
+    """Where to connect, the path of an nkey seed if one is needed, and who said so."""
+
+    url: str
+    source: str
+    credentials: str | None = None
+
+
+class ContextNamed(NamedTuple):
+    """The server stands in a nats context."""
+
+    name: str
+    source: str
+
+
+class ClusterNamed(NamedTuple):
+    """The server is that of a local cluster."""
+
+    name: str
+    source: str
+
+
+Choice = Server | ContextNamed | ClusterNamed
+
+
+def choose(
+    server: str | None, cluster: str | None, environment: Mapping[str, str], selected: str | None
+) -> Choice:
+    """Decide where the server is looked for. `selected` is the selected nats context."""
+    if server:
+        return Server(address(server, "--server"), "--server")
+    if cluster:
+        return ClusterNamed(cluster_name(cluster), "--cluster")
+    if url := environment.get("NATS_URL"):
+        return Server(address(url, "NATS_URL"), "NATS_URL")
+    if name := environment.get("SNAPBACK_CLUSTER"):
+        return ClusterNamed(cluster_name(name), "SNAPBACK_CLUSTER")
+    if name := environment.get("NATS_CONTEXT"):
+        return ContextNamed(name, "NATS_CONTEXT")
+    if selected:
+        return ContextNamed(selected, "the selected nats context")
+    return ClusterNamed(DEFAULT_CLUSTER, "the default")
+
+
+def address(text: str, source: str) -> str:
+    """Complete an address to a URL. WrongArguments when it cannot be one."""
+    url = text if "://" in text else f"nats://{text}"
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("nats", "tls", "ws", "wss") and bool(parts.hostname)
+        _ = parts.port
+    except ValueError:
+        usable = False
+    if not usable:
+        raise WrongArguments(
+            f"{source} {text!r} is not the address of a NATS server",
+            next_step="write it as nats://127.0.0.1:4222",
+        )
+    return url
+
+
+def cluster_name(text: str) -> str:
+    """Return the name of a local cluster, which is also that of its folder. WrongArguments."""
+    try:
+        return check_label(text)
+    except InvalidName as error:
+        raise WrongArguments(f"cluster: {error.message}", next_step=error.next_step) from error
+
+
+class ContextFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What we use of a context file of the nats CLI."""
+
+    url: str = ""
+    user: str = ""
+    password: str = ""
+    token: str = ""
+    nkey: str = ""
+    creds: str = ""
+
+
+def server_of_context(data: bytes, choice: ContextNamed) -> Server:
+    """Read a context file. WrongArguments when it cannot be used."""
+    source = f"nats context {choice.name} ({choice.source})"
+    try:
+        found = msgspec.json.decode(data, type=ContextFile)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WrongArguments(f"{source} cannot be read: {error}") from error
+    if found.creds:
+        raise WrongArguments(
+            f"{source} uses a creds file, which is not supported",
+            next_step="use a context with an nkey seed, or --server",
+        )
+    # A context may name several servers; any of them leads to the others.
+    url = address(found.url.split(",")[0].strip() or "nats://127.0.0.1:4222", source)
+    login = quote(found.token, safe="") or quote(found.user, safe="")
+    if found.user and found.password:
+        login += ":" + quote(found.password, safe="")
+    if login and "@" not in url:
+        scheme, _, rest = url.partition("://")
+        url = f"{scheme}://{login}@{rest}"
+    return Server(url, source, found.nkey or None)
+
+
+def shown(url: str) -> str:
+    """Write a URL for people, without a password or token in it."""
+    scheme, _, rest = url.rpartition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"

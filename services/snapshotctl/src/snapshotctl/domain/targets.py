@@ -1,0 +1,90 @@
+"""Which object a command means: `KIND NAME`, `KIND/NAME`, or a bare name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from snapshot_shared.errors import InvalidName, NotFound
+from snapshot_shared.ids import check_label, check_name
+from snapshot_shared.objects import KINDS, Kind, find_kind
+from snapshotctl.domain.exits import WrongArguments
+
+
+class Target(NamedTuple):
+    """One object, or all of a kind. `namespace` is None for a kind that has none, or for all."""
+
+    kind: Kind
+    namespace: str | None
+    name: str | None
+
+    def __str__(self) -> str:
+        """Write as people type it: `pod/worker`."""
+        return f"{self.kind.name.lower()}/{self.name or '*'}"
+
+
+def kind_named(text: str) -> Kind:
+    """Find a kind by any of its names. WrongArguments lists them all."""
+    try:
+        return find_kind(text)
+    except NotFound as error:
+        raise WrongArguments(error.message, next_step=error.next_step) from error
+
+
+def target(words: list[str], namespace: str | None) -> Target:
+    """Read one or two words as a target in a namespace (None: all). WrongArguments else."""
+    if len(words) == 1:
+        words = words[0].split("/", 1)
+    if len(words) > 2 or not words:
+        raise WrongArguments(
+            f"expected KIND NAME or KIND/NAME, found {len(words)} words",
+            next_step="for example: pod my-worker, or pod/my-worker",
+        )
+    kind = kind_named(words[0])
+    name = _checked(words[1]) if len(words) == 2 else None
+    return Target(kind, place(kind, namespace), name)
+
+
+def one_target(words: list[str], namespace: str) -> Target:
+    """As `target`, with a name. WrongArguments when there is none."""
+    found = target(words, namespace)
+    if found.name is None:
+        raise WrongArguments(
+            f"which {found.kind.name}? a name is missing",
+            next_step=f"for example: {found.kind.name.lower()} my-name",
+        )
+    return found
+
+
+def everywhere(found: Target) -> Target:
+    """Widen a target to all namespaces. WrongArguments when it names one object."""
+    if found.name is not None:
+        raise WrongArguments(
+            "a name and --all-namespaces exclude each other",
+            next_step=f"leave one of them out: get {found.kind.plural} -A",
+        )
+    return found._replace(namespace=None)
+
+
+def place(kind: Kind, namespace: str | None) -> str | None:
+    """Give the namespace in which a kind is looked for. WrongArguments for a bad one."""
+    if not kind.namespaced or namespace is None:
+        return None
+    try:
+        return check_label(namespace)
+    except InvalidName as error:
+        raise WrongArguments(error.message, next_step=error.next_step) from error
+
+
+def traced(name: str, namespace: str) -> list[Target]:
+    """Give what a name may mean to `trace`, in the order in which it is looked up."""
+    if "/" in name:
+        return [one_target([name], namespace)]
+    kinds = (KINDS[kind] for kind in ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod"))
+    return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
+
+
+def _checked(name: str) -> str:
+    try:
+        return check_name(name)
+    except InvalidName as error:
+        raise WrongArguments(error.message, next_step=error.next_step) from error

@@ -1,0 +1,98 @@
+"""A trace as a waterfall: spans as an indented tree, each with its place in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from snapshot_shared.spans import SpanRecord, parse_traceparent
+from snapshotctl.domain import formats
+
+NANOSECONDS = 1e9
+NAME_WIDTH = 34
+BAR = "█"
+EDGE = "▏"
+
+
+class Bar(NamedTuple):
+    """One span of a waterfall. Times are seconds; `start_s` counts from the trace's begin.
+
+    `orphan` says that its parent is not there, for example because it has not ended yet.
+    """
+
+    depth: int
+    span: SpanRecord
+    start_s: float
+    duration_s: float
+    orphan: bool
+
+
+class Waterfall(NamedTuple):
+    """A whole trace in the order in which it is drawn, and how long it took in seconds."""
+
+    bars: list[Bar]
+    total_s: float
+    links: list[str]
+
+    @property
+    def services(self) -> list[str]:
+        """Name the services that took part."""
+        return sorted({bar.span.service for bar in self.bars})
+
+
+def layout(spans: Sequence[SpanRecord]) -> Waterfall:
+    """Order spans parents first, siblings by their start. A repeated span counts once."""
+    known = {span.span_id: span for span in spans}
+    begin = min((span.start_ns for span in known.values()), default=0)
+    end = max((span.end_ns for span in known.values()), default=0)
+    children: dict[str, list[SpanRecord]] = {}
+    for span in known.values():
+        parent = span.parent_id if span.parent_id in known else ""
+        children.setdefault(parent, []).append(span)
+    for siblings in children.values():
+        siblings.sort(key=lambda span: (span.start_ns, -span.end_ns, span.span_id), reverse=True)
+    bars: list[Bar] = []
+    waiting = [(0, span) for span in children.get("", [])]
+    while waiting:
+        depth, span = waiting.pop()
+        start, length = span.start_ns - begin, span.end_ns - span.start_ns
+        orphan = bool(span.parent_id) and span.parent_id not in known
+        bars.append(Bar(depth, span, start / NANOSECONDS, length / NANOSECONDS, orphan))
+        waiting += [(depth + 1, child) for child in children.get(span.span_id, [])]
+    links = sorted({link for span in known.values() for link in span.links})
+    return Waterfall(bars, (end - begin) / NANOSECONDS, links)
+
+
+def lines(found: Waterfall, width: int) -> list[str]:
+    """Draw a waterfall in lines of at most `width` characters."""
+    where_width = max((len(_where(bar)) for bar in found.bars), default=0)
+    room = max(10, width - NAME_WIDTH - where_width - 24)
+    drawn = [
+        f"{_name(bar):<{NAME_WIDTH}} {_where(bar):<{where_width}} "
+        f"{formats.span_time(bar.start_s):>9} {formats.span_time(bar.duration_s):>9} "
+        f"|{_drawn(bar, found.total_s, room)}|"
+        for bar in found.bars
+    ]
+    drawn += [f"  failed: {_name(b).strip()}: {b.span.error}" for b in found.bars if b.span.error]
+    drawn += [f"  {_name(b).strip()}: its parent has not ended" for b in found.bars if b.orphan]
+    for link in found.links:
+        if context := parse_traceparent(link):
+            drawn.append(f"  linked to trace {context.trace_id}")
+    return [formats.plain(line) if "\x1b" in line else line.rstrip() for line in drawn]
+
+
+def _name(bar: Bar) -> str:
+    name = "  " * min(bar.depth, 10) + formats.plain(bar.span.name)
+    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "…"
+
+
+def _where(bar: Bar) -> str:
+    return formats.plain(f"{bar.span.service}@{bar.span.node}")[:40]
+
+
+def _drawn(bar: Bar, total_s: float, room: int) -> str:
+    scale = room / total_s if total_s > 0 else 0.0
+    begin = min(room - 1, int(bar.start_s * scale))
+    length = round(bar.duration_s * scale)
+    length = min(length, room - begin)
+    return " " * begin + (BAR * length if length else EDGE) + " " * (room - begin - max(length, 1))

@@ -1,0 +1,71 @@
+"""The commands on local clusters: up, down, leftovers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from snapshotctl.domain.cluster import CONTEXT_PREFIX, Found, NodeSpec, leftovers
+from snapshotctl.domain.exits import Exit, WrongArguments
+from snapshotctl.domain.servers import DEFAULT_CLUSTER
+from snapshotctl.ports import Cluster, Screen
+
+MAX_NODES = 16
+MAX_GPUS = 16
+MIN_GPU_MEMORY = 4 * 1024 * 1024
+
+
+def specs(count: int, gpus: int, gpu_memory: int) -> list[NodeSpec]:
+    """Describe `node-1` to `node-<count>`. WrongArguments for numbers that make no sense."""
+    if not 1 <= count <= MAX_NODES:
+        raise WrongArguments(f"--nodes {count} is not between 1 and {MAX_NODES}")
+    if not 1 <= gpus <= MAX_GPUS:
+        raise WrongArguments(f"--gpus {gpus} is not between 1 and {MAX_GPUS}")
+    if gpu_memory < MIN_GPU_MEMORY:
+        raise WrongArguments(f"--gpu-memory is less than {MIN_GPU_MEMORY} bytes")
+    return [
+        NodeSpec(name=f"node-{number}", gpus=gpus, gpu_memory=gpu_memory)
+        for number in range(1, count + 1)
+    ]
+
+
+async def up(cluster: Cluster, screen: Screen, nodes: list[NodeSpec]) -> None:
+    """Start a local cluster and say how to use it."""
+    await cluster.start(nodes)
+    record = cluster.record
+    if not screen.wants_table:
+        screen.value(msgspec.to_builtins(record))
+        return
+    option = "" if record.name == DEFAULT_CLUSTER else f" --cluster {record.name}"
+    screen.line(f"Local cluster {record.name!r} is up.", strong=True)
+    screen.line(f"  state and logs   {record.state_dir}")
+    screen.line(f"  look around      snapshotctl{option} nodes")
+    screen.line(f"  the same by nats nats --context {CONTEXT_PREFIX}{record.name} kv ls snap_nodes")
+    screen.line(f"  first checkpoint snapshotctl{option} apply -f deploy/examples/checkpoint.yaml")
+    screen.line(f"  end it           snapshotctl down --name {record.name}")
+
+
+async def down(cluster: Cluster, screen: Screen, *, purge: bool) -> None:
+    """End a local cluster."""
+    record = cluster.record
+    await cluster.stop(purge=purge)
+    if not screen.wants_table:
+        screen.value({"name": record.name, "purged": purge})
+    elif purge:
+        screen.line(f"Local cluster {record.name!r} is down and its state is removed.")
+    else:
+        screen.line(
+            f"Local cluster {record.name!r} is down; its state stays in {record.state_dir}."
+        )
+
+
+def show_leftovers(screen: Screen, found: Found) -> Exit:
+    """Say what local clusters have left behind on this machine."""
+    lines = leftovers(found)
+    if not screen.wants_table:
+        screen.value(lines)
+    elif lines:
+        for line in lines:
+            screen.line(line)
+    else:
+        screen.line("nothing left")
+    return Exit.FAILED if lines else Exit.OK

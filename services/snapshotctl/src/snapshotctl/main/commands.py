@@ -1,0 +1,335 @@
+"""The commands: their arguments, their help, and which handler carries them out."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from snapshot_shared.errors import SnapbackError
+from snapshot_shared.service import VERSION
+from snapshotctl.adapters import machine
+from snapshotctl.adapters.render import Output
+from snapshotctl.domain import arguments, exits, formats, targets
+from snapshotctl.domain.cluster import DEMO_PREFIX
+from snapshotctl.domain.demo import check_size
+from snapshotctl.domain.exits import Exit
+from snapshotctl.domain.waiting import parse_goal
+from snapshotctl.handlers import clusters, demo, objects, traces
+from snapshotctl.main.running import carry_out, failed
+from snapshotctl.main.wiring import Tools, read_documents
+
+_EXITS = "\b\nExit codes:\n" + exits.help_text()
+_WHERE = (
+    "Where the server is: --server, --cluster, NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the "
+    "selected nats context, the local cluster 'default'; the first that is set counts."
+)
+
+app = typer.Typer(
+    name="snapshotctl",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _example(*lines: str) -> str:
+    """Write examples as they stand below the help of a command."""
+    shown = "\n".join(f"  {line}" for line in lines)
+    return (
+        f"\b\nExamples:\n{shown}\n\n"
+        "--server, --cluster and --output (see snapshotctl --help) may stand here as well."
+    )
+
+
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the objects.")]
+Name = Annotated[
+    str | None, typer.Option("--name", help="Name of the local cluster.", show_default="default")
+]
+Words = Annotated[list[str], typer.Argument(metavar="KIND NAME", help="KIND NAME or KIND/NAME.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"snapshotctl {VERSION}")
+        raise typer.Exit
+
+
+@app.callback(epilog=f"{_WHERE}\n\n{_EXITS}")
+def common(
+    context: typer.Context,
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="URL", help="Address of the NATS server.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="NAME", help="Use this local cluster.")
+    ] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Form of the result.")] = "table",
+    version: Annotated[  # noqa: ARG001 - its callback has shown it
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Capture warm GPU workers, restore them in seconds, and look at what is going on."""
+    context.obj = Tools(server, cluster, output)
+
+
+def _run(tools: Tools, work: Coroutine[Any, Any, Exit | None]) -> None:
+    raise typer.Exit(int(carry_out(work, tools.screen)))
+
+
+@app.command(
+    epilog=_example(
+        "snapshotctl apply -f deploy/examples/checkpoint.yaml",
+        "cat *.yaml | snapshotctl apply -f -",
+    )
+)
+def apply(
+    context: typer.Context,
+    file: Annotated[
+        Path, typer.Option("--filename", "-f", metavar="FILE", help="A YAML file; - for stdin.")
+    ],
+) -> None:
+    """Store the manifests of a file, all or none."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        documents = read_documents(file)
+        async with tools.operator() as operator:
+            await objects.apply(operator, tools.screen, tools.telemetry, documents)
+
+    _run(tools, work())
+
+
+@app.command(
+    epilog=_example(
+        "snapshotctl get dynamocheckpoints",
+        "snapshotctl get pod my-worker -o yaml",
+        "snapshotctl get snapshots -A",
+    )
+)
+def get(
+    context: typer.Context,
+    words: Annotated[
+        list[str], typer.Argument(metavar="KIND [NAME]", help="What to show; KIND/NAME also works.")
+    ],
+    namespace: Namespace = "default",
+    everywhere: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="Show all namespaces.")
+    ] = False,
+) -> None:
+    """Show one object, or all of a kind."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        target = targets.target(words, namespace)
+        if everywhere:
+            target = targets.everywhere(target)
+        async with tools.operator() as operator:
+            await objects.get(
+                operator, tools.screen, target, now=machine.now(), everywhere=everywhere
+            )
+
+    _run(tools, work())
+
+
+@app.command(epilog=_example("snapshotctl delete pod my-worker", "snapshotctl delete snap/demo"))
+def delete(context: typer.Context, words: Words, namespace: Namespace = "default") -> None:
+    """Delete an object and what belongs to it."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        target = targets.one_target(words, namespace)
+        async with tools.operator() as operator:
+            await objects.delete(operator, tools.screen, target)
+
+    _run(tools, work())
+
+
+@app.command(
+    epilog=_example(
+        "snapshotctl wait dynamocheckpoint/demo-llm --for condition=Ready --timeout 5m",
+        "snapshotctl wait pod my-worker --for delete",
+    )
+)
+def wait(
+    context: typer.Context,
+    words: Words,
+    goal: Annotated[
+        str,
+        typer.Option("--for", metavar="GOAL", help="condition=TYPE, condition=TYPE=False, delete."),
+    ] = "condition=Ready",
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="How long at most: 90s, 5m, 1h30m.")
+    ] = "5m",
+    namespace: Namespace = "default",
+) -> None:
+    """Wait until a condition comes true, or cannot any more."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        target = targets.one_target(words, namespace)
+        wanted, within_s = parse_goal(goal), formats.parse_duration(timeout)
+        async with tools.operator(patiently=True) as operator:
+            await objects.wait(operator, tools.screen, target, wanted, within_s=within_s)
+
+    _run(tools, work())
+
+
+@app.command(epilog=_example("snapshotctl nodes"))
+def nodes(context: typer.Context) -> None:
+    """Show the nodes, their GPUs, and when they were last heard of."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        async with tools.operator() as operator:
+            await objects.nodes(operator, tools.screen, now=machine.now())
+
+    _run(tools, work())
+
+
+@app.command(
+    epilog=_example(
+        "snapshotctl trace demo-llm",
+        "snapshotctl trace pod/demo-llm-restored",
+        "snapshotctl trace demo-llm -o json | jq '.[].name'",
+    )
+)
+def trace(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A checkpoint, snapshot, content or pod; KIND/NAME; a trace id."
+        ),
+    ],
+    namespace: Namespace = "default",
+) -> None:
+    """Show what was done for an object as a waterfall of spans."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        async with tools.operator() as operator:
+            await traces.trace(operator, tools.screen, name, namespace)
+
+    _run(tools, work())
+
+
+@app.command(
+    epilog=_example(
+        "snapshotctl up", "snapshotctl up --nodes 3 --gpus 4 --gpu-memory 1GiB --name big"
+    )
+)
+def up(
+    context: typer.Context,
+    count: Annotated[int, typer.Option("--nodes", metavar="N", help="How many nodes.")] = 2,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Simulated GPUs a node.")] = 2,
+    gpu_memory: Annotated[
+        str, typer.Option("--gpu-memory", metavar="SIZE", help="Memory a GPU.")
+    ] = "4GiB",
+    name: Name = None,
+) -> None:
+    """Start a local cluster whose nodes have simulated GPUs.
+
+    Its nats-server, its operator, and the agent and GPU memory service of each node are processes
+    of their own; they go on when this command has ended.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        specs = clusters.specs(count, gpus, formats.parse_size(gpu_memory))
+        await clusters.up(tools.local_cluster(name), tools.screen, specs)
+
+    _run(tools, work())
+
+
+@app.command(epilog=_example("snapshotctl down", "snapshotctl down --name big --purge"))
+def down(
+    context: typer.Context,
+    name: Name = None,
+    purge: Annotated[
+        bool, typer.Option("--purge", help="Remove its state, logs and artifacts, too.")
+    ] = False,
+) -> None:
+    """End a local cluster and its workers.
+
+    Its state stays for the next `up`, unless --purge removes it.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        await clusters.down(tools.local_cluster(name), tools.screen, purge=purge)
+
+    _run(tools, work())
+
+
+@app.command("demo", epilog=_example("snapshotctl demo", "snapshotctl demo --size-mib 2048 --keep"))
+def show_demo(
+    context: typer.Context,
+    size_mib: Annotated[
+        int, typer.Option("--size-mib", metavar="MIB", help="Size of the worker's weights.")
+    ] = 512,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the cluster running at the end.")
+    ] = False,
+) -> None:
+    """Capture a worker, lose its node, restore it on another.
+
+    Everything runs on this machine, in a cluster of its own that is gone afterwards. The answers
+    of the worker before and after have to be the same, byte for byte.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        size = check_size(size_mib)
+        await demo.run(tools.stage(DEMO_PREFIX + secrets.token_hex(4)), size_mib=size, keep=keep)
+
+    _run(tools, work())
+
+
+@app.command(epilog=_example("snapshotctl leftovers"))
+def leftovers(context: typer.Context) -> None:
+    """Show what local clusters left behind.
+
+    Lists processes, folders of sockets and folders of state that belong to no running cluster.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> Exit:
+        return clusters.show_leftovers(tools.screen, tools.folders.look())
+
+    _run(tools, work())
+
+
+def run(words: Sequence[str]) -> int:
+    """Parse a command line, run it, and give its exit code."""
+    try:
+        code = app(arguments.hoisted(words), prog_name="snapshotctl", standalone_mode=False)
+    except typer.TyperException as error:
+        return int(_misunderstood(error))
+    except typer.Abort:
+        return int(Exit.INTERRUPTED)
+    except SnapbackError as error:
+        return int(failed(error, Tools(None, None, "table").screen))
+    return int(code or Exit.OK)
+
+
+def _misunderstood(error: typer.TyperException) -> Exit:
+    """Say what is wrong with the command line, and how it is right."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{error.format_message()}\n")
+        return Exit.USAGE
+    sys.stderr.write(f"error: {error.format_message()}\n")
+    if context is not None:
+        sys.stderr.write(f"{context.get_usage()}\n")
+        examples, _, _ = (context.command.epilog or "").partition("\n\n")
+        if context.parent is not None:
+            sys.stderr.write(f"{examples.removeprefix(chr(8)).strip()}\n")
+        sys.stderr.write(f"next: {context.command_path} --help says more\n")
+    return Exit.USAGE

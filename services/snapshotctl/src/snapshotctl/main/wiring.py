@@ -1,0 +1,128 @@
+"""Chooses the adapters of each command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from snapshot_shared.errors import InvalidInput
+from snapshot_shared.service import VERSION
+from snapshot_shared.telemetry import Telemetry
+from snapshotctl.adapters import machine
+from snapshotctl.adapters.folders import Folders
+from snapshotctl.adapters.local_cluster import LocalCluster
+from snapshotctl.adapters.operator_client import OperatorClient, connected
+from snapshotctl.adapters.render import Output, Terminal
+from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.domain import documents
+from snapshotctl.domain.documents import Document
+from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
+from snapshotctl.handlers.summary import Stage
+
+SERVICE = "snapshotctl"
+NODE = "cli"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the user said for all commands, and what follows from it."""
+
+    server: str | None
+    cluster: str | None
+    output: Output
+
+    @cached_property
+    def screen(self) -> Terminal:
+        """The terminal."""
+        return Terminal(self.output, sys.stdout, sys.stderr)
+
+    @cached_property
+    def folders(self) -> Folders:
+        """The folders of this user."""
+        return Folders(os.environ)
+
+    @cached_property
+    def telemetry(self) -> Telemetry:
+        """The tracer."""
+        endpoint = os.environ.get("SNAPBACK_OTLP_ENDPOINT")
+        return Telemetry(SERVICE, NODE, VERSION, otlp_endpoint=endpoint)
+
+    @contextlib.asynccontextmanager
+    async def operator(self, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
+        """Find the server and connect for the length of the block."""
+        server = self.folders.find_server(self.server, self.cluster)
+        async with self.operator_at(server, patiently=patiently) as client:
+            yield client
+
+    @contextlib.asynccontextmanager
+    async def operator_at(
+        self, server: Server, *, patiently: bool
+    ) -> AsyncIterator[OperatorClient]:
+        """Connect for the length of the block; our spans leave meanwhile and at its end."""
+        async with connected(server, patiently=patiently) as client:
+            publishing = asyncio.create_task(self.telemetry.publish_to(client.bus))
+            try:
+                yield client
+            finally:
+                publishing.cancel()
+                await asyncio.gather(publishing, return_exceptions=True)
+                await self.telemetry.flush(client.bus)
+        self.telemetry.shutdown()
+
+    def local_cluster(self, name: str | None) -> LocalCluster:
+        """Give the local cluster that is meant."""
+        chosen = name or self.cluster or os.environ.get("SNAPBACK_CLUSTER") or DEFAULT_CLUSTER
+        return self._cluster(cluster_name(chosen), Path.cwd())
+
+    def _cluster(self, name: str, workdir: Path, *, is_demo: bool = False) -> LocalCluster:
+        return LocalCluster(
+            self.folders,
+            name,
+            environment=os.environ,
+            workdir=workdir,
+            say=lambda text: self.screen.line(f"  {text}"),
+            is_demo=is_demo,
+        )
+
+    def stage(self, name: str) -> Stage:
+        """Set the stage of a demo on a cluster of this name."""
+        examples = machine.examples_folder()
+        cluster = self._cluster(name, examples.parent.parent, is_demo=True)
+
+        def connect() -> AbstractAsyncContextManager[OperatorClient]:
+            server = Server(cluster.record.url, f"local cluster {name}")
+            return self.operator_at(server, patiently=True)
+
+        return Stage(
+            screen=self.screen,
+            cluster=cluster,
+            workers=SocketWorkers(),
+            telemetry=self.telemetry,
+            connect=connect,
+            monotonic=time.monotonic,
+            machine=machine.look(self.folders.states, examples),
+            examples=examples,
+            documents=read_documents,
+        )
+
+
+def read_documents(source: Path) -> list[Document]:
+    """Read the documents of a file, or of standard input for `-`. InvalidManifest."""
+    limit = documents.MAX_FILE_BYTES + 1
+    if str(source) == "-":
+        return documents.load(sys.stdin.buffer.read(limit), "stdin")
+    try:
+        with source.open("rb") as file:
+            return documents.load(file.read(limit), str(source))
+    except OSError as error:
+        raise InvalidInput(
+            f"{source} cannot be read: {error.strerror}", next_step="name a readable file, or -"
+        ) from error

@@ -1,0 +1,139 @@
+"""What the commands need: the operator, a screen, a local cluster, a worker to talk to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from snapshot_shared.api import Applied
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import NodeName
+from snapshot_shared.objects import AnyObject, Kind
+from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain.cluster import ClusterRecord, NodeSpec
+from snapshotctl.domain.progress import PartProgress
+from snapshotctl.domain.rows import Table
+from snapshotctl.domain.targets import Target
+
+
+class Changes(Protocol):
+    """Says when it is worth looking again."""
+
+    async def wait(self) -> None:
+        """Return at a change, after a reconnection, and at the latest after a safety interval."""
+
+
+class Operator(Protocol):
+    """The object store behind the operator. BusUnavailable when it does not answer."""
+
+    async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
+        """Store manifests, all or none. InvalidManifest lists every problem."""
+
+    async def get(self, target: Target) -> AnyObject | None:
+        """Read one object; None when it does not exist."""
+
+    async def all_of(self, kind: Kind, namespace: str | None) -> list[AnyObject]:
+        """Read all objects of a kind, in all namespaces when None."""
+
+    async def delete(self, target: Target) -> bool:
+        """Mark for deletion; True when it is gone already. NotFound."""
+
+    def watching(self, target: Target) -> AbstractAsyncContextManager[Changes]:
+        """Follow one object for the length of the block."""
+
+    async def spans(self, trace_id: str) -> list[SpanRecord]:
+        """Read the finished spans of a trace."""
+
+    def spans_arriving(self, trace_id: str) -> AbstractAsyncContextManager[Changes]:
+        """Follow a trace for the length of the block."""
+
+    async def presence(self) -> dict[NodeName, Presence]:
+        """Read what the nodes last said of themselves."""
+
+    def progress(self) -> AbstractAsyncContextManager[AsyncIterator[Progress]]:
+        """Follow the progress of all orders for the length of the block."""
+
+
+class Parts(Protocol):
+    """Shows parts as they move on."""
+
+    def show(self, part: PartProgress) -> None:
+        """Show one part as it is now."""
+
+
+class Screen(Protocol):
+    """Where results and messages go."""
+
+    def line(self, text: str = "", *, strong: bool = False) -> None:
+        """Print one line of the result."""
+
+    def table(self, table: Table) -> None:
+        """Print rows below their headers."""
+
+    def value(self, value: Any) -> None:
+        """Print a value as JSON or YAML, whichever was asked for."""
+
+    def note(self, text: str) -> None:
+        """Print a remark beside the result, on standard error."""
+
+    def failure(self, failure: Failure) -> None:
+        """Print an error and what to do, on standard error."""
+
+    def parts(self) -> AbstractContextManager[Parts]:
+        """Show progress for the length of the block."""
+
+    @property
+    def wants_table(self) -> bool:
+        """Whether people read this, not a program."""
+
+    @property
+    def width(self) -> int:
+        """Columns that a line may have."""
+
+
+class Cluster(Protocol):
+    """A cluster of processes on this machine."""
+
+    @property
+    def record(self) -> ClusterRecord:
+        """What is known of it now."""
+
+    async def start(self, nodes: Sequence[NodeSpec]) -> None:
+        """Start everything and wait until it is ready. AlreadyRunning, StartFailed."""
+
+    async def add_node(self, node: NodeSpec) -> None:
+        """Start one more node and wait until it is ready. StartFailed."""
+
+    async def kill_node(self, node: str) -> list[str]:
+        """SIGKILL a node's agent, its GPU memory service and its workers; name what was killed."""
+
+    async def stop(self, *, purge: bool) -> None:
+        """End everything that carries the run id; with `purge` the state goes, too."""
+
+    def keep(self) -> None:
+        """Let it live on when this command ends."""
+
+
+class Conversation(Protocol):
+    """A worker that answers questions."""
+
+    async def ask(self, prompt: str) -> bytes:
+        """Put a question that changes nothing; the answer is the line as it came."""
+
+    async def chat(self, text: str) -> bytes:
+        """Say something that the worker will remember."""
+
+    async def close(self) -> None:
+        """Hang up."""
+
+
+class Workers(Protocol):
+    """Finds the workers of a local cluster."""
+
+    async def call(self, folder: Path, pod_uid: str) -> Conversation:
+        """Wait until the worker of a pod listens below a node's folder of sockets, and call it."""

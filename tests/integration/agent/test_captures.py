@@ -1,0 +1,442 @@
+"""Captures of a live worker, without devices: prepare, dump, seal, release, and their refusals."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from snapshot_agent.domain import control
+from snapshot_shared.artifact import PartManifest, RootManifest
+from snapshot_shared.codec import decode_json, digest
+from snapshot_shared.orders import (
+    AbortOrder,
+    DeleteOrder,
+    PartResult,
+    SealOrder,
+    VectorEntry,
+    VerifyOrder,
+)
+from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, state_of, until
+
+
+def guards(rig: Rig) -> list[int]:
+    return [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
+
+
+def sockets(rig: Rig) -> list[Path]:
+    return sorted((rig.state / "guards").glob("*.sock"))
+
+
+async def test_a_worker_is_captured_whole_and_goes_on(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--answer", "42", "--state-bytes", str(20 * 1024 * 1024))
+        content = fresh_uid()
+        artifact = await rig.captured(pod, content)
+        await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
+        assert state_of(pod.pid(rig.journal)) not in "TX"
+        assert guards(rig) == []
+        assert sockets(rig) == []
+        assert not (pod.control / control.QUIESCE).exists()
+
+    folder = rig.generation(content)
+    root_bytes = (folder / "root.json").read_bytes()
+    root = decode_json(root_bytes, RootManifest)
+    part = decode_json((folder / "process" / "part.json").read_bytes(), PartManifest)
+    assert digest(root_bytes) == artifact.root_digest
+    assert root.parts[0].digest == digest((folder / "process" / "part.json").read_bytes())
+    assert {entry.name for entry in part.files} == {"answer.json", "weights.bin"}
+    assert part.bytes == root.bytes == sum(entry.size for entry in part.files)
+    assert [len(entry.chunks) for entry in part.files] == [1, 3]
+    assert part.facts is not None
+    assert part.facts.driver == "cooperative"
+    assert json.loads((folder / "process" / "answer.json").read_text()) == {"answer": "42"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "process" / "weights.bin").stat().st_mode & 0o777 == 0o600
+
+
+async def test_progress_tells_rising_bytes_up_to_the_size_of_the_part(rig: Rig) -> None:
+    async with rig.agent(), rig.bus.listening(f"snap.progress.{rig.node}.>") as queue:
+        pod = await rig.running("--state-bytes", str(20 * 1024 * 1024))
+        _, dumped = await rig.staged(pod, fresh_uid())
+        assert dumped.part is not None
+        done = []
+        while not done or done[-1] < dumped.part.bytes:
+            delivery = await asyncio.wait_for(queue.get(), 5)
+            done.append(json.loads(delivery.data)["done"])
+    assert done == sorted(done)
+    assert done[-1] == dumped.part.bytes
+
+
+async def test_a_worker_is_quiet_and_held_until_its_release(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        await rig.staged(pod, content)
+        assert len(guards(rig)) == 1
+        assert [held["content"] for held in (await rig.status())["captures"]] == [content]
+        assert pod.events()[-1] == "quiesced 1"
+        await rig.carry_out(rig.release_order(pod, content))
+        assert (await rig.status())["captures"] == []
+
+
+async def test_a_worker_whose_policy_is_terminate_is_told_and_then_ended(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        await rig.staged(pod, content)
+        order = rig.release_order(pod, content, policy="Terminate")
+        assert (await rig.carry_out(order)).kind == "released"
+        assert is_gone(pod.pid(rig.journal))
+        exited = await rig.answer(rig.run_order(pod), "exited")
+    assert exited.exit_code == 128 + signal.SIGTERM
+
+
+async def test_a_worker_can_be_captured_again_and_old_state_does_not_come_along(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        await rig.captured(pod, fresh_uid())
+        await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
+        (pod.control / "state" / "stale").write_text("of the first capture")
+        second = fresh_uid()
+        await rig.captured(pod, second)
+    names = {path.name for path in (rig.generation(second) / "process").iterdir()}
+    assert names == {"answer.json", "weights.bin", "part.json"}
+
+
+async def test_a_second_capture_of_the_same_container_is_refused_while_one_holds_it(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        await rig.staged(pod, content)
+        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
+        assert report.kind == "rejected"
+        assert report.failure is not None
+        assert report.failure.reason == "NotEligible"
+        assert content in report.failure.message
+
+
+async def test_a_worker_that_never_becomes_ready_is_left_as_it_was(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--never-ready")
+        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid(), ready_s=0.3))
+        assert report.kind == "failed"
+        assert report.failure is not None
+        assert report.failure.reason == "DeadlineExceeded"
+        assert report.failure.retryable
+        assert "ready" in report.failure.message
+        assert not (pod.control / control.QUIESCE).exists()
+        assert not (pod.control / control.ABORTED).exists()
+        assert guards(rig) == []
+
+
+async def test_a_worker_that_never_becomes_quiet_is_told_to_go_on(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--never-quiet")
+        content = fresh_uid()
+        report = await rig.carry_out(rig.prepare_order(pod, content, quiesce_s=0.3))
+        assert report.kind == "failed"
+        assert report.failure is not None
+        assert report.failure.reason == "DeadlineExceeded"
+        assert not (pod.control / control.QUIESCE).exists()
+        assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
+        assert (await rig.status())["captures"] == []
+        assert guards(rig) == []
+        assert sockets(rig) == []
+
+        # The lock is free again: the next attempt gets as far as this one.
+        again = await rig.carry_out(rig.prepare_order(pod, content, 2, quiesce_s=0.3))
+        assert again.failure is not None
+        assert again.failure.reason == "DeadlineExceeded"
+
+
+async def test_a_worker_that_never_becomes_quiet_is_killed_where_the_policy_says_so(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running("--never-quiet")
+        order = rig.prepare_order(pod, fresh_uid(), quiesce_s=0.3, on_failure="Kill")
+        assert (await rig.carry_out(order)).kind == "failed"
+        await rig.answer(rig.run_order(pod), "exited")
+        assert is_gone(pod.pid(rig.journal))
+
+
+async def test_a_worker_that_exits_instead_of_becoming_quiet_is_named_with_its_code(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running("--exit-at-quiesce", "9")
+        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
+        assert report.kind == "failed"
+        assert report.failure is not None
+        assert report.failure.reason == "SourceExited"
+        assert report.failure.values["exit_code"] == 9
+        assert (await rig.answer(rig.run_order(pod), "exited")).exit_code == 9
+        assert guards(rig) == []
+
+
+async def test_a_pod_of_another_uid_is_refused(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        other = rig.pod()
+        report = await rig.carry_out(rig.prepare_order(other, fresh_uid()))
+        assert report.kind == "rejected"
+        assert report.failure is not None
+        assert report.failure.reason == "StalePodReference"
+        assert pod.events()[-1].startswith("started")
+
+
+async def test_a_dump_of_another_plan_is_refused_and_the_worker_stays_held(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        vector = [*prepared.vector, VectorEntry(part="gpu-0", ordinal=0)]
+        report = await rig.carry_out(rig.dump_order(pod, content, vector))
+        assert report.kind == "rejected"
+        assert report.failure is not None
+        assert report.failure.reason == "NotEligible"
+        assert len((await rig.status())["captures"]) == 1
+        assert not rig.generation(content).exists()
+
+
+async def test_state_that_is_no_plain_file_fails_the_capture_by_its_name(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--odd-state")
+        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
+        assert report.kind == "failed"
+        assert report.failure is not None
+        assert report.failure.reason == "InvalidName"
+        assert "link" in report.failure.message
+        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+
+
+async def test_an_abort_lets_the_worker_go_on_and_keeps_the_attempt_from_coming_back(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
+        assert (await rig.carry_out(abort)).kind == "aborted"
+        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+        assert guards(rig) == []
+
+        late = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
+        assert late.kind == "rejected"
+        assert late.failure is not None
+        assert late.failure.reason == "Superseded"
+
+        second = await rig.carry_out(rig.prepare_order(pod, content, 2))
+        assert second.kind == "prepared"
+
+
+async def test_an_abort_ends_a_prepare_that_waits(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--never-quiet")
+        content = fresh_uid()
+        order = rig.prepare_order(pod, content)
+        await rig.send(order)
+        await until((pod.control / control.QUIESCE).exists, "the wish to be quiet")
+        abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
+        assert (await rig.carry_out(abort)).kind == "aborted"
+        report = await rig.answer(order)
+        assert report.failure is not None
+        assert report.failure.reason == "Aborted"
+        assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
+        assert guards(rig) == []
+
+
+async def test_an_abort_of_something_never_heard_of_is_aborted(rig: Rig) -> None:
+    async with rig.agent():
+        content = fresh_uid()
+        abort = AbortOrder(content_uid=content, **rig.common("abort", content))
+        assert (await rig.carry_out(abort)).kind == "aborted"
+
+
+async def test_a_worker_that_nobody_releases_goes_on_at_the_deadline_of_the_hold(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        order = rig.prepare_order(pod, content, hold_s=1.0)
+        prepared = await rig.carry_out(order)
+        await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
+        release = rig.release_order(pod, content)
+        report = await rig.answer(release)
+        assert report.kind == "released"
+        assert report.unconfirmed
+        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+        assert (rig.generation(content) / "process" / "part.json").exists()
+
+        # The order that comes too late is answered with what was done.
+        count = len(rig.reports)
+        await rig.send(release)
+        await until(lambda: len(rig.reports) > count, "an answer")
+        assert rig.reports[-1].unconfirmed
+
+
+async def test_a_release_of_nothing_held_is_released(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        assert (await rig.carry_out(rig.release_order(pod, fresh_uid()))).kind == "released"
+        assert not (pod.control / control.COMPLETE).exists()
+
+
+async def test_a_worker_that_dies_while_it_is_held_does_not_stop_its_release(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        await rig.staged(pod, content)
+        os.kill(pod.pid(rig.journal), signal.SIGKILL)
+        await rig.answer(rig.run_order(pod), "exited")
+        await until(lambda: not guards(rig), "the end of the guard")
+        assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
+        assert sockets(rig) == []
+
+
+async def test_a_guard_that_dies_is_replaced(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        await rig.staged(pod, content)
+        (first,) = guards(rig)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: guards(rig) not in ([], [first]), "another guard")
+        assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
+        assert guards(rig) == []
+
+
+# Seals, deletion and verification.
+
+
+def seal_of(rig: Rig, content: str, prepared: object, part: PartResult, pod: object) -> SealOrder:
+    return SealOrder(
+        namespace="default",
+        content_uid=content,
+        pod=pod.ref,  # type: ignore[attr-defined]
+        vector=prepared.vector,  # type: ignore[attr-defined]
+        parts=[part],
+        **rig.common("seal", content),
+    )
+
+
+async def test_a_part_that_was_cut_short_is_not_sealed(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared, dumped = await rig.staged(pod, content)
+        assert dumped.part is not None
+        with (rig.generation(content) / "process" / "weights.bin").open("r+b") as file:
+            file.truncate(100)
+        report = await rig.carry_out(seal_of(rig, content, prepared, dumped.part, pod))
+        assert report.failure is not None
+        assert report.failure.reason == "ArtifactCorrupt"
+        assert report.failure.values["file"] == "weights.bin"
+        assert not (rig.generation(content) / "root.json").exists()
+
+
+async def test_a_part_that_nobody_planned_is_not_sealed(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared, dumped = await rig.staged(pod, content)
+        assert dumped.part is not None
+        (rig.generation(content) / "gpu-0").mkdir()
+        report = await rig.carry_out(seal_of(rig, content, prepared, dumped.part, pod))
+        assert report.failure is not None
+        assert report.failure.reason == "ArtifactCorrupt"
+        assert report.failure.values["found"] == ["gpu-0", "process"]
+
+
+async def test_a_part_with_another_manifest_than_was_staged_is_not_sealed(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared, dumped = await rig.staged(pod, content)
+        assert dumped.part is not None
+        path = rig.generation(content) / "process" / "part.json"
+        path.write_bytes(path.read_bytes() + b"\n")
+        report = await rig.carry_out(seal_of(rig, content, prepared, dumped.part, pod))
+        assert report.failure is not None
+        assert report.failure.reason == "ArtifactCorrupt"
+        assert "digest" in report.failure.message
+
+
+async def test_an_artifact_is_verified_whole_and_a_flipped_bit_is_named(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--state-bytes", str(9 * 1024 * 1024))
+        content = fresh_uid()
+        artifact = await rig.captured(pod, content)
+        verify = VerifyOrder(artifact=artifact, **rig.common("verify", content))
+        report = await rig.carry_out(verify)
+        assert report.kind == "verified"
+        assert report.bytes > 9 * 1024 * 1024
+
+        with (rig.generation(content) / "process" / "weights.bin").open("r+b") as file:
+            file.seek(8 * 1024 * 1024 + 5)
+            file.write(b"!")
+        again = VerifyOrder(artifact=artifact, **rig.common("verify", content, 2))
+        report = await rig.carry_out(again)
+        assert report.failure is not None
+        assert report.failure.reason == "ArtifactCorrupt"
+        assert (report.failure.values["file"], report.failure.values["chunk"]) == ("weights.bin", 1)
+
+
+async def test_delete_removes_one_generation_and_nothing_beside_it(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content, other = fresh_uid(), fresh_uid()
+        await rig.captured(pod, content)
+        await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
+        await rig.captured(pod, other)
+        beside = rig.generation(content).parent / "gen-2"
+        beside.mkdir()
+
+        def deletion(attempt: int) -> DeleteOrder:
+            common = rig.common("delete", content, attempt)
+            common["order"] += "-gen-1"
+            return DeleteOrder(namespace="default", content_uid=content, generation=1, **common)
+
+        assert (await rig.carry_out(deletion(1))).kind == "deleted"
+        assert not rig.generation(content).exists()
+        assert beside.exists()
+        assert rig.generation(other).exists()
+        assert (await rig.carry_out(deletion(2))).kind == "deleted"
+
+
+@pytest.mark.parametrize("payload", [b"\xff\xfe not json", b"{}", b'{"type":"snapback.v1.run"}'])
+async def test_a_poison_order_is_refused_and_the_next_one_is_served(
+    rig: Rig, payload: bytes
+) -> None:
+    async with rig.agent(), rig.bus.listening(f"snap.dead.{rig.node}") as dead:
+        poison = f"run-{fresh_uid()}"
+        await rig.bus.publish(f"snap.order.{rig.node}.agent.{poison}", payload)
+        letter = await asyncio.wait_for(dead.get(), 10)
+        assert json.loads(letter.data)["failure"]["reason"] == "InvalidMessage"
+        rejected = await rig.heard(lambda report: report.order == poison)
+        assert rejected.kind == "rejected"
+        await rig.running()
+
+
+async def test_a_repeated_order_is_answered_from_the_record_and_not_carried_out_again(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        await rig.staged(pod, content)
+        release = rig.release_order(pod, content)
+        first = await rig.carry_out(release)
+        os.unlink(pod.control / control.COMPLETE)
+        rig.reports.clear()
+        again = await rig.carry_out(release)
+        assert msgspec.structs.astuple(again) == msgspec.structs.astuple(first)
+        assert not (pod.control / control.COMPLETE).exists()

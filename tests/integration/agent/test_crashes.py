@@ -1,0 +1,183 @@
+"""What becomes of a captured worker when its agent is killed, and what the next agent does."""
+
+import asyncio
+import os
+import signal
+
+from snapshot_agent.domain import control
+from tests.support.agent_rig import Pod, Rig, below, fresh_uid, state_of, until
+
+
+def guards(rig: Rig) -> list[int]:
+    return [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
+
+
+async def beats_again(pod: Pod) -> None:
+    before = pod.beats()
+    await until(lambda: pod.beats() != before, "another beat")
+
+
+async def prepared_by_a_process(rig: Rig) -> tuple[asyncio.subprocess.Process, Pod, str]:
+    process = await rig.process()
+    pod = await rig.running()
+    content = fresh_uid()
+    assert (await rig.carry_out(rig.prepare_order(pod, content))).kind == "prepared"
+    return process, pod, content
+
+
+async def test_a_worker_runs_again_within_ten_seconds_after_its_agent_was_killed(
+    rig: Rig,
+) -> None:
+    process, pod, _ = await prepared_by_a_process(rig)
+    pid = pod.pid(rig.journal)
+    # As if the agent had died in the middle of a dump.
+    os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    await process.wait()
+    await until(lambda: state_of(pid) != "T", "the thaw", 10.0)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", 10.0)
+    await until(lambda: not guards(rig), "the end of the guard")
+    assert list((rig.state / "guards").glob("*.sock")) == []
+
+
+async def test_a_worker_is_killed_by_its_guard_where_the_policy_says_so(rig: Rig) -> None:
+    process = await rig.process()
+    pod = await rig.running()
+    order = rig.prepare_order(pod, fresh_uid(), on_failure="Kill")
+    assert (await rig.carry_out(order)).kind == "prepared"
+    pid = pod.pid(rig.journal)
+    process.kill()
+    await process.wait()
+    await until(lambda: state_of(pid) in "XZ", "the end of the worker", 10.0)
+
+
+async def test_an_agent_that_returns_in_time_takes_the_guard_over_and_the_hold_goes_on(
+    rig: Rig,
+) -> None:
+    process, pod, content = await prepared_by_a_process(rig)
+    (guard,) = guards(rig)
+    process.kill()
+    await process.wait()
+    await rig.process()
+    assert guards(rig) == [guard]
+    assert [held["content"] for held in (await rig.status())["captures"]] == [content]
+    prepared = await rig.answer(rig.prepare_order(pod, content))
+    dumped = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
+    assert dumped.kind == "staged"
+    assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
+    await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
+    assert guards(rig) == []
+
+
+async def test_an_agent_that_returns_without_a_guard_arms_another(rig: Rig) -> None:
+    process, _, content = await prepared_by_a_process(rig)
+    (guard,) = guards(rig)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(guard, signal.SIGKILL)
+    process.kill()
+    await process.wait()
+    await rig.process()
+    assert len(guards(rig)) == 1
+    assert guards(rig) != [guard]
+    assert [held["content"] for held in (await rig.status())["captures"]] == [content]
+
+
+async def test_an_agent_that_returns_after_the_guard_has_acted_tells_of_the_release(
+    rig: Rig,
+) -> None:
+    process, pod, content = await prepared_by_a_process(rig)
+    (guard,) = guards(rig)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(guard, signal.SIGTERM)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    process.kill()
+    await process.wait()
+    await rig.process()
+    report = await rig.answer(rig.release_order(pod, content))
+    assert report.kind == "released"
+    assert report.unconfirmed
+    assert (await rig.status())["captures"] == []
+
+
+async def test_a_prepare_that_was_cut_off_is_undone_and_failed_retryably(rig: Rig) -> None:
+    process = await rig.process()
+    pod = await rig.running("--never-quiet")
+    content = fresh_uid()
+    order = rig.prepare_order(pod, content)
+    await rig.send(order)
+    await until((pod.control / control.QUIESCE).exists, "the wish to be quiet")
+    process.kill()
+    await process.wait()
+    await rig.process()
+    report = await rig.answer(order)
+    assert report.failure is not None
+    assert report.failure.reason == "AgentRestarted"
+    assert report.failure.retryable
+    assert not (pod.control / control.QUIESCE).exists()
+    assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
+    assert guards(rig) == []
+    assert (await rig.status())["captures"] == []
+
+
+async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on(
+    rig: Rig,
+) -> None:
+    process = await rig.process()
+    pod = await rig.running("--state-bytes", str(512 * 1024 * 1024))
+    content = fresh_uid()
+    prepared = await rig.carry_out(rig.prepare_order(pod, content))
+    order = rig.dump_order(pod, content, prepared.vector)
+    await rig.send(order)
+    copy = rig.generation(content) / "process" / "weights.bin"
+    await until(copy.exists, "the begin of the copy")
+    process.kill()
+    await process.wait()
+    assert state_of(pod.pid(rig.journal)) == "T"
+    await rig.process()
+    report = await rig.answer(order)
+    assert report.failure is not None
+    assert report.failure.reason == "OutcomeUnknown"
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", 10.0)
+    await beats_again(pod)
+    assert guards(rig) == []
+    assert not (copy.parent / "part.json").exists()
+
+
+async def test_an_agent_that_is_stopped_undoes_what_is_under_way(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--never-quiet")
+        order = rig.prepare_order(pod, fresh_uid())
+        await rig.send(order)
+        await until((pod.control / control.QUIESCE).exists, "the wish to be quiet")
+    assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
+    assert guards(rig) == []
+    await beats_again(pod)
+    async with rig.agent():
+        report = await rig.answer(order)
+    assert report.failure is not None
+    assert report.failure.reason == "Aborted"
+
+
+async def test_an_order_that_ended_before_a_restart_is_answered_from_the_record(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        order = rig.run_order(pod)
+    rig.reports.clear()
+    async with rig.agent():
+        # Deleting and publishing again is what a second delivery looks like.
+        found = await rig.bus.last("ORDERS", f"snap.order.{rig.node}.agent.{order.order}")
+        assert found is not None
+        await rig.bus.delete("ORDERS", found[0])
+        await rig.send(order)
+        assert (await rig.answer(order)).kind == "started"
+    assert pod.events() == ["started "]
+
+
+async def test_only_one_agent_works_with_a_state_folder(rig: Rig) -> None:
+    async with rig.agent():
+        try:
+            await rig.process()
+        except AssertionError as error:
+            assert "ended" in str(error)
+        log = (rig.state.parent / "agent.log").read_text()
+    assert "AlreadyExists" in log

@@ -1,0 +1,174 @@
+"""Containers as local processes: started, watched, re-adopted, ended."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+from tests.support.agent_rig import Rig, is_gone, until
+
+
+async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_told(rig: Rig) -> None:
+    async with rig.agent():
+        pod = rig.pod()
+        order = rig.run_order(pod)
+        assert (await rig.carry_out(order)).kind == "started"
+        await rig.answer(order, "ready")
+        os.kill(pod.pid(rig.journal), signal.SIGKILL)
+        exited = await rig.answer(order, "exited")
+    assert exited.exit_code == 128 + signal.SIGKILL
+    kinds = [report.kind for report in rig.reports if report.order == order.order]
+    assert kinds == ["accepted", "started", "ready", "exited"]
+
+
+async def test_the_exit_code_of_a_worker_that_ends_early_is_told(rig: Rig) -> None:
+    async with rig.agent():
+        order = rig.run_order(rig.pod("--exit-at-start", "3"))
+        await rig.send(order)
+        exited = await rig.answer(order, "exited")
+    assert exited.exit_code == 3
+    assert "exit code 3" in exited.message
+
+
+async def test_a_container_sees_its_node_its_pod_and_nothing_of_the_agents_environment(
+    rig: Rig,
+) -> None:
+    os.environ["ONLY_FOR_THE_AGENT"] = "1"
+    spec_env = [{"name": "GREETING", "value": "hello $(POD_NAME)"}]
+    try:
+        async with rig.agent():
+            pod = rig.pod("--answer", "$(GREETING)", env=spec_env)
+            await rig.carry_out(rig.run_order(pod))
+            raw = Path(f"/proc/{pod.pid(rig.journal)}/environ").read_bytes()
+    finally:
+        del os.environ["ONLY_FOR_THE_AGENT"]
+    env = dict(entry.split("=", 1) for entry in raw.decode().split("\0") if entry)
+    assert env["SNAPSHOT_CONTROL_DIR"] == str(pod.control)
+    assert env["POD_UID"] == pod.ref.uid
+    assert env["GREETING"] == "hello worker"
+    assert env["SNAPBACK_RUN"] == "test"
+    assert env["POD_SOCKET_DIR"] == str(rig.sockets / pod.ref.uid[:8])
+    assert not {"ONLY_FOR_THE_AGENT", "SNAPBACK_NATS_URL", "SNAPSHOT_RESTORE_STANDBY"} & set(env)
+    assert (rig.sockets / pod.ref.uid[:8]).stat().st_mode & 0o777 == 0o700
+
+
+async def test_a_program_that_is_not_there_fails_the_run_with_its_name(rig: Rig) -> None:
+    async with rig.agent():
+        pod = rig.pod()
+        pod.spec["containers"][0]["command"] = ["no-such-program"]
+        report = await rig.carry_out(rig.run_order(pod))
+    assert report.kind == "failed"
+    assert report.failure is not None
+    assert report.failure.reason == "NotFound"
+    assert "no-such-program" in report.failure.message
+
+
+async def test_a_spec_with_another_digest_is_refused_and_nothing_is_started(rig: Rig) -> None:
+    async with rig.agent():
+        pod = rig.pod()
+        order = rig.run_order(pod)
+        pod.spec["containers"][0]["command"].append("--stubborn")
+        report = await rig.carry_out(order)
+    assert report.kind == "rejected"
+    assert report.failure is not None
+    assert report.failure.reason == "StalePodReference"
+    assert not pod.home.exists()
+
+
+async def test_stop_ends_a_stubborn_worker_and_what_left_its_session(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--stubborn", "--child")
+        child = int((pod.home / "child").read_text())
+        assert not is_gone(child)
+        report = await rig.carry_out(rig.stop_order(pod, grace_s=0.2))
+        assert report.kind == "stopped"
+        assert is_gone(child)
+        assert is_gone(pod.pid(rig.journal))
+        exited = await rig.answer(rig.run_order(pod), "exited")
+        assert exited.exit_code == 128 + signal.SIGKILL
+    assert not (rig.sockets / pod.ref.uid[:8]).exists()
+
+
+async def test_stopping_a_pod_that_never_ran_is_stopped_and_keeps_it_from_running(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = rig.pod()
+        assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
+        report = await rig.carry_out(rig.run_order(pod))
+    assert report.kind == "rejected"
+    assert report.failure is not None
+    assert report.failure.reason == "Superseded"
+
+
+async def test_a_stopped_agent_leaves_its_containers_running_and_the_next_one_watches_them(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+    pid = pod.pid(rig.journal)
+    beats = pod.beats()
+    await until(lambda: pod.beats() != beats, "another beat")
+    async with rig.agent():
+        os.kill(pid, signal.SIGTERM)
+        exited = await rig.answer(rig.run_order(pod), "exited")
+    assert exited.exit_code in (None, 128 + signal.SIGTERM)
+
+
+async def test_a_killed_agent_leaves_its_containers_running_and_adopts_them_again(
+    rig: Rig,
+) -> None:
+    process = await rig.process()
+    pod = await rig.running("--answer", "once")
+    process.kill()
+    await process.wait()
+    pid = pod.pid(rig.journal)
+    beats = pod.beats()
+    await until(lambda: pod.beats() != beats, "another beat")
+
+    await rig.process()
+    status = await rig.status()
+    assert status["pods"][0]["containers"] == {"main": pid}
+    assert pod.events() == ["started --answer once"]
+    os.kill(pid, signal.SIGTERM)
+    exited = await rig.answer(rig.run_order(pod), "exited")
+    # Only a parent learns the code, and that was the agent that is gone.
+    assert exited.exit_code is None
+    assert len({report.n for report in rig.reports if report.kind == "ready"}) == 1
+
+
+async def test_a_container_that_ended_while_the_agent_was_away_is_told_with_no_code(
+    rig: Rig,
+) -> None:
+    process = await rig.process()
+    pod = await rig.running()
+    process.kill()
+    await process.wait()
+    os.kill(pod.pid(rig.journal), signal.SIGKILL)
+    await until(lambda: is_gone(pod.pid(rig.journal)), "the end of the worker")
+    async with rig.agent():
+        exited = await rig.answer(rig.run_order(pod), "exited")
+    assert exited.exit_code is None
+
+
+async def test_a_failed_container_ends_the_others_of_its_pod(rig: Rig) -> None:
+    async with rig.agent():
+        pod = rig.pod()
+        lazy = {"name": "sidecar", "command": ["sleep", "600"]}
+        spec = pod.spec["containers"]
+        spec[0]["command"] += ["--exit-at-start", "7"]
+        spec.append({**spec[0], **lazy})
+        order = rig.run_order(pod)
+        await rig.send(order)
+        exited = await rig.answer(order, "exited")
+        ended = (await rig.status())["pods"][0]["ended"]
+    assert exited.exit_code == 7
+    assert ended == {"main": 7, "sidecar": 128 + signal.SIGTERM}
+
+
+async def test_orders_of_many_pods_are_carried_out_side_by_side(rig: Rig) -> None:
+    async with rig.agent():
+        pods = await asyncio.gather(*(rig.running() for _ in range(5)))
+        assert len({pod.pid(rig.journal) for pod in pods}) == 5
+        reports = await asyncio.gather(*(rig.carry_out(rig.stop_order(pod)) for pod in pods))
+    assert {report.kind for report in reports} == {"stopped"}

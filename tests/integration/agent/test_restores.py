@@ -1,0 +1,163 @@
+"""Restores into a worker that waits: filled, signalled, answered; and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.domain import control
+from snapshot_shared.errors import Failure
+from snapshot_shared.orders import AbortOrder, ArtifactRef, DeviceRef, Report
+from tests.support.agent_rig import Pod, Rig, fresh_uid, until
+
+
+def failure_of(report: Report) -> Failure:
+    assert report.failure is not None, report
+    return report.failure
+
+
+async def artifact_of(rig: Rig, *arguments: str) -> tuple[ArtifactRef, Path]:
+    pod = await rig.running(*arguments)
+    content = fresh_uid()
+    return await rig.captured(pod, content), rig.generation(content)
+
+
+async def test_a_waiting_worker_goes_on_where_the_captured_one_was(rig: Rig) -> None:
+    async with rig.agent():
+        artifact, _ = await artifact_of(rig, "--answer", "42", "--state-bytes", "20971520")
+        pod = await rig.running(standby=True)
+        report = await rig.carry_out(rig.restore_order(pod, artifact))
+        assert report.kind == "restored"
+        assert report.bytes > 20971520
+        assert pod.events()[-1] == "restored 42 20971520"
+        assert (pod.control / "state" / "weights.bin").stat().st_mode & 0o777 == 0o600
+        assert not any(r.kind == "ready" and r.order == f"run-{pod.ref.uid}" for r in rig.reports)
+
+
+async def test_a_restored_worker_can_be_captured_again(rig: Rig) -> None:
+    async with rig.agent():
+        artifact, _ = await artifact_of(rig, "--answer", "7")
+        pod = await rig.running(standby=True)
+        await rig.carry_out(rig.restore_order(pod, artifact))
+        (pod.control / control.READY).write_text('{"attempt": 0}')
+        again = await rig.captured(pod, fresh_uid())
+        third = await rig.running(standby=True)
+        await rig.carry_out(rig.restore_order(third, again))
+        assert third.events()[-1] == "restored 7 1024"
+
+
+async def test_a_corrupted_part_never_reaches_the_worker(rig: Rig) -> None:
+    async with rig.agent():
+        artifact, folder = await artifact_of(rig, "--state-bytes", "9437184")
+        with (folder / "process" / "weights.bin").open("r+b") as file:
+            file.seek(9000000)
+            file.write(b"!")
+        pod = await rig.running(standby=True)
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
+        assert failure.reason == "ArtifactCorrupt"
+        assert (failure.values["file"], failure.values["chunk"]) == ("weights.bin", 1)
+        await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
+        assert not (pod.control / control.RESTORE_COMPLETE).exists()
+        assert list((pod.control / "state").iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", ["root.json", "process/part.json"])
+async def test_a_changed_manifest_is_refused_before_the_worker_is_touched(
+    rig: Rig, victim: str
+) -> None:
+    async with rig.agent():
+        artifact, folder = await artifact_of(rig)
+        (folder / victim).write_bytes((folder / victim).read_bytes() + b" ")
+        pod = await rig.running(standby=True)
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
+        assert failure.reason == "ArtifactCorrupt"
+        await untouched(pod)
+
+
+async def test_a_file_that_became_a_link_is_refused_before_the_worker_is_touched(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        artifact, folder = await artifact_of(rig)
+        path = folder / "process" / "weights.bin"
+        path.rename(folder / "elsewhere")
+        path.symlink_to(folder / "elsewhere")
+        pod = await rig.running(standby=True)
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
+        assert failure.reason == "ArtifactCorrupt"
+        await untouched(pod)
+
+
+async def test_another_number_of_devices_is_refused_with_both_values(rig: Rig) -> None:
+    async with rig.agent():
+        artifact, _ = await artifact_of(rig)
+        pod = await rig.running(standby=True)
+        order = rig.restore_order(pod, artifact, devices=[DeviceRef(ordinal=0, uuid="GPU-x")])
+        report = await rig.carry_out(order)
+        assert report.kind == "failed"
+        await untouched(pod)
+
+
+async def test_an_artifact_that_is_not_there_is_missing(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running(standby=True)
+        ref = ArtifactRef(
+            namespace="default",
+            content_uid=fresh_uid(),
+            generation=1,
+            root_digest="sha256:" + "0" * 64,
+        )
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, ref)))
+        assert failure.reason == "ArtifactMissing"
+
+
+async def test_a_worker_that_does_not_wait_for_a_restore_is_refused(rig: Rig) -> None:
+    async with rig.agent():
+        artifact, _ = await artifact_of(rig)
+        pod = await rig.running()
+        report = await rig.carry_out(rig.restore_order(pod, artifact))
+        assert report.kind == "rejected"
+        assert failure_of(report).reason == "NotEligible"
+
+
+async def test_a_worker_that_does_not_serve_again_in_time_fails_the_restore(rig: Rig) -> None:
+    async with rig.agent():
+        artifact, _ = await artifact_of(rig)
+        pod = await rig.running("--never-restored", standby=True)
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact, ready_s=0.3)))
+        assert failure.reason == "DeadlineExceeded"
+        assert control.is_of((pod.control / control.RESTORE_FAILED).read_bytes(), 1)
+        assert not (pod.control / control.RESTORE_COMPLETE).exists()
+
+
+async def test_an_abort_keeps_a_restore_from_beginning(rig: Rig) -> None:
+    async with rig.agent():
+        artifact, _ = await artifact_of(rig)
+        pod = await rig.running(standby=True)
+        abort = AbortOrder(pod=pod.ref, **rig.common("abort", pod.ref.uid))
+        assert (await rig.carry_out(abort)).kind == "aborted"
+        report = await rig.carry_out(rig.restore_order(pod, artifact))
+        assert failure_of(report).reason == "Superseded"
+        await untouched(pod)
+
+
+async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(rig: Rig) -> None:
+    process = await rig.process()
+    artifact, _ = await artifact_of(rig)
+    pod = await rig.running("--never-restored", standby=True)
+    order = rig.restore_order(pod, artifact)
+    await rig.send(order)
+    await until((pod.control / control.RESTORE_COMPLETE).exists, "the signal")
+    state = (pod.control / "state" / "weights.bin").stat()
+    process.kill()
+    await process.wait()
+    await rig.process()
+    (pod.control / ".restored").write_text('{"attempt": 1}')
+    (pod.control / ".restored").rename(pod.control / control.RESTORED)
+    assert (await rig.answer(order)).kind == "restored"
+    assert (pod.control / "state" / "weights.bin").stat() == state
+
+
+async def untouched(pod: Pod) -> None:
+    names = {path.name for path in pod.control.iterdir()}
+    assert names == {"state"}
+    assert pod.events()[-1] == "standby"

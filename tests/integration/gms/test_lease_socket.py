@@ -1,0 +1,459 @@
+"""The lease socket: a socket is a lock, and what a client sends costs only that client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gms.adapters.lease_socket import LeasePolicy, LeaseServer
+from gms.handlers.sessions import LeaseSessions
+from gms.lease import Lease
+from gms.wire import Inbox, close_all, prepare, send
+from snapshot_shared.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    GenerationMismatch,
+    InvalidMessage,
+    NotFound,
+    OutOfDeviceMemory,
+    RemoteFailure,
+)
+from snapshot_shared.frames import (
+    DESCRIPTORS_PER_MESSAGE,
+    Access,
+    AllocateMany,
+    AllocationSpec,
+    Attach,
+    Detach,
+    ErrorReply,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+    MetadataItem,
+    Reply,
+    Request,
+    decode_reply,
+    encode_frame,
+)
+
+MIB = 1024 * 1024
+
+
+def attach(service: Any, lock: str = "RW", **fields: Any) -> Lease:
+    settings: dict[str, Any] = {
+        "device": service.uuids[0],
+        "domain": MemoryDomain.WEIGHTS,
+        "lock": LockMode(lock),
+        "deadline_s": 10.0,
+        "client": "test",
+    }
+    return Lease.attach(str(service.folder), Attach(**(settings | fields)))
+
+
+def specs(*sizes: int) -> list[AllocationSpec]:
+    return [AllocationSpec(id=f"a{index}", size=size) for index, size in enumerate(sizes)]
+
+
+def commit_one(service: Any) -> GenerationRef:
+    lease = attach(service)
+    lease.allocate(specs(5))
+    done = lease.commit(if_match=None)
+    lease.detach()
+    return GenerationRef(incarnation=done.incarnation, generation=done.generation)
+
+
+@contextlib.contextmanager
+def raw(service: Any) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        prepare(sock)
+        sock.settimeout(10)
+        sock.connect(str(service.folder / "gms.sock"))
+        yield sock
+
+
+def answer(sock: socket.socket) -> Reply | None:
+    data, descriptors = Inbox().receive(sock)
+    close_all(descriptors)
+    return decode_reply(data) if data else None
+
+
+def ask(sock: socket.socket, request: Request) -> Reply | None:
+    send(sock, encode_frame(request))
+    return answer(sock)
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def waiting(service: Any) -> int:
+    return len(service.device().domains[0].waiting)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another process or thread is about to bring about."""
+    expires = threading.Event()
+    timer = threading.Timer(10, expires.set)
+    timer.start()
+    try:
+        while not condition():
+            assert not expires.wait(0.005), "it did not happen within 10 s"
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def in_background(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Do something that blocks; what is given waits for its result."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def finish() -> Any:
+        thread.join(20)
+        assert result, "it did not end"
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
+
+    try:
+        yield finish
+    finally:
+        thread.join(20)
+
+
+def test_what_was_granted_says_everything_a_client_needs(service: Any) -> None:
+    lease = attach(service)
+    found = lease.attached
+    info = service.devices[0].info
+    assert (found.device, found.index, found.product) == (info.uuid, 0, info.product)
+    assert (found.capacity, found.free) == (info.capacity, info.capacity)
+    assert found.granularity == info.granularity
+    assert found.incarnation == service.gms.incarnation
+    assert (found.granted, found.generation, found.layout_id) == (Access.RW, 0, "")
+    lease.detach()
+
+
+def test_three_thousand_allocations_and_exports_make_the_round_trip(launch: Any) -> None:
+    service = launch(granularity=4096)
+    lease = attach(service)
+    many = [AllocationSpec(id=f"model.layers.{n}.weight", size=n + 1) for n in range(3000)]
+    made = lease.allocate(many)
+    assert [(info.id, info.size, info.slot) for info in made] == [
+        (spec.id, spec.size, slot) for slot, spec in enumerate(many)
+    ]
+    open_before = open_descriptors()
+    exported = []
+    for run in lease.export([spec.id for spec in many], Access.RW):
+        assert len(run) <= DESCRIPTORS_PER_MESSAGE
+        exported += [info for info, descriptor in run if os.fstat(descriptor).st_size == 4096]
+    assert exported == made
+    assert lease.allocations() == made
+    lease.put_metadata(
+        [MetadataItem(key=s.id, allocation=s.id, offset=0, value=b"x" * 100) for s in many]
+    )
+    assert len(lease.metadata()) == 3000
+    until(lambda: open_descriptors() <= open_before)
+    lease.detach()
+
+
+def test_a_client_that_stops_in_the_middle_of_an_export_can_go_on(launch: Any) -> None:
+    service = launch(granularity=4096)
+    lease = attach(service)
+    lease.allocate(specs(*[1] * 500))
+    for _ in lease.export([f"a{n}" for n in range(500)], Access.RO):
+        break
+    assert len(lease.allocations()) == 500
+    lease.detach()
+
+
+def test_the_end_of_the_socket_frees_the_lock_and_the_memory(service: Any) -> None:
+    lease = attach(service)
+    lease.allocate(specs(5))
+    lease.close()
+    second = attach(service)
+    assert second.attached.granted is Access.RW
+    second.detach()
+    assert service.device().used == 0
+
+
+def test_memory_of_a_killed_process_is_free_once_it_has_ended(service: Any) -> None:
+    code = (
+        "import sys, time\n"
+        "from gms import client\n"
+        "pool = client.connect(device=0, lock='RW')\n"
+        "pool.allocate('a', 3_000_000, 'uint8')[:] = 1\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"ready\n"
+        assert service.device().used == 4 * MIB
+        (session,) = service.device().domains[0].sessions
+        assert (session.pid, session.access) == (worker.pid, Access.RW)
+        worker.kill()
+    until(lambda: service.device().used == 0)
+    assert service.device().domains[0].lock == "empty"
+
+
+def test_what_a_living_process_may_have_mapped_stays_charged(service: Any) -> None:
+    first = commit_one(service)
+    reader = attach(service, "RO")
+    for _ in reader.export(["a0"], Access.RO):
+        pass
+    reader.close()
+    writer = attach(service, if_match=first)
+    writer.allocate(specs(5))
+    writer.commit(if_match=first)
+    writer.detach()
+    status = service.device()
+    assert (status.used, status.retired) == (4 * MIB, 2 * MIB)
+    assert [session.state for session in status.domains[0].sessions] == ["lingering"]
+
+
+def test_a_reader_waits_for_the_commit(service: Any) -> None:
+    writer = attach(service)
+    with in_background(lambda: attach(service, "RO")) as reader:
+        until(lambda: waiting(service) == 1)
+        writer.allocate(specs(5))
+        writer.commit(if_match=None)
+        lease = reader()
+    assert lease.attached.generation == 1
+    lease.detach()
+    writer.detach()
+
+
+def test_a_lock_that_is_not_granted_in_time_names_its_holder(service: Any) -> None:
+    writer = attach(service, client="the-writer")
+    with pytest.raises(DeadlineExceeded) as caught:
+        attach(service, deadline_s=0.05)
+    assert caught.value.values["holders"] == [f"the-writer (pid {os.getpid()})"]
+    assert waiting(service) == 0
+    writer.detach()
+
+
+def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(service: Any) -> None:
+    writer = attach(service)
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=60.0,
+        )
+        send(sock, encode_frame(request))
+        until(lambda: waiting(service) == 1)
+    until(lambda: waiting(service) == 0)
+    writer.detach()
+    attach(service).detach()
+
+
+def test_a_mismatch_is_refused_with_both_generations(service: Any) -> None:
+    current = commit_one(service)
+    with pytest.raises(GenerationMismatch) as caught:
+        attach(service)
+    assert caught.value.values == {
+        "expected": "nothing",
+        "found": f"generation 1 of {current.incarnation}",
+    }
+
+
+def test_all_allocations_are_made_or_none(service: Any) -> None:
+    lease = attach(service)
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        lease.allocate(specs(40 * MIB, 40 * MIB))
+    assert caught.value.values == {
+        "needed": 80 * MIB,
+        "free": 64 * MIB,
+        "capacity": 64 * MIB,
+    }
+    assert service.device().used == 0
+    assert lease.allocations() == []
+    lease.detach()
+
+
+def test_an_allocation_can_wait_for_memory_that_another_gives_back(service: Any) -> None:
+    cache = attach(service, domain=MemoryDomain.KV)
+    cache.allocate(specs(60 * MIB))
+    weights = attach(service)
+    with in_background(lambda: weights.allocate(specs(30 * MIB), wait_s=10.0)) as made:
+        cache.detach()
+        assert len(made()) == 1
+    weights.detach()
+
+
+def test_a_client_that_goes_away_while_it_waits_for_memory_leaves_none_behind(
+    service: Any,
+) -> None:
+    cache = attach(service, domain=MemoryDomain.KV)
+    cache.allocate(specs(60 * MIB))
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=5.0,
+        )
+        ask(sock, request)
+        send(sock, encode_frame(AllocateMany(allocations=specs(30 * MIB), wait_s=600.0)))
+    until(lambda: service.device().domains[0].sessions == [])
+    cache.detach()
+    assert service.device().used == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xc1garbage",
+        msgspec.msgpack.encode({"type": "nonsense", "v": 1}),
+        msgspec.msgpack.encode({"type": "detach", "v": 1}),
+        msgspec.msgpack.encode({"type": "attach", "v": 77}),
+        b"\x81" * 100_000,
+    ],
+)
+def test_a_bad_first_frame_gets_an_answer_and_ends_only_that_client(
+    service: Any, data: bytes
+) -> None:
+    good = attach(service)
+    with raw(service) as sock:
+        send(sock, data)
+        assert isinstance(answer(sock), ErrorReply)
+        assert answer(sock) is None
+    assert good.allocations() == []
+    good.detach()
+
+
+def test_a_bad_later_frame_is_answered_and_the_session_goes_on(service: Any) -> None:
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=5.0,
+        )
+        ask(sock, request)
+        for bad in (b"\xc1", encode_frame(request), b"\x00" * 200_000):
+            send(sock, bad)
+            reply = answer(sock)
+            assert isinstance(reply, ErrorReply)
+            assert reply.reason == "InvalidMessage"
+        made = ask(sock, AllocateMany(allocations=specs(5)))
+        assert not isinstance(made, ErrorReply)
+        ask(sock, Detach())
+    assert service.device().used == 0
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(service: Any) -> None:
+    before = open_descriptors()
+    with raw(service) as sock, Path(os.devnull).open() as spare:
+        send(sock, encode_frame(Detach()), [spare.fileno()] * 100)
+        reply = answer(sock)
+        assert isinstance(reply, ErrorReply)
+        assert reply.message == "a request carries no descriptors"
+    until(lambda: open_descriptors() <= before)
+
+
+def test_more_descriptors_than_a_message_may_carry_end_the_connection(service: Any) -> None:
+    before = open_descriptors()
+    with raw(service) as sock, Path(os.devnull).open() as spare:
+        send(sock, encode_frame(Detach()), [spare.fileno()] * 250)
+        assert isinstance(answer(sock), ErrorReply)
+    until(lambda: open_descriptors() <= before)
+
+
+def test_a_client_that_never_says_what_it_wants_is_sent_away(launch: Any) -> None:
+    service = launch(policy=LeasePolicy(handshake_s=0.05))
+    with raw(service) as sock:
+        reply = answer(sock)
+        assert isinstance(reply, ErrorReply)
+        assert (reply.reason, reply.values["step"]) == ("DeadlineExceeded", "handshake")
+
+
+def test_a_client_that_does_not_read_its_answers_is_dropped(launch: Any) -> None:
+    service = launch(granularity=4096, policy=LeasePolicy(send_s=0.05))
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=5.0,
+        )
+        ask(sock, request)
+        ask(sock, AllocateMany(allocations=specs(*[1] * 2000)))
+        listing = msgspec.msgpack.encode({"type": "list_allocations", "v": 1})
+        sock.settimeout(1)
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                send(sock, listing)
+        until(lambda: service.device().domains[0].sessions == [])
+
+
+def test_a_client_too_many_is_told_so(launch: Any) -> None:
+    service = launch(policy=LeasePolicy(max_connections=1))
+    first = attach(service)
+    with pytest.raises(RemoteFailure) as caught:
+        attach(service, "RO")
+    failure = caught.value.to_failure()
+    assert (failure.reason, failure.retryable) == ("TooManySessions", True)
+    first.detach()
+
+
+def test_the_sockets_are_for_the_owner_and_the_group_only(service: Any) -> None:
+    for name in ("gms.sock", "gms-grpc.sock"):
+        mode = (service.folder / name).stat().st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o660
+
+
+def test_a_folder_has_one_server(service: Any) -> None:
+    async def start_another() -> None:
+        LeaseServer(service.folder, LeaseSessions(service.gms)).start()
+
+    with pytest.raises(AlreadyExists):
+        service.run(start_another())
+    attach(service).detach()
+
+
+def test_the_socket_of_a_dead_server_is_replaced(socket_dir: Path, launch: Any) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(socket_dir / "gms.sock"))
+    attach(launch()).detach()
+
+
+def test_a_missing_server_is_named_by_its_path(socket_dir: Path) -> None:
+    request = Attach(device="GPU-1", domain=MemoryDomain.WEIGHTS, lock=LockMode.RO, deadline_s=1.0)
+    with pytest.raises(NotFound) as caught:
+        Lease.attach(str(socket_dir), request)
+    assert caught.value.values["path"] == str(socket_dir / "gms.sock")
+
+
+def test_metadata_and_ids_that_are_not_allowed_change_nothing(service: Any) -> None:
+    lease = attach(service)
+    with pytest.raises(InvalidMessage):
+        lease.allocate([AllocationSpec(id="../x y", size=1)])
+    lease.allocate(specs(5))
+    with pytest.raises(NotFound):
+        lease.put_metadata([MetadataItem(key="k", allocation="none", offset=0, value=b"")])
+    assert lease.metadata() == []
+    lease.detach()

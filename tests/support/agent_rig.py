@@ -1,0 +1,388 @@
+"""An agent with real processes, files and NATS, and the operator's side of it played by the test.
+
+The agent runs in the test's event loop (`Rig.agent`) or as a process of its own (`Rig.process`),
+the same program either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from snapshot_agent.main import serve
+from snapshot_shared import subjects
+from snapshot_shared.api import TemplateReply, TemplateRequest
+from snapshot_shared.bus import Bus, Delivery
+from snapshot_shared.codec import decode_json, digest, encode_json
+from snapshot_shared.errors import NotFound
+from snapshot_shared.ids import NodeName, OrderId
+from snapshot_shared.objects import PodSpec
+from snapshot_shared.orders import (
+    ArtifactRef,
+    DeviceRef,
+    DumpOrder,
+    Order,
+    PodRef,
+    PrepareOrder,
+    ReleaseOrder,
+    Report,
+    RestoreOrder,
+    RunOrder,
+    SealOrder,
+    StopOrder,
+    VectorEntry,
+)
+
+WORKER = Path(__file__).with_name("tiny_worker.py")
+PATIENCE_S = 20.0
+
+
+def fresh_uid() -> str:
+    return str(uuid.uuid4())
+
+
+def worker_spec(*arguments: str, **more: Any) -> dict[str, Any]:
+    """The JSON of a pod's spec with the tiny worker in it."""
+    container = {"name": "main", "command": [sys.executable, str(WORKER), *arguments], **more}
+    return msgspec.to_builtins(msgspec.convert({"containers": [container]}, PodSpec))  # type: ignore[no-any-return]
+
+
+class Pod:
+    """A pod of the test: its reference, its spec, and where its files lie."""
+
+    def __init__(self, rig: Rig, spec: dict[str, Any], name: str) -> None:
+        self.ref = PodRef(namespace="default", name=name, uid=fresh_uid())
+        self.spec = spec
+        self.home = rig.state / "pods" / self.ref.uid / "main"
+        self.control = self.home / "control"
+
+    def events(self) -> list[str]:
+        try:
+            return (self.home / "events").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+
+    def beats(self) -> str:
+        return (self.home / "beats").read_text()
+
+    def pid(self, journal: Path) -> int:
+        for line in journal.read_text().splitlines():
+            body = json.loads(line.partition(" ")[2])
+            is_ours = body.get("order") == f"run-{self.ref.uid}"
+            if is_ours and body.get("key") == f"container:{self.ref.container}":
+                return int(body["value"]["pid"])
+        raise AssertionError("the journal has no process of this pod")
+
+
+class Rig:
+    """The operator's side: templates, orders, reports; and the means to run the agent."""
+
+    def __init__(self, folder: Path, url: str, sockets: Path) -> None:
+        self.url = url
+        self.node = NodeName(f"node-{uuid.uuid4().hex[:8]}")
+        self.state = folder / "state"
+        self.root = folder / "artifacts"
+        self.sockets = sockets
+        self.journal = self.state / "journal"
+        self.bus = Bus(url, "test-operator")
+        self.pods: dict[str, Pod] = {}
+        self.reports: list[Report] = []
+        self._news = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "SNAPBACK_NATS_URL": self.url,
+            "SNAPBACK_STATE_DIR": str(self.state),
+            "SNAPBACK_ARTIFACT_ROOT": str(self.root),
+            "SNAPBACK_SOCKET_DIR": str(self.sockets),
+            "SNAPBACK_NODE": self.node,
+            "SNAPBACK_RUN": "test",
+            "SNAPBACK_WORKDIR": str(self.state.parent),
+        }
+
+    # The agent.
+
+    @contextlib.asynccontextmanager
+    async def agent(self) -> AsyncIterator[None]:
+        """Run the agent in this event loop; leaving the block stops it as SIGTERM does."""
+        before = dict(os.environ)
+        os.environ.update(self.environment)
+        stop = asyncio.Event()
+        task = asyncio.create_task(serve(stop))
+        try:
+            await self.until_serving(task.done)
+            yield
+        finally:
+            stop.set()
+            await asyncio.wait_for(task, PATIENCE_S)
+            os.environ.clear()
+            os.environ.update(before)
+
+    async def process(self) -> asyncio.subprocess.Process:
+        """Start the agent as a process and return when it serves."""
+        log = (self.state.parent / "agent.log").open("ab")
+        with log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "snapshot_agent.main",
+                env={**os.environ, **self.environment},
+                stderr=log,
+            )
+        self._processes.append(process)
+        await self.until_serving(lambda: process.returncode is not None)
+        return process
+
+    async def until_serving(self, is_over: Callable[[], bool]) -> None:
+        """Wait until the agent answers questions; its end is a failure."""
+        subject = subjects.rpc(self.node, "agent", "status")
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if is_over():
+                    raise AssertionError("the agent ended at its start")
+                try:
+                    await self.bus.request(subject, b"", timeout_s=1.0)
+                    return
+                except NotFound:
+                    await asyncio.sleep(0.02)
+
+    async def status(self) -> dict[str, Any]:
+        subject = subjects.rpc(self.node, "agent", "status")
+        return json.loads(await self.bus.request(subject, b""))  # type: ignore[no-any-return]
+
+    # The operator's side.
+
+    async def open(self) -> None:
+        await self.bus.connect()
+        await self.bus.ensure_assets()
+        self._tasks.append(asyncio.create_task(self._collect()))
+        self._tasks.append(asyncio.create_task(self._answer_templates()))
+
+    async def _collect(self) -> None:
+        async for delivery in self.bus.watch_subjects(f"snap.report.{self.node}.>"):
+            async with self._news:
+                self.reports.append(decode_json(delivery.data, Report))
+                self._news.notify_all()
+
+    async def _answer_templates(self) -> None:
+        async for delivery in self.bus.watch_subjects(subjects.api("template")):
+            await self._answer(delivery)
+
+    async def _answer(self, delivery: Delivery) -> None:
+        request = decode_json(delivery.data, TemplateRequest)
+        # Rigs of one nats-server hear each other's requests; each answers for its own pods.
+        if request.uid in self.pods:
+            reply = TemplateReply(spec=self.pods[request.uid].spec)
+            await delivery.raw.respond(encode_json(reply))
+
+    async def close(self) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.bus.close()
+        _end_everything_below(self.state)
+
+    async def send(self, order: Order) -> None:
+        """Publish an order as the operator does."""
+        subject = subjects.order(self.node, "agent", OrderId(order.order))
+        await self.bus.publish(subject, encode_json(order))
+
+    async def answer(self, order: Order, *kinds: str) -> Report:
+        """Wait for a report of an order; by default for the one that ends it."""
+        return await self.heard(
+            lambda r: (
+                (r.order, r.attempt) == (order.order, order.attempt)
+                and (r.kind in kinds if kinds else r.is_terminal)
+            )
+        )
+
+    async def heard(self, wanted: Any) -> Report:
+        """Wait for the first report that is wanted."""
+        async with asyncio.timeout(PATIENCE_S), self._news:
+            while True:
+                for report in self.reports:
+                    if wanted(report):
+                        return report
+                await self._news.wait()
+
+    async def carry_out(self, order: Order) -> Report:
+        """Send an order and wait for its end."""
+        await self.send(order)
+        return await self.answer(order)
+
+    # Orders.
+
+    def pod(self, *arguments: str, name: str = "worker", **more: Any) -> Pod:
+        pod = Pod(self, worker_spec(*arguments, **more), name)
+        self.pods[pod.ref.uid] = pod
+        return pod
+
+    def common(self, verb: str, owner: str, attempt: int = 1) -> dict[str, Any]:
+        return {
+            "order": f"{verb}-{owner}",
+            "attempt": attempt,
+            "node": self.node,
+            "owner": owner,
+            "deadline_s": 60.0,
+        }
+
+    def run_order(
+        self, pod: Pod, *, standby: bool = False, devices: list[DeviceRef] | None = None
+    ) -> RunOrder:
+        return RunOrder(
+            pod=pod.ref,
+            template_digest=digest(encode_json(pod.spec)),
+            standby=standby,
+            devices=devices or [],
+            **self.common("run", pod.ref.uid),
+        )
+
+    def stop_order(self, pod: Pod, grace_s: float = 5.0) -> StopOrder:
+        return StopOrder(pod=pod.ref, grace_s=grace_s, **self.common("stop", pod.ref.uid))
+
+    async def running(self, *arguments: str, standby: bool = False) -> Pod:
+        """Give a pod whose worker is up (and ready, unless it waits or was told otherwise)."""
+        pod = self.pod(*arguments)
+        order = self.run_order(pod, standby=standby)
+        report = await self.carry_out(order)
+        assert report.kind == "started", report
+        if not standby and "--never-ready" not in arguments:
+            await self.answer(order, "ready")
+        return pod
+
+    def prepare_order(
+        self, pod: Pod, content: str, attempt: int = 1, **fields: Any
+    ) -> PrepareOrder:
+        return PrepareOrder(
+            pod=pod.ref,
+            content_uid=content,
+            fence_token=f"{content}.{attempt}",
+            **{**self.common("prepare", content, attempt), **fields},
+        )
+
+    def dump_order(
+        self, pod: Pod, content: str, vector: list[VectorEntry], attempt: int = 1
+    ) -> DumpOrder:
+        return DumpOrder(
+            pod=pod.ref, content_uid=content, vector=vector, **self.common("dump", content, attempt)
+        )
+
+    def release_order(
+        self, pod: Pod, content: str, attempt: int = 1, **fields: Any
+    ) -> ReleaseOrder:
+        return ReleaseOrder(
+            pod=pod.ref, content_uid=content, **self.common("release", content, attempt), **fields
+        )
+
+    async def staged(self, pod: Pod, content: str) -> tuple[Report, Report]:
+        """Prepare and dump; the worker is still held."""
+        prepared = await self.carry_out(self.prepare_order(pod, content))
+        assert prepared.kind == "prepared", prepared
+        dumped = await self.carry_out(self.dump_order(pod, content, prepared.vector))
+        assert dumped.kind == "staged", dumped
+        return prepared, dumped
+
+    async def captured(self, pod: Pod, content: str) -> ArtifactRef:
+        """Capture a worker whole and release it."""
+        prepared, dumped = await self.staged(pod, content)
+        assert dumped.part is not None
+        seal = SealOrder(
+            namespace="default",
+            content_uid=content,
+            pod=pod.ref,
+            vector=prepared.vector,
+            parts=[dumped.part],
+            **self.common("seal", content),
+        )
+        sealed = await self.carry_out(seal)
+        assert sealed.kind == "sealed", sealed
+        released = await self.carry_out(self.release_order(pod, content))
+        assert released.kind == "released", released
+        assert sealed.root_digest is not None
+        return ArtifactRef(
+            namespace="default", content_uid=content, generation=1, root_digest=sealed.root_digest
+        )
+
+    def restore_order(self, pod: Pod, artifact: ArtifactRef, **fields: Any) -> RestoreOrder:
+        return RestoreOrder(
+            pod=pod.ref, artifact=artifact, **self.common("restore", pod.ref.uid), **fields
+        )
+
+    def generation(self, content: str) -> Path:
+        return self.root / "default" / content / "gen-1"
+
+
+@contextlib.asynccontextmanager
+async def rig(folder: Path, url: str) -> AsyncIterator[Rig]:
+    """A rig whose processes are gone after the block."""
+    sockets = Path(tempfile.mkdtemp(prefix="sb-"))
+    made = Rig(folder, url, sockets)
+    try:
+        await made.open()
+        yield made
+    finally:
+        await made.close()
+        shutil.rmtree(sockets)
+
+
+async def until(holds: Any, what: str, within_s: float = PATIENCE_S) -> None:
+    """Wait for something that only the file system or /proc can tell."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not holds():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"{what} did not happen within {within_s} s") from None
+
+
+def state_of(pid: int) -> str:
+    """The state letter of a process; X when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def is_gone(pid: int) -> bool:
+    return state_of(pid) in "XZ"
+
+
+def below(folder: Path) -> Mapping[int, str]:
+    """The running processes that have the folder in their environment or arguments."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+        except (OSError, ValueError):
+            continue
+        if os.fsencode(folder) in text and not is_gone(int(entry.name)):
+            found[int(entry.name)] = text.decode(errors="replace")
+    return found
+
+
+def _end_everything_below(state: Path) -> None:
+    for pid in below(state):
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

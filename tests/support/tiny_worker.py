@@ -1,0 +1,117 @@
+"""A worker of the control directory's protocol, in the standard library alone.
+
+It beats: it appends one line to `events` for everything that it does, and counts in `beats` while
+it runs, so that a test sees whether it is stopped. What it shall do wrong is said by arguments.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CONTROL = Path(os.environ["SNAPSHOT_CONTROL_DIR"])
+STATE = CONTROL / "state"
+
+
+def put(name: str, body: object) -> None:
+    temporary = CONTROL / f".{name}.worker"
+    temporary.write_text(json.dumps(body))
+    temporary.rename(CONTROL / name)
+
+
+def attempt_in(name: str) -> int | None:
+    try:
+        return int(json.loads((CONTROL / name).read_text())["attempt"])
+    except FileNotFoundError:
+        return None
+
+
+def tell(event: str) -> None:
+    with (CONTROL.parent / "events").open("a") as file:
+        file.write(event + "\n")
+
+
+def beat(count: int) -> int:
+    (CONTROL.parent / "beats").write_text(str(count + 1))
+    time.sleep(0.005)
+    return count + 1
+
+
+def save(arguments: argparse.Namespace, answer: str) -> None:
+    (STATE / "answer.json").write_text(json.dumps({"answer": answer}))
+    (STATE / "weights.bin").write_bytes(bytes(range(256)) * (arguments.state_bytes // 256))
+    if arguments.odd_state:
+        (STATE / "link").symlink_to("/etc/hostname")
+
+
+def restore() -> str:
+    tell("standby")
+    count = 0
+    while (attempt := attempt_in("restore-complete")) is None:
+        if attempt_in("restore-failed") is not None:
+            tell("restore-failed")
+            sys.exit(4)
+        count = beat(count)
+    answer = json.loads((STATE / "answer.json").read_text())["answer"]
+    size = (STATE / "weights.bin").stat().st_size
+    tell(f"restored {answer} {size}")
+    put("restored", {"attempt": attempt})
+    return str(answer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--answer", default="nothing")
+    parser.add_argument("--state-bytes", type=int, default=1024)
+    parser.add_argument("--exit-at-start", type=int)
+    parser.add_argument("--exit-at-quiesce", type=int)
+    parser.add_argument("--never-ready", action="store_true")
+    parser.add_argument("--never-quiet", action="store_true")
+    parser.add_argument("--never-restored", action="store_true")
+    parser.add_argument("--odd-state", action="store_true")
+    parser.add_argument("--stubborn", action="store_true")
+    parser.add_argument("--child", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if arguments.child:
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        (CONTROL.parent / "child").write_text(str(child.pid))
+    tell("started " + " ".join(sys.argv[1:]))
+    if arguments.exit_at_start is not None:
+        sys.exit(arguments.exit_at_start)
+    answer = arguments.answer
+    if os.environ.get("SNAPSHOT_RESTORE_STANDBY"):
+        if arguments.never_restored:
+            while True:
+                beat(0)
+        answer = restore()
+    elif not arguments.never_ready:
+        put("ready-for-snapshot", {"attempt": 0})
+    serve(arguments, answer)
+
+
+def serve(arguments: argparse.Namespace, answer: str) -> None:
+    count, quiet = 0, None
+    while True:
+        count = beat(count)
+        wanted = attempt_in("quiesce")
+        if quiet is None and wanted is not None and not arguments.never_quiet:
+            if arguments.exit_at_quiesce is not None:
+                sys.exit(arguments.exit_at_quiesce)
+            save(arguments, answer)
+            quiet = wanted
+            put("quiesced", {"attempt": wanted})
+            tell(f"quiesced {wanted}")
+        for name in ("snapshot-complete", "snapshot-aborted"):
+            if quiet is not None and attempt_in(name) == quiet:
+                tell(f"{name} {quiet}")
+                quiet = None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Layouts: what their structure hash covers, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gms.domain.layout import Allocation, Layout, aligned, structure_hash
+from snapshot_shared.errors import LayoutConflict, NotFound
+from snapshot_shared.frames import (
+    MAX_ALLOCATIONS,
+    MAX_METADATA_BYTES,
+    AllocationSpec,
+    MetadataItem,
+)
+
+ROWS = [("a", 10, "t"), ("b", 20, "")]
+META = [MetadataItem(key="k", allocation="a", offset=3, value=b"v")]
+
+
+def _layout(*rows: tuple[str, int, str]) -> Layout:
+    layout = Layout()
+    for handle, (name, size, tag) in enumerate(rows):
+        layout.add(Allocation(name, size, aligned(size, 4096), tag, handle))
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("rows", "metadata"),
+    [
+        (ROWS[::-1], META),
+        ([("a2", 10, "t"), ROWS[1]], META),
+        ([("a", 11, "t"), ROWS[1]], META),
+        ([("a", 10, "u"), ROWS[1]], META),
+        (ROWS[:1], META),
+        (ROWS, []),
+        (ROWS, [MetadataItem(key="k2", allocation="a", offset=3, value=b"v")]),
+        (ROWS, [MetadataItem(key="k", allocation="b", offset=3, value=b"v")]),
+        (ROWS, [MetadataItem(key="k", allocation="a", offset=4, value=b"v")]),
+        (ROWS, [MetadataItem(key="k", allocation="a", offset=3, value=b"w")]),
+        # Without terminators these would be the same bytes as ROWS.
+        ([("a", 102, "t"), ("b", 0, "")], META),
+        ([("a", 10, "tb"), ("", 20, "")], META),
+    ],
+)
+def test_the_structure_hash_changes_with_every_part_of_the_shape(
+    rows: list[tuple[str, int, str]], metadata: list[MetadataItem]
+) -> None:
+    assert structure_hash(rows, metadata) != structure_hash(ROWS, META)
+
+
+def test_the_structure_hash_does_not_depend_on_the_order_of_metadata() -> None:
+    other = MetadataItem(key="z", allocation="b", offset=0, value=b"")
+    assert structure_hash(ROWS, [*META, other]) == structure_hash(ROWS, [other, *META])
+
+
+names = st.text(alphabet="ab1:", max_size=3)
+shapes = st.lists(st.tuples(names, st.integers(1, 30), names), max_size=4)
+
+
+@given(shapes, shapes)
+def test_two_shapes_have_one_hash_only_when_they_are_equal(
+    left: list[tuple[str, int, str]], right: list[tuple[str, int, str]]
+) -> None:
+    assert (structure_hash(left, []) == structure_hash(right, [])) is (left == right)
+
+
+def test_freeing_closes_the_gap_so_that_a_rebuilt_layout_has_the_same_hash() -> None:
+    layout = _layout(("a", 1, ""), ("b", 2, ""), ("c", 3, ""))
+    layout.remove(["b"])
+    assert layout.structure_hash() == _layout(("a", 1, ""), ("c", 3, "")).structure_hash()
+    assert [info.slot for info in layout.infos()] == [0, 1]
+
+
+def test_freeing_takes_the_metadata_along() -> None:
+    layout = _layout(("a", 10, ""), ("b", 10, ""))
+    layout.put([MetadataItem(key=k, allocation=k, offset=0, value=b"") for k in ("a", "b")])
+    layout.remove(["a"])
+    assert [entry.key for entry in layout.get(None)] == ["b"]
+
+
+def test_freeing_something_unknown_frees_nothing() -> None:
+    layout = _layout(("a", 10, ""))
+    with pytest.raises(NotFound):
+        layout.remove(["a", "x"])
+    assert list(layout.allocations) == ["a"]
+
+
+@pytest.mark.parametrize("ids", [["a"], ["x", "x"]])
+def test_an_allocation_id_is_used_once(ids: list[str]) -> None:
+    with pytest.raises(LayoutConflict):
+        _layout(("a", 10, "")).check_new([AllocationSpec(id=each, size=1) for each in ids])
+
+
+def test_a_layout_has_a_limit_of_allocations() -> None:
+    specs = [AllocationSpec(id=f"a{i}", size=1) for i in range(MAX_ALLOCATIONS + 1)]
+    with pytest.raises(LayoutConflict) as caught:
+        Layout().check_new(specs)
+    assert caught.value.values["limit"] == MAX_ALLOCATIONS
+
+
+def test_metadata_must_point_into_its_allocation() -> None:
+    layout = _layout(("a", 10, ""))
+    layout.put([MetadataItem(key="last", allocation="a", offset=9, value=b"")])
+    with pytest.raises(LayoutConflict):
+        layout.put([MetadataItem(key="past", allocation="a", offset=10, value=b"")])
+
+
+def test_metadata_has_a_limit_and_what_breaks_it_changes_nothing() -> None:
+    layout = _layout(("a", 10, ""))
+    value = bytes(65536)
+    many = [
+        MetadataItem(key=f"k{i}", allocation="a", offset=0, value=value)
+        for i in range(MAX_METADATA_BYTES // len(value) + 1)
+    ]
+    with pytest.raises(LayoutConflict):
+        layout.put(many)
+    assert layout.get(None) == []
+
+
+@given(st.integers(1, 2**50), st.sampled_from([1, 4096, 2 * 1024 * 1024]))
+def test_alignment_rounds_up_to_the_next_granule(size: int, granularity: int) -> None:
+    found = aligned(size, granularity)
+    assert found % granularity == 0
+    assert 0 <= found - size < granularity

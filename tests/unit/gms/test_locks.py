@@ -1,0 +1,137 @@
+"""The lock tables: complete, consistent with each other, and fair to writers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from gms.domain.locks import (
+    LOCKS,
+    USES,
+    VERDICTS,
+    Lock,
+    LockEvent,
+    Operation,
+    Use,
+    Verdict,
+    Wish,
+    verdict,
+    wish_of,
+)
+from snapshot_shared.errors import InvalidTransition
+from snapshot_shared.frames import LockMode
+
+# What a state says of (writer, committed layout, readers).
+MEANING = {
+    Lock.EMPTY: (False, False, False),
+    Lock.WRITING: (True, False, False),
+    Lock.COMMITTED: (False, True, False),
+    Lock.READING: (False, True, True),
+    Lock.UPDATING: (True, True, False),
+    Lock.UPDATING_READ: (True, True, True),
+}
+
+
+def _after(event: LockEvent, *, writer: bool, committed: bool, readers: bool) -> tuple[bool, ...]:
+    match event:
+        case LockEvent.WRITE:
+            return (True, committed, readers)
+        case LockEvent.REPLACE:
+            return (True, False, readers)
+        case LockEvent.READ:
+            return (writer, committed, True)
+        case LockEvent.COMMIT:
+            return (False, True, True)
+        case LockEvent.WRITER_GONE:
+            return (False, committed, readers)
+        case LockEvent.READER_GONE:
+            return (writer, committed, readers)
+        case LockEvent.LAST_READER_GONE:
+            return (writer, committed, False)
+        case LockEvent.PUBLISH:
+            return (writer, True, readers)
+        case LockEvent.DROP:
+            return (writer, False, readers)
+
+
+def test_every_state_answers_every_wish() -> None:
+    assert set(VERDICTS) == set(itertools.product(Lock, Wish))
+
+
+@pytest.mark.parametrize(("row", "target"), LOCKS.rows.items())
+def test_a_step_leads_to_the_state_that_describes_what_holds_then(
+    row: tuple[Lock, LockEvent], target: Lock
+) -> None:
+    state, event = row
+    writer, committed, readers = MEANING[state]
+    after = _after(event, writer=writer, committed=committed, readers=readers)
+    assert MEANING[target] == after
+
+
+@pytest.mark.parametrize(("row", "answer"), VERDICTS.items())
+def test_what_is_granted_is_a_step_of_the_lock(row: tuple[Lock, Wish], answer: Verdict) -> None:
+    state, wish = row
+    if answer is Verdict.READ:
+        assert LOCKS.allows(state, LockEvent.READ)
+    if answer is Verdict.WRITE:
+        event = LockEvent.REPLACE if wish is Wish.REPLACE else LockEvent.WRITE
+        assert LOCKS.allows(state, event)
+
+
+@pytest.mark.parametrize("state", Lock)
+def test_there_is_never_a_second_writer(state: Lock) -> None:
+    has_writer = MEANING[state][0]
+    granted = VERDICTS[state, Wish.WRITE] is Verdict.WRITE
+    assert granted is not has_writer
+
+
+@pytest.mark.parametrize("state", Lock)
+def test_reading_needs_a_committed_layout(state: Lock) -> None:
+    has_committed = MEANING[state][1]
+    assert (VERDICTS[state, Wish.READ] is Verdict.READ) is has_committed
+
+
+@pytest.mark.parametrize("wish", [Wish.READ, Wish.EITHER])
+def test_a_writer_that_waits_for_the_readers_to_leave_goes_before_new_readers(wish: Wish) -> None:
+    assert verdict(Lock.READING, wish, replacer_waits=False) is Verdict.READ
+    assert verdict(Lock.READING, wish, replacer_waits=True) is Verdict.WAIT
+
+
+@pytest.mark.parametrize("state", [Lock.UPDATING, Lock.UPDATING_READ])
+def test_a_committed_layout_is_served_while_the_next_is_written(state: Lock) -> None:
+    assert verdict(state, Wish.READ, replacer_waits=True) is Verdict.READ
+
+
+def test_either_writes_only_while_nothing_is_committed() -> None:
+    assert VERDICTS[Lock.EMPTY, Wish.EITHER] is Verdict.WRITE
+    assert VERDICTS[Lock.WRITING, Wish.EITHER] is Verdict.WAIT
+    assert VERDICTS[Lock.COMMITTED, Wish.EITHER] is Verdict.READ
+
+
+@pytest.mark.parametrize(
+    ("lock", "replace", "wish"),
+    [
+        (LockMode.RW, False, Wish.WRITE),
+        (LockMode.RW, True, Wish.REPLACE),
+        (LockMode.RO, False, Wish.READ),
+        (LockMode.RW_OR_RO, False, Wish.EITHER),
+    ],
+)
+def test_a_lock_mode_is_a_wish(lock: LockMode, replace: bool, wish: Wish) -> None:
+    assert wish_of(lock, replace=replace) is wish
+
+
+@pytest.mark.parametrize(
+    "operation",
+    sorted(set(Operation) - {Operation.EXPORT_RO, Operation.METADATA_GET, Operation.LIST}),
+)
+def test_a_reader_changes_nothing(operation: Operation) -> None:
+    with pytest.raises(InvalidTransition) as caught:
+        USES.next(Use.READING, operation)
+    assert caught.value.values == {"state": "reading", "event": operation.value}
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_a_session_whose_layout_waits_hidden_can_only_end(operation: Operation) -> None:
+    assert not USES.allows(Use.SPENT, operation)

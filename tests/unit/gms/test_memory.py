@@ -1,0 +1,671 @@
+"""The memory table: who is admitted, what is published, what is freed, what a fence holds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from gms.domain.fence import Phase
+from gms.domain.locks import Lock
+from gms.domain.memory import MemoryTable
+from gms.domain.sessions import (
+    Effect,
+    FenceEnded,
+    FenceHeld,
+    FenceRefused,
+    Freed,
+    Granted,
+    Peer,
+    Refused,
+    Session,
+)
+from snapshot_shared.errors import (
+    Fenced,
+    Forbidden,
+    GenerationMismatch,
+    InvalidMessage,
+    InvalidTransition,
+    LayoutConflict,
+    NotEligible,
+    NotFound,
+    StaleLayout,
+    Superseded,
+    UnknownDevice,
+)
+from snapshot_shared.frames import (
+    Access,
+    AllocationSpec,
+    Attach,
+    Commit,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+)
+
+A, B = "GPU-a", "GPU-b"
+PEER = Peer(pid=7, uid=0)
+RW, RO, EITHER = LockMode.RW, LockMode.RO, LockMode.RW_OR_RO
+WEIGHTS, KV = MemoryDomain.WEIGHTS, MemoryDomain.KV
+
+
+class World:
+    """A table, and everything that its effects have said so far."""
+
+    def __init__(self) -> None:
+        self.table = MemoryTable("inc", [(A, 16), (B, 16)])
+        self.tickets = itertools.count(1)
+        self.handles = itertools.count(100)
+        self.effects: list[Effect] = []
+
+    def take(self, effects: list[Effect]) -> list[Effect]:
+        self.effects += effects
+        return effects
+
+    def ask(self, device: str = A, lock: LockMode = RW, **fields: Any) -> int:
+        ticket = next(self.tickets)
+        fields = {"domain": WEIGHTS, "deadline_s": 1.0, "client": f"c{ticket}"} | fields
+        self.take(self.table.attach(ticket, Attach(device=device, lock=lock, **fields), PEER))
+        return ticket
+
+    def granted(self, ticket: int) -> Session | None:
+        found = [e.session for e in self.effects if isinstance(e, Granted) and e.ticket == ticket]
+        return found[0] if found else None
+
+    def attach(self, device: str = A, lock: LockMode = RW, **fields: Any) -> Session:
+        session = self.granted(self.ask(device, lock, **fields))
+        assert session is not None, "the lock was not granted at once"
+        return session
+
+    def allocate(self, session: Session, *ids: str) -> list[int]:
+        handles = [next(self.handles) for _ in ids]
+        self.table.allocate(session, [AllocationSpec(id=i, size=10) for i in ids], handles)
+        return handles
+
+    def commit(self, session: Session, **fields: Any) -> GenerationRef:
+        ref, effects = self.table.commit(session, Commit(**fields))
+        self.take(effects)
+        return GenerationRef(incarnation=ref.incarnation, generation=max(1, ref.generation))
+
+    def committed(self, device: str = A) -> GenerationRef:
+        """Commit a first layout and leave."""
+        writer = self.attach(device)
+        self.allocate(writer, "w")
+        ref = self.commit(writer)
+        self.end(writer)
+        return ref
+
+    def end(self, session: Session, *, unmapped: bool = True) -> None:
+        self.take(self.table.end(session, unmapped=unmapped))
+
+    def fence(self, token: str = "f", *devices: str) -> list[Effect]:
+        return self.take(self.table.fence(token, devices or (A,)))
+
+    def freed(self) -> set[int]:
+        return {h for e in self.effects if isinstance(e, Freed) for h in e.handles}
+
+    def said(self, kind: type) -> list[Any]:
+        return [e for e in self.effects if isinstance(e, kind)]
+
+    def lock(self, device: str = A, domain: MemoryDomain = WEIGHTS) -> Lock:
+        return self.table.devices[device].rooms[domain].lock
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# Locks and generations.
+
+
+def test_commit_turns_the_writer_into_a_reader_and_lets_waiting_readers_in(world: World) -> None:
+    writer = world.attach()
+    waiting = world.ask(lock=RO)
+    world.allocate(writer, "w")
+    assert world.granted(waiting) is None
+    world.commit(writer)
+    reader = world.granted(waiting)
+    assert reader is not None
+    assert reader.layout is writer.layout
+    assert writer.access is Access.RO
+
+
+def test_an_aborted_write_frees_only_the_new_layout(world: World) -> None:
+    first = world.committed()
+    writer = world.attach(if_match=first)
+    new = world.allocate(writer, "n1", "n2")
+    world.end(writer)
+    assert world.freed() == set(new)
+    assert world.table.devices[A].weights.generation == first
+    assert world.attach(lock=RO).layout is world.table.devices[A].weights.committed
+
+
+def test_readers_keep_the_old_layout_until_the_last_of_them_leaves(world: World) -> None:
+    first = world.committed()
+    reader = world.attach(lock=RO)
+    writer = world.attach(if_match=first)
+    world.allocate(writer, "n")
+    second = world.commit(writer, if_match=first)
+    assert second.generation == first.generation + 1
+    assert world.freed() == set()
+    world.end(reader)
+    assert world.freed() == {100}
+    assert world.attach(lock=RO).layout is writer.layout
+
+
+def test_readers_are_admitted_while_a_new_layout_is_written(world: World) -> None:
+    first = world.committed()
+    world.attach(if_match=first)
+    assert world.attach(lock=RO).base is not None
+    assert world.lock() is Lock.UPDATING_READ
+
+
+def test_a_writer_must_name_what_it_replaces(world: World) -> None:
+    world.committed()
+    for wrong in (
+        None,
+        GenerationRef(incarnation="inc", generation=2),
+        GenerationRef(incarnation="other", generation=1),
+    ):
+        ticket = world.ask(if_match=wrong)
+        refused = world.said(Refused)[-1]
+        assert refused.ticket == ticket
+        assert isinstance(refused.error, GenerationMismatch)
+        assert refused.error.values["found"] == "generation 1 of inc"
+    assert world.freed() == set()
+
+
+def test_a_writer_that_queued_behind_another_is_refused_when_that_one_commits(
+    world: World,
+) -> None:
+    first = world.attach()
+    second = world.ask()
+    world.allocate(first, "w")
+    world.commit(first)
+    assert [refused.ticket for refused in world.said(Refused)] == [second]
+
+
+def test_a_writer_that_queued_behind_another_goes_on_when_that_one_aborts(world: World) -> None:
+    first = world.attach()
+    second = world.ask()
+    world.end(first)
+    assert world.granted(second) is not None
+
+
+def test_replace_waits_for_readers_holds_new_ones_back_and_frees_the_old_first(
+    world: World,
+) -> None:
+    first = world.committed()
+    reader = world.attach(lock=RO)
+    writer = world.ask(if_match=first, replace=True)
+    late = world.ask(lock=RO)
+    assert world.granted(writer) is None
+    assert world.granted(late) is None
+    world.end(reader)
+    assert world.granted(writer) is not None
+    assert world.freed() == {100}
+    assert world.granted(late) is None
+    assert world.lock() is Lock.WRITING
+
+
+def test_a_replacing_writer_that_gives_up_lets_the_readers_in(world: World) -> None:
+    first = world.committed()
+    world.attach(lock=RO)
+    writer = world.ask(if_match=first, replace=True)
+    late = world.ask(lock=RO)
+    world.take(world.table.forget(writer, A, WEIGHTS))
+    assert world.granted(late) is not None
+
+
+def test_either_writes_first_and_reads_after(world: World) -> None:
+    writer = world.attach(lock=EITHER)
+    other = world.ask(lock=EITHER)
+    assert writer.access is Access.RW
+    world.allocate(writer, "w")
+    world.commit(writer)
+    reader = world.granted(other)
+    assert reader is not None
+    assert reader.access is Access.RO
+
+
+def test_domains_and_devices_do_not_wait_for_each_other(world: World) -> None:
+    world.attach(A)
+    assert world.attach(A, domain=KV) is not None
+    assert world.attach(B) is not None
+
+
+def test_the_kv_domain_is_never_committed_nor_read(world: World) -> None:
+    writer = world.attach(domain=KV)
+    handles = world.allocate(writer, "k")
+    with pytest.raises(Forbidden):
+        world.commit(writer)
+    with pytest.raises(Forbidden):
+        world.ask(domain=KV, lock=RO)
+    world.end(writer)
+    assert world.freed() == set(handles)
+
+
+def test_an_empty_layout_is_not_committed(world: World) -> None:
+    with pytest.raises(NotEligible):
+        world.commit(world.attach())
+
+
+def test_a_reader_cannot_write(world: World) -> None:
+    world.committed()
+    reader = world.attach(lock=RO)
+    with pytest.raises(InvalidTransition):
+        world.allocate(reader, "x")
+    with pytest.raises(InvalidTransition):
+        world.table.export(reader, ["w"], Access.RW)
+
+
+def test_an_unknown_device_is_refused_with_those_that_are_served(world: World) -> None:
+    with pytest.raises(UnknownDevice) as caught:
+        world.ask("GPU-z")
+    assert caught.value.values["served"] == [A, B]
+
+
+def test_a_layout_id_is_chosen_or_derived_and_never_the_same_twice(world: World) -> None:
+    writer = world.attach()
+    world.allocate(writer, "w")
+    world.commit(writer, layout_id="mine")
+    first = world.table.devices[A].weights
+    assert first.committed is not None
+    assert first.committed.ref is not None
+    assert first.committed.ref.layout_id == "mine"
+    derived = set()
+    for device in (A, B):
+        writer = world.attach(device, if_match=world.table.devices[device].weights.generation)
+        world.allocate(writer, "w")
+        ref, _ = world.table.commit(
+            writer, Commit(if_match=world.table.devices[device].weights.generation)
+        )
+        derived.add(ref.layout_id)
+    assert len(derived) == 2
+
+
+# Memory goes back.
+
+
+def test_memory_is_free_only_when_every_importer_has_let_go(world: World) -> None:
+    first = world.committed()
+    careless, careful = world.attach(lock=RO), world.attach(lock=RO)
+    for session in (careless, careful):
+        world.table.export(session, ["w"], Access.RO)
+    writer = world.attach(if_match=first)
+    world.allocate(writer, "n")
+    world.commit(writer, if_match=first)
+    world.end(careful, unmapped=True)
+    world.end(careless, unmapped=False)
+    assert world.freed() == set()
+    assert [s.id for s in world.table.devices[A].users] == [writer.id, careless.id]
+    world.take(world.table.importers_gone(careless))
+    assert world.freed() == {100}
+
+
+def test_a_session_that_imported_nothing_does_not_linger(world: World) -> None:
+    writer = world.attach()
+    world.allocate(writer, "w")
+    world.end(writer, unmapped=False)
+    assert world.freed() == {100}
+    assert world.table.devices[A].lingering == {}
+
+
+def test_a_writer_that_vanished_keeps_its_memory_charged_until_its_process_ends(
+    world: World,
+) -> None:
+    writer = world.attach()
+    handles = world.allocate(writer, "a", "b")
+    world.table.export(writer, ["a"], Access.RW)
+    world.end(writer, unmapped=False)
+    assert world.freed() == {handles[1]}
+    assert world.attach() is not None, "the lock is free at once"
+    world.take(world.table.importers_gone(writer))
+    assert world.freed() == set(handles)
+
+
+def test_a_lingering_reader_of_what_is_still_committed_frees_nothing(world: World) -> None:
+    world.committed()
+    reader = world.attach(lock=RO)
+    world.table.export(reader, ["w"], Access.RO)
+    world.end(reader, unmapped=False)
+    world.take(world.table.importers_gone(reader))
+    world.take(world.table.importers_gone(reader))
+    assert world.freed() == set()
+
+
+def test_freed_allocations_go_back_at_once(world: World) -> None:
+    writer = world.attach()
+    handles = world.allocate(writer, "a", "b")
+    world.table.export(writer, ["a"], Access.RW)
+    world.take(world.table.free(writer, ["a"]))
+    assert world.freed() == {handles[0]}
+    world.end(writer, unmapped=False)
+    assert world.freed() == set(handles)
+
+
+def test_a_committed_layout_can_be_dropped_when_nobody_uses_it(world: World) -> None:
+    world.committed()
+    reader = world.attach(lock=RO)
+    with pytest.raises(NotEligible):
+        world.table.drop_layout(A, None)
+    world.end(reader)
+    with pytest.raises(StaleLayout):
+        world.table.drop_layout(A, "another")
+    dropped, effects = world.table.drop_layout(A, None)
+    world.take(effects)
+    assert dropped
+    assert world.freed() == {100}
+    assert world.table.drop_layout(A, None) == (False, [])
+
+
+# Hidden layouts.
+
+
+def _load(world: World, token: str = "t", **fields: Any) -> list[int]:
+    loader = world.attach(load_token=token, **fields)
+    handles = world.allocate(loader, "w")
+    world.commit(loader, hidden=True, layout_id="saved", **fields)
+    world.end(loader)
+    return handles
+
+
+def test_a_hidden_layout_is_charged_and_serves_nobody_until_it_is_published(world: World) -> None:
+    _load(world)
+    waiting = world.ask(lock=RO)
+    assert world.granted(waiting) is None
+    assert world.freed() == set()
+    ref, effects = world.table.publish(A, "t")
+    world.take(effects)
+    assert ref.layout_id == "saved"
+    assert world.granted(waiting) is not None
+
+
+def test_publishing_twice_gives_the_same_generation(world: World) -> None:
+    _load(world)
+    first, _ = world.table.publish(A, "t")
+    again, effects = world.table.publish(A, "t")
+    assert again == first
+    assert effects == []
+
+
+def test_publishing_what_was_never_loaded_is_refused(world: World) -> None:
+    with pytest.raises(NotFound):
+        world.table.publish(A, "t")
+
+
+def test_a_hidden_layout_is_published_only_over_what_it_was_loaded_for(world: World) -> None:
+    first = world.committed()
+    _load(world, if_match=first)
+    writer = world.attach(if_match=first)
+    world.allocate(writer, "n")
+    with pytest.raises(InvalidTransition):
+        world.table.publish(A, "t")
+    world.commit(writer, if_match=first)
+    with pytest.raises(GenerationMismatch):
+        world.table.publish(A, "t")
+
+
+def test_publishing_over_a_layout_that_is_read_keeps_it_for_its_readers(world: World) -> None:
+    first = world.committed()
+    reader = world.attach(lock=RO)
+    _load(world, if_match=first)
+    world.take(world.table.publish(A, "t")[1])
+    assert world.freed() == set()
+    world.end(reader)
+    assert world.freed() == {100}
+
+
+def test_dropping_is_idempotent_and_makes_the_token_useless(world: World) -> None:
+    handles = _load(world)
+    world.take(world.table.drop_hidden(A, "t"))
+    assert world.table.drop_hidden(A, "t") == []
+    assert world.freed() == set(handles)
+    with pytest.raises(Superseded):
+        world.ask(load_token="t")
+
+
+def test_a_drop_that_overtakes_its_load_stops_it_at_the_commit(world: World) -> None:
+    loader = world.attach(load_token="t")
+    world.allocate(loader, "w")
+    world.take(world.table.drop_hidden(A, "t"))
+    with pytest.raises(Superseded):
+        world.commit(loader, hidden=True, layout_id="saved")
+
+
+def test_dropping_after_publication_frees_what_nobody_uses(world: World) -> None:
+    handles = _load(world)
+    world.table.publish(A, "t")
+    reader = world.attach(lock=RO)
+    with pytest.raises(NotEligible):
+        world.table.drop_hidden(A, "t")
+    world.end(reader)
+    world.take(world.table.drop_hidden(A, "t"))
+    assert world.freed() == set(handles)
+    assert world.lock() is Lock.EMPTY
+
+
+def test_dropping_an_old_load_leaves_a_newer_layout_alone(world: World) -> None:
+    _load(world)
+    ref, _ = world.table.publish(A, "t")
+    current = GenerationRef(incarnation=ref.incarnation, generation=ref.generation)
+    writer = world.attach(if_match=current)
+    world.allocate(writer, "n")
+    world.commit(writer, if_match=current)
+    world.end(writer)
+    assert world.table.drop_hidden(A, "t") == []
+    assert world.lock() is Lock.COMMITTED
+
+
+def test_only_loaders_commit_hidden_and_loaders_only_hidden(world: World) -> None:
+    writer = world.attach()
+    world.allocate(writer, "w")
+    with pytest.raises(InvalidMessage):
+        world.commit(writer, hidden=True, layout_id="x")
+    loader = world.attach(B, load_token="t")
+    world.allocate(loader, "w")
+    with pytest.raises(InvalidMessage):
+        world.commit(loader)
+    with pytest.raises(InvalidMessage):
+        world.commit(loader, hidden=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lock": RO, "load_token": "t"},
+        {"lock": RW, "load_token": "t", "domain": KV},
+        {"lock": RW, "fence_token": "t"},
+        {"lock": RO, "fence_token": "t", "load_token": "t"},
+    ],
+)
+def test_tokens_go_with_their_lock_only(world: World, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidMessage):
+        world.ask(**fields)
+
+
+def test_a_load_is_not_repeated_under_a_token_that_has_a_layout(world: World) -> None:
+    _load(world)
+    with pytest.raises(LayoutConflict):
+        world.ask(load_token="t")
+
+
+# Fences.
+
+
+def test_a_fence_waits_for_every_session_of_every_device_and_gives_the_vector(
+    world: World,
+) -> None:
+    first, second = world.committed(A), world.committed(B)
+    reader, cache = world.attach(A, RO), world.attach(B, domain=KV)
+    world.fence("f", A, B)
+    assert world.said(FenceHeld) == []
+    world.end(reader)
+    assert world.said(FenceHeld) == []
+    world.end(cache)
+    (held,) = world.said(FenceHeld)
+    assert [(r.device, r.generation) for r in held.vector] == [
+        (A, first.generation),
+        (B, second.generation),
+    ]
+
+
+def test_a_fence_waits_for_imports_of_sessions_that_vanished(world: World) -> None:
+    world.committed()
+    reader = world.attach(lock=RO)
+    world.table.export(reader, ["w"], Access.RO)
+    world.fence()
+    world.end(reader, unmapped=False)
+    assert world.said(FenceHeld) == []
+    assert world.table.blockers("f") == ["c2 (pid 7)"]
+    world.take(world.table.importers_gone(reader))
+    assert len(world.said(FenceHeld)) == 1
+
+
+def test_a_pending_fence_admits_nobody_and_lets_the_present_writer_commit(world: World) -> None:
+    writer = world.attach()
+    world.allocate(writer, "w")
+    world.fence()
+    late = [world.ask(lock=RO), world.ask(domain=KV), world.ask(lock=EITHER)]
+    world.commit(writer)
+    assert [world.granted(ticket) for ticket in late] == [None, None, None]
+    world.end(writer)
+    assert len(world.said(FenceHeld)) == 1
+    assert [world.granted(ticket) for ticket in late] == [None, None, None]
+
+
+def test_a_held_fence_ends_and_those_who_waited_go_on(world: World) -> None:
+    world.committed()
+    world.fence()
+    late = world.ask(lock=RO)
+    world.take(world.table.end_fence("f"))
+    assert world.granted(late) is not None
+    assert world.said(FenceEnded) == [FenceEnded("f")]
+
+
+def test_a_fence_over_a_device_with_nothing_committed_is_refused_and_holds_none(
+    world: World,
+) -> None:
+    world.committed(A)
+    world.fence("f", A, B)
+    (refused,) = world.said(FenceRefused)
+    assert refused.error.values == {"device": B}
+    assert world.attach(A, RO) is not None
+
+
+def test_devices_are_fenced_together_or_not_at_all(world: World) -> None:
+    world.committed(A)
+    world.committed(B)
+    world.fence("one", B)
+    with pytest.raises(LayoutConflict):
+        world.fence("two", A, B)
+    assert world.attach(A, RO) is not None
+    with pytest.raises(UnknownDevice):
+        world.fence("three", A, "GPU-z")
+
+
+def test_a_repeated_fence_answers_again_and_an_ended_one_never_returns(world: World) -> None:
+    world.committed()
+    first = world.fence()
+    assert world.fence() == first
+    with pytest.raises(LayoutConflict):
+        world.fence("f", A, B)
+    world.table.end_fence("f")
+    with pytest.raises(Superseded):
+        world.fence()
+
+
+def test_a_fence_that_was_ended_before_it_was_asked_for_never_begins(world: World) -> None:
+    world.table.end_fence("f")
+    with pytest.raises(Superseded):
+        world.fence()
+
+
+def test_only_the_save_with_the_token_enters_a_held_fence(world: World) -> None:
+    world.committed()
+    world.fence()
+    with pytest.raises(NotFound):
+        world.ask(lock=RO, fence_token="other")
+    save = world.attach(lock=RO, fence_token="f")
+    assert world.table.fences.phase(A) is Phase.LEASED
+    with pytest.raises(LayoutConflict):
+        world.ask(lock=RO, fence_token="f")
+    assert save.layout is world.table.devices[A].weights.committed
+
+
+def test_once_the_save_reads_readers_and_caches_return_and_writers_still_wait(
+    world: World,
+) -> None:
+    first = world.committed()
+    world.fence()
+    reader, cache = world.ask(lock=RO), world.ask(domain=KV)
+    either, writer = world.ask(lock=EITHER), world.ask(if_match=first)
+    save = world.attach(lock=RO, fence_token="f")
+    assert world.granted(reader) is not None
+    assert world.granted(cache) is not None
+    either_session = world.granted(either)
+    assert either_session is not None
+    assert either_session.access is Access.RO
+    assert world.granted(writer) is None
+    world.end(save)
+    assert world.granted(writer) is not None
+    assert world.said(FenceEnded) == [FenceEnded("f")]
+
+
+def test_a_fence_ends_for_each_device_when_its_save_has_finished(world: World) -> None:
+    first = world.committed(A)
+    world.committed(B)
+    world.fence("f", A, B)
+    save = world.attach(A, RO, fence_token="f")
+    world.end(save)
+    assert world.table.fences.phase(A) is Phase.ENDED
+    assert world.table.fences.phase(B) is Phase.HELD
+    assert world.attach(A, if_match=first) is not None
+    assert world.said(FenceEnded) == []
+
+
+def test_a_save_that_was_lost_may_come_again_and_writers_still_wait(world: World) -> None:
+    first = world.committed()
+    world.fence()
+    save = world.attach(lock=RO, fence_token="f")
+    world.end(save, unmapped=False)
+    assert world.granted(world.ask(if_match=first)) is None
+    assert world.attach(lock=RO, fence_token="f") is not None
+
+
+def test_a_save_without_its_fence_is_refused(world: World) -> None:
+    world.committed()
+    reader = world.attach(lock=RO)
+    world.fence()
+    with pytest.raises(NotFound) as caught:
+        world.ask(lock=RO, fence_token="f")
+    assert caught.value.values["phase"] == "pending"
+    world.end(reader)
+    world.table.end_fence("f")
+    with pytest.raises(NotFound):
+        world.ask(lock=RO, fence_token="f")
+
+
+def test_nothing_is_published_or_dropped_under_a_fence(world: World) -> None:
+    first = world.committed()
+    _load(world, if_match=first)
+    world.fence()
+    with pytest.raises(Fenced):
+        world.table.publish(A, "t")
+    with pytest.raises(Fenced):
+        world.table.drop_layout(A, None)
+
+
+def test_a_save_that_goes_on_after_its_fence_ended_keeps_its_layout(world: World) -> None:
+    first = world.committed()
+    world.fence()
+    save = world.attach(lock=RO, fence_token="f")
+    world.take(world.table.end_fence("f"))
+    writer = world.attach(if_match=first)
+    world.allocate(writer, "n")
+    world.commit(writer, if_match=first)
+    assert world.freed() == set()
+    world.end(save)
+    assert world.freed() == {100}

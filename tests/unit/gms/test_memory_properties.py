@@ -1,0 +1,391 @@
+"""Whatever clients, captures and loaders do in whatever order: the rules hold."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gms.domain.fence import Phase
+from gms.domain.locks import Lock, Use, Verdict, Wish, verdict
+from gms.domain.memory import MemoryTable
+from gms.domain.sessions import (
+    Effect,
+    FenceEnded,
+    FenceHeld,
+    FenceRefused,
+    Freed,
+    Granted,
+    Peer,
+    Refused,
+    Session,
+)
+from snapshot_shared.errors import SnapbackError
+from snapshot_shared.frames import (
+    Access,
+    AllocationSpec,
+    Attach,
+    Commit,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+)
+from snapshot_shared.orders import LayoutRef
+
+DEVICES = ("GPU-a", "GPU-b")
+TOKENS = tuple(f"t{number}" for number in range(12))
+
+devices = st.sampled_from(DEVICES)
+tokens = st.sampled_from(TOKENS)
+
+HOLDS = {
+    Lock.EMPTY: (False, False, False),
+    Lock.WRITING: (True, False, False),
+    Lock.COMMITTED: (False, True, False),
+    Lock.READING: (False, True, True),
+    Lock.UPDATING: (True, True, False),
+    Lock.UPDATING_READ: (True, True, True),
+}
+
+
+class AnyOrderOfEvents(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = MemoryTable("inc", [(device, 16) for device in DEVICES])
+        self.counter = itertools.count(1)
+        self.handles = itertools.count(1)
+        self.created: set[int] = set()
+        self.freed: set[int] = set()
+        self.mapped: dict[int, set[int]] = {}
+        self.waiting: dict[int, Attach] = {}
+        self.sessions: dict[int, Session] = {}
+        self.vanished: dict[int, Session] = {}
+        self.held: dict[str, tuple[LayoutRef, ...]] = {}
+        self.newest = dict.fromkeys(DEVICES, 0)
+
+    # What happens.
+
+    def take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Granted(ticket, session):
+                    self.check_grant(session)
+                    self.waiting.pop(ticket, None)
+                    self.sessions[ticket] = session
+                case Refused(ticket, _):
+                    del self.waiting[ticket]
+                case Freed(_, handles):
+                    self.check_freed(set(handles))
+                    self.freed |= set(handles)
+                case FenceHeld(token, vector):
+                    self.held[token] = vector
+                case FenceRefused(token, _) | FenceEnded(token):
+                    self.held.pop(token, None)
+
+    def check_grant(self, session: Session) -> None:
+        phase = self.table.fences.phase(session.request.device)
+        if session.request.fence_token is not None:
+            assert phase is Phase.LEASED or session.request.fence_token in self.held
+            return
+        assert phase not in (Phase.PENDING, Phase.HELD)
+        if phase is Phase.LEASED and session.request.domain is MemoryDomain.WEIGHTS:
+            assert session.access is Access.RO
+
+    def check_freed(self, handles: set[int]) -> None:
+        assert handles <= self.created
+        assert not handles & self.freed, "freed twice"
+        for mapped in self.mapped.values():
+            assert not handles & mapped, "freed while a process may have it mapped"
+
+    @rule(
+        device=devices,
+        domain=st.sampled_from(MemoryDomain),
+        lock=st.sampled_from(LockMode),
+        replace=st.booleans(),
+        right=st.booleans(),
+        load=st.one_of(st.none(), tokens),
+    )
+    def attach(
+        self,
+        device: str,
+        domain: MemoryDomain,
+        lock: LockMode,
+        replace: bool,
+        right: bool,
+        load: str | None,
+    ) -> None:
+        current = self.table.devices[device].rooms[domain].generation
+        wrong = GenerationRef(incarnation="inc", generation=77)
+        self._attach(
+            Attach(
+                device=device,
+                domain=domain,
+                lock=lock,
+                deadline_s=1,
+                replace=replace,
+                if_match=current if right else wrong,
+                load_token=load,
+            )
+        )
+
+    @rule(device=devices)
+    def build(self, device: str) -> None:
+        """Take a device through a whole cold start, so that the rest has something to work on."""
+        before = set(self.sessions)
+        current = self.table.devices[device].weights.generation
+        self._attach(
+            Attach(
+                device=device,
+                domain=MemoryDomain.WEIGHTS,
+                lock=LockMode.RW,
+                deadline_s=1,
+                if_match=current,
+            )
+        )
+        for ticket in set(self.sessions) - before:
+            session = self.sessions[ticket]
+            if session.use is not Use.WRITING:
+                continue
+            handle = next(self.handles)
+            self.created.add(handle)
+            self.table.allocate(session, [AllocationSpec(id="w", size=9)], [handle])
+            self.take(self.table.commit(session, Commit(if_match=current))[1])
+            del self.sessions[ticket]
+            self.take(self.table.end(session, unmapped=True))
+
+    @rule(device=devices)
+    def everybody_leaves(self, device: str) -> None:
+        for session in list(self.sessions.values()):
+            if session.request.device == device:
+                del self.sessions[session.id]
+                self.mapped.pop(session.id, None)
+                self.take(self.table.end(session, unmapped=True))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def save_begins(self, data: st.DataObject) -> None:
+        token = data.draw(st.sampled_from(sorted(self.held)))
+        self.attach_save(data.draw(st.sampled_from(self.held[token])).device, token)
+
+    @rule(device=devices, token=tokens)
+    def load(self, device: str, token: str) -> None:
+        before = set(self.sessions)
+        self.attach(device, MemoryDomain.WEIGHTS, LockMode.RW, False, True, token)
+        for ticket in set(self.sessions) - before:
+            session = self.sessions[ticket]
+            if session.request.load_token != token:
+                continue
+            handle = next(self.handles)
+            self.created.add(handle)
+            self.table.allocate(session, [AllocationSpec(id="w", size=9)], [handle])
+            request = Commit(if_match=session.request.if_match, hidden=True, layout_id="l")
+            with suppress(SnapbackError):
+                self.take(self.table.commit(session, request)[1])
+
+    @rule(device=devices, token=tokens)
+    def attach_save(self, device: str, token: str) -> None:
+        self._attach(
+            Attach(
+                device=device,
+                domain=MemoryDomain.WEIGHTS,
+                lock=LockMode.RO,
+                deadline_s=1,
+                fence_token=token,
+            )
+        )
+
+    def _attach(self, request: Attach) -> None:
+        ticket = next(self.counter)
+        self.waiting[ticket] = request
+        try:
+            self.take(self.table.attach(ticket, request, Peer(pid=1, uid=0)))
+        except SnapbackError:
+            del self.waiting[ticket]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.waiting)))
+        request = self.waiting.pop(ticket)
+        self.take(self.table.forget(ticket, request.device, request.domain))
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), number=st.integers(1, 3))
+    def allocate(self, data: st.DataObject, number: int) -> None:
+        session = self._pick(data)
+        specs = [AllocationSpec(id=f"a{next(self.counter)}", size=9) for _ in range(number)]
+        with suppress(SnapbackError):
+            self.table.check_allocate(session, specs)
+            handles = [next(self.handles) for _ in specs]
+            self.table.allocate(session, specs, handles)
+            self.created |= set(handles)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), access=st.sampled_from(Access))
+    def export(self, data: st.DataObject, access: Access) -> None:
+        session = self._pick(data)
+        if session.layout is None:
+            return
+        with suppress(SnapbackError):
+            found, _ = self.table.export(session, list(session.layout.allocations), access)
+            self.mapped.setdefault(session.id, set()).update(a.handle for a in found)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        session = self._pick(data)
+        if session.use is not Use.WRITING or not session.layout or not session.layout.allocations:
+            return
+        name, allocation = next(iter(session.layout.allocations.items()))
+        # A client unmaps before it frees.
+        self.mapped.get(session.id, set()).discard(allocation.handle)
+        self.take(self.table.free(session, [name]))
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), right=st.booleans())
+    def commit(self, data: st.DataObject, right: bool) -> None:
+        session = self._pick(data)
+        room = self.table.devices[session.request.device].weights
+        wrong = GenerationRef(incarnation="inc", generation=77)
+        request = Commit(
+            if_match=room.generation if right else wrong,
+            hidden=session.request.load_token is not None,
+            layout_id="l",
+        )
+        with suppress(SnapbackError):
+            _, effects = self.table.commit(session, request)
+            self.take(effects)
+            assert right
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), unmapped=st.booleans())
+    def end(self, data: st.DataObject, unmapped: bool) -> None:
+        session = self._pick(data)
+        del self.sessions[session.id]
+        if unmapped:
+            self.mapped.pop(session.id, None)
+        else:
+            self.vanished[session.id] = session
+        self.take(self.table.end(session, unmapped=unmapped))
+
+    @precondition(lambda self: self.vanished)
+    @rule(data=st.data())
+    def process_ends(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.vanished)))
+        self.mapped.pop(ticket, None)
+        self.take(self.table.importers_gone(self.vanished.pop(ticket)))
+
+    @rule(token=tokens, chosen=st.sets(devices, min_size=1))
+    def fence(self, token: str, chosen: set[str]) -> None:
+        with suppress(SnapbackError):
+            self.take(self.table.fence(token, tuple(sorted(chosen))))
+
+    @rule(token=tokens)
+    def unfence(self, token: str) -> None:
+        self.take(self.table.end_fence(token))
+
+    @rule(device=devices, token=tokens)
+    def publish(self, device: str, token: str) -> None:
+        with suppress(SnapbackError):
+            self.take(self.table.publish(device, token)[1])
+
+    @rule(device=devices, token=tokens)
+    def drop_hidden(self, device: str, token: str) -> None:
+        with suppress(SnapbackError):
+            self.take(self.table.drop_hidden(device, token))
+
+    @rule(device=devices)
+    def drop_layout(self, device: str) -> None:
+        with suppress(SnapbackError):
+            self.take(self.table.drop_layout(device, None)[1])
+
+    def _pick(self, data: st.DataObject) -> Session:
+        return self.sessions[data.draw(st.sampled_from(sorted(self.sessions)))]
+
+    # What always holds.
+
+    @invariant()
+    def the_lock_says_what_holds(self) -> None:
+        for device in self.table.devices.values():
+            for room in device.rooms.values():
+                found = (
+                    room.writer is not None,
+                    room.committed is not None,
+                    bool(room.readers),
+                )
+                assert found == HOLDS[room.lock]
+
+    @invariant()
+    def sessions_are_those_that_were_granted(self) -> None:
+        known = {
+            s.id for d in self.table.devices.values() for r in d.rooms.values() for s in r.sessions
+        }
+        assert known == set(self.sessions)
+
+    @invariant()
+    def exactly_the_memory_that_nobody_can_reach_is_free(self) -> None:
+        reachable: set[int] = set()
+        for device in self.table.devices.values():
+            layouts = [room.committed for room in device.rooms.values()]
+            layouts += [hidden.layout for hidden in device.hidden.values()]
+            layouts += [s.layout for r in device.rooms.values() for s in r.sessions]
+            for layout in layouts:
+                reachable |= {a.handle for a in layout.allocations.values()} if layout else set()
+        for mapped in self.mapped.values():
+            reachable |= mapped
+        assert self.created - self.freed == reachable
+
+    @invariant()
+    def generations_only_grow(self) -> None:
+        for uuid, device in self.table.devices.items():
+            if device.weights.generation:
+                assert device.weights.generation.generation >= self.newest[uuid]
+                self.newest[uuid] = device.weights.generation.generation
+            assert device.rooms[MemoryDomain.KV].committed is None
+
+    @invariant()
+    def a_fenced_layout_does_not_change(self) -> None:
+        for token, vector in self.held.items():
+            fence = self.table.fences.active[token]
+            for ref in vector:
+                if fence.phases[ref.device] is Phase.ENDED:
+                    continue
+                layout = self.table.devices[ref.device].weights.committed
+                assert layout is not None
+                assert layout.ref == ref
+                assert self.table.devices[ref.device].weights.writer is None
+
+    @invariant()
+    def a_held_fence_has_the_device_for_itself(self) -> None:
+        for uuid, device in self.table.devices.items():
+            if self.table.fences.phase(uuid) is Phase.HELD:
+                assert device.users == []
+
+    @invariant()
+    def nobody_waits_who_could_go_on(self) -> None:
+        for uuid, device in self.table.devices.items():
+            for room in device.rooms.values():
+                for waiter in room.queue.values():
+                    if not self.table.fences.admits(uuid, room.domain, waiter.wish):
+                        continue
+                    answer = verdict(room.lock, waiter.wish, replacer_waits=room.replacer_waits)
+                    assert answer is Verdict.WAIT
+                    if waiter.wish in (Wish.WRITE, Wish.REPLACE):
+                        assert waiter.request.if_match == room.generation
+
+    @invariant()
+    def everybody_who_was_not_answered_is_still_in_a_queue(self) -> None:
+        queued = {
+            ticket
+            for device in self.table.devices.values()
+            for room in device.rooms.values()
+            for ticket in room.queue
+        }
+        assert queued == set(self.waiting)
+
+
+TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
+TestAnyOrderOfEvents.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -1,0 +1,223 @@
+"""Transfer plans: every byte has one place, and reading agrees with writing."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gms.domain.layout import structure_hash
+from gms.domain.transfer import (
+    MAX_CHUNK_BYTES,
+    PADDING,
+    PAGE,
+    check_fits,
+    check_loadable,
+    place,
+    plan_files,
+    shard_name,
+)
+from snapshot_shared.artifact import (
+    AllocationEntry,
+    Extent,
+    FileEntry,
+    PartManifest,
+    SavedLayout,
+    check_part_manifest,
+)
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    DeviceTooSmall,
+    Incompatible,
+    InvalidInput,
+    OutOfDeviceMemory,
+)
+from snapshot_shared.frames import AllocationInfo
+from snapshot_shared.orders import LayoutRef
+
+UID = "00000000-0000-0000-0000-000000000001"
+CHUNK = 2 * PAGE
+
+sizes_of_allocations = st.lists(st.integers(1, 9 * PAGE), min_size=1, max_size=12)
+shards = st.integers(1, 6).map(lambda pages: pages * PAGE)
+
+
+def _infos(sizes: list[int]) -> list[AllocationInfo]:
+    return [
+        AllocationInfo(id=f"a{slot}", size=size, aligned=size, tag="", slot=slot)
+        for slot, size in enumerate(sizes)
+    ]
+
+
+def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> PartManifest:
+    entries, files = place(_infos(sizes), shard_bytes=shard_bytes)
+    shape = structure_hash([(e.id, e.size, e.tag) for e in entries], [])
+    source = LayoutRef(
+        device="GPU-1",
+        incarnation="i",
+        generation=1,
+        layout_id="l",
+        structure_hash=shape,
+        bytes=sum(sizes),
+    )
+    return PartManifest(
+        kind="gms",
+        part="gpu-0",
+        namespace="default",
+        content_uid=UID,
+        generation=1,
+        order=f"save-{UID}-gpu-0",
+        bytes=sum(files),
+        files=[
+            FileEntry(
+                name=shard_name(i),
+                size=size,
+                chunk_bytes=CHUNK,
+                chunks=["0" * 32] * -(-size // CHUNK),
+            )
+            for i, size in enumerate(files)
+        ],
+        layout=SavedLayout(source=source, allocations=entries),
+    )
+
+
+@given(sizes_of_allocations, shards)
+def test_every_byte_of_every_allocation_has_exactly_one_place(
+    sizes: list[int], shard_bytes: int
+) -> None:
+    entries, files = place(_infos(sizes), shard_bytes=shard_bytes)
+    seen: set[tuple[int, int]] = set()
+    for entry in entries:
+        covered = 0
+        for extent in entry.extents:
+            assert extent.offset == covered
+            assert extent.file_offset % PAGE == 0
+            assert extent.file_offset + extent.size <= files[extent.file] <= shard_bytes
+            places = {(extent.file, extent.file_offset + i) for i in range(0, extent.size, PAGE)}
+            assert not places & seen
+            seen |= places
+            covered += extent.size
+        assert covered == entry.size
+
+
+@given(sizes_of_allocations, shards)
+def test_a_placed_layout_makes_a_manifest_that_passes_its_own_check(
+    sizes: list[int], shard_bytes: int
+) -> None:
+    manifest = _manifest(sizes, shard_bytes=shard_bytes)
+    check_part_manifest(manifest)
+    assert manifest.layout is not None
+    wanted = manifest.layout.source.structure_hash
+    assert check_loadable(manifest, layout_id="l", wanted_hash=wanted) == manifest.layout
+
+
+@given(sizes_of_allocations, shards, st.integers(1, 5))
+def test_chunks_cover_their_file_and_carry_each_allocation_to_its_place(
+    sizes: list[int], shard_bytes: int, pages: int
+) -> None:
+    entries, files = place(_infos(sizes), shard_bytes=shard_bytes)
+    plans = plan_files(entries, files, chunk_bytes=[pages * PAGE] * len(files))
+    for file, plan in enumerate(plans):
+        at = 0
+        for index, chunk in enumerate(plan.chunks):
+            assert (chunk.file, chunk.index, chunk.offset) == (file, index, at)
+            assert chunk.size == sum(piece.size for piece in chunk.pieces)
+            assert chunk.size == pages * PAGE or index == len(plan.chunks) - 1
+            for piece in chunk.pieces:
+                if piece.allocation != PADDING:
+                    assert _stands_at(entries[piece.allocation], file, at, piece.offset, piece.size)
+                at += piece.size
+        assert at == plan.size == files[file]
+
+
+def _stands_at(entry: AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
+    return any(
+        extent.file == file
+        and extent.file_offset - extent.offset == at - offset
+        and extent.offset <= offset
+        and offset + size <= extent.offset + extent.size
+        for extent in entry.extents
+    )
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE + 1])
+def test_a_shard_is_whole_pages(size: int) -> None:
+    with pytest.raises(InvalidInput):
+        place(_infos([1]), shard_bytes=size)
+
+
+def test_another_structure_than_the_one_asked_for_is_refused_with_both() -> None:
+    with pytest.raises(Incompatible) as caught:
+        check_loadable(_manifest([5]), layout_id="l", wanted_hash="other")
+    assert caught.value.values["expected"] == "other"
+    manifest = _manifest([5])
+    assert manifest.layout is not None
+    shape = manifest.layout.source.structure_hash
+    with pytest.raises(Incompatible):
+        check_loadable(manifest, layout_id="m", wanted_hash=shape)
+
+
+def _changed(manifest: PartManifest, **layout: object) -> PartManifest:
+
+    return msgspec.structs.replace(
+        manifest, layout=msgspec.structs.replace(manifest.layout, **layout)
+    )
+
+
+def test_a_manifest_whose_layout_is_not_what_its_hash_says_is_refused() -> None:
+    manifest = _manifest([5, 6])
+    assert manifest.layout is not None
+    shape = manifest.layout.source.structure_hash
+    renamed = [
+        AllocationEntry(id="x", slot=e.slot, size=e.size, extents=e.extents)
+        for e in manifest.layout.allocations
+    ]
+    for allocations in (renamed, manifest.layout.allocations[::-1]):
+        with pytest.raises(ArtifactCorrupt):
+            check_loadable(
+                _changed(manifest, allocations=allocations), layout_id="l", wanted_hash=shape
+            )
+
+
+def test_a_manifest_cannot_ask_for_endless_padding_or_endless_chunks() -> None:
+    manifest = _manifest([5])
+    assert manifest.layout is not None
+    shape = manifest.layout.source.structure_hash
+
+    long_file = FileEntry(name="f", size=2**40, chunk_bytes=2**20, chunks=["0" * 32])
+    padded = msgspec.structs.replace(manifest, bytes=2**40, files=[long_file])
+    with pytest.raises(ArtifactCorrupt, match="longer than the layout"):
+        check_loadable(padded, layout_id="l", wanted_hash=shape)
+    big = FileEntry(name="f", size=5, chunk_bytes=MAX_CHUNK_BYTES + 1, chunks=["0" * 32])
+    with pytest.raises(ArtifactCorrupt, match="chunks of"):
+        check_loadable(
+            msgspec.structs.replace(manifest, files=[big]), layout_id="l", wanted_hash=shape
+        )
+
+
+def test_a_process_part_is_not_loaded_into_a_device() -> None:
+
+    with pytest.raises(ArtifactCorrupt):
+        check_loadable(
+            msgspec.structs.replace(_manifest([5]), kind="process"), layout_id="l", wanted_hash=""
+        )
+
+
+def test_a_device_that_can_never_hold_the_layout_is_named_before_one_that_is_full() -> None:
+    with pytest.raises(DeviceTooSmall) as small:
+        check_fits([5, 5], granularity=4, capacity=15, free=15)
+    assert small.value.values == {"needed": 16, "capacity": 15}
+    with pytest.raises(OutOfDeviceMemory) as full:
+        check_fits([5, 5], granularity=4, capacity=16, free=15)
+    assert full.value.values == {"needed": 16, "free": 15, "capacity": 16}
+    assert check_fits([5, 5], granularity=4, capacity=16, free=16) == 16
+
+
+def test_extents_that_go_over_a_shard_boundary_are_split() -> None:
+    entries, files = place(_infos([3 * PAGE + 1]), shard_bytes=2 * PAGE)
+    assert entries[0].extents == [
+        Extent(file=0, file_offset=0, offset=0, size=2 * PAGE),
+        Extent(file=1, file_offset=0, offset=2 * PAGE, size=PAGE + 1),
+    ]
+    assert files == [2 * PAGE, PAGE + 1]

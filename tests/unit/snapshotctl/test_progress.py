@@ -1,0 +1,79 @@
+"""How far each part is, from messages that may be lost, repeated or late."""
+
+import re
+
+from snapshot_shared.orders import Progress
+from snapshotctl.domain.progress import Board
+
+UID = "11111111-2222-3333-4444-555555555555"
+OTHER = "99999999-2222-3333-4444-555555555555"
+
+
+def _progress(order: str, part: str, done: int, total: int = 100) -> Progress:
+    return Progress(
+        order=order, attempt=1, node="n", part=part, step="write", done=done, total=total, at=0.0
+    )
+
+
+def _save(done: int, uid: str = UID) -> Progress:
+    return _progress(f"save-{uid}-gpu-0", "gpu-0", done)
+
+
+def _board() -> Board:
+    return Board("capture", frozenset({UID}))
+
+
+def _first_number(line: str) -> int:
+    found = re.search(r"\d+", line.partition(":")[2])
+    assert found is not None
+    return int(found[0])
+
+
+def test_a_part_rises_from_the_plan_to_the_manifest() -> None:
+    board = _board()
+    seen = [
+        board.planned("gpu-0", 100, 0.0),
+        board.heard(_save(40), 0.5),
+        board.heard(_save(100), 1.0),
+        board.settled("gpu-0", 104, 1.1),
+    ]
+    assert [_first_number(part.line()) for part in seen if part] == [0, 40, 100, 104]
+    assert board.parts["gpu-0"].is_final
+
+
+def test_a_late_or_repeated_message_moves_nothing() -> None:
+    board = _board()
+    board.heard(_save(40), 0.0)
+    assert board.heard(_save(40), 1.0) is None
+    assert board.heard(_save(10), 1.0) is None
+
+
+def test_nothing_moves_after_the_manifest() -> None:
+    board = _board()
+    board.settled("gpu-0", 50, 0.0)
+    assert board.heard(_save(60), 1.0) is None
+
+
+def test_what_the_manifest_repeats_is_not_shown_again() -> None:
+    board = _board()
+    board.heard(_save(100), 0.0)
+    assert board.settled("gpu-0", 100, 1.0) is None
+
+
+def test_messages_of_other_objects_and_phases_are_ignored() -> None:
+    board = _board()
+    assert board.heard(_save(1, OTHER), 0.0) is None
+    assert board.heard(_progress(f"load-{UID}-gpu-0", "gpu-0", 1), 0.0) is None
+    assert board.parts == {}
+
+
+def test_a_part_that_no_plan_named_is_shown_from_its_first_message() -> None:
+    assert _board().heard(_progress(f"dump-{UID}", "process", 0), 0.0) is not None
+
+
+def test_the_line_says_how_fast_it_goes() -> None:
+    board = _board()
+    board.heard(_progress(f"save-{UID}-gpu-0", "gpu-0", 0, 4_000_000_000), 1.0)
+    moved = board.heard(_progress(f"save-{UID}-gpu-0", "gpu-0", 2_000_000_000, 4_000_000_000), 2.0)
+    assert moved is not None
+    assert "2 GB/s" in moved.line()

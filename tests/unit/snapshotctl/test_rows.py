@@ -1,0 +1,124 @@
+"""Objects as rows of a table."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from snapshot_shared.objects import KINDS, AnyObject, Node
+from snapshot_shared.orders import Presence, PresenceDevice
+from snapshotctl.domain import rows
+from snapshotctl.domain.rows import Table
+
+UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
+META = {"name": "x", "namespace": "ns", "creationTimestamp": "1970-01-01T00:01:00Z"}
+POD_SPEC = {
+    "containers": [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": 2}}}],
+}
+CONTENT = {
+    "snapshotRef": {"namespace": "ns", "name": "snap", "uid": UID},
+    "source": {"podRef": {"name": "w"}, "namespace": "ns", "nodeName": "node-1"},
+}
+IDENTITY = {"model": "m", "backendFramework": "b"}
+DEVICE = {"index": 0, "uuid": "GPU-0", "product": "p", "capacity_bytes": 4 * 1024**3}
+
+
+def _object(kind: str, spec: dict[str, Any], status: dict[str, Any]) -> AnyObject:
+    document = {
+        "kind": kind,
+        "apiVersion": KINDS[kind].api_version,
+        "metadata": META,
+        "spec": spec,
+        "status": status,
+    }
+    return msgspec.convert(document, KINDS[kind].type)  # type: ignore[no-any-return]
+
+
+def _shown(table: Table) -> dict[str, str]:
+    return dict(zip(table.columns, table.rows[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "status", "expected"),
+    [
+        (
+            "DynamoCheckpoint",
+            {"identity": IDENTITY, "job": {"podTemplateSpec": {"spec": POD_SPEC}}},
+            {"phase": "Ready", "snapshotName": "s", "bytes": 2 * 1024**2},
+            {"PHASE": "Ready", "MODEL": "m", "SNAPSHOT": "s", "SIZE": "2 MiB"},
+        ),
+        (
+            "Snapshot",
+            {"source": {"podRef": {"name": "w"}}},
+            {"conditions": [{"type": "Ready", "status": "True", "reason": "r"}]},
+            {"POD": "w", "READY": "True", "CONTENT": "-"},
+        ),
+        (
+            "SnapshotContent",
+            CONTENT,
+            {"capture": "Ready", "attempt": 2, "committed": None},
+            {"CAPTURE": "Ready", "ATTEMPT": "2", "NODE": "node-1", "SNAPSHOT": "ns/snap"},
+        ),
+        (
+            "Job",
+            {"template": {"spec": POD_SPEC}},
+            {"podName": "p", "active": 1},
+            {"POD": "p", "ACTIVE": "1", "FAILED": "0"},
+        ),
+        (
+            "Pod",
+            POD_SPEC,
+            {"phase": "Failed", "reason": "DeviceTooSmall", "nodeName": "node-1"},
+            {"READY": "0/1", "STATUS": "Failed (DeviceTooSmall)", "NODE": "node-1", "GPUS": "2"},
+        ),
+        (
+            "Node",
+            {},
+            {"devices": [DEVICE], "drivers": ["cooperative"]},
+            {"READY": "Unknown", "GPUS": "1", "GPU-MEMORY": "4 GiB", "DRIVERS": "cooperative"},
+        ),
+    ],
+)
+def test_each_kind_shows_what_people_ask_for(
+    kind: str, spec: dict[str, Any], status: dict[str, Any], expected: dict[str, str]
+) -> None:
+    found = _shown(rows.table_of(KINDS[kind], [_object(kind, spec, status)], now=100.0))
+    assert found.items() >= ({"NAME": "x", "AGE": "40s"} | expected).items()
+
+
+def test_all_kinds_have_a_layout() -> None:
+    for kind in KINDS.values():
+        assert rows.table_of(kind, [], now=0.0).columns[0] == "NAME"
+
+
+def test_the_namespace_is_a_column_when_all_are_shown() -> None:
+    found = rows.table_of(
+        KINDS["Pod"], [_object("Pod", POD_SPEC, {})], now=0.0, with_namespace=True
+    )
+    assert _shown(found)["NAMESPACE"] == "ns"
+
+
+def test_a_cell_cannot_break_the_table() -> None:
+    pod = _object("Pod", POD_SPEC, {"reason": "a\nb\x1b[0m"})
+    assert "Pending (a b [0m)" in rows.table_of(KINDS["Pod"], [pod], now=0.0).rows[0]
+
+
+def test_a_node_shows_when_it_was_last_seen() -> None:
+    node = _object("Node", {}, {})
+    assert isinstance(node, Node)
+    presence = Presence(
+        node="x",
+        boot_id="b",
+        version="1",
+        devices=[PresenceDevice(**DEVICE)],  # type: ignore[arg-type]
+        free_bytes=1024**3,
+        at=93.0,
+    )
+    found = _shown(rows.table_of_nodes([node], {"x": presence}, now=100.0))  # type: ignore[dict-item]
+    assert (found["SEEN"], found["FREE-DISK"], found["GPUS"]) == ("7s ago", "1 GiB", "1")
+
+
+def test_a_node_that_is_not_there_says_so() -> None:
+    node = _object("Node", {}, {})
+    assert isinstance(node, Node)
+    assert _shown(rows.table_of_nodes([node], {}, now=100.0))["SEEN"] == "no"

@@ -1,0 +1,66 @@
+"""Which object a command means."""
+
+import pytest
+
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.targets import everywhere, one_target, target, traced
+
+
+@pytest.mark.parametrize("words", [["pod", "w"], ["pod/w"], ["pods/w"], ["Pod", "w"], ["po/w"]])
+def test_a_kind_has_many_names_and_two_ways_to_name_an_object(words: list[str]) -> None:
+    found = one_target(words, "ns")
+    assert (found.kind.name, found.namespace, found.name) == ("Pod", "ns", "w")
+
+
+def test_a_kind_alone_means_all_of_it() -> None:
+    assert target(["pods"], "ns").name is None
+
+
+def test_a_kind_without_namespaces_has_none() -> None:
+    assert target(["nodes", "n"], "ns").namespace is None
+
+
+def test_all_namespaces_are_none() -> None:
+    assert everywhere(target(["pods"], "ns")).namespace is None
+
+
+def test_a_name_and_all_namespaces_exclude_each_other() -> None:
+    with pytest.raises(WrongArguments):
+        everywhere(target(["pods", "w"], "ns"))
+
+
+@pytest.mark.parametrize(
+    "words", [["nothing"], ["nothing/w"], ["pod", "a", "b"], ["pod", "A_B"], ["pod/"], ["pod/../x"]]
+)
+def test_words_that_name_nothing_are_refused(words: list[str]) -> None:
+    with pytest.raises(WrongArguments):
+        target(words, "ns")
+
+
+def test_an_unknown_kind_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(WrongArguments) as refused:
+        target(["nothing"], "ns")
+    assert "dynamocheckpoints" in refused.value.next_step
+
+
+def test_a_namespace_that_is_no_label_is_refused() -> None:
+    with pytest.raises(WrongArguments):
+        target(["pods"], "a.b")
+
+
+def test_one_object_needs_a_name() -> None:
+    with pytest.raises(WrongArguments, match="a name is missing"):
+        one_target(["pods"], "ns")
+
+
+def test_a_bare_name_is_traced_as_checkpoint_snapshot_content_and_pod() -> None:
+    assert [(t.kind.name, t.namespace) for t in traced("x", "ns")] == [
+        ("DynamoCheckpoint", "ns"),
+        ("Snapshot", "ns"),
+        ("SnapshotContent", None),
+        ("Pod", "ns"),
+    ]
+
+
+def test_a_kind_and_a_name_are_traced_as_they_are() -> None:
+    assert [str(t) for t in traced("pod/x", "ns")] == ["pod/x"]
