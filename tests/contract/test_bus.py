@@ -140,3 +140,17 @@ async def test_a_service_answers_and_is_announced(bus: Bus, nats_url: str) -> No
 async def test_a_command_gives_up_at_once_when_no_server_answers() -> None:
     with pytest.raises(BusUnavailable, match=r"127\.0\.0\.1:9"):
         await Bus("nats://127.0.0.1:9", "test").connect(patiently=False)
+
+
+async def test_a_cancelled_subscription_leaves_the_connection_alive(bus: Bus) -> None:
+    async def listen() -> None:
+        async with bus.listening("snap.event.>"):
+            await asyncio.Event().wait()
+
+    for _ in range(20):
+        task = asyncio.create_task(listen())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await bus.publish(SUBJECT, b"x")

@@ -404,7 +404,8 @@ class Bus:
             )
 
         subscription = await self.client.subscribe(subject, cb=take)
-        await self.client.flush()
+        # nats-py stops reading when the PONG of a cancelled flush arrives, so none is cancelled.
+        await asyncio.shield(asyncio.ensure_future(self.client.flush()))
         try:
             yield queue
         finally:

@@ -397,7 +397,7 @@ class Courier:
         return True
 
 
-async def end_all(*tasks: asyncio.Future[Any], again_s: float = 1.0) -> None:
+async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:
     """Cancel tasks that have no end and wait for them.
 
     More than once, if need be: `wait_for` of Python 3.11, which nats-py uses, forgets a

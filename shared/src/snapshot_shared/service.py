@@ -56,7 +56,7 @@ async def until_stopped(stop: asyncio.Event, *tasks: Awaitable[None]) -> None:
             if task is not waiter:
                 await task
     finally:
-        await end_all(waiter, *running, again_s=3.0)
+        await end_all(waiter, *running, again_s=1.0)
 
 
 def system_clocks() -> Clocks:
