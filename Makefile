@@ -100,6 +100,9 @@ cover: $(STAMP) ## The same as test, with a table of the lines it missed
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
+idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
+	$(BIN)/python tests/support/idle_cpu.py
+
 leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 WRONG_LAST_SEQUENCE = 10071
 NO_MESSAGE_FOUND = 10057
-FETCH_S = 5.0
+FETCH_S = 20.0
 REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
 RETRY_S = 0.5
@@ -343,8 +343,8 @@ class Bus:
                 await self.pause(again)
                 continue
             try:
-                while True:
-                    for message in await _fetch(source):
+                while not again.is_set():
+                    for message in await _fetch(source, again):
                         yield _delivery(message)
             except (nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s has to be bound again: %s", durable, error)
@@ -503,11 +503,21 @@ def _responding(handler: Handler) -> Callable[[Any], Awaitable[None]]:
     return answer
 
 
-async def _fetch(source: Any) -> list[Msg]:
+async def _fetch(source: Any, again: asyncio.Event) -> list[Msg]:
+    """Pull one message. A pull that a reconnection has orphaned is given up at once."""
+    pull = asyncio.ensure_future(source.fetch(1, timeout=FETCH_S))
+    reconnected = asyncio.ensure_future(again.wait())
     try:
-        return list(await source.fetch(1, timeout=FETCH_S))
+        await asyncio.wait({pull, reconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if pull.done():
+            return list(pull.result())
     except nats.errors.TimeoutError:
-        return []
+        pass
+    finally:
+        for task in (pull, reconnected):
+            task.cancel()
+        await asyncio.gather(pull, reconnected, return_exceptions=True)
+    return []
 
 
 def _delivery(message: Msg) -> Delivery:

@@ -262,19 +262,23 @@ async def fold_presence(
     monotonic: float,
 ) -> None:
     """Make the Node objects agree with who is there. `last_seen` is monotonic seconds by node."""
-    nodes = {node.metadata.name: node for node in await cluster.list("Node")}
-    found = [node for node in nodes.values() if isinstance(node, Node)]
+    found = [node for node in await cluster.list("Node") if isinstance(node, Node)]
     for presence in present.values():
-        known = nodes.get(presence.node)
-        wanted = node_from(presence, known if isinstance(known, Node) else None, now)
-        if known is None:
-            await cluster.create(wanted)
-        elif wanted != known:
-            await _update_node(cluster, wanted)
+        await fold_one_presence(cluster, presence, now)
     for node, absent_s in absences(found, present, last_seen, monotonic):
         changed = node_absent(node, absent_s, now)
         if changed != node:
             await _update_node(cluster, changed)
+
+
+async def fold_one_presence(cluster: Cluster, presence: Presence, now: float) -> None:
+    """Make one Node object agree with what its agent says; equal values make no write."""
+    known = await cluster.get("Node", None, presence.node)
+    wanted = node_from(presence, known if isinstance(known, Node) else None, now)
+    if known is None:
+        await cluster.create(wanted)
+    elif wanted != known:
+        await _update_node(cluster, wanted)
 
 
 async def _update_node(cluster: Cluster, node: Node) -> None:

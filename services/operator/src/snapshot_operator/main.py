@@ -11,15 +11,15 @@ from snapshot_operator.adapters.nats_bus import Announcer, NatsNodes, NatsOrders
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter
 from snapshot_operator.domain.conditions import timestamp
-from snapshot_operator.handlers import Api, fold_presence, fold_report
+from snapshot_operator.handlers import Api, fold_one_presence, fold_presence, fold_report
 from snapshot_operator.ports import Cluster, Nodes
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus
+from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName
 from snapshot_shared.manifests import message_schemas
-from snapshot_shared.orders import Report
+from snapshot_shared.orders import Presence, Report
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import Common, load
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
@@ -96,7 +96,7 @@ async def _take_reports(
 
 
 async def _follow_presence(bus: Bus, cluster: Cluster, nodes: Nodes, clocks: Clocks) -> None:
-    """Read who is there at every change of the bucket and every 30 s.
+    """Follow the bucket as it is written, and read all of it every 30 s to see who is missing.
 
     Absence counts from the last time that a node was seen on a healthy bus, or from our start.
     """
@@ -104,6 +104,9 @@ async def _follow_presence(bus: Bus, cluster: Cluster, nodes: Nodes, clocks: Clo
     again = bus.reconnections()
     async with bus.listening(f"$KV.{subjects.NODES_BUCKET}.>") as changes:
         while True:
+            if again.is_set():
+                again.clear()
+                last_seen.clear()
             try:
                 present = await nodes.present()
             except BusUnavailable as error:
@@ -117,13 +120,26 @@ async def _follow_presence(bus: Bus, cluster: Cluster, nodes: Nodes, clocks: Clo
                 await fold_presence(
                     cluster, present, last_seen, now=clocks.wall(), monotonic=monotonic
                 )
-            if again.is_set():
-                again.clear()
-                last_seen.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changes.get(), PRESENCE_EVERY_S)
-            while not changes.empty():
-                changes.get_nowait()
+                async with asyncio.timeout(PRESENCE_EVERY_S):
+                    await _fold_writes(changes, cluster, clocks, last_seen)
+
+
+async def _fold_writes(
+    changes: asyncio.Queue[Delivery],
+    cluster: Cluster,
+    clocks: Clocks,
+    last_seen: dict[str, float],
+) -> None:
+    """Fold each presence as it is written, without reading the bucket; for ever."""
+    while True:
+        delivery = await changes.get()
+        try:
+            presence = decode_json(delivery.data, Presence)
+        except InvalidMessage:
+            continue  # A delete marker, or noise: the next full read judges it.
+        last_seen[presence.node] = clocks.monotonic()
+        await fold_one_presence(cluster, presence, clocks.wall())
 
 
 async def _publish_schemas(bus: Bus) -> None:
