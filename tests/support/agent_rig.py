@@ -27,6 +27,7 @@ from snapshot_shared.api import TemplateReply, TemplateRequest
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, digest, encode_json
 from snapshot_shared.errors import NotFound
+from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects import PodSpec
 from snapshot_shared.orders import (
@@ -43,6 +44,7 @@ from snapshot_shared.orders import (
     SealOrder,
     StopOrder,
     VectorEntry,
+    service_of,
 )
 
 WORKER = Path(__file__).with_name("tiny_worker.py")
@@ -148,6 +150,23 @@ class Rig:
         await self.until_serving(lambda: process.returncode is not None)
         return process
 
+    async def gms(self, devices: int, device_bytes: int) -> None:
+        """Start the GPU memory service of the node as a process and wait until it serves."""
+        environment = {
+            **self.environment,
+            "SNAPBACK_STATE_DIR": str(self.state.parent / "gms"),
+            "SNAPBACK_DEVICES": str(devices),
+            "SNAPBACK_DEVICE_BYTES": str(device_bytes),
+        }
+        with (self.state.parent / "gms.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "gms.main", env={**os.environ, **environment}, stderr=log
+            )
+        self._processes.append(process)
+        socket = self.sockets / GRPC_SOCKET
+        await until(lambda: socket.exists() or process.returncode is not None, "GMS to serve")
+        assert process.returncode is None
+
     async def until_serving(self, is_over: Callable[[], bool]) -> None:
         """Wait until the agent answers questions; its end is a failure."""
         subject = subjects.rpc(self.node, "agent", "status")
@@ -203,7 +222,7 @@ class Rig:
 
     async def send(self, order: Order) -> None:
         """Publish an order as the operator does."""
-        subject = subjects.order(self.node, "agent", OrderId(order.order))
+        subject = subjects.order(self.node, service_of(order), OrderId(order.order))
         await self.bus.publish(subject, encode_json(order))
 
     async def answer(self, order: Order, *kinds: str) -> Report:
@@ -267,6 +286,7 @@ class Rig:
         assert report.kind == "started", report
         if not standby and "--never-ready" not in arguments:
             await self.answer(order, "ready")
+        await until(lambda: len(pod.events()) > int(standby), "the start of the worker")
         return pod
 
     def prepare_order(
@@ -294,7 +314,7 @@ class Rig:
         )
 
     async def staged(self, pod: Pod, content: str) -> tuple[Report, Report]:
-        """Prepare and dump; the worker is still held."""
+        """Prepare and dump without devices; the worker is still held."""
         prepared = await self.carry_out(self.prepare_order(pod, content))
         assert prepared.kind == "prepared", prepared
         dumped = await self.carry_out(self.dump_order(pod, content, prepared.vector))

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 LIMIT = 1.0
-SETTLE_S = 5.0
+SETTLE_S = 10.0
 TICKS = os.sysconf("SC_CLK_TCK")
 SNAPSHOTCTL = Path(sys.executable).with_name("snapshotctl")
 NAME = "idle"

@@ -87,6 +87,7 @@ def main() -> None:
     answer = arguments.answer
     if os.environ.get("SNAPSHOT_RESTORE_STANDBY"):
         if arguments.never_restored:
+            tell("standby")
             while True:
                 beat(0)
         answer = restore()

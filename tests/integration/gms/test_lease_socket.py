@@ -27,7 +27,7 @@ from snapshot_shared.errors import (
     InvalidMessage,
     NotFound,
     OutOfDeviceMemory,
-    RemoteFailure,
+    SnapbackError,
 )
 from snapshot_shared.frames import (
     DESCRIPTORS_PER_MESSAGE,
@@ -412,7 +412,7 @@ def test_a_client_that_does_not_read_its_answers_is_dropped(launch: Any) -> None
 def test_a_client_too_many_is_told_so(launch: Any) -> None:
     service = launch(policy=LeasePolicy(max_connections=1))
     first = attach(service)
-    with pytest.raises(RemoteFailure) as caught:
+    with pytest.raises(SnapbackError) as caught:
         attach(service, "RO")
     failure = caught.value.to_failure()
     assert (failure.reason, failure.retryable) == ("TooManySessions", True)

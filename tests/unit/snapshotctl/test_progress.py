@@ -54,10 +54,16 @@ def test_nothing_moves_after_the_manifest() -> None:
     assert board.heard(_save(60), 1.0) is None
 
 
-def test_what_the_manifest_repeats_is_not_shown_again() -> None:
+def test_the_manifest_has_the_last_word_on_the_size() -> None:
     board = _board()
     board.heard(_save(100), 0.0)
-    assert board.settled("gpu-0", 100, 1.0) is None
+    assert board.settled("gpu-0", 90, 1.0)[1:3] == (90, 90)
+
+
+def test_a_part_of_unknown_size_says_so() -> None:
+    planned = _board().planned("process", 0, 0.0)
+    assert planned is not None
+    assert planned.line() == "process: 0 bytes (size not known yet)"
 
 
 def test_messages_of_other_objects_and_phases_are_ignored() -> None:

@@ -55,8 +55,8 @@ def test_spans_that_are_each_others_parents_end_no_command() -> None:
 def test_bars_stand_where_the_spans_are() -> None:
     spans = [_span("root", "", 0, 100), _span("second half", "root", 50, 100)]
     root, half = waterfall.lines(waterfall.layout(spans), 120)
-    assert root.count("█") == 2 * half.count("█")
-    assert half.index("█") > root.index("█")
+    assert abs(root.count("█") - 2 * half.count("█")) <= 1
+    assert half.index("█") - root.index("█") == root.count("█") - half.count("█")
 
 
 def test_a_span_too_short_for_a_bar_is_still_seen() -> None:
@@ -67,9 +67,7 @@ def test_a_span_too_short_for_a_bar_is_still_seen() -> None:
 def test_no_line_is_wider_than_the_terminal() -> None:
     spans = [_span("root", "", 0, 100), _span("x" * 200, "root", 99, 100, service="y" * 100)]
     for width in (80, 100, 200):
-        assert all(
-            len(line) <= max(width, 118) for line in waterfall.lines(waterfall.layout(spans), width)
-        )
+        assert {len(line) for line in waterfall.lines(waterfall.layout(spans), width)} == {width}
 
 
 def test_errors_and_links_stand_below() -> None:

@@ -154,6 +154,10 @@ class GuardLink(Protocol):
         """Wait until the guard is gone."""
         ...
 
+    def tell_tool(self, tool: Process) -> None:
+        """Name the process that leads the session of a dump tool, to be killed before a thaw."""
+        ...
+
     async def dismiss(self) -> None:
         """End the guard without action."""
         ...

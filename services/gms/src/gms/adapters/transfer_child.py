@@ -349,12 +349,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if list(arguments) not in (["save"], ["load"]):
             raise InvalidInput("usage: python -m gms.adapters.transfer_child save|load")
-        line = _read_line()
+        kind: type[SaveTask | LoadTask] = SaveTask if arguments[0] == "save" else LoadTask
+        task = decode_json(_read_line(), kind)
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        if arguments[0] == "save":
-            emit(save(decode_json(line, SaveTask), emit))
-        else:
-            emit(load(decode_json(line, LoadTask), emit))
+        emit(save(task, emit) if isinstance(task, SaveTask) else load(task, emit))
     except InvalidInput as error:
         emit(TransferFailed.of(failure_of(error)))
         return 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -20,7 +20,7 @@ _DECODER: msgspec.json.Decoder[TransferEvent] = msgspec.json.Decoder(TransferEve
 class TransferProcesses:
     """Starts `transfer_child` with the interpreter of this service."""
 
-    async def run(self, task: SaveTask | LoadTask) -> AsyncIterator[TransferEvent]:
+    async def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
         verb = "save" if isinstance(task, SaveTask) else "load"
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -32,14 +32,15 @@ class TransferProcesses:
             limit=MAX_FRAME_BYTES,
         )
         try:
-            async for event in _events(process, encode_json(task) + b"\n"):
-                if isinstance(event, TransferFailed):
-                    raise error_of(event.to_failure())
-                yield event
-                if isinstance(event, TransferDone):
-                    # Its lease is given back before it says so; now its process has to go too.
-                    await process.wait()
-                    return
+            async with contextlib.aclosing(_events(process, encode_json(task) + b"\n")) as events:
+                async for event in events:
+                    if isinstance(event, TransferFailed):
+                        raise error_of(event.to_failure())
+                    yield event
+                    if isinstance(event, TransferDone):
+                        # Its lease is given back before it says so; its process has to go too.
+                        await process.wait()
+                        return
             status = await process.wait()
             raise Internal(f"the {verb} process ended with status {status} and no result")
         finally:
@@ -49,7 +50,9 @@ class TransferProcesses:
                 await process.wait()
 
 
-async def _events(process: asyncio.subprocess.Process, task: bytes) -> AsyncIterator[TransferEvent]:
+async def _events(
+    process: asyncio.subprocess.Process, task: bytes
+) -> AsyncGenerator[TransferEvent, None]:
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None  # noqa: S101, PT018 - both are pipes
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -7,17 +7,15 @@ deadline, it kills the dump tool if one was named, lets the worker run, and writ
 `snapshot-aborted`; or kills the worker, where its duty says so. It goes when it is dismissed and
 when the worker ends, and leaves no socket behind.
 
-`python -m snapshot_agent.adapters.guard <duty as JSON>`; standard library only, for it must start
-at once and run on when the installation around it is replaced.
+`python -m snapshot_agent.adapters.guard <charge>`; standard library only, and of it only what
+starts at once: a capture waits until its guard is armed. So no json, pathlib or typing here.
 """
 
-# The import of pathlib would take as long as the rest of the start.
 # ruff: noqa: PTH108, PTH123
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import select
@@ -26,7 +24,6 @@ import socket
 import struct
 import sys
 import time
-from typing import TypedDict
 
 from snapshot_agent.adapters import procfs
 
@@ -43,36 +40,77 @@ MESSAGE_BYTES = 256
 _PEER = struct.Struct("3i")
 
 
-class DutyDocument(TypedDict):
-    """A duty as the agent hands it over. `link` is the descriptor of the first connection.
+class Charge:
+    """What one guard has to do. `link` is the descriptor of its first connection.
 
-    `files` are to be written (name to body) and `remove` to be removed when the worker is let go;
-    nothing is done to a worker for which the file `unless` is there.
+    `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker go, the
+    file `says` is written with `body` and the file `ends` is removed; with `kill` the worker is
+    killed too. Nothing of it is done to a worker for which the file `unless` is there.
     """
 
-    socket: str
-    link: int
-    pid: int
-    start: int
-    control: str
-    deadline: float
-    boot_id: str
-    kill: bool
-    files: dict[str, str]
-    remove: list[str]
-    unless: str
+    def __init__(  # noqa: PLR0913 - a plain record; importing dataclasses takes too long
+        self,
+        *,
+        socket: str,
+        link: int,
+        pid: int,
+        start: int,
+        control: str,
+        deadline: float,
+        boot_id: str,
+        kill: bool,
+        says: str,
+        body: str,
+        ends: str,
+        unless: str,
+    ) -> None:
+        self.socket = socket
+        self.link = link
+        self.pid = pid
+        self.start = start
+        self.control = control
+        self.deadline = deadline
+        self.boot_id = boot_id
+        self.kill = kill
+        self.says = says
+        self.body = body
+        self.ends = ends
+        self.unless = unless
+
+    def arguments(self) -> list[str]:
+        """Write it as the arguments of the program."""
+        return [f"{name}={value}" for name, value in vars(self).items()]
+
+    @classmethod
+    def read(cls, arguments: list[str]) -> Charge:
+        """Read what `arguments` wrote."""
+        given = dict(argument.split("=", 1) for argument in arguments)
+        return cls(
+            socket=given["socket"],
+            link=int(given["link"]),
+            pid=int(given["pid"]),
+            start=int(given["start"]),
+            control=given["control"],
+            deadline=float(given["deadline"]),
+            boot_id=given["boot_id"],
+            kill=given["kill"] == "True",
+            says=given["says"],
+            body=given["body"],
+            ends=given["ends"],
+            unless=given["unless"],
+        )
 
 
 class _Watch:
     """The events that a guard waits for."""
 
-    def __init__(self, duty: DutyDocument, worker: int) -> None:
-        self.duty = duty
+    def __init__(self, charge: Charge, worker: int) -> None:
+        self.charge = charge
         self.worker = worker
         self.tool: tuple[int, int] | None = None
         self.returns_by = math.inf
-        self.link: socket.socket | None = socket.socket(fileno=duty["link"])
-        self.listener = _listen(duty["socket"])
+        self.link: socket.socket | None = socket.socket(fileno=charge.link)
+        self.listener = _listen(charge.socket)
         self.alarm, alarm = socket.socketpair()
         alarm.setblocking(False)  # noqa: FBT003 - its only form
         self._alarm = alarm
@@ -86,7 +124,7 @@ class _Watch:
     def until_over(self) -> bool:
         """Wait; True when the worker has to be let go, False when there is nothing to do."""
         while True:
-            left = min(self.duty["deadline"], self.returns_by) - time.monotonic()
+            left = min(self.charge.deadline, self.returns_by) - time.monotonic()
             if left <= 0:
                 return True
             ready = {fd for fd, _ in self.poll.poll(math.ceil(min(left, 86400) * 1000))}
@@ -124,7 +162,7 @@ class _Watch:
         """Let a returning agent take over from the one that started us."""
         with contextlib.suppress(OSError):
             caller, _ = self.listener.accept()
-            if _uid_of(caller) not in (0, os.getuid()):
+            if peer_of(caller)[1] not in (0, os.getuid()):
                 caller.close()
                 return
             if self.link is not None:
@@ -137,7 +175,7 @@ class _Watch:
     def forget(self) -> None:
         """Remove the socket, so that no agent finds a guard that has decided."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.duty["socket"])
+            os.unlink(self.charge.socket)
         self.listener.close()
 
 
@@ -151,31 +189,31 @@ def _listen(name: str) -> socket.socket:
     return listener
 
 
-def _uid_of(caller: socket.socket) -> int:
-    data = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return int(_PEER.unpack(data)[1])
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Give pid and uid of who is at the other end, as the kernel says."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, _ = _PEER.unpack(data)
+    return pid, uid
 
 
-def free(duty: DutyDocument, tool: tuple[int, int] | None) -> None:
+def free(charge: Charge, tool: tuple[int, int] | None) -> None:
     """Let the worker go, or kill it."""
     if tool is not None:
         for member in procfs.session_of(*tool):
             procfs.send(member, signal.SIGKILL)
     try:
-        control = os.open(duty["control"], os.O_RDONLY | os.O_DIRECTORY)
+        control = os.open(charge.control, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         control = None
-    is_over = control is not None and _exists(control, duty["unless"])
-    signals = [signal.SIGKILL] if duty["kill"] and not is_over else [signal.SIGCONT]
-    for member in procfs.session_of(duty["pid"], duty["start"]):
+    is_over = control is not None and _exists(control, charge.unless)
+    signals = [signal.SIGKILL] if charge.kill and not is_over else [signal.SIGCONT]
+    for member in procfs.session_of(charge.pid, charge.start):
         for number in signals:
             procfs.send(member, number)
     if control is not None and not is_over:
-        for name, body in duty["files"].items():
-            _write(control, name, body.encode())
-        for name in duty["remove"]:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=control)
+        _write(control, charge.says, charge.body.encode())
+        with contextlib.suppress(OSError):
+            os.unlink(charge.ends, dir_fd=control)
 
 
 def _exists(directory: int, name: str) -> bool:
@@ -206,23 +244,26 @@ def _boot_id() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Keep one duty to its end. The working directory is where the socket goes."""
-    duty: DutyDocument = json.loads(arguments[0])
-    worker = procfs.open_pidfd(duty["pid"], duty["start"])
-    if worker is None or duty["boot_id"] != _boot_id():
-        with socket.socket(fileno=duty["link"]) as link:
+    """Keep one charge to its end. The working directory is where the socket goes."""
+    charge = Charge.read(arguments)
+    worker = procfs.open_pidfd(charge.pid, charge.start)
+    if worker is None or charge.boot_id != _boot_id():
+        with socket.socket(fileno=charge.link) as link:
             link.send(GONE)
         return 1
-    watch = _Watch(duty, worker)
+    watch = _Watch(charge, worker)
     if watch.link is not None:
         watch.link.send(ARMED)
     must_act = watch.until_over()
     watch.forget()
     if must_act:
-        free(duty, watch.tool)
-        sys.stderr.write(f"guard: freed process {duty['pid']} ({duty['socket']})\n")
+        free(charge, watch.tool)
+        sys.stderr.write(f"guard: freed process {charge.pid} ({charge.socket})\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    # The agent waits for the end, and nothing of the interpreter is worth a tidy one.
+    os._exit(status)

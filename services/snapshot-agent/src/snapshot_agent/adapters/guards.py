@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 import snapshot_agent
 from snapshot_agent.adapters import guard, procfs, procwait
 from snapshot_agent.domain import control
-from snapshot_agent.ports import Duty, GuardLink
+from snapshot_agent.ports import Duty, GuardLink, Process
 from snapshot_shared.errors import DeadlineExceeded, Failure, SourceExited
 from snapshot_shared.files import open_root, opened
 
@@ -69,23 +68,24 @@ class Guards:
     def _spawn(self, duty: Duty, theirs: socket.socket) -> procfs.Stat | None:
         """Start the program. It inherits nothing but the connection and the log."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        document: guard.DutyDocument = {
-            "socket": _socket_name(duty),
-            "link": theirs.fileno(),
-            "pid": duty.process.pid,
-            "start": duty.process.start,
-            "control": str(duty.control),
-            "deadline": duty.deadline + MARGIN_S,
-            "boot_id": duty.boot_id,
-            "kill": duty.on_failure == "Kill",
-            "files": {control.ABORTED: control.body(duty.attempt, _ABORTED).decode()},
-            "remove": [control.QUIESCE],
-            "unless": control.COMPLETE,
-        }
+        charge = guard.Charge(
+            socket=_socket_name(duty),
+            link=theirs.fileno(),
+            pid=duty.process.pid,
+            start=duty.process.start,
+            control=str(duty.control),
+            deadline=duty.deadline + MARGIN_S,
+            boot_id=duty.boot_id,
+            kill=duty.on_failure == "Kill",
+            says=control.ABORTED,
+            body=control.body(duty.attempt, _ABORTED).decode(),
+            ends=control.QUIESCE,
+            unless=control.COMPLETE,
+        )
         with (self._folder / "log").open("ab") as output:
             child = subprocess.Popen(
                 # -S: without site-packages a start takes a third of the time.
-                [sys.executable, "-S", "-m", guard.__name__, json.dumps(document)],
+                [sys.executable, "-S", "-m", guard.__name__, *charge.arguments()],
                 env={"PYTHONPATH": _SOURCES, "SNAPBACK_RUN": self._run},
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
@@ -102,25 +102,25 @@ class Guards:
         path = self._folder / _socket_name(duty)
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         caller.setblocking(False)  # noqa: FBT003 - its only form
-        link = _Link(caller, path, None)
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(OSError):
             # The path of a unix socket may have 107 bytes; this one has few, whatever the folder.
             with opened(open_root(str(self._folder))) as folder:
                 caller.connect(f"/proc/self/fd/{folder}/{path.name}")
+            link = _Link(caller, path, _peer(caller))
             if await link.hear(ARMED_WITHIN_S) == guard.ARMED:
                 return link
-        link.close()
+        caller.close()
         path.unlink(missing_ok=True)
         return None
 
 
 class _Link:
-    """A connection to a guard. `child` is its process when this agent started it."""
+    """A connection to a guard, whose process may be a child of this agent or of an earlier one."""
 
-    def __init__(self, sock: socket.socket, path: Path, child: procfs.Stat | None) -> None:
+    def __init__(self, sock: socket.socket, path: Path, process: procfs.Stat | None) -> None:
         self._sock = sock
         self._path = path
-        self._child = child
+        self._process = process
 
     async def hear(self, within_s: float) -> bytes:
         """Wait for a message; empty when the guard hung up or said nothing in time."""
@@ -136,7 +136,10 @@ class _Link:
         with contextlib.suppress(ConnectionError):
             while await loop.sock_recv(self._sock, guard.MESSAGE_BYTES):
                 pass
-        await self._reap()
+        await self._gone()
+
+    def tell_tool(self, tool: Process) -> None:
+        self._sock.send(guard.TOOL + f"{tool.pid} {tool.start}".encode())
 
     async def dismiss(self) -> None:
         with contextlib.suppress(OSError):
@@ -152,24 +155,30 @@ class _Link:
     async def kill(self) -> None:
         """End a guard of ours that does not do what it should."""
         self.close()
-        if self._child is not None:
-            procfs.send(self._child, signal.SIGKILL)
-            await self._reap()
+        if self._process is not None:
+            procfs.send(self._process, signal.SIGKILL)
+            await self._gone()
         self._path.unlink(missing_ok=True)
 
-    async def _reap(self) -> None:
-        if self._child is not None:
-            await procwait.ended(self._child)
-            _reap_now(self._child)
-            self._child = None
+    async def _gone(self) -> None:
+        if self._process is not None:
+            await procwait.ended(self._process)
+            _reap(self._process)
+            self._process = None
 
     def close(self) -> None:
         self._sock.close()
 
 
-def _reap_now(child: procfs.Stat) -> None:
+def _reap(process: procfs.Stat) -> None:
+    """Collect a child that has ended; the child of an earlier agent is init's."""
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(child.pid, os.WNOHANG)
+        os.waitpid(process.pid, os.WNOHANG)
+
+
+def _peer(sock: socket.socket) -> procfs.Stat | None:
+    """Give the process that listened for a connection."""
+    return procfs.read(guard.peer_of(sock)[0])
 
 
 def _socket_name(duty: Duty) -> str:

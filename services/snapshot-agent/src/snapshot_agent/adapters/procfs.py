@@ -1,4 +1,4 @@
-"""Processes as /proc shows them. Standard library only: the guard starts with nothing else.
+"""Processes as /proc shows them. Like the guard, which uses it, it imports what starts at once.
 
 A pid is taken again when its process has ended. So every signal goes through a pidfd that was
 opened before the start time was compared.
@@ -13,16 +13,19 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from typing import NamedTuple
 
 
-class Stat(NamedTuple):
+class Stat:
     """One line of /proc/<pid>/stat. `start` is field 22, in clock ticks since boot."""
 
-    pid: int
-    state: str
-    session: int
-    start: int
+    __slots__ = ("pid", "session", "start", "state")
+
+    def __init__(self, pid: int, state: str, session: int, start: int) -> None:
+        """Take what was read."""
+        self.pid = pid
+        self.state = state
+        self.session = session
+        self.start = start
 
     @property
     def is_running(self) -> bool:

@@ -95,7 +95,8 @@ class Captures:
         content = Uid(order.content_uid)
 
         async def signal() -> None:
-            await self._orders.cancel(order_id("dump", content), order.attempt)
+            names = [order_id(verb, content) for verb in ("prepare", "dump")]
+            await self._cancel_all(names, order.attempt)
             if hold := self._holds.of(content, order.attempt):
                 if order.outcome == "complete":
                     await self._holds.complete(hold)

@@ -111,7 +111,9 @@ class Holds:
             if self.is_let_go(hold.worker, hold.attempt):
                 break
             log.warning("the guard of %s is gone; arming another", hold.content)
-            hold.guard = None
+            if hold.guard is not None:
+                hold.guard.close()
+                hold.guard = None
             try:
                 await self.arm(hold)
             except SourceExited:

@@ -87,7 +87,9 @@ class _Filling:
         self._orders.require_current(f"restore-{order.pod.uid}", order.attempt)
         refuse(RESTORE_CHECKS, self._pods.seen(order.pod))
         root = await self._machine.generations.read_root(order.artifact)
-        product = await device_product(self._machine, order.devices)
+        product = ""
+        if root.facts.device_product:
+            product = await device_product(self._machine, order.devices)
         here = replace(self._machine.facts, device_product=product)
         target = Target(
             order.artifact, root, root.facts, here, order.devices, tuple(self._machine.drivers)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -121,34 +121,44 @@ class Folders:
         return Path(tempfile.mkdtemp(prefix=plans.SOCKETS_PREFIX, dir=folder))
 
     def look(self) -> Found:
-        """Look for everything that local clusters of this user left or have."""
+        """Look for everything that local clusters of this user left or have.
+
+        Clusters of another XDG_STATE_HOME are known by their folders of sockets.
+        """
+        sockets = list(self._socket_folders())
+        states = set(self.states.iterdir() if self.states.is_dir() else [])
+        elsewhere = {state for _, _, state in sockets if state is not None}
         clusters: list[tuple[ClusterRecord, frozenset[int]]] = []
         broken: list[Path] = []
         owners: set[str] = set()
-        for folder in sorted(self.states.iterdir()) if self.states.is_dir() else []:
+        for folder in sorted(states | elsewhere):
             record = read_record(folder)
             if record is None:
                 # Without a record only a demo's folder can be no one's: `up` leaves logs behind.
-                broken += [folder] if folder.name.startswith(plans.DEMO_PREFIX) else []
+                is_demo = folder in states and folder.name.startswith(plans.DEMO_PREFIX)
+                broken += [folder] if is_demo else []
                 continue
             clusters.append((record, alive(record)))
             if record.owner is not None and is_this_boot(record):
                 owners.update({record.run} if processes.is_alive(record.owner) else ())
-        return Found(
-            clusters, frozenset(owners), processes.members(), self._socket_folders(), broken
-        )
+        marked = [(folder, run) for folder, run, _ in sockets]
+        return Found(clusters, frozenset(owners), processes.members(), marked, broken)
 
-    def _socket_folders(self) -> list[tuple[Path, str]]:
+    def _socket_folders(self) -> Iterator[tuple[Path, str, Path | None]]:
         runtime = Path(self._environment.get("XDG_RUNTIME_DIR") or "")
         bases = {Path("/tmp"), *([runtime] if runtime.is_absolute() else [])}  # noqa: S108 - as above
-        found = []
         for base in sorted(bases):
             for folder in sorted(base.glob(f"{plans.SOCKETS_PREFIX}*")):
                 marker = folder / plans.MARKER
                 with contextlib.suppress(OSError, UnicodeDecodeError):
                     if marker.stat().st_uid == os.getuid():
-                        found.append((folder, marker.read_text("utf-8")[:64].strip()))
-        return found
+                        run, _, state = marker.read_text("utf-8")[:4096].strip().partition("\n")
+                        yield folder, run, Path(state) if state.startswith("/") else None
+
+
+def mark(sockets: Path, run: str, state: Path) -> None:
+    """Say in a folder of sockets whose it is."""
+    (sockets / plans.MARKER).write_text(f"{run}\n{state}\n", "utf-8")
 
 
 def read_record(state: Path) -> ClusterRecord | None:

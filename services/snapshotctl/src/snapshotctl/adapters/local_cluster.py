@@ -109,7 +109,7 @@ class LocalCluster:
         sockets = Path(known.socket_dir) if known else None
         if sockets is None or not (sockets / plans.MARKER).is_file():
             sockets = self._where.new_sockets()
-            (sockets / plans.MARKER).write_text(f"{run}\n", "utf-8")
+            folders.mark(sockets, run, state)
         self._save(
             ClusterRecord(
                 name=self._name,
@@ -276,17 +276,15 @@ class LocalCluster:
                 found.append((name, processes.opened_member(member)))
         killed = [(name, handle) for name, handle in found if handle is not None]
         await processes.end([handle for _, handle in killed], grace_s=0)
+        left = [record for record in self.record.processes if record.name not in names]
+        self._save(replace(self.record, processes=left))
         return [f"{name} (pid {handle.pid})" for name, handle in killed]
 
     async def stop(self, *, purge: bool) -> None:
-        record = self.record
-        state = Path(record.state_dir)
-        with _locked(state):
-            await to_the_end(self._stop_all())
-            if purge:
-                folders.remove(state)
+        with _locked(Path(self.record.state_dir)):
+            await to_the_end(self._stop_all(purge=purge))
 
-    async def _stop_all(self) -> None:
+    async def _stop_all(self, *, purge: bool = False) -> None:
         """End the services group by group, the workers before their memory, the bus last."""
         record = self.record
         if not folders.is_this_boot(record):
@@ -309,6 +307,8 @@ class LocalCluster:
         folders.remove_sockets(Path(record.socket_dir))
         self._where.remove_context(self._name)
         self._save(replace(record, url="", processes=[], owner=None))
+        if purge:
+            folders.remove(Path(record.state_dir))
 
     def keep(self) -> None:
         self._save(replace(self.record, owner=None))

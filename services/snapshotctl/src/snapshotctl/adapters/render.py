@@ -9,7 +9,7 @@ from typing import Any, Literal, TextIO
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.text import Text
 
 from snapshot_shared.errors import Failure
@@ -82,7 +82,6 @@ class Terminal:
             TextColumn("  {task.description:<8}"),
             BarColumn(bar_width=40),
             DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
             TextColumn("{task.fields[note]}"),
             console=self._console,
         ) as bars:
@@ -95,9 +94,13 @@ class PlainParts:
     def __init__(self, terminal: Terminal) -> None:
         """Print to a terminal."""
         self._terminal = terminal
+        self._shown: dict[str, int] = {}
 
     def show(self, part: PartProgress) -> None:
-        self._terminal.line(f"  {part.line()}")
+        # What the manifest only confirms is no news in a list of lines.
+        if part.done > self._shown.get(part.part, -1):
+            self._shown[part.part] = part.done
+            self._terminal.line(f"  {part.line()}")
 
 
 class BarParts:
@@ -115,5 +118,5 @@ class BarParts:
             self._tasks[part.part],
             completed=part.done,
             total=part.total,
-            note="in the manifest" if part.is_final else "",
+            note=part.note,
         )

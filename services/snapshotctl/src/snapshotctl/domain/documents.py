@@ -136,7 +136,5 @@ def _line(source: str, place: Any) -> str:
 
 def _refused(where: str, problem: str) -> InvalidManifest:
     return InvalidManifest(
-        f"{where}: {problem}",
-        next_step="correct the file and apply again; nothing was stored",
-        problems=[f"{where}: {problem}"],
+        f"{where}: {problem}", next_step="correct the file and apply again; nothing was stored"
     )

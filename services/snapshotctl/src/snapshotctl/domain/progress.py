@@ -30,12 +30,17 @@ class PartProgress(NamedTuple):
         """How long it has been under way."""
         return self.last_at - self.first_at
 
+    @property
+    def note(self) -> str:
+        """How fast it goes, or that it is done."""
+        return "in the manifest" if self.is_final else formats.rate(self.done, self.seconds)
+
     def line(self) -> str:
         """Write as one plain line whose first number are the bytes done."""
-        pace = formats.rate(self.done, self.seconds)
+        if not self.total:
+            return f"{self.part}: {self.done} bytes (size not known yet)"
         share = f"{formats.size(self.done)} of {formats.size(self.total)}"
-        tail = "in the manifest" if self.is_final else pace
-        return f"{self.part}: {self.done} of {self.total} bytes ({share}, {tail})"
+        return f"{self.part}: {self.done} of {self.total} bytes ({share}, {self.note})"
 
 
 class Board:
@@ -70,10 +75,9 @@ class Board:
         self.parts[message.part] = moved
         return moved
 
-    def settled(self, part: str, size: int, now: float) -> PartProgress | None:
-        """Take the size that the committed manifest gives. None when it was shown already."""
+    def settled(self, part: str, size: int, now: float) -> PartProgress:
+        """Take the size that the committed manifest gives: nothing moves the part any more."""
         known = self.parts.get(part) or PartProgress(part, -1, size, now, now)
-        moved = known.done != size or known.total != size
-        last_at = now if moved else known.last_at
+        last_at = known.last_at if known.done == size else now
         self.parts[part] = known._replace(done=size, total=size, last_at=last_at, is_final=True)
-        return self.parts[part] if moved else None
+        return self.parts[part]

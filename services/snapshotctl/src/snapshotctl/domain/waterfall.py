@@ -10,6 +10,10 @@ from snapshotctl.domain import formats
 
 NANOSECONDS = 1e9
 NAME_WIDTH = 34
+WHERE_WIDTH = 26
+MIN_BAR = 10
+_TIMES = 24
+"""Columns of the two times and the edges."""
 BAR = "█"
 EDGE = "▏"
 
@@ -64,30 +68,39 @@ def layout(spans: Sequence[SpanRecord]) -> Waterfall:
 
 
 def lines(found: Waterfall, width: int) -> list[str]:
-    """Draw a waterfall in lines of at most `width` characters."""
-    where_width = max((len(_where(bar)) for bar in found.bars), default=0)
-    room = max(10, width - NAME_WIDTH - where_width - 24)
+    """Draw a waterfall in lines of at most `width` characters, if that is 80 or more."""
+    names = [_name(bar) for bar in found.bars]
+    wheres = [formats.plain(f"{bar.span.service}@{bar.span.node}") for bar in found.bars]
+    where_width = min(WHERE_WIDTH, max(map(len, wheres), default=0))
+    name_width = min(NAME_WIDTH, max(map(len, names), default=0))
+    name_width = min(name_width, max(16, width - where_width - MIN_BAR - _TIMES))
+    room = max(MIN_BAR, width - name_width - where_width - _TIMES)
     drawn = [
-        f"{_name(bar):<{NAME_WIDTH}} {_where(bar):<{where_width}} "
+        f"{_cut(name, name_width)} {_cut(where, where_width)} "
         f"{formats.span_time(bar.start_s):>9} {formats.span_time(bar.duration_s):>9} "
         f"|{_drawn(bar, found.total_s, room)}|"
-        for bar in found.bars
+        for bar, name, where in zip(found.bars, names, wheres, strict=True)
     ]
-    drawn += [f"  failed: {_name(b).strip()}: {b.span.error}" for b in found.bars if b.span.error]
-    drawn += [f"  {_name(b).strip()}: its parent has not ended" for b in found.bars if b.orphan]
+    for bar in found.bars:
+        drawn += _remarks(bar)
     for link in found.links:
         if context := parse_traceparent(link):
             drawn.append(f"  linked to trace {context.trace_id}")
-    return [formats.plain(line) if "\x1b" in line else line.rstrip() for line in drawn]
+    return drawn
+
+
+def _remarks(bar: Bar) -> list[str]:
+    name = formats.plain(bar.span.name)
+    failed = [f"  failed: {name}: {formats.plain(bar.span.error)}"] if bar.span.error else []
+    return failed + ([f"  {name}: its parent has not ended"] if bar.orphan else [])
 
 
 def _name(bar: Bar) -> str:
-    name = "  " * min(bar.depth, 10) + formats.plain(bar.span.name)
-    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "…"
+    return "  " * min(bar.depth, 10) + formats.plain(bar.span.name)
 
 
-def _where(bar: Bar) -> str:
-    return formats.plain(f"{bar.span.service}@{bar.span.node}")[:40]
+def _cut(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"
 
 
 def _drawn(bar: Bar, total_s: float, room: int) -> str:

@@ -59,8 +59,11 @@ def _placed(error: RemoteFailure, documents: Sequence[Document]) -> Failure:
         placed = [f"{documents[0].where}: {problem}" for problem in problems]
     else:
         placed = [_with_place(str(problem), documents) for problem in problems]
+    message = f"{len(placed)} problem{'' if len(placed) == 1 else 's'}; nothing was stored"
     values = {**failure.values, "problems": placed}
-    return msgspec.structs.replace(failure, values=values)
+    return msgspec.structs.replace(
+        failure, message=message, values=values, next_step="correct them and apply again"
+    )
 
 
 def _with_place(problem: str, documents: Sequence[Document]) -> str:

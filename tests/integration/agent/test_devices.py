@@ -1,0 +1,207 @@
+"""Captures and restores of the example worker, with the real GPU memory service of the node."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.adapters.gms_grpc import GmsClient, GmsUnavailable
+from snapshot_agent.domain import control
+from snapshot_shared.orders import (
+    AbortOrder,
+    ArtifactRef,
+    CommitOrder,
+    DeviceRef,
+    LoadOrder,
+    PartResult,
+    Report,
+    SaveOrder,
+    SealOrder,
+)
+from tests.support.agent_rig import Pod, Rig, fresh_uid, until
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "worker.py"
+MIB = 1024 * 1024
+
+
+async def devices_of(rig: Rig) -> list[DeviceRef]:
+    client = GmsClient(rig.sockets)
+    try:
+        found = await client.devices(wait_s=10.0)
+    finally:
+        await client.close()
+    return [DeviceRef(ordinal=device.index, uuid=device.uuid) for device in found]
+
+
+async def started(rig: Rig, devices: list[DeviceRef], *, standby: bool = False) -> Pod:
+    variables = {"SIZE_MIB": "16", "WARMUP_REQUESTS": "0"}
+    pod = rig.pod(env=[{"name": name, "value": value} for name, value in variables.items()])
+    pod.spec["containers"][0]["command"] = [sys.executable, str(EXAMPLE)]
+    order = rig.run_order(pod, standby=standby, devices=devices)
+    assert (await rig.carry_out(order)).kind == "started"
+    if not standby:
+        await rig.answer(order, "ready")
+    return pod
+
+
+async def captured(rig: Rig, pod: Pod, devices: list[DeviceRef]) -> tuple[ArtifactRef, Report]:
+    content = fresh_uid()
+    prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
+    assert prepared.kind == "prepared", prepared.failure
+    dumped = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
+    parts: list[PartResult] = [dumped.part] if dumped.part else []
+    for entry in prepared.vector:
+        if entry.layout is None:
+            continue
+        common = rig.common("save", content)
+        common["order"] += f"-{entry.part}"
+        save = SaveOrder(
+            namespace="default",
+            content_uid=content,
+            part=entry.part,
+            layout=entry.layout,
+            fence_token=f"{content}.1",
+            **common,
+        )
+        saved = await rig.carry_out(save)
+        assert saved.part is not None, saved.failure
+        parts.append(saved.part)
+    seal = SealOrder(
+        namespace="default",
+        content_uid=content,
+        pod=pod.ref,
+        vector=prepared.vector,
+        parts=parts,
+        **rig.common("seal", content),
+    )
+    sealed = await rig.carry_out(seal)
+    assert sealed.root_digest is not None, sealed.failure
+    await rig.carry_out(rig.release_order(pod, content))
+    ref = ArtifactRef(
+        namespace="default", content_uid=content, generation=1, root_digest=sealed.root_digest
+    )
+    return ref, sealed
+
+
+async def loaded(
+    rig: Rig, pod: Pod, ref: ArtifactRef, prepared: Report, devices: list[DeviceRef]
+) -> None:
+    part_digests = {
+        report.part.part: report.part.digest
+        for report in rig.reports
+        if report.part is not None and ref.content_uid in report.order
+    }
+    for device in devices:
+        part = f"gpu-{device.ordinal}"
+        layout = next(entry.layout for entry in prepared.vector if entry.part == part)
+        assert layout is not None
+        common = rig.common("load", pod.ref.uid)
+        common["order"] += f"-{part}"
+        load = LoadOrder(
+            artifact=ref,
+            part=part,
+            part_digest=part_digests[part],
+            device=device.uuid,
+            layout_id=layout.layout_id,
+            structure_hash=layout.structure_hash,
+            load_token=f"{pod.ref.uid}.1.{part}",
+            **common,
+        )
+        report = await rig.carry_out(load)
+        assert report.kind == "loaded", report.failure
+        common = rig.common("commit", pod.ref.uid)
+        common["order"] += f"-{part}"
+        commit = CommitOrder(
+            device=device.uuid, load_token=load.load_token, layout_id=load.layout_id, **common
+        )
+        assert (await rig.carry_out(commit)).kind == "committed"
+
+
+async def test_a_worker_with_weights_on_two_devices_is_captured_and_restored_onto_two_others(
+    rig: Rig,
+) -> None:
+    await rig.gms(devices=4, device_bytes=256 * MIB)
+    everything = await devices_of(rig)
+    first = everything[:2]
+    second = [DeviceRef(ordinal=i, uuid=d.uuid) for i, d in enumerate(everything[2:])]
+    async with rig.agent():
+        pod = await started(rig, first)
+        ref, sealed = await captured(rig, pod, first)
+        prepared = await rig.heard(lambda report: report.kind == "prepared")
+        assert [entry.part for entry in prepared.vector] == ["process", "gpu-0", "gpu-1"]
+        assert sealed.bytes > 16 * MIB
+        await until((pod.control / control.READY).exists, "the worker's wake")
+
+        target = await started(rig, second, standby=True)
+        await loaded(rig, target, ref, prepared, second)
+        report = await rig.carry_out(rig.restore_order(target, ref, devices=second))
+        assert report.kind == "restored", report.failure
+
+        # One device fewer than the artifact needs: refused with both values.
+        small = await started(rig, second[:1], standby=True)
+        report = await rig.carry_out(rig.restore_order(small, ref, devices=second[:1]))
+        assert report.failure is not None
+        assert report.failure.reason == "Incompatible"
+        assert report.failure.values["expected"] == ["gpu-0", "gpu-1"]
+        assert report.failure.values["found"] == ["gpu-0"]
+
+
+async def test_an_aborted_capture_ends_its_fence_and_the_worker_wakes(rig: Rig) -> None:
+    await rig.gms(devices=1, device_bytes=256 * MIB)
+    devices = await devices_of(rig)
+    async with rig.agent():
+        pod = await started(rig, devices)
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
+        assert prepared.kind == "prepared"
+        assert not (pod.control / control.READY).exists()
+        abort = AbortOrder(
+            pod=pod.ref,
+            content_uid=content,
+            fence_token=f"{content}.1",
+            **rig.common("abort", content),
+        )
+        assert (await rig.carry_out(abort)).kind == "aborted"
+        await until((pod.control / control.READY).exists, "the worker's wake")
+
+
+async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_with(
+    rig: Rig,
+) -> None:
+    await rig.gms(devices=1, device_bytes=256 * MIB)
+    devices = await devices_of(rig)
+    process = await rig.process()
+    pod = await started(rig, devices)
+    content = fresh_uid()
+    prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
+    assert prepared.kind == "prepared"
+    process.kill()
+    await process.wait()
+    await until((pod.control / control.ABORTED).exists, "the guard", 10.0)
+    await rig.process()
+    report = await rig.answer(rig.release_order(pod, content))
+    assert report.unconfirmed
+    await until((pod.control / control.READY).exists, "the worker's wake")
+
+
+async def test_a_fence_that_cannot_be_taken_lets_the_worker_go_on(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        device = DeviceRef(ordinal=0, uuid="GPU-nobody-has")
+        order = rig.prepare_order(pod, fresh_uid(), devices=[device])
+        report = await rig.carry_out(order)
+        assert report.kind == "failed"
+        assert report.failure is not None
+        assert report.failure.reason == "GmsUnavailable"
+        assert report.failure.retryable
+        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+
+
+async def test_a_service_that_is_away_is_named_and_holds_no_fence(tmp_path: Path) -> None:
+    client = GmsClient(tmp_path)
+    try:
+        with pytest.raises(GmsUnavailable):
+            await client.devices(wait_s=0.0)
+        await client.unfence("any")
+    finally:
+        await client.close()

@@ -1,0 +1,251 @@
+"""The guard on its own: what it does when its agent is gone, late, back, or satisfied."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from snapshot_agent.adapters import guard as program
+from snapshot_agent.adapters import procfs
+from snapshot_agent.adapters.guards import MARGIN_S, Guards
+from snapshot_agent.domain import control
+from snapshot_agent.ports import Duty, Process
+from snapshot_shared.errors import SourceExited
+from snapshot_shared.service import system_clocks
+from tests.support.agent_rig import below, is_gone, state_of, until
+
+
+class Charge:
+    """A stopped process in a session of its own, its control directory, and guards for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.control = folder / "control"
+        self.control.mkdir()
+        (self.control / control.QUIESCE).write_bytes(control.body(4))
+        self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        os.kill(self.child.pid, signal.SIGSTOP)
+        self.guards = Guards(folder / "guards", "test")
+
+    def duty(self, deadline_s: float = 600.0, on_failure: str = "Resume") -> Duty:
+        found = procfs.read(self.child.pid)
+        assert found is not None
+        clocks = system_clocks()
+        return Duty(
+            name="g",
+            process=Process(found.pid, found.start),
+            control=self.control,
+            attempt=4,
+            # The agent is the first to act at a deadline; here there is only the guard.
+            deadline=clocks.monotonic() + deadline_s - MARGIN_S,
+            boot_id=clocks.boot_id,
+            on_failure=on_failure,  # type: ignore[arg-type]
+        )
+
+    @property
+    def running(self) -> list[int]:
+        return [pid for pid, text in below(self.folder).items() if "adapters.guard" in text]
+
+    @property
+    def sockets(self) -> list[Path]:
+        return list((self.folder / "guards").glob("*.sock"))
+
+    def was_freed(self) -> bool:
+        path = self.control / control.ABORTED
+        return path.exists() and control.is_of(path.read_bytes(), 4)
+
+
+@pytest_asyncio.fixture
+async def charge(tmp_path: Path) -> AsyncIterator[Charge]:
+    made = Charge(tmp_path)
+    try:
+        yield made
+    finally:
+        for pid in made.running:
+            os.kill(pid, signal.SIGKILL)
+        made.child.kill()
+        made.child.wait()
+
+
+async def freed(charge: Charge) -> None:
+    """The worker runs, knows why, and nothing of the guard is left."""
+    await until(charge.was_freed, "the release", 10.0)
+    await until(lambda: state_of(charge.child.pid) == "S", "the thaw")
+    await until(lambda: not (charge.control / control.QUIESCE).exists(), "the end of the wish")
+    await until(lambda: not charge.running, "the end of the guard")
+    assert charge.sockets == []
+
+
+async def test_a_dismissed_guard_is_gone_at_once_and_has_done_nothing(charge: Charge) -> None:
+    link = await charge.guards.start(charge.duty())
+    assert len(charge.running) == 1
+    await link.dismiss()
+    assert charge.running == []
+    assert charge.sockets == []
+    assert state_of(charge.child.pid) == "T"
+    assert not charge.was_freed()
+
+
+async def test_a_guard_frees_the_worker_at_the_deadline_although_its_agent_lives(
+    charge: Charge,
+) -> None:
+    link = await charge.guards.start(charge.duty(deadline_s=0.3))
+    await link.lost()
+    link.close()
+    await freed(charge)
+
+
+async def test_a_guard_waits_five_seconds_for_another_agent_before_it_acts(
+    charge: Charge,
+) -> None:
+    link = await charge.guards.start(charge.duty())
+    began = time.monotonic()
+    link.close()
+    await freed(charge)
+    assert time.monotonic() - began >= program.RETURN_S
+
+
+async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(charge: Charge) -> None:
+    first = await charge.guards.start(charge.duty())
+    (pid,) = charge.running
+    first.close()
+    second = await Guards(charge.folder / "guards", "test").adopt(charge.duty())
+    assert second is not None
+    assert charge.running == [pid]
+    await second.dismiss()
+    assert is_gone(pid)
+    assert charge.sockets == []
+    assert not charge.was_freed()
+
+
+async def test_there_is_nothing_to_take_over_where_no_guard_is(charge: Charge) -> None:
+    assert await charge.guards.adopt(charge.duty()) is None
+    link = await charge.guards.start(charge.duty())
+    (pid,) = charge.running
+    os.kill(pid, signal.SIGKILL)
+    await link.lost()
+    link.close()
+    assert len(charge.sockets) == 1
+    assert await charge.guards.adopt(charge.duty()) is None
+    assert charge.sockets == []
+
+
+async def test_a_guard_ends_with_its_worker(charge: Charge) -> None:
+    link = await charge.guards.start(charge.duty())
+    charge.child.kill()
+    await link.lost()
+    link.close()
+    assert charge.running == []
+    assert charge.sockets == []
+    assert not charge.was_freed()
+
+
+async def test_a_worker_that_is_gone_cannot_be_guarded(charge: Charge) -> None:
+    duty = charge.duty()
+    charge.child.kill()
+    charge.child.wait()
+    with pytest.raises(SourceExited):
+        await charge.guards.start(duty)
+    assert charge.running == []
+
+
+async def test_a_guard_that_is_told_to_end_frees_the_worker_first(charge: Charge) -> None:
+    link = await charge.guards.start(charge.duty())
+    os.kill(charge.running[0], signal.SIGTERM)
+    await link.lost()
+    link.close()
+    await freed(charge)
+
+
+async def test_a_guard_kills_the_worker_where_its_duty_says_so(charge: Charge) -> None:
+    link = await charge.guards.start(charge.duty(deadline_s=0.2, on_failure="Kill"))
+    assert await asyncio.to_thread(charge.child.wait) == -signal.SIGKILL
+    await link.lost()
+    link.close()
+
+
+async def test_a_guard_kills_the_tool_that_it_was_told_of_with_its_whole_session(
+    charge: Charge,
+) -> None:
+    tool = subprocess.Popen(
+        [sys.executable, "-c", "import os, time; os.fork(); time.sleep(600)"],
+        start_new_session=True,
+    )
+    found = procfs.read(tool.pid)
+    assert found is not None
+    await until(lambda: len(procfs.session_of(found.pid, found.start)) == 2, "the tool's child")
+    link = await charge.guards.start(charge.duty(deadline_s=0.3))
+    link.tell_tool(Process(found.pid, found.start))
+    assert await asyncio.to_thread(tool.wait) == -signal.SIGKILL
+    await until(lambda: not procfs.session_of(found.pid, found.start), "the end of the tool")
+    await link.lost()
+    link.close()
+    await freed(charge)
+
+
+async def test_a_worker_that_was_told_of_its_completion_is_thawed_and_nothing_else(
+    charge: Charge,
+) -> None:
+    (charge.control / control.COMPLETE).write_bytes(control.body(4))
+    link = await charge.guards.start(charge.duty(deadline_s=0.2, on_failure="Kill"))
+    await link.lost()
+    link.close()
+    await until(lambda: state_of(charge.child.pid) == "S", "the thaw")
+    assert not (charge.control / control.ABORTED).exists()
+
+
+def remove_control(charge: Charge) -> None:
+    (charge.control / control.QUIESCE).unlink()
+    charge.control.rmdir()
+
+
+def plant_link(charge: Charge) -> None:
+    (charge.control / f".{control.ABORTED}.guard").symlink_to(charge.folder / "victim")
+
+
+@pytest.mark.parametrize("spoil", [remove_control, plant_link])
+async def test_a_spoilt_control_directory_does_not_keep_a_worker_frozen(
+    charge: Charge, spoil: Callable[[Charge], None]
+) -> None:
+    spoil(charge)
+    link = await charge.guards.start(charge.duty(deadline_s=0.2))
+    await link.lost()
+    link.close()
+    await until(lambda: state_of(charge.child.pid) == "S", "the thaw")
+    assert not (charge.folder / "victim").exists()
+    assert charge.sockets == []
+
+
+async def test_a_folder_with_a_long_path_is_no_obstacle(charge: Charge, tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*["a-rather-long-name"] * 8)
+    guards = Guards(deep, "test")
+    link = await guards.start(charge.duty())
+    link.close()
+    adopted = await guards.adopt(charge.duty())
+    assert adopted is not None
+    await adopted.dismiss()
+
+
+def test_the_guard_imports_only_the_standard_library() -> None:
+    code = (
+        "import sys, snapshot_agent.adapters.guard as g\n"
+        "own = {m for m in sys.modules if not m.startswith('snapshot_agent')}\n"
+        "top = {m.partition('.')[0] for m in own}\n"
+        "print(sorted(top - set(sys.stdlib_module_names) - {'__main__'}), 'asyncio' in top)\n"
+    )
+    sources = str(Path(program.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": sources},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[] False"

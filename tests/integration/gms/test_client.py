@@ -1,0 +1,420 @@
+"""The engine's library: arrays that are shared, sleep, and wake at the same addresses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gms import client
+from gms.arena import FIRST_ADDRESS, Arena
+from gms.lease import Lease
+from snapshot_shared.errors import InvalidInput, InvalidMessage
+from snapshot_shared.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+
+MIB = 1024 * 1024
+
+SHAPES: dict[str, tuple[Any, Any]] = {
+    "embedding": ((1000, 64), np.float32),
+    "layers/0.weight": ((3, 5, 7), "float64"),
+    "bias": (11, np.int16),
+    "flag": ((), np.bool_),
+    "empty": ((0, 4), np.uint8),
+}
+
+
+def fill(pool: client.MemoryPool) -> dict[str, np.ndarray[Any, Any]]:
+    """Build arrays and give copies of what was written."""
+    arrays = pool.allocate_many(SHAPES)
+    for seed, array in enumerate(arrays.values()):
+        array[...] = np.random.default_rng(seed).integers(0, 2, array.shape)
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def run_worker(code: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, check=False, timeout=30
+    )
+
+
+TRACES = """
+import os, pathlib, threading
+def traces():
+    maps = pathlib.Path("/proc/self/maps").read_text().count("snapback-gpu")
+    return maps, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+"""
+"""Counts device mappings, descriptors and threads of a worker."""
+
+
+def test_written_arrays_are_read_by_another_process(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        weights = pool.allocate("w", (100, 10), np.float32)
+        weights[:] = np.arange(1000).reshape(100, 10)
+        pool.commit()
+        code = (
+            "import numpy as np\n"
+            "from gms import client\n"
+            "with client.connect(lock='RO') as pool:\n"
+            "    w = pool['w']\n"
+            "    print(pool.access, w.dtype, w.shape, w.sum(), hex(w.ctypes.data))\n"
+        )
+        found = run_worker(code)
+        expected = f"RO float32 (100, 10) {weights.sum()} {address(weights):#x}\n"
+        assert found.stdout.decode() == expected, found.stderr.decode()
+
+
+def test_every_plain_shape_and_type_keeps_its_values(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        expected = fill(pool)
+        pool.commit()
+        pool.sleep()
+        pool.wake()
+        for name, array in pool.arrays().items():
+            np.testing.assert_array_equal(array, expected[name], strict=True)
+
+
+def test_commit_makes_the_arrays_read_only_where_they_are(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        array = pool.allocate("w", 10, np.uint8)
+        before = address(array)
+        array[:] = 3
+        assert pool.access == "RW"
+        generation = pool.commit(layout_id="mine")
+        assert (pool.access, pool.layout_id, generation.generation) == ("RO", "mine", 1)
+        assert address(array) == before
+        assert array[5] == 3
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_a_write_to_committed_memory_is_stopped_by_the_processor(service: Any) -> None:
+    code = (
+        "from gms import client\n"
+        "pool = client.connect(lock='RW')\n"
+        "part = pool.allocate('w', 10, 'uint8')[2:5]\n"
+        "part[:] = 1\n"
+        "pool.commit()\n"
+        "print(part[0], flush=True)\n"
+        "part[:] = 2\n"
+        "print('written')\n"
+    )
+    found = run_worker(code)
+    assert (found.returncode, found.stdout) == (-signal.SIGSEGV, b"1\n")
+
+
+def test_wake_brings_the_same_arrays_to_the_same_addresses(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        expected = fill(pool)
+        pool.commit()
+        held = pool.arrays()
+        addresses = {name: address(array) for name, array in held.items()}
+        pool.sleep()
+        assert pool.is_asleep
+        assert service.device().domains[0].sessions == []
+        pool.wake()
+        assert {name: address(array) for name, array in pool.arrays().items()} == addresses
+        for name, array in held.items():
+            np.testing.assert_array_equal(array, expected[name])
+
+
+def test_a_pool_that_sleeps_leaves_no_mapping_descriptor_or_thread(service: Any) -> None:
+    code = TRACES + (
+        "from gms import client\n"
+        "before = traces()\n"
+        "weights = client.connect(lock='RW')\n"
+        "weights.allocate_many({f'w{n}': (10, 'u1') for n in range(20)})\n"
+        "weights.commit()\n"
+        "cache = client.connect(lock='RW', domain='kv')\n"
+        "cache.allocate('k', 10, 'u1')\n"
+        "awake = traces()\n"
+        "weights.sleep(); cache.sleep()\n"
+        "print(awake[0], traces() == before)\n"
+    )
+    found = run_worker(code)
+    assert found.stdout == b"21 True\n", found.stderr.decode()
+
+
+def test_the_addresses_stay_reserved_while_the_pool_sleeps(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        place = address(pool.allocate("w", 10, np.uint8))
+        pool.commit()
+        pool.sleep()
+        with pytest.raises(client.AddressTaken):
+            Arena(4096, address=place)
+        with pytest.raises(client.NotEligible):
+            pool.arrays()
+
+
+def test_touching_an_array_that_sleeps_ends_the_process(service: Any) -> None:
+    code = (
+        "from gms import client\n"
+        "pool = client.connect(lock='RW')\n"
+        "w = pool.allocate('w', 10, 'uint8')\n"
+        "pool.commit()\n"
+        "pool.sleep()\n"
+        "print(w[0])\n"
+    )
+    assert run_worker(code).returncode == -signal.SIGSEGV
+
+
+def test_another_process_restores_the_arrays_at_the_same_addresses(
+    service: Any, tmp_path: Path
+) -> None:
+    with client.connect(lock="RW", device=1) as pool:
+        fill(pool)
+        pool.commit()
+        pool.sleep()
+        state = tmp_path / "state.json"
+        state.write_bytes(pool.save_state())
+        pool.wake()
+        expected = [
+            f"{name} {address(array):#x} {array.sum()}" for name, array in pool.arrays().items()
+        ]
+    code = (
+        "import pathlib, sys\n"
+        "from gms import client\n"
+        "with client.restore(pathlib.Path(sys.argv[1]).read_bytes()) as pool:\n"
+        "    for name, array in pool.arrays().items():\n"
+        "        print(name, hex(array.ctypes.data), array.sum())\n"
+    )
+    found = run_worker(code, str(state))
+    assert found.stdout.decode().splitlines() == expected, found.stderr.decode()
+
+
+def commit_another(service: Any, first: client.GenerationRef, layout_id: str) -> None:
+    """Replace what is committed, as another process would."""
+    request = Attach(
+        device=service.uuids[0],
+        domain=MemoryDomain.WEIGHTS,
+        lock=LockMode.RW,
+        deadline_s=5.0,
+        if_match=first,
+    )
+    lease = Lease.attach(str(service.folder), request)
+    lease.allocate([AllocationSpec(id="w", size=10, tag="array")])
+    lease.commit(if_match=first, layout_id=layout_id)
+    lease.detach()
+
+
+def test_a_pool_that_wakes_to_another_layout_names_both_and_sleeps_on(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)
+        first = pool.commit(layout_id="one")
+        pool.sleep()
+        commit_another(service, first, "two")
+        with pytest.raises(client.StaleLayout) as caught:
+            pool.wake()
+        assert caught.value.values["expected"]["layout_id"] == "one"
+        assert caught.value.values["found"]["layout_id"] == "two"
+        assert pool.is_asleep
+        assert service.device().domains[0].sessions == []
+
+
+def test_a_wake_does_not_ask_for_the_same_generation(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        array = pool.allocate("w", 10, np.uint8)
+        array[:] = 4
+        first = pool.commit(layout_id="one")
+        shape = pool.structure_hash
+        state = pool.save_state()
+    # The same layout again, as a load on another node would bring it.
+    with client.connect(lock="RW", if_match=first) as pool:
+        pool.allocate("w", 10, np.uint8)[:] = 4
+        assert pool.commit(layout_id="one").generation == 2
+        assert pool.structure_hash == shape
+    with client.restore(state) as pool:
+        assert pool["w"].tolist() == [4] * 10
+
+
+def test_a_wake_waits_for_a_layout_and_gives_up_at_its_deadline(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)
+        pool.commit()
+        pool.sleep()
+        service.run(drop(service))
+        with pytest.raises(client.DeadlineExceeded):
+            pool.wake(0.05)
+        assert pool.is_asleep
+
+
+async def drop(service: Any) -> None:
+    assert service.gms.drop_layout(service.uuids[0], None)
+
+
+def test_a_cache_comes_back_empty_at_the_same_addresses(service: Any) -> None:
+    with client.connect(lock="RW", domain="kv") as cache:
+        blocks = cache.allocate("blocks", (4, MIB), np.uint8)
+        blocks[:] = 9
+        before = address(blocks)
+        cache.sleep()
+        assert service.device().used == 0
+        cache.wake()
+        assert address(blocks) == before
+        assert (cache.access, int(blocks.sum())) == ("RW", 0)
+        blocks[:] = 1
+        with pytest.raises(client.SnapbackError, match="kv"):
+            cache.commit()
+        blocks[:] = 2
+
+
+def test_a_cache_is_restored_empty_in_another_process(service: Any) -> None:
+    with client.connect(lock="RW", domain="kv") as cache:
+        before = address(cache.allocate("blocks", 100, np.int32))
+        state = cache.save_state()
+    with client.restore(state) as cache:
+        assert address(cache["blocks"]) == before
+        assert cache["blocks"].tolist() == [0] * 100
+
+
+def test_weights_and_cache_of_two_devices_live_side_by_side(service: Any) -> None:
+    pools = [
+        client.connect(lock="RW", device=device, domain=domain)
+        for device in (0, 1)
+        for domain in ("weights", "kv")
+    ]
+    places = {address(pool.allocate("a", 10, np.uint8)) for pool in pools}
+    assert places == {FIRST_ADDRESS + n * (1 << 39) for n in range(4)}
+    for pool in pools:
+        pool.close()
+
+
+def test_either_builds_the_first_time_and_reads_the_next(service: Any) -> None:
+    with client.connect() as pool:
+        assert pool.access == "RW"
+        pool.allocate("w", 10, np.uint8)[:] = 6
+        pool.commit()
+    with client.connect() as pool:
+        assert pool.access == "RO"
+        assert pool["w"].tolist() == [6] * 10
+
+
+def test_what_was_not_committed_is_gone_and_the_older_layout_is_served(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)[:] = 1
+        first = pool.commit()
+    with client.connect(lock="RW", if_match=first) as pool:
+        pool.allocate("w", 10, np.uint8)[:] = 2
+    with client.connect(lock="RO") as pool:
+        assert pool["w"].tolist() == [1] * 10
+
+
+def test_a_failed_commit_leaves_the_arrays_writable(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        with pytest.raises(client.NotEligible):
+            pool.commit()
+        array = pool.allocate("w", 10, np.uint8)
+        pool.generation = client.GenerationRef(incarnation="other", generation=9)
+        with pytest.raises(client.GenerationMismatch):
+            pool.commit()
+        array[:] = 5
+        assert pool.access == "RW"
+
+
+def test_arrays_are_made_together_or_not_at_all(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        with pytest.raises(client.OutOfDeviceMemory):
+            pool.allocate_many({"a": (MIB, "u1"), "b": (200 * MIB, "u1")})
+        assert pool.arrays() == {}
+        pool.allocate("a", MIB, "u1")
+        with pytest.raises(client.LayoutConflict):
+            pool.allocate("a", MIB, "u1")
+        pool["a"][:] = 1
+
+
+def test_a_freed_array_gives_its_memory_back(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 60 * MIB, "u1")
+        pool.free("a")
+        pool.allocate("b", 60 * MIB, "u1")[:] = 1
+        with pytest.raises(client.NotFound):
+            pool["a"]
+
+
+def test_two_pools_of_one_range_cannot_be_open_in_one_process(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 10, "u1")
+        pool.commit()
+        with pytest.raises(client.AddressTaken) as caught:
+            client.connect(lock="RO")
+        assert caught.value.values["address"] == FIRST_ADDRESS
+        assert len(service.device().domains[0].sessions) == 1
+
+
+@pytest.mark.parametrize("dtype", ["O", [("a", "i4"), ("b", "f4")], "V0"])
+def test_types_without_plain_bytes_are_refused(service: Any, dtype: Any) -> None:
+    with client.connect(lock="RW") as pool, pytest.raises(InvalidInput):
+        pool.allocate("a", 10, dtype)
+
+
+def test_a_child_that_is_forked_inherits_no_import(service: Any) -> None:
+    code = TRACES + (
+        "from gms import client\n"
+        "pool = client.connect(lock='RW')\n"
+        "pool.allocate('a', 10, 'u1')\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    os._exit(traces()[0])\n"
+        "print(traces()[0], os.waitpid(pid, 0)[1])\n"
+    )
+    found = run_worker(code)
+    assert found.stdout == b"1 0\n", found.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("visible", "device"), [("", 0), ("all", 0), ("GPU-1", 1), ("GPU-1,GPU-2", -1)]
+)
+def test_a_device_that_is_not_visible_is_named(
+    service: Any, monkeypatch: pytest.MonkeyPatch, visible: str, device: int
+) -> None:
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", visible)
+    with pytest.raises(client.UnknownDevice) as caught:
+        client.connect(device)
+    assert caught.value.values["ordinal"] == device
+
+
+def test_a_missing_socket_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GMS_SOCKET_DIR", raising=False)
+    with pytest.raises(InvalidInput, match="GMS_SOCKET_DIR"):
+        client.connect("GPU-1")
+
+
+def test_the_state_of_another_size_or_place_is_refused(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 10, "u1")
+        pool.commit()
+        good = json.loads(pool.save_state())
+    slot = good["slots"][0]
+    for change in (
+        {"slots": [slot | {"at": 5}]},
+        {"slots": [slot | {"at": good["reserved"]}]},
+        {"slots": [slot, slot]},
+        {"slots": [slot | {"shape": [3_000_000_000]}]},
+        {"slots": [slot | {"dtype": "O"}]},
+        {"slots": [slot | {"dtype": "nonsense"}]},
+        {"address": 4096},
+        {"address": good["address"] + 1},
+        {"reserved": 2**60},
+        {"type": "something-else"},
+    ):
+        with pytest.raises(InvalidMessage):
+            client.restore(json.dumps(good | change).encode())
+    with pytest.raises(client.SnapbackError):
+        client.restore(json.dumps(good | {"version": 2}).encode())
+
+
+def test_the_library_brings_neither_grpc_nor_nats_nor_telemetry_along() -> None:
+    code = (
+        "import sys, gms.client\n"
+        "heavy = {'grpc', 'nats', 'opentelemetry', 'asyncio', 'google'} & set(sys.modules)\n"
+        "print(sorted(heavy))\n"
+    )
+    assert run_worker(code).stdout == b"[]\n"

@@ -1,0 +1,299 @@
+"""The whole service as a process: its life, and the orders that NATS brings it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gms import client
+from gms.adapters.simulated import simulated_uuid
+from gms.lease import Lease
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.frames import Attach, LockMode, MemoryDomain
+from snapshot_shared.ids import NodeName, OrderId
+from snapshot_shared.orders import (
+    AbortOrder,
+    ArtifactRef,
+    CommitOrder,
+    DropOrder,
+    LayoutRef,
+    LoadOrder,
+    Order,
+    Report,
+    SaveOrder,
+)
+
+MIB = 1024 * 1024
+NOWHERE = "nats://127.0.0.1:9"
+PATIENCE_S = 20.0
+DEVICE = simulated_uuid("n1", 0)
+
+
+class Process:
+    """`python -m gms.main` with an environment of its own."""
+
+    def __init__(self, folder: Path, sockets: Path, url: str) -> None:
+        self.environment = os.environ | {
+            "SNAPBACK_NODE": "n1",
+            "SNAPBACK_STATE_DIR": str(folder / "state"),
+            "SNAPBACK_ARTIFACT_ROOT": str(folder / "artifacts"),
+            "SNAPBACK_SOCKET_DIR": str(sockets),
+            "SNAPBACK_NATS_URL": url,
+            "SNAPBACK_DEVICES": "1",
+            "SNAPBACK_DEVICE_BYTES": str(64 * MIB),
+        }
+        self.sockets = sockets
+        self.log = folder / "gms.log"
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start and return when the lease socket answers."""
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "gms.main"], env=self.environment, stderr=log
+            )
+        self.running.append(process)
+        while not (self.sockets / "gms-grpc.sock").exists():
+            assert process.poll() is None, self.log.read_text()
+        return process
+
+    def incarnation(self) -> str:
+        lease = Lease.attach(
+            str(self.sockets),
+            Attach(device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=PATIENCE_S),
+        )
+        found = lease.attached.incarnation
+        lease.detach()
+        return found
+
+    def stop_all(self) -> None:
+        for process in self.running:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def process(tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    monkeypatch.setenv("GMS_SOCKET_DIR", str(socket_dir))
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", DEVICE)
+    found = Process(tmp_path, socket_dir, NOWHERE)
+    yield found
+    found.stop_all()
+
+
+def test_workers_are_served_while_nats_is_away(process: Process) -> None:
+    process.start()
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)[:] = 1
+        pool.commit()
+        pool.sleep()
+        pool.wake()
+
+
+def test_a_stop_is_orderly_and_leaves_no_socket(process: Process) -> None:
+    running = process.start()
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(PATIENCE_S) == 0
+        assert list(process.sockets.iterdir()) == []
+        with pytest.raises(client.SnapbackError):
+            pool.commit()
+
+
+def test_a_killed_service_is_replaced_by_one_that_says_that_it_is_another(
+    process: Process,
+) -> None:
+    first = process.start()
+    before = process.incarnation()
+    first.kill()
+    first.wait()
+    (process.sockets / "gms-grpc.sock").unlink()
+    process.start()
+    assert process.incarnation() != before
+
+
+def test_a_second_service_of_one_node_says_why_it_does_not_start(process: Process) -> None:
+    process.start()
+    found = subprocess.run(
+        [sys.executable, "-m", "gms.main"],
+        env=process.environment,
+        capture_output=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert found.returncode == 1
+    assert found.stderr.decode().splitlines()[-1].startswith("AlreadyExists: another")
+
+
+# Orders.
+
+
+class Operator:
+    """The operator's side: publishes orders and hears reports."""
+
+    def __init__(self, url: str) -> None:
+        self.bus = Bus(url, "test-operator")
+        self.reports: list[Report] = []
+        self._news = asyncio.Condition()
+        self._listener: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        await self.bus.connect()
+        await self.bus.ensure_assets()
+        self._listener = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        async for delivery in self.bus.watch_subjects("snap.report.>"):
+            async with self._news:
+                self.reports.append(decode_json(delivery.data, Report))
+                self._news.notify_all()
+
+    async def carry_out(self, order: Order) -> Report:
+        subject = subjects.order(NodeName("n1"), "gms", OrderId(order.order))
+        await self.bus.publish(subject, encode_json(order))
+        async with asyncio.timeout(PATIENCE_S), self._news:
+            while True:
+                for report in self.reports:
+                    if report.order == order.order and report.is_terminal:
+                        return report
+                await self._news.wait()
+
+    def kinds(self, order: Order) -> list[str]:
+        return [report.kind for report in self.reports if report.order == order.order]
+
+    async def close(self) -> None:
+        if self._listener:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
+        await self.bus.close()
+
+
+@pytest.fixture
+async def operator(process: Process, nats_url: str) -> AsyncIterator[Operator]:
+    found = Operator(nats_url)
+    await found.open()
+    process.environment["SNAPBACK_NATS_URL"] = nats_url
+    await asyncio.to_thread(process.start)
+    yield found
+    await found.close()
+
+
+def common(verb: str, owner: str, part: str = "-gpu-0") -> dict[str, Any]:
+    return {
+        "order": f"{verb}-{owner}{part}",
+        "attempt": 1,
+        "node": "n1",
+        "owner": owner,
+        "deadline_s": 30.0,
+    }
+
+
+def load_order(owner: str, device: str = DEVICE) -> LoadOrder:
+    content = str(uuid.uuid4())
+    return LoadOrder(
+        artifact=ArtifactRef(
+            namespace="default",
+            content_uid=content,
+            generation=1,
+            root_digest="sha256:" + "0" * 64,
+        ),
+        part="gpu-0",
+        part_digest="sha256:" + "0" * 64,
+        device=device,
+        layout_id="l",
+        structure_hash="h",
+        load_token="t",
+        **common("load", owner),
+    )
+
+
+async def test_a_load_of_what_is_not_there_fails_with_its_reason(operator: Operator) -> None:
+    report = await operator.carry_out(load_order(str(uuid.uuid4())))
+    assert report.kind == "failed"
+    assert report.failure is not None
+    assert report.failure.reason == "ArtifactMissing"
+
+
+async def test_an_order_for_a_device_that_is_not_here_fails_with_both(operator: Operator) -> None:
+    report = await operator.carry_out(load_order(str(uuid.uuid4()), device="GPU-z"))
+    assert report.failure is not None
+    assert report.failure.reason == "UnknownDevice"
+    assert report.failure.values["expected"] == [DEVICE]
+
+
+async def test_a_commit_of_what_was_not_loaded_fails_and_a_drop_of_it_is_done(
+    operator: Operator,
+) -> None:
+    owner = str(uuid.uuid4())
+    commit = CommitOrder(device=DEVICE, load_token="t", layout_id="l", **common("commit", owner))
+    report = await operator.carry_out(commit)
+    assert report.failure is not None
+    assert report.failure.reason == "NotFound"
+    drop = DropOrder(device=DEVICE, load_token="t", **common("drop", owner))
+    assert (await operator.carry_out(drop)).kind == "dropped"
+
+
+async def test_a_save_without_its_fence_fails_and_writes_nothing(
+    operator: Operator, process: Process, tmp_path: Path
+) -> None:
+    owner = str(uuid.uuid4())
+    layout = LayoutRef(
+        device=DEVICE,
+        incarnation="i",
+        generation=1,
+        layout_id="l",
+        structure_hash="h",
+        bytes=1,
+    )
+    save = SaveOrder(
+        namespace="default",
+        content_uid=owner,
+        part="gpu-0",
+        layout=layout,
+        fence_token="f",
+        **common("save", owner),
+    )
+    report = await operator.carry_out(save)
+    assert report.failure is not None
+    assert report.failure.reason == "NotFound"
+    assert list((tmp_path / "artifacts").iterdir()) == []
+    assert operator.kinds(save) == ["accepted", "failed"]
+
+
+async def test_an_abort_makes_sure_that_no_later_save_begins(operator: Operator) -> None:
+    owner = str(uuid.uuid4())
+    abort = AbortOrder(content_uid=owner, fence_token="f", **common("abort", owner, "-gms"))
+    assert (await operator.carry_out(abort)).kind == "aborted"
+    layout = LayoutRef(
+        device=DEVICE,
+        incarnation="i",
+        generation=1,
+        layout_id="l",
+        structure_hash="h",
+        bytes=1,
+    )
+    save = SaveOrder(
+        namespace="default",
+        content_uid=owner,
+        part="gpu-0",
+        layout=layout,
+        fence_token="f",
+        **common("save", owner),
+    )
+    report = await operator.carry_out(save)
+    assert report.kind == "rejected"
+    assert report.failure is not None
+    assert report.failure.reason == "Superseded"

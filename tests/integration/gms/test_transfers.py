@@ -1,0 +1,453 @@
+"""Saves and loads: real child processes, real bytes, and artifacts that cannot be trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from gms import client
+from gms.adapters.posix_buffered import verify_files
+from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.tasks import (
+    LoadTask,
+    SaveTask,
+    TransferDone,
+    TransferEvent,
+    TransferFailed,
+    TransferLeased,
+    TransferProgress,
+)
+from gms.lease import Lease
+from snapshot_shared.artifact import PartManifest, check_part_manifest
+from snapshot_shared.codec import digest, encode_json, encode_pretty
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactExists,
+    ArtifactMissing,
+    DeviceTooSmall,
+    Incompatible,
+    Internal,
+    NotFound,
+    OutOfDeviceMemory,
+    SnapbackError,
+    StaleLayout,
+)
+from snapshot_shared.frames import Attach, FenceRequest, LockMode, MemoryDomain
+from snapshot_shared.orders import LayoutRef
+
+MIB = 1024 * 1024
+UID = "11111111-2222-3333-4444-555555555555"
+ARRAYS: dict[str, tuple[Any, Any]] = {
+    "big": (20 * MIB + 3, "u1"),
+    "matrix": ((300, 70), "f4"),
+    "tiny": ((), "i8"),
+}
+
+
+class Capture:
+    """One device with weights on it, asleep and fenced, and the folder that they go to."""
+
+    def __init__(self, service: Any, root: Path) -> None:
+        self.service = service
+        self.root = root
+        self.path = root / "default" / UID / "gen-1" / "gpu-0"
+        with client.connect(lock="RW") as pool:
+            rng = np.random.default_rng(7)
+            for array in pool.allocate_many(ARRAYS).values():
+                array[...] = rng.integers(0, 100, array.shape)
+            pool.commit()
+            self.sums = {name: int(a.sum(dtype="i8")) for name, a in pool.arrays().items()}
+            self.state = pool.save_state()
+        self.layout = self.fence("f1")
+
+    def fence(self, token: str) -> LayoutRef:
+        request = FenceRequest(
+            token=token, devices=self.service.uuids[:1], wait_s=5.0, deadline_s=60.0
+        )
+        (layout,) = self.service.run(self.service.control.fence(request)).vector
+        return layout
+
+    def save_task(self, **changes: Any) -> SaveTask:
+        task = SaveTask(
+            socket_dir=str(self.service.folder),
+            root=str(self.root),
+            device=self.service.uuids[0],
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            part="gpu-0",
+            deadline_s=10.0,
+            order=f"save-{UID}-gpu-0",
+            fence_token="f1",
+            layout=self.layout,
+            shard_bytes=16 * MIB,
+        )
+        return msgspec.structs.replace(task, **changes)
+
+    def load_task(self, **changes: Any) -> LoadTask:
+        data = (self.path / "part.json").read_bytes()
+        task = LoadTask(
+            socket_dir=str(self.service.folder),
+            root=str(self.root),
+            device=self.service.uuids[1],
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            part="gpu-0",
+            deadline_s=10.0,
+            part_digest=digest(data),
+            load_token="l1",
+            layout_id=self.layout.layout_id,
+            structure_hash=self.layout.structure_hash,
+        )
+        return msgspec.structs.replace(task, **changes)
+
+    def run(self, task: SaveTask | LoadTask) -> list[TransferEvent]:
+        async def collect() -> list[TransferEvent]:
+            return [event async for event in TransferProcesses().run(task)]
+
+        return self.service.run(collect())
+
+    def manifest(self) -> PartManifest:
+        data = (self.path / "part.json").read_bytes()
+        return msgspec.json.decode(data, type=PartManifest)
+
+    def rewrite(self, change: Callable[[PartManifest], PartManifest]) -> str:
+        """Forge the manifest and give its new digest."""
+        data = encode_pretty(change(self.manifest()))
+        (self.path / "part.json").write_bytes(data)
+        return digest(data)
+
+
+@pytest.fixture
+def capture(service: Any, tmp_path: Path) -> Capture:
+    return Capture(service, tmp_path / "artifacts")
+
+
+def restored_sums(capture: Capture) -> dict[str, int]:
+    """What another worker finds on the second device at the saved addresses."""
+    with client.restore(capture.state, device=1) as pool:
+        return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+
+
+def test_a_save_and_a_load_bring_the_same_arrays_to_another_device(capture: Capture) -> None:
+    saved = capture.run(capture.save_task())
+    loaded = capture.run(capture.load_task())
+    uuid = capture.service.uuids[1]
+    assert capture.service.device(1).domains[0].layout is None, "a load ends hidden"
+
+    async def publish() -> LayoutRef:
+        return capture.service.gms.publish_hidden(uuid, "l1")
+
+    ref = capture.service.run(publish())
+    assert (ref.layout_id, ref.structure_hash) == (
+        capture.layout.layout_id,
+        capture.layout.structure_hash,
+    )
+    assert restored_sums(capture) == capture.sums
+    for events in (saved, loaded):
+        assert isinstance(events[0], TransferLeased)
+        assert isinstance(events[-1], TransferDone)
+        progress = [event for event in events if isinstance(event, TransferProgress)]
+        assert [p.done for p in progress] == sorted({p.done for p in progress})
+        assert progress[0].done == 0
+        assert progress[-1].done == progress[-1].total == events[-1].bytes
+        assert len(progress) >= 3, "more than the first and the last"
+
+
+def test_a_part_has_shards_digests_and_a_manifest_that_proves_them(capture: Capture) -> None:
+    done = capture.run(capture.save_task())[-1]
+    manifest = capture.manifest()
+    check_part_manifest(manifest)
+    assert isinstance(done, TransferDone)
+    assert done.digest == digest((capture.path / "part.json").read_bytes())
+    assert done.bytes == manifest.bytes == sum(f.size for f in manifest.files)
+    assert [file.name for file in manifest.files] == ["shard-0000.bin", "shard-0001.bin"]
+    assert manifest.layout is not None
+    assert len(manifest.layout.allocations[0].extents) == 2, "an allocation may be split"
+    descriptor = os.open(capture.path, os.O_RDONLY)
+    seen: list[int] = []
+    verify_files(descriptor, manifest.files, threads=2, advance=seen.append)
+    os.close(descriptor)
+    assert sum(seen) == manifest.bytes
+
+
+def test_what_is_written_is_private(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    for path in [capture.root, *capture.root.rglob("*")]:
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert path.stat().st_mode & 0o777 == wanted, path
+
+
+def test_a_save_that_is_done_ends_the_fence_and_a_repeat_gives_the_same_result(
+    capture: Capture,
+) -> None:
+    first = capture.run(capture.save_task())[-1]
+    assert capture.service.device().fence is None
+    times = {path: path.stat().st_mtime_ns for path in capture.path.iterdir()}
+    assert capture.run(capture.save_task()) == [first]
+    assert {path: path.stat().st_mtime_ns for path in capture.path.iterdir()} == times
+
+
+def test_another_order_does_not_write_over_a_part(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    with pytest.raises(ArtifactExists):
+        capture.run(capture.save_task(order=f"save-{UID}-gpu-1"))
+
+
+def test_a_part_that_was_left_half_written_is_not_written_over(capture: Capture) -> None:
+    capture.path.mkdir(parents=True)
+    (capture.path / "shard-0000.bin").write_bytes(b"half")
+    with pytest.raises(SnapbackError):
+        capture.run(capture.save_task())
+    assert (capture.path / "shard-0000.bin").read_bytes() == b"half"
+
+
+def test_a_save_needs_the_fence_and_the_layout_of_the_plan(capture: Capture) -> None:
+    with pytest.raises(NotFound):
+        capture.run(capture.save_task(fence_token="other"))
+    wrong = msgspec.structs.replace(capture.layout, generation=9)
+    with pytest.raises(StaleLayout):
+        capture.run(capture.save_task(layout=wrong))
+    assert not capture.path.exists()
+    capture.run(capture.save_task())
+
+
+def test_a_save_that_dies_keeps_the_fenced_layout_and_can_come_again(capture: Capture) -> None:
+    async def first_event_only() -> None:
+        async with contextlib.aclosing(TransferProcesses().run(capture.save_task())) as events:
+            async for event in events:
+                assert isinstance(event, TransferLeased)
+                return
+
+    capture.service.run(first_event_only())
+    fence = capture.service.device().fence
+    assert fence is not None
+    assert fence.phase == "leased"
+    shutil.rmtree(capture.path, ignore_errors=True)
+    assert isinstance(capture.run(capture.save_task())[-1], TransferDone)
+
+
+def test_readers_are_admitted_while_a_save_reads(capture: Capture) -> None:
+    with pytest.raises(client.DeadlineExceeded, match="fenced"):
+        client.connect(lock="RO", deadline_s=0.05)
+    save = Lease.attach(
+        str(capture.service.folder),
+        Attach(
+            device=capture.service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RO,
+            deadline_s=5.0,
+            fence_token="f1",
+        ),
+    )
+    with client.connect(lock="RO", deadline_s=5.0) as pool:
+        assert int(pool["big"].sum(dtype="i8")) == capture.sums["big"]
+    generation = client.GenerationRef(
+        incarnation=capture.layout.incarnation, generation=capture.layout.generation
+    )
+    with pytest.raises(client.DeadlineExceeded, match="leased"):
+        client.connect(lock="RW", if_match=generation, deadline_s=0.05)
+    save.detach()
+    client.connect(lock="RW", if_match=generation, deadline_s=5.0).close()
+
+
+@pytest.mark.parametrize("where", [0, 16 * MIB - 1])
+def test_one_flipped_bit_fails_the_load_and_leaves_no_memory(capture: Capture, where: int) -> None:
+    capture.run(capture.save_task())
+    with (capture.path / "shard-0000.bin").open("r+b") as shard:
+        shard.seek(where)
+        byte = shard.read(1)[0]
+        shard.seek(where)
+        shard.write(bytes([byte ^ 1]))
+    with pytest.raises(ArtifactCorrupt) as caught:
+        capture.run(capture.load_task())
+    assert caught.value.values["file"] == "shard-0000.bin"
+    assert caught.value.values["chunk"] == where // (8 * MIB)
+    assert capture.service.device(1).used == 0
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path / "shard-0001.bin", 10)
+
+
+def _link(path: Path) -> None:
+    (path / "shard-0001.bin").rename(path / "elsewhere")
+    (path / "shard-0001.bin").symlink_to(path / "elsewhere")
+
+
+def _second_name(path: Path) -> None:
+    os.link(path / "shard-0001.bin", path / "second-name")
+
+
+def _fifo(path: Path) -> None:
+    (path / "shard-0001.bin").unlink()
+    os.mkfifo(path / "shard-0001.bin")
+
+
+def _linked_folder(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("damage", [_truncate, _link, _second_name, _fifo, _linked_folder])
+def test_files_that_are_not_what_was_written_are_refused(
+    capture: Capture, damage: Callable[[Path], None]
+) -> None:
+    capture.run(capture.save_task())
+    task = capture.load_task()
+    damage(capture.path)
+    with pytest.raises(ArtifactCorrupt):
+        capture.run(task)
+    assert capture.service.device(1).used == 0
+
+
+@pytest.mark.parametrize("name", ["shard-0000.bin", "part.json"])
+def test_a_missing_file_is_named(capture: Capture, name: str) -> None:
+    capture.run(capture.save_task())
+    task = capture.load_task()
+    (capture.path / name).unlink()
+    with pytest.raises(ArtifactMissing, match=name):
+        capture.run(task)
+
+
+def test_a_manifest_that_is_not_the_sealed_one_is_refused(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    task = capture.load_task()
+    capture.rewrite(lambda m: msgspec.structs.replace(m, order=f"save-{UID}-gpu-9"))
+    with pytest.raises(ArtifactCorrupt, match="not the one that was sealed"):
+        capture.run(task)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"generation": 2}, ArtifactCorrupt),
+        ({"part": "gpu-1"}, ArtifactCorrupt),
+        ({"layout": None}, ArtifactCorrupt),
+        ({"bytes": 5}, ArtifactCorrupt),
+        ({"files": []}, ArtifactCorrupt),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused_even_with_the_right_digest(
+    capture: Capture, change: dict[str, Any], error: type[SnapbackError]
+) -> None:
+    capture.run(capture.save_task())
+    forged = capture.rewrite(lambda m: msgspec.structs.replace(m, **change))
+    with pytest.raises(error):
+        capture.run(capture.load_task(part_digest=forged))
+
+
+def test_an_artifact_of_another_layout_is_refused_with_both(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    with pytest.raises(Incompatible) as caught:
+        capture.run(capture.load_task(structure_hash="ab" * 32))
+    assert caught.value.values == {
+        "expected": "ab" * 32,
+        "found": capture.layout.structure_hash,
+    }
+
+
+def test_a_device_that_is_too_small_is_refused_with_both_values_before_it_is_touched(
+    launch: Any, tmp_path: Path
+) -> None:
+    service = launch(capacities=(64 * MIB, 16 * MIB))
+    capture = Capture(service, tmp_path)
+    capture.run(capture.save_task())
+    with pytest.raises(DeviceTooSmall) as caught:
+        capture.run(capture.load_task())
+    assert caught.value.values == {"needed": 26 * MIB, "capacity": 16 * MIB}
+    assert service.device(1).used == 0
+
+
+def test_a_device_that_is_full_is_refused_with_all_values(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    with client.connect(1, lock="RW", domain="kv") as cache:
+        cache.allocate("k", 50 * MIB, "u1")
+        with pytest.raises(OutOfDeviceMemory) as caught:
+            capture.run(capture.load_task())
+    assert caught.value.values == {
+        "needed": 26 * MIB,
+        "free": 14 * MIB,
+        "capacity": 64 * MIB,
+    }
+
+
+def test_a_second_load_under_one_token_is_refused_and_the_first_stays(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    capture.run(capture.load_task())
+    with pytest.raises(SnapbackError):
+        capture.run(capture.load_task())
+    (load,) = capture.service.device(1).loads
+    assert (load.load_token, load.bytes) == ("l1", 26 * MIB)
+
+
+def start_child(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "gms.adapters.transfer_child", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def test_a_transfer_ends_when_whoever_started_it_is_gone(capture: Capture) -> None:
+    blocker = client.connect(1, lock="RW")
+    capture.run(capture.save_task())
+    with start_child("load") as child:
+        assert child.stdin is not None
+        child.stdin.write(encode_json(capture.load_task(deadline_s=600.0)) + b"\n")
+        child.stdin.close()
+        assert child.wait(10) == 3
+    blocker.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "task"),
+    [
+        (["copy"], b"{}\n"),
+        ([], b"{}\n"),
+        (["save"], b"{}\n"),
+        (["load"], b"no json\n"),
+        (["load"], b""),
+    ],
+)
+def test_a_task_that_makes_no_sense_is_answered_as_one(arguments: list[str], task: bytes) -> None:
+    with start_child(*arguments) as child:
+        out, _ = child.communicate(task, timeout=10)
+        assert child.returncode == 2
+    event = msgspec.json.decode(out, type=TransferEvent)
+    assert isinstance(event, TransferFailed)
+    assert event.reason in ("InvalidInput", "InvalidMessage")
+
+
+def test_a_transfer_process_that_is_killed_is_reported(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    task = capture.load_task(deadline_s=600.0)
+    with client.connect(1, lock="RW"), ThreadPoolExecutor(1) as pool:
+        result = pool.submit(capture.run, task)
+        while not (queue := capture.service.device(1).domains[0].waiting):
+            assert not result.done()
+        os.kill(queue[0].pid, signal.SIGKILL)
+        with pytest.raises(Internal, match="status -9"):
+            result.result(20)
+
+
+def test_the_program_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, gms.adapters.transfer_child\n"
+        "print(sorted({'grpc', 'nats', 'opentelemetry', 'asyncio', 'numpy'} & set(sys.modules)))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert found.stdout == b"[]\n"

@@ -1,0 +1,117 @@
+"""The command line as a user runs it: a process with folders of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "deploy" / "examples"
+PATIENCE_S = 90
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def value(self) -> Any:
+        return json.loads(self.out)
+
+
+class Cli:
+    """snapshotctl with state, contexts and working directory beneath one folder."""
+
+    def __init__(self, home: Path, workdir: Path = ROOT) -> None:
+        self.home = home
+        self.workdir = workdir
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SNAPBACK_", "NATS_", "XDG_"))
+        } | {
+            "XDG_STATE_HOME": str(home / "state"),
+            "XDG_CONFIG_HOME": str(home / "config"),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "snapshotctl", *words],
+            cwd=self.workdir,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *words: str, stdin: str = "") -> Ended:
+        with self.start(*words) as process:
+            out, err = process.communicate(stdin, timeout=PATIENCE_S)
+        assert "Traceback" not in err
+        return Ended(process.returncode, out, err)
+
+    def ok(self, *words: str, stdin: str = "") -> Ended:
+        ended = self.run(*words, stdin=stdin)
+        assert ended.code == 0, ended
+        return ended
+
+    def state(self, name: str = "default") -> Path:
+        return self.home / "state" / "snapback" / name
+
+    def record(self, name: str = "default") -> dict[str, Any]:
+        return json.loads((self.state(name) / "cluster.json").read_text())  # type: ignore[no-any-return]
+
+    def purge(self) -> None:
+        """End whatever a test left running; no test should."""
+        for folder in (self.home / "state" / "snapback").glob("*"):
+            self.run("down", "--name", folder.name, "--purge")
+
+
+def interrupt(process: subprocess.Popen[str], number: int = signal.SIGINT) -> Ended:
+    """Interrupt a command and wait for its end."""
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return Ended(process.returncode, out, err)
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Read what a command prints up to the line that holds a text."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    pytest.fail(f"the command ended without {text!r}:\n{seen}")
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    """A user who has nothing yet."""
+    found = Cli(tmp_path)
+    yield found
+    found.purge()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """A user whose default cluster runs, with one node; shared by the tests of a file."""
+    found = Cli(tmp_path_factory.mktemp("user"))
+    found.ok("up", "--nodes", "1", "--gpu-memory", "256MiB")
+    yield found
+    found.purge()

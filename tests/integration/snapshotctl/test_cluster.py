@@ -1,0 +1,140 @@
+"""Local clusters: up, down, and what goes wrong on the way."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from snapshotctl.adapters import processes
+from snapshotctl.domain.cluster import ProcessRecord
+from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
+
+
+def _alive(cli: Cli, name: str = "default") -> list[str]:
+    records = [ProcessRecord(**record) for record in cli.record(name)["processes"]]
+    return [record.name for record in records if processes.is_alive(record)]
+
+
+def _members(cli: Cli, name: str = "default") -> list[str]:
+    return [member.command for member in processes.members(cli.record(name)["run"])]
+
+
+def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> None:
+    up = cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+    assert "snapshotctl down" in up.out
+    record = cli.record()
+    assert sorted(_alive(cli)) == ["nats-server", "node-1-agent", "node-1-gms", "operator"]
+    assert cli.state().stat().st_mode & 0o777 == 0o700
+    assert Path(record["socket_dir"]).stat().st_mode & 0o777 == 0o700
+    [node] = cli.ok("nodes", "-o", "json").value()
+    assert (node["node"]["metadata"]["name"], len(node["presence"]["devices"])) == ("node-1", 1)
+
+    again = cli.run("up")
+    assert (again.code, "runs already" in again.err) == (1, True)
+    assert cli.ok("leftovers").out == "nothing left\n"
+
+    context = cli.home / "config" / "nats" / "context" / "snapback-default.json"
+    assert record["url"] in context.read_text()
+    cli.ok("down")
+    assert _members(cli) == []
+    assert not Path(record["socket_dir"]).exists()
+    assert not context.exists()
+    assert cli.run("nodes").code == 5
+    assert cli.ok("leftovers").out == "nothing left\n"
+
+
+def test_a_cluster_whose_processes_died_starts_again_on_the_same_state(cli: Cli) -> None:
+    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+    manifest = """
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "waits"}, "spec": {
+         "nodeSelector": {"kubernetes.io/hostname": "nowhere"},
+         "containers": [{"name": "main", "command": ["true"]}]}}"""
+    cli.ok("apply", "-f", "-", stdin=manifest)
+    run = cli.record()["run"]
+    for record in cli.record()["processes"]:
+        os.kill(record["pid"], signal.SIGKILL)
+    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+    assert cli.record()["run"] == run
+    assert [pod["metadata"]["name"] for pod in cli.ok("get", "pods", "-o", "json").value()] == [
+        "waits"
+    ]
+    cli.ok("down", "--purge")
+    assert not cli.state().exists()
+
+
+def test_a_cluster_of_which_a_part_died_names_that_part(cli: Cli) -> None:
+    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+    [operator] = [p for p in cli.record()["processes"] if p["name"] == "operator"]
+    os.kill(operator["pid"], signal.SIGKILL)
+    again = cli.run("up")
+    assert again.code == 1
+    assert "operator" in again.err
+    unserved = cli.run("get", "pods")
+    assert (unserved.code, "no operator answers" in unserved.err) == (5, True)
+    cli.ok("down", "--purge")
+    assert cli.run("down").code == 3
+
+
+def test_a_start_that_fails_shows_the_log_and_leaves_nothing_running(cli: Cli) -> None:
+    cli.environment["SNAPBACK_LOG_LEVEL"] = "NO-SUCH-LEVEL"
+    failed = cli.run("up", "--nodes", "1")
+    assert failed.code == 1
+    assert "NO-SUCH-LEVEL" in failed.err
+    log = failed.err.rpartition("next: read ")[2].strip()
+    assert Path(log).is_file()
+    assert list(cli.state().iterdir()) == [cli.state() / "logs"]
+    assert cli.ok("leftovers").out == "nothing left\n"
+
+
+def test_an_interrupted_start_leaves_nothing_half(cli: Cli) -> None:
+    process = cli.start("up", "--nodes", "2", "--gpu-memory", "64MiB")
+    read_until(process, "nats-server listens")
+    run, sockets = cli.record()["run"], Path(cli.record()["socket_dir"])
+    ended = interrupt(process)
+    assert (ended.code, "interrupted" in ended.err) == (130, True)
+    assert processes.members(run) == []
+    assert not cli.state().exists()
+    assert not sockets.exists()
+
+
+def test_two_clusters_run_side_by_side_and_are_told_apart_by_name(cli: Cli) -> None:
+    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB", "--name", "one")
+    cli.ok("up", "--nodes", "2", "--gpu-memory", "64MiB", "--name", "two")
+    counts = [len(cli.ok("nodes", "-o", "json", "--cluster", n).value()) for n in ("one", "two")]
+    assert counts == [1, 2]
+    cli.ok("down", "--name", "one", "--purge")
+    assert len(cli.ok("nodes", "-o", "json", "--cluster", "two").value()) == 2
+
+
+def test_down_ends_workers_too(cli: Cli) -> None:
+    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
+    manifest = """
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "sleeper"}, "spec": {
+         "containers": [{"name": "main", "command": ["sleep", "1000"]}]}}"""
+    cli.ok("apply", "-f", "-", stdin=manifest)
+    cli.ok("wait", "pod/sleeper", "--for", "condition=PodScheduled", "--timeout", "30s")
+    cli.ok("down")
+    assert _members(cli) == []
+
+
+def test_what_a_killed_command_left_is_shown_and_can_be_removed(cli: Cli) -> None:
+    process = cli.start("demo", "--size-mib", "16")
+    read_until(process, "the operator answers")
+    process.kill()
+    process.communicate()
+    [state] = (cli.home / "state" / "snapback").iterdir()
+    left = cli.run("leftovers")
+    assert left.code == 1
+    assert f"snapshotctl down --name {state.name} --purge" in left.out
+    cli.ok("down", "--name", state.name, "--purge")
+    assert cli.ok("leftovers").out == "nothing left\n"
+
+
+def test_a_closed_pipe_ends_a_command_quietly(cli: Cli) -> None:
+    process = cli.start("--help")
+    assert process.stdout is not None
+    process.stdout.close()
+    with contextlib.suppress(ValueError):
+        process.communicate()
+    assert process.stderr is not None
+    assert "Traceback" not in (process.stderr.read() if not process.stderr.closed else "")

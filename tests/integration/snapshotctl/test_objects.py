@@ -1,0 +1,145 @@
+"""The commands on objects, against a real operator."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.snapshotctl.conftest import EXAMPLES, Cli, interrupt, read_until
+
+POD = """\
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {name}
+spec:
+  containers:
+    - name: main
+      command: {command}
+"""
+
+
+def _pod(name: str, command: str = '["sleep", "1000"]') -> str:
+    return POD.format(name=name, command=command)
+
+
+def test_a_manifest_is_stored_once(running: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "pod.yaml"
+    file.write_text(_pod("once"))
+    assert running.ok("apply", "-f", str(file)).out == "pod/once created\n"
+    assert running.ok("apply", "-f", str(file)).out == "pod/once unchanged\n"
+    [result] = running.ok("apply", "-f", str(file), "-o", "json").value()
+    assert (result["kind"], result["action"]) == ("Pod", "unchanged")
+
+
+def test_what_get_prints_can_be_applied_again(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("again"))
+    running.ok("wait", "pod/again", "--for", "condition=PodScheduled")
+    text = running.ok("get", "pod/again", "-o", "yaml").out
+    assert yaml.safe_load(text)["status"]
+    assert running.ok("apply", "-f", "-", stdin=text).out == "pod/again unchanged\n"
+
+
+def test_every_problem_of_every_document_is_named_with_its_place(running: Cli) -> None:
+    bad = _pod("Bad_Name") + "  nonsense: 1\n---\n" + _pod("good") + "---\nkind: Nothing\n"
+    refused = running.run("apply", "-f", "-", stdin=bad)
+    assert refused.code == 4
+    assert re.search(r"stdin:1: metadata\.name: .*Bad_Name", refused.err)
+    assert "stdin:1: spec.nonsense: " in refused.err
+    assert "stdin:20: kind: " in refused.err
+    assert running.run("get", "pod/good").code == 3
+
+
+def test_a_changed_spec_is_refused(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("fixed"))
+    refused = running.run("apply", "-f", "-", stdin=_pod("fixed", '["sleep", "5"]'))
+    assert (refused.code, "never changes" in refused.err) == (4, True)
+
+
+def test_objects_are_listed_as_a_table(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("listed"))
+    head, *rows = running.ok("get", "pods").out.splitlines()
+    assert head.split() == ["NAME", "READY", "STATUS", "NODE", "GPUS", "RESTORE-FROM", "AGE"]
+    assert any(row.startswith("listed ") for row in rows)
+    assert running.ok("get", "pods", "-A").out.startswith("NAMESPACE")
+
+
+def test_a_kind_without_objects_says_so(running: Cli) -> None:
+    empty = running.ok("get", "snapshots", "-n", "elsewhere")
+    assert (empty.out, empty.err) == ("", "no snapshots in namespace elsewhere\n")
+    assert running.ok("get", "snapshots", "-o", "json").value() == []
+
+
+@pytest.mark.parametrize(
+    "words", [["get", "pod/missing"], ["delete", "pod/missing"], ["wait", "pod/missing"]]
+)
+def test_an_object_that_does_not_exist_is_not_found(running: Cli, words: list[str]) -> None:
+    missing = running.run(*words)
+    assert (missing.code, "missing does not exist" in missing.err) == (3, True)
+
+
+def test_a_deleted_object_is_waited_for_until_it_is_gone(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("goner"))
+    running.ok("wait", "pod/goner", "--for", "condition=PodScheduled")
+    running.ok("delete", "pod", "goner")
+    gone = running.ok("wait", "pod/goner", "--for", "delete", "--timeout", "60s")
+    assert gone.out == "pod/goner delete: it is gone\n"
+    assert running.run("get", "pod/goner").code == 3
+
+
+def test_waiting_ends_when_the_condition_cannot_come_true(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("failing", '["sh", "-c", "exit 3"]'))
+    never = running.run("wait", "pod/failing", "--timeout", "60s")
+    assert never.code == 1
+    assert "cannot come true" in never.err
+    assert "exit code 3" in never.err
+
+
+def test_waiting_ends_when_time_runs_out(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("slow"))
+    late = running.run("wait", "pod/slow", "--timeout", "500ms")
+    assert (late.code, "not within 0.5 s" in late.err) == (6, True)
+
+
+def test_waiting_can_be_interrupted(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("endless"))
+    process = running.start("--server", running.record()["url"], "wait", "pod/endless")
+    follower = running.start("wait", "pod/endless", "--for", "condition=PodScheduled")
+    read_until(follower, "condition=PodScheduled")
+    follower.communicate()
+    assert interrupt(process).code == 130
+
+
+def test_an_apply_begins_a_trace_that_can_be_shown(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("traced"))
+    running.ok("wait", "pod/traced", "--for", "condition=PodScheduled")
+    spans = running.ok("trace", "pod/traced", "-o", "json").value()
+    [root] = [span for span in spans if not span.get("parent_id")]
+    assert (root["name"], root["service"], root["node"]) == ("apply", "snapshotctl", "cli")
+    shown = running.ok("trace", "traced").out
+    assert shown.startswith(f"trace {root['trace_id']}: ")
+    assert running.ok("trace", root["trace_id"], "-o", "json").value()
+
+
+def test_what_was_never_traced_is_not_found(running: Cli) -> None:
+    assert running.run("trace", "nobody").code == 3
+    unknown = running.run("trace", "0" * 31 + "1")
+    assert (unknown.code, "no spans" in unknown.err) == (3, True)
+
+
+def test_the_examples_are_accepted(running: Cli) -> None:
+    documents = [yaml.safe_load(file.read_text()) for file in sorted(EXAMPLES.glob("*.yaml"))]
+    assert [document["kind"] for document in documents] == ["DynamoCheckpoint", "Pod"]
+    for document in documents:
+        document["metadata"]["name"] += "-example"
+        where = json.dumps(document).replace("node-1", "nowhere").replace("node-2", "nowhere")
+        assert "created" in running.ok("apply", "-f", "-", stdin=where).out
+
+
+def test_nodes_say_when_they_were_last_seen(running: Cli) -> None:
+    head, row = running.ok("nodes").out.splitlines()
+    shown = dict(zip(re.split(r"\s{3,}", head), re.split(r"\s{3,}", row), strict=True))
+    assert (shown["NAME"], shown["READY"], shown["GPUS"]) == ("node-1", "True", "2")
+    assert shown["SEEN"].endswith(" ago")

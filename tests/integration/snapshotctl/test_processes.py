@@ -1,0 +1,143 @@
+"""Processes: started apart, found by their run, ended for certain."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshotctl.adapters import inotify, processes
+from snapshotctl.domain.cluster import ProcessRecord
+
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+WAIT = "print('ready', flush=True); import signal; signal.pause()"
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    """The run id of one test; what carries it is ended with the test."""
+    found = uuid.uuid4().hex[:8]
+    yield found
+    for member in processes.members(found):
+        os.kill(member.pid, signal.SIGKILL)
+
+
+async def _started(run_id: str, tmp_path: Path, program: str = WAIT) -> ProcessRecord:
+    log = tmp_path / f"{uuid.uuid4().hex}.log"
+    log.touch()
+    environment = {**os.environ, "SNAPBACK_RUN": run_id}
+    async with asyncio.timeout(20):
+        async with inotify.watching(tmp_path) as changes:
+            found = processes.spawn("x", [sys.executable, "-c", program], environment, log)
+            assert found.started
+        _ = changes
+        read = await asyncio.create_subprocess_exec(
+            "tail", "-n", "+1", "-F", str(log), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert read.stdout is not None
+        await read.stdout.readline()
+        read.kill()
+        await read.wait()
+    return found
+
+
+async def test_a_process_has_a_session_and_a_log_of_its_own(run_id: str, tmp_path: Path) -> None:
+    record = await _started(run_id, tmp_path, f"print('hello', flush=True); {WAIT}")
+    assert os.getsid(record.pid) == record.pid
+    assert Path(record.log).read_text().startswith("hello\n")
+
+
+async def test_the_members_of_a_run_are_found_by_their_environment(
+    run_id: str, tmp_path: Path
+) -> None:
+    record = await _started(run_id, tmp_path)
+    assert [member.pid for member in processes.members(run_id)] == [record.pid]
+    assert processes.environment_of(record.pid)["SNAPBACK_RUN"] == run_id
+
+
+async def test_we_and_our_parents_are_no_members(run_id: str) -> None:
+    program = (
+        "import sys; from snapshotctl.adapters import processes; "
+        "sys.exit(len(processes.members(sys.argv[1])))"
+    )
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, run_id, env={**os.environ, "SNAPBACK_RUN": run_id}
+    )
+    assert await child.wait() == 0
+
+
+async def test_a_process_that_listens_to_sigterm_ends_at_once(run_id: str, tmp_path: Path) -> None:
+    record = await _started(run_id, tmp_path)
+    handle = processes.opened(record)
+    assert handle is not None
+    async with asyncio.timeout(10):
+        await processes.end([handle], grace_s=60)
+    assert not processes.is_alive(record)
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_after_the_grace(
+    run_id: str, tmp_path: Path
+) -> None:
+    record = await _started(run_id, tmp_path, STUBBORN + WAIT)
+    handle = processes.opened(record)
+    assert handle is not None
+    await processes.end([handle], grace_s=0.2)
+    assert not processes.is_alive(record)
+
+
+async def test_a_process_that_has_ended_is_not_held(run_id: str, tmp_path: Path) -> None:
+    record = await _started(run_id, tmp_path)
+    handle = processes.opened(record)
+    assert handle is not None
+    await processes.end([handle], grace_s=0)
+    assert processes.opened(record) is None
+
+
+async def test_another_process_with_the_same_pid_is_not_touched(
+    run_id: str, tmp_path: Path
+) -> None:
+    record = await _started(run_id, tmp_path)
+    namesake = ProcessRecord(name="x", pid=record.pid, started=record.started - 1)
+    assert not processes.is_alive(namesake)
+    assert processes.opened(namesake) is None
+    assert processes.is_alive(record)
+
+
+async def test_an_interrupt_waits_for_what_must_come_to_its_end() -> None:
+    begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await may_end.wait()
+        ended.set()
+
+    task = asyncio.create_task(processes.to_the_end(work()))
+    await begun.wait()
+    task.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_a_file_is_waited_for_through_folders_that_do_not_exist_yet(tmp_path: Path) -> None:
+    wanted = tmp_path / "a" / "b" / "socket"
+    waiting = asyncio.create_task(inotify.appears(wanted))
+    async with asyncio.timeout(10):
+        async with inotify.watching(tmp_path) as changes:
+            wanted.parent.mkdir(parents=True)
+            await changes.wait()
+        assert not waiting.done()
+        (wanted.parent / "temporary").touch()
+        (wanted.parent / "temporary").rename(wanted)
+        await waiting
+
+
+async def test_a_file_that_is_there_is_not_waited_for(tmp_path: Path) -> None:
+    async with asyncio.timeout(5):
+        await inotify.appears(tmp_path)

@@ -1,0 +1,42 @@
+"""Bodies of control files: ours are read back, a worker's hostile ones belong to no attempt."""
+
+import json
+
+import pytest
+
+from snapshot_agent.domain import control
+from snapshot_shared.errors import Failure
+
+
+def test_a_body_belongs_to_its_attempt_alone() -> None:
+    assert control.is_of(control.body(3), 3)
+    assert not control.is_of(control.body(3), 2)
+
+
+def test_a_failure_is_told_with_reason_and_message() -> None:
+    data = control.body(1, Failure(reason="Aborted", message="x" * 10_000))
+    read = json.loads(data)
+    assert read["reason"] == "Aborted"
+    assert len(read["message"]) == 4096
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"1",
+        b"[1]",
+        b'{"attempt": "1"}',
+        b'{"attempt": 1.5}',
+        b"\xff",
+        b"[" * 50_000,
+        b'{"attempt": 1, "x": "' + b"y" * control.MAX_BODY_BYTES + b'"}',
+    ],
+)
+def test_what_does_not_decode_belongs_to_no_attempt(data: bytes) -> None:
+    assert not control.is_of(data, 1)
+
+
+def test_a_body_of_a_later_version_with_more_fields_is_understood() -> None:
+    assert control.is_of(b'{"attempt": 2, "pid": 7}', 2)

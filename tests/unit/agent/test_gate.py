@@ -1,0 +1,139 @@
+"""What is refused before a worker is touched, with the values that decided it."""
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_agent.domain.gate import (
+    CAPTURE_CHECKS,
+    COMPATIBILITY_CHECKS,
+    RESTORE_CHECKS,
+    PodSeen,
+    Target,
+    check_vector,
+    refuse,
+)
+from snapshot_shared.artifact import Facts, RootManifest, RootPart
+from snapshot_shared.errors import NotEligible, SnapbackError
+from snapshot_shared.orders import ArtifactRef, DeviceRef, LayoutRef, PodRef, VectorEntry
+
+UID = "00000000-0000-4000-8000-000000000001"
+OTHER = "00000000-0000-4000-8000-000000000002"
+DIGEST = "sha256:" + "0" * 64
+POD = PodRef(namespace="default", name="llm", uid=UID)
+SEEN = PodSeen(POD, POD, containers=("main",), alive=True)
+
+
+def reason_of(checks: object, seen: object) -> str:
+    try:
+        refuse(checks, seen)  # type: ignore[arg-type]
+    except SnapbackError as error:
+        return error.reason
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (SEEN, ""),
+        (SEEN._replace(known=None), "StalePodReference"),
+        (SEEN._replace(known=replace(POD, name="other")), "StalePodReference"),
+        (SEEN._replace(known=replace(POD, namespace="other")), "StalePodReference"),
+        (SEEN._replace(wanted=replace(POD, container="sidecar")), "NotEligible"),
+        (SEEN._replace(alive=False, exit_code=3), "SourceExited"),
+        (SEEN._replace(captured_by=OTHER), "NotEligible"),
+    ],
+)
+def test_a_capture_is_opened_only_on_the_live_free_container_of_the_named_pod(
+    seen: PodSeen, reason: str
+) -> None:
+    assert reason_of(CAPTURE_CHECKS, seen) == reason
+
+
+def test_an_exit_is_told_with_its_code() -> None:
+    with pytest.raises(SnapbackError, match="exit code 3") as caught:
+        refuse(CAPTURE_CHECKS, SEEN._replace(alive=False, exit_code=3))
+    assert caught.value.values == {"exit_code": 3}
+
+
+def test_a_restore_needs_a_pod_that_waits_for_one() -> None:
+    assert reason_of(RESTORE_CHECKS, SEEN) == "NotEligible"
+    assert reason_of(RESTORE_CHECKS, SEEN._replace(standby=True)) == ""
+
+
+def part(name: str) -> RootPart:
+    kind = "process" if name == "process" else "gms"
+    return RootPart(part=name, kind=kind, bytes=1, digest=DIGEST)
+
+
+FACTS = Facts(driver="cooperative", arch="x86_64", device_product="Simulated GPU", devices=2)
+ROOT = RootManifest(
+    namespace="default",
+    content_uid=UID,
+    generation=3,
+    source=POD,
+    bytes=3,
+    parts=[part("process"), part("gpu-0"), part("gpu-1")],
+    facts=FACTS,
+)
+TARGET = Target(
+    artifact=ArtifactRef(namespace="default", content_uid=UID, generation=3, root_digest=DIGEST),
+    root=ROOT,
+    source=FACTS,
+    here=Facts(arch="x86_64", device_product="Simulated GPU"),
+    devices=[DeviceRef(ordinal=0, uuid="a"), DeviceRef(ordinal=1, uuid="b")],
+    drivers=["cooperative"],
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason", "values"),
+    [
+        (TARGET, "", None),
+        (TARGET._replace(root=replace(ROOT, generation=4)), "ArtifactCorrupt", None),
+        (TARGET._replace(root=replace(ROOT, content_uid=OTHER)), "ArtifactCorrupt", None),
+        (TARGET._replace(root=replace(ROOT, namespace="other")), "ArtifactCorrupt", None),
+        (TARGET._replace(root=replace(ROOT, parts=ROOT.parts[1:])), "ArtifactCorrupt", None),
+        (
+            TARGET._replace(devices=TARGET.devices[:1]),
+            "Incompatible",
+            (["gpu-0", "gpu-1"], ["gpu-0"]),
+        ),
+        (
+            TARGET._replace(devices=[TARGET.devices[0], DeviceRef(ordinal=2, uuid="c")]),
+            "Incompatible",
+            (["gpu-0", "gpu-1"], ["gpu-0", "gpu-2"]),
+        ),
+        (TARGET._replace(drivers=["criu"]), "Incompatible", ("cooperative", ["criu"])),
+        (
+            TARGET._replace(here=replace(TARGET.here, arch="aarch64")),
+            "Incompatible",
+            ("x86_64", "aarch64"),
+        ),
+        (
+            TARGET._replace(here=replace(TARGET.here, device_product="Other")),
+            "Incompatible",
+            ("Simulated GPU", "Other"),
+        ),
+        (TARGET._replace(here=Facts()), "", None),
+    ],
+)
+def test_an_artifact_is_restored_only_where_it_fits_and_both_values_are_named(
+    target: Target, reason: str, values: tuple[object, object] | None
+) -> None:
+    assert reason_of(COMPATIBILITY_CHECKS, target) == reason
+    if values is not None:
+        with pytest.raises(SnapbackError) as caught:
+            refuse(COMPATIBILITY_CHECKS, target)
+        assert (caught.value.values["expected"], caught.value.values["found"]) == values
+
+
+def test_an_order_works_on_the_prepared_vector_whatever_its_order() -> None:
+    layout = LayoutRef(
+        device="a", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=1
+    )
+    vector = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0, layout=layout)]
+    check_vector(vector, list(reversed(vector)))
+    later = replace(vector[1], layout=replace(layout, generation=2))
+    for other in ([vector[0]], [vector[0], later], [*vector, vector[0]]):
+        with pytest.raises(NotEligible):
+            check_vector(vector, other)

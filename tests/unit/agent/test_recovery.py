@@ -1,0 +1,134 @@
+"""What an agent does at its start with what the last one left behind."""
+
+import msgspec
+import pytest
+
+from snapshot_agent.domain.recovery import (
+    TABLE,
+    Dump,
+    Left,
+    Prepare,
+    Recovery,
+    decide,
+    interruption,
+)
+from snapshot_shared.ledger import Accepted, Began, Ended, Entry, Ledger, Noted, Record, Reported
+from snapshot_shared.orders import Report
+
+UID = "00000000-0000-4000-8000-000000000001"
+
+
+def entry(
+    verb: str, *steps: str, ended: int = 0, terminal: str = "", no_replay: bool = False
+) -> Entry:
+    name = f"{verb}-{UID}"
+    records: list[Record] = [
+        Accepted(
+            order=name,
+            attempt=1,
+            payload=msgspec.Raw(b"{}"),
+            boot_id="b",
+            monotonic=0.0,
+            wall=0.0,
+            deadline_s=60.0,
+        )
+    ]
+    if no_replay:
+        records.append(Noted(order=name, attempt=1, key="no-replay", value=True))
+    for index, step in enumerate(steps):
+        records.append(Began(order=name, attempt=1, step=step))
+        if index < ended:
+            records.append(Ended(order=name, attempt=1, step=step))
+    if terminal:
+        report = Report(
+            order=name,
+            attempt=1,
+            n=1,
+            kind=terminal,  # type: ignore[arg-type]
+            node="node-1",
+            service="agent",
+            at=0.0,
+        )
+        records.append(Reported(report=report))
+    ledger = Ledger()
+    for record in records:
+        ledger.apply(record)
+    return ledger.entries[name]
+
+
+WAITING = entry("prepare")
+QUIESCING = entry("prepare", "gate", "guard", "quiesce", ended=2)
+BETWEEN = entry("prepare", "gate", "guard", ended=2)
+PREPARED = entry("prepare", terminal="prepared")
+FAILED = entry("prepare", terminal="failed")
+DUMP_WAITING = entry("dump")
+FREEZING = entry("dump", "freeze")
+COPYING = entry("dump", "freeze", "copy-state", ended=1, no_replay=True)
+STAGED = entry("dump", terminal="staged")
+DUMP_FAILED = entry("dump", terminal="failed")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "dump", "decision"),
+    [
+        (WAITING, None, Recovery.NOTHING),
+        (QUIESCING, None, Recovery.COMPENSATE),
+        (BETWEEN, None, Recovery.COMPENSATE),
+        (FAILED, None, Recovery.NOTHING),
+        (PREPARED, None, Recovery.HOLD),
+        (PREPARED, DUMP_WAITING, Recovery.HOLD),
+        (PREPARED, FREEZING, Recovery.COMPENSATE),
+        (PREPARED, COPYING, Recovery.COMPENSATE),
+        (PREPARED, STAGED, Recovery.HOLD),
+        (PREPARED, DUMP_FAILED, Recovery.HOLD),
+        (WAITING, STAGED, Recovery.COMPENSATE),
+    ],
+)
+def test_what_was_prepared_is_held_and_what_was_cut_off_is_undone(
+    prepare: Entry, dump: Entry | None, decision: Recovery
+) -> None:
+    left = Left(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False)
+    assert decide(left) is decision
+
+
+@pytest.mark.parametrize("prepare", [WAITING, QUIESCING, PREPARED, FAILED])
+@pytest.mark.parametrize("dump", [None, DUMP_WAITING, FREEZING, COPYING, STAGED])
+def test_nothing_is_done_for_a_capture_that_was_released_or_aborted(
+    prepare: Entry, dump: Entry | None
+) -> None:
+    left = Left(prepare, dump, is_settled=True, is_let_go=True, is_overdue=True)
+    assert decide(left) is Recovery.NOTHING
+
+
+@pytest.mark.parametrize(("let_go", "overdue"), [(True, False), (False, True), (True, True)])
+def test_a_hold_whose_worker_goes_on_already_or_whose_time_is_up_is_only_reported(
+    let_go: bool, overdue: bool
+) -> None:
+    left = Left(PREPARED, STAGED, is_settled=False, is_let_go=let_go, is_overdue=overdue)
+    assert decide(left) is Recovery.LET_GO
+    cut_off = left._replace(dump=COPYING)
+    assert decide(cut_off) is Recovery.COMPENSATE
+
+
+def test_every_pair_that_can_arise_in_order_stands_in_the_table() -> None:
+    begun = {(Prepare.PREPARED, dump) for dump in Dump}
+    before = {(prepare, Dump.WAITING) for prepare in Prepare}
+    assert set(TABLE) == begun | before
+
+
+def test_the_order_that_was_cut_off_is_the_one_that_fails() -> None:
+    def cut_off(prepare: Entry, dump: Entry | None) -> Entry | None:
+        return Left(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False).interrupted
+
+    assert cut_off(QUIESCING, None) is QUIESCING
+    assert cut_off(PREPARED, COPYING) is COPYING
+    assert cut_off(PREPARED, STAGED) is None
+
+
+def test_a_step_that_must_not_run_twice_has_an_unknown_outcome_others_may_be_tried_again() -> None:
+    unknown = interruption(COPYING).to_failure()
+    assert (unknown.reason, unknown.retryable) == ("OutcomeUnknown", False)
+    assert unknown.values == {"step": "copy-state"}
+    undone = interruption(QUIESCING).to_failure()
+    assert (undone.reason, undone.retryable) == ("AgentRestarted", True)
+    assert undone.values == {"step": "quiesce"}

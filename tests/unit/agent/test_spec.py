@@ -1,0 +1,147 @@
+"""From a container's spec to the process that is started for it."""
+
+from pathlib import Path, PurePath
+
+import msgspec
+import pytest
+
+from snapshot_agent.domain.spec import (
+    Launch,
+    Surroundings,
+    expand,
+    launch,
+    places,
+    shared_out,
+)
+from snapshot_shared.errors import InvalidInput
+from snapshot_shared.objects import Container
+from snapshot_shared.orders import DeviceRef, PodRef
+
+POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
+AROUND = Surroundings(
+    node="node-1",
+    run="r1",
+    socket_dir=PurePath("/run/sb"),
+    workdir=Path("/work"),
+    path="/venv/bin:/usr/bin",
+    home="/somewhere",
+)
+WHERE = places(Path("/state"), Path("/run/sb"), POD.uid, "main")
+DEVICES = [DeviceRef(ordinal=1, uuid="GPU-b"), DeviceRef(ordinal=0, uuid="GPU-a")]
+
+
+def container(**fields: object) -> Container:
+    given = {"name": "main", "command": ["run"], **fields}
+    return msgspec.convert(given, Container)
+
+
+def launched(*, standby: bool = False, traceparent: str = "", **fields: object) -> Launch:
+    return launch(
+        container(**fields), POD, DEVICES, AROUND, WHERE, standby=standby, traceparent=traceparent
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("$(A)", "1"),
+        ("x$(A)y$(B)z", "x1y2z"),
+        ("$(C)", "$(C)"),
+        ("$$(A)", "$(A)"),
+        ("$$$(A)", "$1"),
+        ("$$$$", "$$"),
+        ("$A", "$A"),
+        ("$(A", "$(A"),
+        ("$", "$"),
+        ("$()", "$()"),
+        ("$(a b)", "$(a b)"),
+        ("$($(A))", "$(1)"),
+    ],
+)
+def test_references_are_expanded_as_kubernetes_does(text: str, expanded: str) -> None:
+    assert expand(text, {"A": "1", "B": "2"}) == expanded
+
+
+def test_the_environment_names_the_node_the_pod_and_the_devices_in_their_order() -> None:
+    env = launched(standby=True, traceparent="00-1-2-01").env
+    assert env == {
+        "PATH": "/venv/bin:/usr/bin",
+        "HOME": "/somewhere",
+        "SNAPSHOT_CONTROL_DIR": f"/state/pods/{POD.uid}/main/control",
+        "SNAPSHOT_RESTORE_STANDBY": "1",
+        "GMS_SOCKET_DIR": "/run/sb",
+        "NVIDIA_VISIBLE_DEVICES": "GPU-a,GPU-b",
+        "TRACEPARENT": "00-1-2-01",
+        "POD_NAME": "llm",
+        "POD_NAMESPACE": "default",
+        "POD_UID": POD.uid,
+        "POD_SOCKET_DIR": "/run/sb/00000000",
+        "NODE_NAME": "node-1",
+        "SNAPBACK_RUN": "r1",
+    }
+
+
+def test_a_variable_sees_those_before_it_and_not_those_after_it() -> None:
+    env = launched(
+        env=[
+            {"name": "ONE", "value": "$(POD_NAME)-$(TWO)"},
+            {"name": "TWO", "value": "$(ONE)"},
+        ]
+    ).env
+    assert (env["ONE"], env["TWO"]) == ("llm-$(TWO)", "llm-$(TWO)")
+
+
+def test_command_and_arguments_see_every_variable() -> None:
+    made = launched(
+        command=["$(BINARY)"], args=["--pod=$(POD_NAME)"], env=[{"name": "BINARY", "value": "sh"}]
+    )
+    assert made.argv == ["sh", "--pod=llm"]
+
+
+def test_a_manifest_changes_the_path_but_not_what_processes_are_recognised_by() -> None:
+    env = launched(
+        env=[
+            {"name": "PATH", "value": "/bin"},
+            {"name": "SNAPSHOT_CONTROL_DIR", "value": "/tmp"},
+            {"name": "POD_UID", "value": "another"},
+            {"name": "SNAPBACK_RUN", "value": "another"},
+            {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"},
+        ]
+    ).env
+    assert env["PATH"] == "/bin"
+    assert env["POD_UID"] == POD.uid
+    assert env["SNAPBACK_RUN"] == "r1"
+    assert env["SNAPSHOT_CONTROL_DIR"].startswith("/state/")
+    assert "SNAPSHOT_RESTORE_STANDBY" not in env
+
+
+def test_a_working_directory_is_taken_from_that_of_the_agent() -> None:
+    assert launched().cwd == Path("/work")
+    assert launched(workingDir="sub").cwd == Path("/work/sub")
+    assert launched(workingDir="/else").cwd == Path("/else")
+
+
+def test_a_container_without_a_command_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match="container main has no command"):
+        launched(command=[])
+
+
+def test_each_container_sees_the_devices_that_it_asks_for() -> None:
+    limits = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    containers = [
+        container(name="a", **limits),
+        container(name="b"),
+        container(name="c", **limits),
+    ]
+    shared = shared_out(containers, DEVICES)
+    assert {name: [d.uuid for d in found] for name, found in shared.items()} == {
+        "a": ["GPU-a"],
+        "b": [],
+        "c": ["GPU-b"],
+    }
+
+
+def test_devices_that_nobody_asks_for_go_to_the_first_container() -> None:
+    shared = shared_out([container(name="a"), container(name="b")], DEVICES)
+    assert [device.uuid for device in shared["a"]] == ["GPU-a", "GPU-b"]
+    assert shared["b"] == []

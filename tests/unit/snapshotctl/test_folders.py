@@ -1,0 +1,159 @@
+"""Where things stand, and finding the server there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from snapshot_shared.errors import BusUnavailable
+from snapshotctl.adapters import folders
+from snapshotctl.adapters.folders import Folders
+from snapshotctl.domain.cluster import MARKER, ClusterRecord
+from snapshotctl.domain.exits import WrongArguments
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_RUNTIME_DIR": str(tmp_path / "run"),
+    }
+
+
+def _record(where: Folders, name: str, url: str) -> ClusterRecord:
+    state = where.state(name)
+    state.mkdir(parents=True)
+    record = ClusterRecord(
+        name=name, run="r", boot_id="b", state_dir=str(state), socket_dir="/nowhere", url=url
+    )
+    folders.write_record(record)
+    return record
+
+
+def _context(environment: dict[str, str], name: str, url: str, *, selected: bool) -> None:
+    folder = Path(environment["XDG_CONFIG_HOME"]) / "nats"
+    (folder / "context").mkdir(parents=True, exist_ok=True)
+    (folder / "context" / f"{name}.json").write_text(json.dumps({"url": url}))
+    if selected:
+        (folder / "context.txt").write_text(f"{name}\n")
+
+
+def test_nothing_to_find_says_what_to_start(environment: dict[str, str]) -> None:
+    with pytest.raises(BusUnavailable) as refused:
+        Folders(environment).find_server(None, None)
+    assert "snapshotctl up" in refused.value.next_step
+
+
+def test_another_cluster_is_started_by_its_name(environment: dict[str, str]) -> None:
+    with pytest.raises(BusUnavailable) as refused:
+        Folders(environment).find_server(None, "big")
+    assert "snapshotctl up --name big" in refused.value.next_step
+
+
+def test_the_default_cluster_is_found_by_its_record(environment: dict[str, str]) -> None:
+    where = Folders(environment)
+    record = _record(where, "default", "nats://127.0.0.1:9")
+    assert where.find_server(None, None).url == record.url
+
+
+def test_a_stopped_cluster_has_no_server(environment: dict[str, str]) -> None:
+    where = Folders(environment)
+    _record(where, "default", "")
+    with pytest.raises(BusUnavailable):
+        where.find_server(None, None)
+
+
+def test_the_selected_context_comes_before_the_default_cluster(
+    environment: dict[str, str],
+) -> None:
+    where = Folders(environment)
+    _record(where, "default", "nats://127.0.0.1:9")
+    _context(environment, "prod", "nats://prod:1", selected=True)
+    found = where.find_server(None, None)
+    assert (found.url, "prod" in found.source) == ("nats://prod:1", True)
+    assert where.find_server(None, "default").url == "nats://127.0.0.1:9"
+
+
+def test_a_context_named_by_the_environment_is_used(environment: dict[str, str]) -> None:
+    _context(environment, "other", "nats://other:1", selected=False)
+    where = Folders({**environment, "NATS_CONTEXT": "other"})
+    assert where.find_server(None, None).url == "nats://other:1"
+
+
+@pytest.mark.parametrize("name", ["missing", "../x", "a/b", ".."])
+def test_a_context_that_is_not_there_is_refused_by_name(
+    environment: dict[str, str], name: str
+) -> None:
+    with pytest.raises(WrongArguments, match="context"):
+        Folders({**environment, "NATS_CONTEXT": name}).find_server(None, None)
+
+
+def test_a_context_of_ours_is_read_like_any_other(environment: dict[str, str]) -> None:
+    where = Folders(environment)
+    name = where.write_context("default", "nats://127.0.0.1:9")
+    found = Folders({**environment, "NATS_CONTEXT": name}).find_server(None, None)
+    assert found.url == "nats://127.0.0.1:9"
+    where.remove_context("default")
+    where.remove_context("default")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"type": "other"}', b"\xff" * 10])
+def test_a_broken_record_is_no_record(environment: dict[str, str], data: bytes) -> None:
+    where = Folders(environment)
+    record = _record(where, "default", "nats://127.0.0.1:9")
+    (Path(record.state_dir) / "cluster.json").write_bytes(data)
+    assert where.record("default") is None
+
+
+def test_a_relative_base_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    where = Folders({"XDG_STATE_HOME": "relative"})
+    assert where.states == tmp_path / ".local" / "state" / "snapback"
+
+
+def test_sockets_stand_below_the_runtime_folder_when_it_is_short(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    short = Path("/tmp")
+    found = Folders({**environment, "XDG_RUNTIME_DIR": str(short)}).new_sockets()
+    try:
+        assert found.parent == short
+        assert found.stat().st_mode & 0o777 == 0o700
+    finally:
+        found.rmdir()
+
+
+def test_a_runtime_folder_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 60)
+    deep.mkdir()
+    found = Folders({"XDG_RUNTIME_DIR": str(deep)}).new_sockets()
+    try:
+        assert found.parent == Path("/tmp")
+    finally:
+        found.rmdir()
+
+
+def test_a_folder_that_is_not_ours_is_never_removed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    folders.remove_sockets(precious)
+    assert precious.is_dir()
+    (precious / MARKER).write_text("r\n")
+    folders.remove_sockets(precious)
+    assert not precious.exists()
+
+
+def test_a_look_finds_folders_of_sockets_by_their_run(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    sockets = tmp_path / "run" / "snapback-x"
+    sockets.mkdir(parents=True)
+    (sockets / MARKER).write_text("run-x\n")
+    assert (sockets, "run-x") in Folders(environment).look().socket_folders
+
+
+def test_pids_of_another_boot_mean_nothing(environment: dict[str, str]) -> None:
+    record = _record(Folders(environment), "default", "")
+    assert not folders.is_this_boot(record)
+    assert folders.alive(record) == frozenset()
