@@ -106,9 +106,8 @@ async def test_a_frozen_worker_stands_still_and_a_thawed_one_goes_on(
     await until(lambda: beats.read_text() != before, "another beat")
 
 
-async def test_every_process_of_the_session_is_frozen_and_thawed(
-    driver: ProcessDriver, tmp_path: Path
-) -> None:
+def a_family() -> tuple["subprocess.Popen[bytes]", int]:
+    """A process that leads a session, and its child in a process group of its own."""
     script = (
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
@@ -120,7 +119,14 @@ async def test_every_process_of_the_session_is_frozen_and_thawed(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
     )
     assert process.stdout is not None
-    child = int(process.stdout.readline())
+    with process.stdout as output:
+        return process, int(output.readline())
+
+
+async def test_every_process_of_the_session_is_frozen_and_thawed(
+    driver: ProcessDriver, tmp_path: Path
+) -> None:
+    process, child = a_family()
     found = procfs.read(process.pid)
     assert found is not None
     home = tmp_path / "session"
@@ -134,7 +140,6 @@ async def test_every_process_of_the_session_is_frozen_and_thawed(
         for member in procfs.session_of(*worker.process):
             procfs.send(member, signal.SIGKILL)
         process.wait()
-        process.stdout.close()
 
 
 async def test_thawing_a_worker_that_is_not_frozen_changes_nothing(

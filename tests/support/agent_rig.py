@@ -368,7 +368,7 @@ async def until(holds: Any, what: str, within_s: float = PATIENCE_S) -> None:
     """Wait for something that only the file system or /proc can tell."""
     try:
         async with asyncio.timeout(within_s):
-            while not holds():
+            while not holds():  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"{what} did not happen within {within_s} s") from None

@@ -171,13 +171,17 @@ async def test_a_guard_kills_the_worker_where_its_duty_says_so(charge: Charge) -
     link.close()
 
 
-async def test_a_guard_kills_the_tool_that_it_was_told_of_with_its_whole_session(
-    charge: Charge,
-) -> None:
-    tool = subprocess.Popen(
+def a_tool() -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
         [sys.executable, "-c", "import os, time; os.fork(); time.sleep(600)"],
         start_new_session=True,
     )
+
+
+async def test_a_guard_kills_the_tool_that_it_was_told_of_with_its_whole_session(
+    charge: Charge,
+) -> None:
+    tool = a_tool()
     found = procfs.read(tool.pid)
     assert found is not None
     await until(lambda: len(procfs.session_of(found.pid, found.start)) == 2, "the tool's child")

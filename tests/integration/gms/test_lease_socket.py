@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import socket
 import stat
 import subprocess
@@ -15,6 +17,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gms.adapters.lease_socket import LeasePolicy, LeaseServer
 from gms.handlers.sessions import LeaseSessions
@@ -23,6 +27,7 @@ from gms.wire import Inbox, close_all, prepare, send
 from snapshot_shared.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    Forbidden,
     GenerationMismatch,
     InvalidMessage,
     NotFound,
@@ -35,12 +40,19 @@ from snapshot_shared.frames import (
     AllocateMany,
     AllocationSpec,
     Attach,
+    Attached,
+    Commit,
     Detach,
     ErrorReply,
+    ExportMany,
+    FreeMany,
     GenerationRef,
+    ListAllocations,
     LockMode,
     MemoryDomain,
+    MetadataGet,
     MetadataItem,
+    MetadataPut,
     Reply,
     Request,
     decode_reply,
@@ -426,6 +438,21 @@ def test_the_sockets_are_for_the_owner_and_the_group_only(service: Any) -> None:
         assert stat.S_IMODE(mode) == 0o660
 
 
+@pytest.mark.root
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="makes a system call by its number")
+def test_a_process_of_another_user_is_refused(service: Any) -> None:
+    service.folder.chmod(0o755)
+    (service.folder / "gms.sock").chmod(0o666)
+
+    def as_nobody() -> Lease:
+        # Straight to the kernel: there a user belongs to a thread, and this one ends.
+        assert ctypes.CDLL(None).syscall(117, -1, 65534, -1) == 0
+        return attach(service)
+
+    with in_background(as_nobody) as outcome, pytest.raises(Forbidden):
+        outcome()
+
+
 def test_a_folder_has_one_server(service: Any) -> None:
     async def start_another() -> None:
         LeaseServer(service.folder, LeaseSessions(service.gms)).start()
@@ -457,3 +484,59 @@ def test_metadata_and_ids_that_are_not_allowed_change_nothing(service: Any) -> N
         lease.put_metadata([MetadataItem(key="k", allocation="none", offset=0, value=b"")])
     assert lease.metadata() == []
     lease.detach()
+
+
+FRAMES = [
+    encode_frame(frame)
+    for frame in (
+        AllocateMany(allocations=specs(5, 6)),
+        ExportMany(ids=["a0"], access=Access.RW),
+        FreeMany(ids=["a1"]),
+        MetadataPut(entries=[MetadataItem(key="k", allocation="a0", offset=0, value=b"v")]),
+        MetadataGet(),
+        ListAllocations(),
+        Commit(),
+        Commit(hidden=True),
+    )
+]
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    sent=st.lists(
+        st.one_of(
+            st.sampled_from(FRAMES),
+            st.binary(min_size=1, max_size=200),
+            st.tuples(st.sampled_from(FRAMES), st.integers(0, 500), st.integers(0, 255)).map(
+                lambda t: t[0][: t[1] % len(t[0])] + bytes([t[2]]) + t[0][t[1] % len(t[0]) + 1 :]
+            ),
+        ),
+        max_size=8,
+    )
+)
+def test_whatever_a_client_sends_every_frame_gets_an_answer_and_others_are_served(
+    service: Any, sent: list[bytes]
+) -> None:
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.KV,
+            lock=LockMode.RW,
+            deadline_s=10.0,
+        )
+        assert isinstance(ask(sock, request), Attached)
+        for data in sent:
+            send(sock, data)
+            assert answer(sock) is not None
+    with raw(service) as sock:
+        other = Attach(
+            device=service.uuids[1],
+            domain=MemoryDomain.KV,
+            lock=LockMode.RW,
+            deadline_s=10.0,
+        )
+        assert isinstance(ask(sock, other), Attached)

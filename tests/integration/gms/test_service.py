@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -67,6 +68,7 @@ class Process:
         self.running.append(process)
         while not (self.sockets / "gms-grpc.sock").exists():
             assert process.poll() is None, self.log.read_text()
+            threading.Event().wait(0.01)
         return process
 
     def incarnation(self) -> str:

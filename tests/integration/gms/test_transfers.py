@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from gms import client
 from gms.adapters.posix_buffered import verify_files
+from gms.adapters.transfer_child import save
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import (
     LoadTask,
@@ -213,6 +215,18 @@ def test_a_part_that_was_left_half_written_is_not_written_over(capture: Capture)
     with pytest.raises(SnapbackError):
         capture.run(capture.save_task())
     assert (capture.path / "shard-0000.bin").read_bytes() == b"half"
+
+
+def test_a_save_that_fails_leaves_no_bytes_behind(capture: Capture) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save(capture.save_task(), lambda _: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not capture.path.exists()
+    assert isinstance(capture.run(capture.save_task())[-1], TransferDone)
 
 
 def test_a_save_needs_the_fence_and_the_layout_of_the_plan(capture: Capture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import sys
 import uuid
 from collections.abc import Mapping
@@ -53,6 +54,7 @@ async def serve(stop: asyncio.Event) -> None:
     settings = load(GmsSettings)
     log_to_stderr(SERVICE, settings.node, settings.log_level)
     check_node(settings.node)
+    _allow_many_descriptors()
     devices = [
         SimulatedDevice(node=settings.node, index=index, capacity=settings.device_bytes)
         for index in range(settings.devices)
@@ -71,8 +73,15 @@ async def serve(stop: asyncio.Event) -> None:
     finally:
         await grpc.close()
         await lease.close()
+        await gms.settled()
         for device in devices:
             device.close()
+
+
+def _allow_many_descriptors() -> None:
+    """Raise the soft limit to the hard one: every allocation of a simulated device is a file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _telemetry(settings: GmsSettings, service: str) -> Telemetry:

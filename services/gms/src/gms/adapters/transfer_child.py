@@ -69,6 +69,7 @@ from snapshot_shared.files import (
     open_root,
     opened,
     read_bounded,
+    remove_tree,
     require_space,
     write_new,
 )
@@ -125,7 +126,7 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
             _check_shape(infos, metadata, task.layout)
             with _mapped(lease, infos, Access.RO) as buffers:
                 entries, sizes = place(infos, shard_bytes=task.shard_bytes)
-                with opened(make_dir(root, path, exclusive=True)) as directory:
+                with _new_part(root, path) as directory:
                     require_space(directory, sum(sizes), f"part {task.part}")
                     meter = _Meter(sum(sizes), emit)
                     files = write_files(
@@ -243,6 +244,22 @@ def _mapped(
         yield [arena.view(places[info.id], info.size) for info in infos]
     finally:
         arena.release()
+
+
+@contextlib.contextmanager
+def _new_part(root: int, path: Sequence[str]) -> Iterator[int]:
+    """Create the directory of a part. What fails leaves none, and its bytes do not fill the disk.
+
+    It is ours to remove because it did not exist. A process that is killed leaves it without
+    manifest, which makes it no part.
+    """
+    with opened(make_dir(root, path, exclusive=True)) as directory:
+        try:
+            yield directory
+        except BaseException:
+            with contextlib.suppress(OSError), opened(open_dir(root, path[:-1])) as parent:
+                remove_tree(parent, path[-1])
+            raise
 
 
 def _check_fenced(wanted: LayoutRef, attached: Attached) -> None:

@@ -38,6 +38,9 @@ from snapshot_shared.orders import LayoutRef
 
 log = logging.getLogger(__name__)
 
+RELEASE_S = 10.0
+"""How long an allocation waits at least for memory that is being freed already, in seconds."""
+
 
 class Gms:
     """The GPU memory of one node."""
@@ -138,10 +141,11 @@ class Gms:
     async def _when_unused(self, forget: Callable[[], object], wait_s: float) -> None:
         end = asyncio.get_running_loop().time() + wait_s
         while True:
+            changed = self._changed
             try:
                 forget()
             except (NotEligible, Fenced):
-                if not await self._change_before(end):
+                if not await _happens(changed, end):
                     raise
             else:
                 return
@@ -196,18 +200,6 @@ class Gms:
         """Wait until all memory that was let go is really free."""
         while pending := [future for group in self._releases.values() for future in group]:
             await asyncio.wait(pending)
-
-    async def _change_before(self, end: float) -> bool:
-        """Wait for any change of the table; False when `end` (loop time) came first."""
-        remaining = end - asyncio.get_running_loop().time()
-        if remaining <= 0:
-            return False
-        try:
-            async with asyncio.timeout(remaining):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -294,15 +286,16 @@ class Gms:
     ) -> list[int]:
         end = asyncio.get_running_loop().time() + wait_s
         while True:
-            releasing = self._releases.get(device.info.uuid)
+            # What changes while we try must not be missed by the wait that follows.
+            changed = self._changed
             try:
                 return await self._create(device, sizes)
             except OutOfDeviceMemory:
                 if sum(sizes) > device.info.capacity:
                     raise
-                if releasing:
-                    await asyncio.wait(list(releasing))
-                elif not await self._change_before(end):
+                is_releasing = bool(self._releases.get(device.info.uuid))
+                limit = max(end, asyncio.get_running_loop().time() + RELEASE_S)
+                if not await _happens(changed, limit if is_releasing else end):
                     raise
 
     async def _create(self, device: Device, sizes: Sequence[int]) -> list[int]:
@@ -331,6 +324,21 @@ class Gms:
         if not done.cancelled() and (error := done.exception()):
             log.error("memory could not be freed", exc_info=error)
         self._notify()
+
+
+async def _happens(event: asyncio.Event, end: float) -> bool:
+    """Wait for an event; False when `end` (loop time) came first."""
+    remaining = end - asyncio.get_running_loop().time()
+    if event.is_set():
+        return True
+    if remaining <= 0:
+        return False
+    try:
+        async with asyncio.timeout(remaining):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def create_all(device: Device, sizes: Sequence[int]) -> list[int]:

@@ -16,7 +16,14 @@ from asyncinotify import Inotify, Mask
 
 from snapshot_agent.domain import control
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
-from snapshot_shared.files import open_root, opened, read_bounded, remove_tree, write_replacing
+from snapshot_shared.files import (
+    open_dir,
+    open_root,
+    opened,
+    read_bounded,
+    remove_tree,
+    write_replacing,
+)
 
 _CHANGES = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.ONLYDIR
 
@@ -35,18 +42,18 @@ class ControlDirectories:
         where.chmod(0o700)
 
     def put(self, where: Path, name: str, data: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where))) as directory:
+        with contextlib.suppress(ArtifactMissing, FileNotFoundError), _opened(where) as directory:
             write_replacing(directory, name, data)
 
     def get(self, where: Path, name: str) -> bytes | None:
         try:
-            with opened(open_root(str(where))) as directory:
+            with _opened(where) as directory:
                 return read_bounded(directory, name, control.MAX_BODY_BYTES)
         except (ArtifactCorrupt, ArtifactMissing, FileNotFoundError):
             return None
 
     def remove(self, where: Path, *names: str) -> None:
-        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where))) as directory:
+        with contextlib.suppress(ArtifactMissing, FileNotFoundError), _opened(where) as directory:
             for name in names:
                 _remove(directory, name)
             if control.STATE in names:
@@ -95,6 +102,16 @@ class ControlDirectories:
             await asyncio.gather(self._pump, return_exceptions=True)
         if self._inotify is not None:
             self._inotify.close()
+
+
+@contextlib.contextmanager
+def _opened(where: Path) -> Iterator[int]:
+    """Open a control directory; a link in its place is ArtifactCorrupt."""
+    with (
+        opened(open_root(str(where.parent))) as home,
+        opened(open_dir(home, [where.name])) as found,
+    ):
+        yield found
 
 
 def _wake(waits: set[asyncio.Event]) -> None:

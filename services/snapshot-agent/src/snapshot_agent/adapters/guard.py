@@ -202,8 +202,8 @@ def free(charge: Charge, tool: tuple[int, int] | None) -> None:
         for member in procfs.session_of(*tool):
             procfs.send(member, signal.SIGKILL)
     try:
-        control = os.open(charge.control, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
+        control = os.open(charge.control, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
         control = None
     is_over = control is not None and _exists(control, charge.unless)
     signals = [signal.SIGKILL] if charge.kill and not is_over else [signal.SIGCONT]

@@ -1,0 +1,222 @@
+"""The example worker and the template, with a real GPU memory service and the test as agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gms.adapters.simulated import simulated_uuid
+from snapshotctl.adapters import inotify
+from snapshotctl.adapters.worker_socket import SocketConversation, SocketWorkers
+from snapshotctl.domain import demo
+from tests.integration.snapshotctl.conftest import EXAMPLES
+
+NODE = "node-1"
+PATIENCE_S = 60.0
+POD_UID = "12345678-0000-0000-0000-000000000000"
+
+
+class Place:
+    """The folders of one node, and the environment of what runs on it."""
+
+    def __init__(self, folder: Path, sockets: Path) -> None:
+        self.folder = folder
+        self.sockets = sockets
+        self.control = folder / "control"
+        self.pod_sockets = sockets / POD_UID[:8]
+        (self.control / "state").mkdir(parents=True)
+        self.pod_sockets.mkdir()
+
+    def gms(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "SNAPBACK_NODE": NODE,
+            "SNAPBACK_NATS_URL": "nats://127.0.0.1:1",
+            "SNAPBACK_STATE_DIR": str(self.folder / "gms"),
+            "SNAPBACK_ARTIFACT_ROOT": str(self.folder / "artifacts"),
+            "SNAPBACK_SOCKET_DIR": str(self.sockets),
+            "SNAPBACK_DEVICE_BYTES": str(64 * 1024 * 1024),
+        }
+
+    def worker(self, **more: str) -> dict[str, str]:
+        return {
+            **os.environ,
+            "SNAPSHOT_CONTROL_DIR": str(self.control),
+            "GMS_SOCKET_DIR": str(self.sockets),
+            "NVIDIA_VISIBLE_DEVICES": ",".join(simulated_uuid(NODE, index) for index in (0, 1)),
+            "POD_SOCKET_DIR": str(self.pod_sockets),
+            "SIZE_MIB": "16",
+            "WARMUP_REQUESTS": "1",
+            **more,
+        }
+
+    def say(self, name: str, attempt: int) -> None:
+        temporary = self.control / f".{name}.tmp"
+        temporary.write_text(json.dumps({"attempt": attempt}))
+        temporary.rename(self.control / name)
+
+    def forget(self, *names: str) -> None:
+        for name in names:
+            (self.control / name).unlink(missing_ok=True)
+
+    async def said(self, name: str) -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            await inotify.appears(self.control / name)
+        return json.loads((self.control / name).read_text())
+
+    async def call(self) -> SocketConversation:
+        async with asyncio.timeout(PATIENCE_S):
+            return await SocketWorkers().call(self.sockets, POD_UID)
+
+
+@contextlib.asynccontextmanager
+async def _process(
+    program: list[str], environment: dict[str, str]
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(sys.executable, *program, env=environment)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await asyncio.wait_for(process.wait(), PATIENCE_S)
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    """A node with a GPU memory service."""
+    with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as sockets:
+        found = Place(tmp_path, Path(sockets))
+        async with _process(["-m", "gms.main"], found.gms()):
+            async with asyncio.timeout(PATIENCE_S):
+                await inotify.appears(Path(sockets) / "gms.sock")
+            yield found
+
+
+def _example(name: str) -> list[str]:
+    return [str(EXAMPLES / name)]
+
+
+async def _talk(place: Place) -> list[bytes]:
+    conversation = await place.call()
+    try:
+        return [await conversation.ask(question) for question in demo.ASKED]
+    finally:
+        await conversation.close()
+
+
+async def test_a_chat_moves_what_an_ask_only_reads(place: Place) -> None:
+    async with _process(_example("worker.py"), place.worker()):
+        conversation = await place.call()
+        fresh = await conversation.ask("hello?")
+        assert await conversation.ask("hello?") == fresh
+        said = json.loads(await conversation.chat("I am Ada"))
+        moved = await conversation.ask("hello?")
+        assert moved != fresh
+        assert (said["turns"], json.loads(moved)["turns"]) == (1, 1)
+        assert (await place.said("ready-for-snapshot"))["attempt"] == 0
+        await conversation.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{}", b"no json", b'{"op": "ask"}', b'{"op": "other", "prompt": "x"}', b"[1]", b"[" * 9000],
+)
+async def test_a_question_that_makes_no_sense_is_answered_and_harms_nobody(
+    place: Place, line: bytes
+) -> None:
+    async with _process(_example("worker.py"), place.worker()):
+        conversation = await place.call()
+        reader, writer = await asyncio.open_unix_connection(place.pod_sockets / "worker.sock")
+        writer.write(line + b"\n")
+        assert "error" in json.loads(await reader.readline())
+        writer.write(b"x" * 100_000)
+        writer.close()
+        assert demo.checked_answer(await conversation.ask("still there?"))
+        await conversation.close()
+
+
+@pytest.mark.parametrize("end", ["snapshot-complete", "snapshot-aborted"])
+async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
+    place: Place, end: str
+) -> None:
+    async with _process(_example("worker.py"), place.worker()):
+        conversation = await place.call()
+        await conversation.chat("I am Ada")
+        before = await _talk(place)
+        for attempt in (1, 2):
+            await place.said("ready-for-snapshot")
+            place.forget("quiesced", "snapshot-complete", "snapshot-aborted")
+            place.say("quiesce", attempt)
+            assert (await place.said("quiesced"))["attempt"] == attempt
+            assert not (place.control / "ready-for-snapshot").exists()
+            asking = asyncio.create_task(conversation.ask(demo.ASKED[0]))
+            saved = json.loads((place.control / "state" / "worker.json").read_text())
+            assert saved["turns"] == 1
+            assert not asking.done()
+            place.say(end, attempt)
+            assert await asyncio.wait_for(asking, PATIENCE_S) == before[0]
+        assert await _talk(place) == before
+        await conversation.close()
+
+
+async def test_a_restored_worker_answers_byte_for_byte_as_its_source(place: Place) -> None:
+    async with _process(_example("worker.py"), place.worker()):
+        conversation = await place.call()
+        await conversation.chat("I am Ada")
+        await place.said("ready-for-snapshot")
+        before = [await conversation.ask(question) for question in demo.ASKED]
+        place.say("quiesce", 1)
+        await place.said("quiesced")
+    place.forget("quiesce", "quiesced", "ready-for-snapshot")
+    async with _process(_example("worker.py"), place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
+        place.say("restore-complete", 7)
+        assert (await place.said("restored"))["attempt"] == 7
+        assert await _talk(place) == before
+        await place.said("ready-for-snapshot")
+
+
+async def test_a_standby_whose_restore_failed_ends(place: Place) -> None:
+    place.say("restore-failed", 1)
+    environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
+    async with _process(_example("worker.py"), environment) as worker:
+        assert await asyncio.wait_for(worker.wait(), PATIENCE_S) == 1
+
+
+async def test_the_template_is_captured_twice_and_restored(place: Place) -> None:
+    async with _process(_example("worker_template.py"), place.worker()):
+        await place.said("ready-for-snapshot")
+        for attempt in (1, 2):
+            place.forget("quiesced", "snapshot-complete")
+            place.say("quiesce", attempt)
+            assert (await place.said("quiesced"))["attempt"] == attempt
+            place.say("snapshot-complete", attempt)
+    place.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
+    place.say("restore-complete", 3)
+    standby = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
+    async with _process(_example("worker_template.py"), standby):
+        assert (await place.said("restored"))["attempt"] == 3
+        await place.said("ready-for-snapshot")
+
+
+def test_the_template_has_thirty_lines_of_code() -> None:
+    import ast
+
+    source = (EXAMPLES / "worker_template.py").read_text()
+    tree = ast.parse(source)
+    spared: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node):
+            spared.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    code = [line for n, line in lines if line.strip() and n not in spared and line[0] != "#"]
+    assert len(code) <= 30
