@@ -248,23 +248,26 @@ class Server:
         self.events.register(listener, selectors.EVENT_READ, lambda: self.accept(listener))
 
     def serve(self, warmup_requests: int, warmup_s: float) -> None:
-        """Serve for ever. Ready for a capture after so many requests or so many seconds."""
-        end = time.monotonic() + warmup_s
-        while self.served < warmup_requests and (left := end - time.monotonic()) > 0:
-            self.turn(left)
+        """Serve for ever. Ready for a capture after so many requests, or so many quiet seconds."""
+        while self.served < warmup_requests and self.turn(warmup_s):
+            pass
         self.worker.become_ready()
         while True:
             self.turn(None)
 
-    def turn(self, timeout_s: float | None) -> None:
+    def turn(self, timeout_s: float | None) -> bool:
         """Carry out a capture that is wanted, then wait for what happens next and answer it.
+
+        False when nothing happened in time.
 
         The files come first: news of one may have been drained while another was waited for.
         """
         if found := self.worker.control.news("quiesce"):
             self.worker.quiesce(found[1]["attempt"])
-        for key, _ in self.events.select(timeout_s):
+        happened = self.events.select(timeout_s)
+        for key, _ in happened:
             key.data()
+        return bool(happened)
 
     def accept(self, listener: socket.socket) -> None:
         """Follow one more client."""

@@ -18,10 +18,10 @@ def wait(*names: str) -> str:
     return (CONTROL / found[0]).read_text()
 
 
-def say(name: str, body: str) -> None:
+def say(name: str, body: str) -> Path:
     """Put a file in place as a whole."""
     (CONTROL / f".{name}").write_text(body)
-    (CONTROL / f".{name}").rename(CONTROL / name)
+    return (CONTROL / f".{name}").rename(CONTROL / name)
 
 
 if "SNAPSHOT_RESTORE_STANDBY" in os.environ:
@@ -32,9 +32,10 @@ else:
     weights = client.connect(0, lock="RW")
     weights.allocate("table", (1024, 1024), "float32")[:] = 1.5  # <- load your model
     weights.commit()
-say("ready-for-snapshot", '{"attempt": 0}')
-while body := wait("quiesce"):  # <- serve meanwhile, for example in another thread
-    (CONTROL / "quiesce").unlink()  # taken; the agent puts a new one for the next capture
+# Ready for a capture; serve while you wait for one, for example in another thread.
+while say("ready-for-snapshot", '{"attempt": 0}') and (body := wait("quiesce")):
+    for name in ("ready-for-snapshot", "quiesce"):
+        (CONTROL / name).unlink()
     weights.sleep()
     (CONTROL / "state" / "weights").write_bytes(weights.save_state())  # <- and what is yours
     say("quiesced", body)

@@ -43,11 +43,15 @@ class MemoryOrders:
             self.history.append(order)
 
     async def withdraw(self, order: OrderStatus) -> None:
-        if self.stream.get(order.order) is order:
+        found = self.stream.get(order.order)
+        if found is not None and found.attempt <= order.attempt:
             del self.stream[order.order]
 
-    async def published(self) -> set[str]:
-        return set(self.stream)
+    async def published(self) -> dict[str, str]:
+        return {order: f"snap.order.x.y.{order}" for order in self.stream}
+
+    async def remove(self, subject: str) -> None:
+        self.stream.pop(subject.rpartition(".")[2], None)
 
 
 class World:

@@ -37,10 +37,10 @@ MAX_FILES = 10_000
 MAX_ALLOCATIONS = 100_000
 MAX_CHUNKS = 1_000_000
 
-_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 FileName = Annotated[str, Meta(pattern=_FILE_NAME.pattern, max_length=128)]
-ChunkDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+ChunkDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,7 +32,7 @@ from nats.js.api import (
 from nats.micro.service import ServiceConfig
 
 from snapshot_shared import subjects
-from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
+from snapshot_shared.errors import BusUnavailable, Conflict, NotFound, SnapbackError
 
 log = logging.getLogger(__name__)
 
@@ -183,8 +183,20 @@ class Bus:
             await self._lost.wait()
             if not self._closing:
                 log.warning("the NATS connection was closed; building a new one")
+                await self._rebuild()
+
+    async def _rebuild(self) -> None:
+        never = asyncio.Event()
+        while not self._closing:
+            try:
                 await self._open(patiently=True)
+            except (SnapbackError, nats.errors.Error, OSError, ValueError) as error:
+                log.warning("no new NATS connection yet: %s", error)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(never.wait(), RETRY_S)
+            else:
                 self._announce()
+                return
 
     async def _on_error(self, error: Exception) -> None:
         log.info("NATS: %s", error or type(error).__name__)
@@ -431,16 +443,7 @@ class Bus:
         store = await _translating(
             self.client.jetstream(timeout=REQUEST_S).key_value(bucket), f"bucket {bucket}"
         )
-        found: dict[str, bytes] = {}
-        watcher = await store.watchall(ignore_deletes=True)
-        try:
-            async for entry in watcher:
-                if entry is None:
-                    break
-                found[entry.key] = entry.value or b""
-        finally:
-            with contextlib.suppress(Exception):
-                await watcher.stop()
+        found: dict[str, bytes] = await _translating(_read_all(store), f"read bucket {bucket}")
         return found
 
     async def watch_subjects(self, subject: str) -> AsyncIterator[Delivery]:
@@ -525,6 +528,21 @@ def _delivery(message: Msg) -> Delivery:
     return Delivery(message.subject, sequence, message.data, message.headers or {}, message)
 
 
+async def _read_all(store: Any) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    async with asyncio.timeout(REQUEST_S):
+        watcher = await store.watchall(ignore_deletes=True)
+        try:
+            async for entry in watcher:
+                if entry is None:
+                    break
+                found[entry.key] = entry.value or b""
+        finally:
+            with contextlib.suppress(Exception):
+                await watcher.stop()
+    return found
+
+
 def _differs(wanted: StreamConfig, found: StreamConfig) -> bool:
     fields = ("subjects", "max_msgs_per_subject", "max_bytes", "max_age", "discard", "max_msgs")
     return any(
@@ -540,7 +558,7 @@ async def _translating(awaitable: Awaitable[Any], what: str) -> Any:
         if error.err_code == WRONG_LAST_SEQUENCE:
             raise Conflict(f"{what}: somebody else published first") from error
         raise _unavailable(error, what) from error
-    except (nats.errors.Error, TimeoutError, OSError) as error:
+    except (nats.errors.Error, nats.js.errors.Error, TimeoutError, OSError) as error:
         raise _unavailable(error, what) from error
 
 

@@ -57,7 +57,7 @@ from snapshot_shared.telemetry import Attributes, Telemetry
 
 log = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 0.25
+PROGRESS_EVERY_S = 0.5
 
 Result = Mapping[str, Any]
 """Fields of the terminal report besides the ones that every report has."""
@@ -82,6 +82,7 @@ class OrderContext:
         self.entry = entry
         self.order = order
         self._last_progress = float("-inf")
+        self._last_quarter = -1
 
     def remaining_s(self) -> float:
         """Give the seconds left of the order's budget. A reboot ends every budget."""
@@ -106,11 +107,13 @@ class OrderContext:
         await self._courier.runner.run(verb, self.order, table, remaining_s=self.remaining_s)
 
     async def progress(self, part: str, step: str, done: int, total: int) -> None:
-        """Tell how many bytes are done; at most four times a second, but always the last."""
+        """Tell how many bytes are done: twice a second, at each quarter, and always the last."""
         now = self._courier.clocks.monotonic()
-        if done < total and now - self._last_progress < PROGRESS_EVERY_S:
+        quarter = 4 * done // total if total else 4
+        is_due = now - self._last_progress >= PROGRESS_EVERY_S
+        if done < total and quarter == self._last_quarter and not is_due:
             return
-        self._last_progress = now
+        self._last_progress, self._last_quarter = now, quarter
         value = Progress(
             order=self.entry.order,
             attempt=self.entry.attempt,
@@ -151,6 +154,8 @@ class Courier:
         self._handlers = dict(handlers)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outbox: asyncio.Queue[Report] = asyncio.Queue()
+        self._numbering = asyncio.Lock()
+        self._again = bus.reconnections()
 
     async def serve(self) -> None:
         """Resume unfinished orders, then deliver reports and take orders, for ever."""
@@ -197,7 +202,7 @@ class Courier:
             await self._repeat(known, order)
             await delivery.ack()
             return
-        entry = await self._accept(order, delivery.data)
+        entry = await self._accept(order)
         self._start(entry, order)
         await self.report(entry, "accepted")
         await delivery.ack()
@@ -263,12 +268,12 @@ class Courier:
             for report in known.reports:
                 await self._publish(report)
 
-    async def _accept(self, order: Order, payload: bytes) -> Entry:
+    async def _accept(self, order: Order) -> Entry:
         await self.journal.append(
             Accepted(
                 order=order.order,
                 attempt=order.attempt,
-                payload=msgspec.Raw(payload),
+                payload=msgspec.Raw(encode_json(order)),
                 boot_id=self.clocks.boot_id,
                 monotonic=self.clocks.monotonic(),
                 wall=self.clocks.wall(),
@@ -292,10 +297,6 @@ class Courier:
     async def _carry_out(
         self, entry: Entry, order: Order, previous: asyncio.Task[None] | None
     ) -> None:
-        if previous is not None:
-            # An older attempt of the same order must have let go before this one begins.
-            previous.cancel()
-            await asyncio.gather(previous, return_exceptions=True)
         verb = verb_of(OrderId(entry.order))
         context = OrderContext(self, entry, order)
         identity = order_context(order.traceparent, entry.order, entry.attempt)
@@ -306,6 +307,10 @@ class Courier:
             "snapback.node": self.node,
         }
         try:
+            if previous is not None:
+                # An older attempt of the same order must have let go before this one begins.
+                previous.cancel()
+                await asyncio.gather(previous, return_exceptions=True)
             with self.telemetry.span(
                 verb, parent=order.traceparent, identity=identity, attributes=attributes
             ):
@@ -340,23 +345,36 @@ class Courier:
 
         A terminal report absorbs: a second one for the same attempt is dropped.
         """
-        if entry.terminal is not None and kind not in ("ready", "exited"):
-            return
-        report = Report(
-            order=entry.order,
-            attempt=entry.attempt,
-            n=len(entry.reports) + 1,
-            kind=kind,  # type: ignore[arg-type]
-            node=self.node,
-            service=self.service,
-            at=self.clocks.wall(),
-            **fields,
-        )
-        await self.journal.append(Reported(report=report))
-        self._outbox.put_nowait(report)
+        await asyncio.shield(asyncio.ensure_future(self._report(entry, kind, fields)))
+
+    async def _report(self, entry: Entry, kind: str, fields: Mapping[str, Any]) -> None:
+        """Number, journal and queue in one piece, so that a cancelled caller leaves no gap."""
+        async with self._numbering:
+            if entry.terminal is not None and kind not in ("ready", "exited"):
+                return
+            report = Report(
+                order=entry.order,
+                attempt=entry.attempt,
+                n=len(entry.reports) + 1,
+                kind=kind,  # type: ignore[arg-type]
+                node=self.node,
+                service=self.service,
+                at=self.clocks.wall(),
+                **fields,
+            )
+            await self._journal_report(report)
+            self._outbox.put_nowait(report)
+
+    async def _journal_report(self, report: Report) -> None:
+        """Write a report down, however long the disk is full: an outcome is never dropped."""
+        while True:
+            try:
+                return await self.journal.append(Reported(report=report))
+            except NoSpace as error:
+                log.warning("report %s/%s waits: %s", report.order, report.kind, error)
+                await self.bus.pause(self._again)
 
     async def _deliver(self) -> None:
-        again = self.bus.reconnections()
         while True:
             report = await self._outbox.get()
             while True:
@@ -365,7 +383,7 @@ class Courier:
                     break
                 except BusUnavailable as error:
                     log.info("report %s/%s waits: %s", report.order, report.kind, error)
-                    await self.bus.pause(again)
+                    await self.bus.pause(self._again)
             await self.journal.append(
                 Delivered(order=report.order, attempt=report.attempt, n=report.n)
             )

@@ -507,7 +507,7 @@ def _known_errors() -> dict[str, type[SnapbackError]]:
     return known
 
 
-def _decode(data: bytes, kind: Any) -> Any:  # noqa: ANN401 - a union is not a type[T]
+def _decode(data: bytes, kind: Any) -> Any:
     try:
         frame = decode_msgpack(data, kind)
     except InvalidMessage:

@@ -18,15 +18,16 @@ Uid = NewType("Uid", str)
 OrderId = NewType("OrderId", str)
 PartName = NewType("PartName", str)
 
-NAME_PATTERN = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
-LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
-UID_PATTERN = r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
-PART_PATTERN = r"^(process|gpu-[0-9]{1,2})$"
+# `$` alone would let a final newline through.
+NAME_PATTERN = r"^(?!.*\.\.)[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?\Z"
+LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"
+UID_PATTERN = r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z"
+PART_PATTERN = r"^(process|gpu-[0-9]{1,2})\Z"
 ORDER_PATTERN = (
     r"^[a-z]{2,12}-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-    r"(-[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?)?$"
+    r"(-[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?)?\Z"
 )
-DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
+DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}\Z"
 
 _NAME = re.compile(NAME_PATTERN)
 _LABEL = re.compile(LABEL_PATTERN)

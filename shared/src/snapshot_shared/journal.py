@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import msgspec
 
-from snapshot_shared.errors import AlreadyExists, SnapbackError
+from snapshot_shared.errors import AlreadyExists, Internal, SnapbackError
 from snapshot_shared.files import opened, write_all, write_replacing
 from snapshot_shared.ledger import Ledger, Record
 
@@ -75,9 +75,13 @@ class Journal:
 
     async def append(self, *records: Record) -> None:
         """Write records, wait until they are on disk, then fold them. NoSpace if it is full."""
+        # Shielded as a whole: a cancelled caller must not leave disk and memory in disagreement.
+        await asyncio.shield(asyncio.ensure_future(self._append(records)))
+
+    async def _append(self, records: tuple[Record, ...]) -> None:
         data = b"".join(_line(record) for record in records)
         async with self._turn:
-            await asyncio.shield(asyncio.to_thread(self._write, data))
+            await asyncio.to_thread(self._write, data)
             for record in records:
                 self.ledger.apply(record)
 
@@ -122,6 +126,8 @@ def read_records(path: Path) -> list[Record]:
 
 def _line(record: Record) -> bytes:
     body = _ENCODER.encode(record)
+    if b"\n" in body:
+        raise Internal("a journal record must be one line")
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 

@@ -37,10 +37,10 @@ TRACEPARENT = "nvidia.com/traceparent"
 GPU_RESOURCE = "nvidia.com/gpu"
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 
-Quantity = Annotated[str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?$")]
-EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
+Quantity = Annotated[str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?\Z")]
+EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z")]
 Argument = Annotated[str, Meta(max_length=32768)]
-LabelKey = Annotated[str, Meta(max_length=316, pattern=r"^[A-Za-z0-9./_-]+$")]
+LabelKey = Annotated[str, Meta(max_length=316, pattern=r"^[A-Za-z0-9./_-]+\Z")]
 LabelValue = Annotated[str, Meta(max_length=63)]
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
 

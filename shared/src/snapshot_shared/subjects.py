@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from snapshot_shared.errors import InvalidName
-from snapshot_shared.ids import NodeName, OrderId, check_order_id, name_of, token
+from snapshot_shared.ids import NodeName, OrderId, check_label, check_order_id, name_of, token
 
 ORDERS = "ORDERS"
 REPORTS = "REPORTS"
@@ -85,12 +85,13 @@ def rpc(node: NodeName, service: str, question: str) -> str:
 
 def event(plural: str, namespace: str | None, name: str) -> str:
     """Subject on which a change of one object is announced."""
-    return f"{EVENTS}.{plural}.{namespace or '-'}.{token(name)}"
+    return f"{EVENTS}.{object_key(plural, namespace, name)}"
 
 
 def object_key(plural: str, namespace: str | None, name: str) -> str:
     """Key of an object in the mirror for people."""
-    return f"{plural}.{namespace or '-'}.{token(name)}"
+    space = check_label(namespace) if namespace else "-"
+    return f"{check_label(plural)}.{space}.{token(name)}"
 
 
 def _service(service: str) -> str:

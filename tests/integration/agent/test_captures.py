@@ -63,7 +63,7 @@ async def test_progress_tells_rising_bytes_up_to_the_size_of_the_part(rig: Rig) 
         pod = await rig.running("--state-bytes", str(20 * 1024 * 1024))
         _, dumped = await rig.staged(pod, fresh_uid())
         assert dumped.part is not None
-        done = []
+        done: list[int] = []
         while not done or done[-1] < dumped.part.bytes:
             delivery = await asyncio.wait_for(queue.get(), 5)
             done.append(json.loads(delivery.data)["done"])

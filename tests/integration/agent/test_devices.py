@@ -1,5 +1,7 @@
 """Captures and restores of the example worker, with the real GPU memory service of the node."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from snapshot_shared.orders import (
     SaveOrder,
     SealOrder,
 )
-from tests.support.agent_rig import Pod, Rig, fresh_uid, until
+from tests.support.agent_rig import Pod, Rig, below, fresh_uid, until
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "worker.py"
 MIB = 1024 * 1024
@@ -175,9 +177,13 @@ async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_w
     content = fresh_uid()
     prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
     assert prepared.kind == "prepared"
+    # The guard acts while nobody looks, and the agent does not come back in time.
+    os.kill(process.pid, signal.SIGSTOP)
+    (guard,) = [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
+    os.kill(guard, signal.SIGTERM)
+    await until((pod.control / control.ABORTED).exists, "the guard's release")
     process.kill()
     await process.wait()
-    await until((pod.control / control.ABORTED).exists, "the guard", 10.0)
     await rig.process()
     report = await rig.answer(rig.release_order(pod, content))
     assert report.unconfirmed

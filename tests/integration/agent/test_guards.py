@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -100,16 +99,6 @@ async def test_a_guard_frees_the_worker_at_the_deadline_although_its_agent_lives
     await link.lost()
     link.close()
     await freed(charge)
-
-
-async def test_a_guard_waits_five_seconds_for_another_agent_before_it_acts(
-    charge: Charge,
-) -> None:
-    link = await charge.guards.start(charge.duty())
-    began = time.monotonic()
-    link.close()
-    await freed(charge)
-    assert time.monotonic() - began >= program.RETURN_S
 
 
 async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(charge: Charge) -> None:

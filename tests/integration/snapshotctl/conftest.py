@@ -76,6 +76,11 @@ class Cli:
     def record(self, name: str = "default") -> dict[str, Any]:
         return json.loads((self.state(name) / "cluster.json").read_text())  # type: ignore[no-any-return]
 
+    def left(self, run: str) -> list[str]:
+        """What `leftovers` says of one run; others may be under way on this machine."""
+        lines = self.run("leftovers").out.splitlines()
+        return [line for line in lines if run in line or str(self.home) in line]
+
     def purge(self) -> None:
         """End whatever a test left running; no test should."""
         for folder in (self.home / "state" / "snapback").glob("*"):

@@ -31,7 +31,7 @@ def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> 
 
     again = cli.run("up")
     assert (again.code, "runs already" in again.err) == (1, True)
-    assert cli.ok("leftovers").out == "nothing left\n"
+    assert cli.left(record["run"]) == []
 
     context = cli.home / "config" / "nats" / "context" / "snapback-default.json"
     assert record["url"] in context.read_text()
@@ -40,7 +40,7 @@ def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> 
     assert not Path(record["socket_dir"]).exists()
     assert not context.exists()
     assert cli.run("nodes").code == 5
-    assert cli.ok("leftovers").out == "nothing left\n"
+    assert cli.left(record["run"]) == []
 
 
 def test_a_cluster_whose_processes_died_starts_again_on_the_same_state(cli: Cli) -> None:
@@ -83,7 +83,7 @@ def test_a_start_that_fails_shows_the_log_and_leaves_nothing_running(cli: Cli) -
     log = failed.err.rpartition("next: read ")[2].strip()
     assert Path(log).is_file()
     assert list(cli.state().iterdir()) == [cli.state() / "logs"]
-    assert cli.ok("leftovers").out == "nothing left\n"
+    assert cli.left(str(cli.home)) == []
 
 
 def test_an_interrupted_start_leaves_nothing_half(cli: Cli) -> None:
@@ -123,11 +123,13 @@ def test_what_a_killed_command_left_is_shown_and_can_be_removed(cli: Cli) -> Non
     process.kill()
     process.communicate()
     [state] = (cli.home / "state" / "snapback").iterdir()
-    left = cli.run("leftovers")
-    assert left.code == 1
-    assert f"snapshotctl down --name {state.name} --purge" in left.out
+    run = cli.record(state.name)["run"]
+    assert cli.run("leftovers").code == 1
+    left = "\n".join(cli.left(run))
+    assert f"snapshotctl down --name {state.name} --purge" in left
+    assert f"process {cli.record(state.name)['processes'][0]['pid']} of run {run}" in left
     cli.ok("down", "--name", state.name, "--purge")
-    assert cli.ok("leftovers").out == "nothing left\n"
+    assert cli.left(run) == []
 
 
 def test_a_closed_pipe_ends_a_command_quietly(cli: Cli) -> None:

@@ -140,7 +140,11 @@ async def test_a_question_that_makes_no_sense_is_answered_and_harms_nobody(
         writer.write(line + b"\n")
         assert "error" in json.loads(await reader.readline())
         writer.write(b"x" * 100_000)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
         assert demo.checked_answer(await conversation.ask("still there?"))
         await conversation.close()
 
@@ -175,9 +179,11 @@ async def test_a_restored_worker_answers_byte_for_byte_as_its_source(place: Plac
         await conversation.chat("I am Ada")
         await place.said("ready-for-snapshot")
         before = [await conversation.ask(question) for question in demo.ASKED]
+        await conversation.close()
         place.say("quiesce", 1)
         await place.said("quiesced")
     place.forget("quiesce", "quiesced", "ready-for-snapshot")
+    (place.pod_sockets / "worker.sock").unlink()
     async with _process(_example("worker.py"), place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
         place.say("restore-complete", 7)
         assert (await place.said("restored"))["attempt"] == 7
@@ -194,8 +200,8 @@ async def test_a_standby_whose_restore_failed_ends(place: Place) -> None:
 
 async def test_the_template_is_captured_twice_and_restored(place: Place) -> None:
     async with _process(_example("worker_template.py"), place.worker()):
-        await place.said("ready-for-snapshot")
         for attempt in (1, 2):
+            await place.said("ready-for-snapshot")
             place.forget("quiesced", "snapshot-complete")
             place.say("quiesce", attempt)
             assert (await place.said("quiesced"))["attempt"] == attempt

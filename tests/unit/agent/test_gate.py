@@ -61,8 +61,9 @@ def test_a_restore_needs_a_pod_that_waits_for_one() -> None:
 
 
 def part(name: str) -> RootPart:
-    kind = "process" if name == "process" else "gms"
-    return RootPart(part=name, kind=kind, bytes=1, digest=DIGEST)
+    return RootPart(
+        part=name, kind="process" if name == "process" else "gms", bytes=1, digest=DIGEST
+    )
 
 
 FACTS = Facts(driver="cooperative", arch="x86_64", device_product="Simulated GPU", devices=2)

@@ -125,6 +125,32 @@ def test_the_order_that_was_cut_off_is_the_one_that_fails() -> None:
     assert cut_off(PREPARED, STAGED) is None
 
 
+def test_a_step_that_was_cut_off_is_not_open_any_more_when_the_table_has_begun_again() -> None:
+    again = entry("restore", "check", "fill-state", ended=1)
+    for step in ("check", "fill-state", "signal"):
+        _apply(again, Began(order=again.order, attempt=1, step=step))
+        _apply(again, Ended(order=again.order, attempt=1, step=step))
+    assert again.open_step is None
+    _apply(again, Began(order=again.order, attempt=1, step="await-restored"))
+    assert again.open_step == "await-restored"
+
+
+def test_the_record_of_a_pod_that_runs_outlives_all_others() -> None:
+    ledger = Ledger()
+    running, ended = entry("run", terminal="started"), entry("stop", terminal="stopped")
+    for found in (running, ended):
+        found.delivered.add(1)
+        ledger.entries[found.order] = found
+    kept = {record.order for record in ledger.compacted(older_than=1.0) if hasattr(record, "order")}
+    assert kept == {running.order}
+
+
+def _apply(known: Entry, record: Record) -> None:
+    ledger = Ledger()
+    ledger.entries[known.order] = known
+    ledger.apply(record)
+
+
 def test_a_step_that_must_not_run_twice_has_an_unknown_outcome_others_may_be_tried_again() -> None:
     unknown = interruption(COPYING).to_failure()
     assert (unknown.reason, unknown.retryable) == ("OutcomeUnknown", False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from snapshot_shared.objects import is_true
+from snapshot_shared.orders import VectorEntry
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
@@ -78,7 +80,7 @@ async def test_a_worker_that_ends_is_released_only_after_ready_is_stored(world: 
 
 async def test_a_part_missing_from_the_vector_fails_the_capture(world: World) -> None:
     await capturing(world)
-    await world.report(world.open("prepare")[0], vector=[])
+    await world.report(world.open("prepare")[0], vector=[VectorEntry(part="process")])
     await world.answer_all()
     found = await world.get("DynamoCheckpoint", "llm")
     assert found.status.phase == "Failed"
@@ -115,6 +117,9 @@ async def test_a_failed_capture_aborts_at_agent_and_gms_and_removes_its_generati
     await world.answer_well(world.open("prepare")[0])
     await world.fail(world.open("save")[0], "DeviceError")
     assert sorted(order.service for order in world.open("abort")) == ["agent", "gms"]
+    assert not world.open("delete")
+    for order in world.open():
+        await world.answer_well(order)
     (delete,) = world.open("delete")
     assert delete.payload["generation"] == 1
     await world.answer_all()
@@ -189,7 +194,7 @@ async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_en
     assert not await world.cluster.list("Pod")
 
 
-async def test_a_lost_node_settles_every_order_that_it_owed(world: World) -> None:
+async def test_a_lost_node_ends_its_work_and_still_owes_the_cleaning(world: World) -> None:
     await capturing(world)
     world.present.clear()
     await world.see(absent_s=10.0)
@@ -200,7 +205,10 @@ async def test_a_lost_node_settles_every_order_that_it_owed(world: World) -> Non
     content = await world.content()
     assert content.status.capture is Capture.FAILED
     assert content.status.failure.reason == "NodeLost"
-    assert content.status.obligations == []
+    assert content.status.obligations == ["abort"]
+    await world.join(presence("node-1"))
+    await world.answer_all()
+    assert (await world.content()).status.obligations == []
 
 
 async def test_deleting_a_checkpoint_removes_its_artifact_its_worker_and_its_children(
@@ -223,3 +231,108 @@ async def test_the_sweep_publishes_what_the_stream_has_lost(world: World) -> Non
     world.orders.stream.clear()
     await world.controller.sweep_once()
     assert prepare.order in world.orders.stream
+
+
+async def test_a_snapshot_deleted_while_it_waits_goes_and_lets_the_next_one_run(
+    world: World,
+) -> None:
+    await capturing(world)
+    pod = (await world.cluster.list("Pod"))[0]
+    for name in ("second", "third"):
+        world.now += 5
+        await world.apply(snapshot_document(name, pod.metadata.name))
+    await world.cluster.delete(await world.get("Snapshot", "second"))
+    await world.settle()
+    await world.answer_all()
+    names = [value.metadata.name for value in await world.cluster.list("Snapshot")]
+    assert names == ["llm", "third"]
+    assert is_true((await world.get("Snapshot", "third")).status.conditions, "Ready")
+
+
+async def test_snapshots_of_one_second_never_run_at_once(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    pod = (await world.cluster.list("Pod"))[0]
+    names = [f"s{index}" for index in range(6)]
+    await world.apply(*[snapshot_document(name, pod.metadata.name) for name in names])
+    for _ in names:
+        (prepare,) = world.open("prepare")
+        await world.answer_well(prepare)
+        while open_orders := [order for order in world.open() if order.verb != "prepare"]:
+            assert len(world.open("prepare")) == 0
+            for order in open_orders:
+                await world.answer_well(order)
+    contents = await world.cluster.list("SnapshotContent")
+    assert {content.status.capture for content in contents} == {Capture.READY}
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"), [("dump", "staged"), ("dump", "failed"), ("dump", "prepared")]
+)
+async def test_a_report_that_lacks_what_it_promises_or_does_not_fit_never_blocks(
+    world: World, verb: str, kind: str
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    (order,) = world.open(verb)
+    await world.report(order, kind)
+    await world.answer_all()
+    content = await world.content()
+    assert content.status.capture in (Capture.READY, Capture.FAILED)
+
+
+async def test_a_report_of_another_node_changes_nothing(world: World) -> None:
+    await capturing(world)
+    (prepare,) = world.open("prepare")
+    before = await world.content()
+    forged = msgspec.structs.replace(prepare, node="node-2")
+    await world.report(forged, vector=[VectorEntry(part="process")])
+    assert await world.content() == before
+
+
+async def test_a_delete_that_failed_is_tried_again_until_the_artifact_is_gone(
+    world: World,
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    await world.fail(world.open("delete")[0], "DeviceBusy")
+    assert not world.open("delete")
+    await world.advance(31.0)
+    (again,) = world.open("delete")
+    assert again.attempt == 2
+    await world.answer_all()
+    assert not await world.cluster.list("SnapshotContent")
+
+
+async def test_an_answer_that_is_overdue_is_waited_for_without_looking_again_and_again(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    for order in world.open("dump") + world.open("save"):
+        await world.answer_well(order)
+    await world.answer_well(world.open("seal")[0])
+    world.now += 10_000.0
+    content = await world.content()
+    plan = await world.controller.plan_for(content)
+    assert (plan.writes, plan.wake_at) == ((), None)
+
+
+async def test_the_sweep_withdraws_what_nobody_waits_for_any_more(world: World) -> None:
+    await capturing(world)
+    (prepare,) = world.open("prepare")
+    await world.answer_well(prepare)
+    world.orders.stream[prepare.order] = prepare
+    await world.controller.sweep_once()
+    assert prepare.order not in world.orders.stream
+
+
+def snapshot_document(name: str, pod: str) -> dict[str, object]:
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name},
+        "spec": {"source": {"podRef": {"name": pod}}},
+    }

@@ -133,3 +133,65 @@ async def test_a_restored_pod_is_its_own_trace(world: World) -> None:
     content = await world.content()
     own, source = pod.status.restore.traceparent, content.status.traceparent
     assert own.split("-")[1] != source.split("-")[1]
+
+
+async def test_a_pod_whose_snapshot_failed_before_it_had_a_content_ends_with_the_cause(
+    world: World,
+) -> None:
+    await world.apply(
+        {
+            "apiVersion": "nvidia.com/v1alpha1",
+            "kind": "Snapshot",
+            "metadata": {"name": "none"},
+            "spec": {"source": {"podRef": {"name": "no-such-pod"}}},
+        }
+    )
+    await world.apply(restore_document(source="none"))
+    pod = await world.get("Pod", "restored")
+    assert (pod.status.phase, pod.status.reason) == ("Failed", "SnapshotFailed")
+    assert "no-such-pod" in pod.status.message
+
+
+async def test_a_pod_deleted_during_its_restore_drops_what_was_loaded_and_frees_the_reader(
+    world: World,
+) -> None:
+    await world.apply(restore_document())
+    first, _ = world.open("load")
+    await world.answer_well(first)
+    await world.cluster.delete(await world.get("Pod", "restored"))
+    await world.settle()
+    await world.answer_all()
+    assert await world.get("Pod", "restored") is None
+    assert (await world.content()).status.readers == []
+
+
+async def test_devices_of_a_lost_node_are_not_given_away_before_its_worker_is_stopped(
+    world: World,
+) -> None:
+    await world.apply(restore_document(name="one", node="node-2"))
+    await world.answer_all()
+    lost = world.present.pop("node-2")
+    await world.see(absent_s=100.0)
+    one = await world.get("Pod", "one")
+    assert (one.status.phase, one.status.reason) == ("Failed", "NodeLost")
+    await world.join(lost)
+    await world.apply(restore_document(name="two", node="node-2"))
+    assert (await world.get("Pod", "two")).status.phase == "Pending"
+    (stop,) = world.open("stop")
+    await world.answer_well(stop)
+    await world.answer_all()
+    assert (await world.get("Pod", "two")).status.restore.state is Restore.RESTORED
+
+
+async def test_a_stop_that_failed_is_tried_again_before_the_devices_are_given_away(
+    world: World,
+) -> None:
+    await world.apply(restore_document(name="one"))
+    await world.answer_all()
+    await world.cluster.delete(await world.get("Pod", "one"))
+    await world.settle()
+    await world.fail(world.open("stop")[0], "Internal")
+    assert not world.open("drop")
+    await world.advance(31.0)
+    await world.answer_all()
+    assert await world.get("Pod", "one") is None

@@ -22,12 +22,13 @@ from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
+from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.frames import StatusRequest
-from snapshot_shared.ids import check_node, token
+from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -125,15 +126,18 @@ async def _serve_orders(
 
     async def connected() -> None:
         await bus.connect()
-        endpoint = f"snap.rpc.gms.{token(settings.node)}.status"
-        await bus.serve(SERVICE, VERSION, {"node": settings.node}, {endpoint: answer})
-        async with asyncio.TaskGroup() as group:
-            group.create_task(courier.serve())
-            group.create_task(telemetry.publish_to(bus))
-            group.create_task(transfers.publish_to(bus))
+        question = subjects.rpc(node, "gms", "status")
+        await bus.serve(SERVICE, VERSION, {"node": settings.node}, {question: answer})
 
     try:
         await until_stopped(stop, connected())
+        if not stop.is_set():
+            await until_stopped(
+                stop,
+                courier.serve(),
+                telemetry.publish_to(bus),
+                transfers.publish_to(bus),
+            )
     finally:
         await courier.drain()
         if bus.is_connected:

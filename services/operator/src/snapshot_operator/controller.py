@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from snapshot_operator.domain import fold
@@ -58,6 +58,7 @@ from snapshot_shared.objects import (
     Pod,
     Snapshot,
     SnapshotContent,
+    condition,
     kind_of,
 )
 from snapshot_shared.spans import parse_traceparent
@@ -133,7 +134,8 @@ class Observer:
     async def _capture(self, value: SnapshotContent) -> CaptureView:
         contents = await self._cluster.list("SnapshotContent")
         siblings = [found for found in contents if isinstance(found, SnapshotContent)]
-        return CaptureView(value, siblings, await self._nodes())
+        pods = {pod.metadata.uid for pod in await self._cluster.list("Pod")}
+        return CaptureView(value, siblings, await self._nodes(), pods)
 
     async def _nodes(self) -> list[Node]:
         return [found for found in await self._cluster.list("Node") if isinstance(found, Node)]
@@ -158,7 +160,12 @@ class Observer:
         snapshot = await self._cluster.get("Snapshot", space, name)
         checkpoint = await self._cluster.get("DynamoCheckpoint", space, name)
         content = await self._content_of(snapshot) if isinstance(snapshot, Snapshot) else None
-        return resolve(name, content, exists=bool(snapshot or checkpoint))
+        return resolve(
+            name,
+            content,
+            exists=bool(snapshot or checkpoint),
+            failure=_failure_of(snapshot) or _failure_of(checkpoint),
+        )
 
 
 class Interpreter:
@@ -333,7 +340,7 @@ class Controller:
         space = value.metadata.namespace
         for reference in value.metadata.owner_references:
             self.enqueue(Key(reference.kind, space or _snapshot_space(value), reference.name))
-        if isinstance(value, SnapshotContent | Node | Pod):
+        if not isinstance(value, Job):
             self._changed_kinds.add(type(value).__name__)
             self._filled.set()
 
@@ -369,7 +376,7 @@ class Controller:
         for value in await self._cluster.list("Pod"):
             if isinstance(value, Pod) and (not value.status.node_name or "Node" in changed):
                 self.enqueue(key_of(value))
-        if changed & {"SnapshotContent", "Node"}:
+        if changed & {"SnapshotContent", "Node", "Pod"}:
             for value in await self._cluster.list("SnapshotContent"):
                 if isinstance(value, SnapshotContent) and _may_wait(value):
                     self.enqueue(key_of(value))
@@ -384,6 +391,10 @@ class Controller:
         for value in await self._cluster.list("DynamoCheckpoint"):
             if isinstance(value, DynamoCheckpoint) and value.status.phase == "Creating":
                 self.enqueue(key_of(value))
+
+    async def plan_for(self, value: AnyObject) -> Plan:
+        """Decide what is to be done about an object now, without doing it."""
+        return await self._observer.plan(key_of(value), self._wall())
 
     async def _reconcile(self, key: Key) -> None:
         now = self._wall()
@@ -422,14 +433,38 @@ class Controller:
             again.clear()
 
     async def sweep_once(self) -> None:
-        """List the stream once and publish the unanswered orders that are not on it."""
+        """Make the stream agree with the store: publish what it lacks, remove what nobody awaits.
+
+        The stream is listed first: what it holds then was in the store before.
+        """
         published = await self._orders.published()
+        awaited: set[str] = set()
         for kind in ("SnapshotContent", "Pod"):
             for value in await self._cluster.list(kind):
                 for order in orders_of(value):
-                    if not fold.is_answered(order) and order.order not in published:
-                        log.warning("publishing %s again", order.order)
-                        await self._orders.publish(order)
+                    if not fold.is_answered(order):
+                        awaited.add(order.order)
+                        await self._publish_again(order, published)
+        for order_id, subject in published.items():
+            if order_id not in awaited:
+                await self._orders.remove(subject)
+
+    async def _publish_again(self, order: OrderStatus, published: Container[str]) -> None:
+        """Publish what is missing; a later attempt may hide behind an earlier one's message."""
+        if order.order in published and order.attempt == 1:
+            return
+        try:
+            await self._orders.publish(order)
+        except Conflict as error:
+            log.warning("sweep: %s", error)
+
+
+def _failure_of(value: AnyObject | None) -> str:
+    """Give why a snapshot or checkpoint failed, or nothing."""
+    if not isinstance(value, Snapshot | DynamoCheckpoint):
+        return ""
+    found = condition(value.status.conditions, "Failed")
+    return found.message if found is not None and found.status == "True" else ""
 
 
 def _snapshot_space(value: AnyObject) -> str | None:

@@ -40,7 +40,16 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import TRACEPARENT, AnyObject, Kind, Node, Pod, find_kind, kind_of
+from snapshot_shared.objects import (
+    TRACEPARENT,
+    AnyObject,
+    Kind,
+    Node,
+    Pod,
+    find_kind,
+    is_true,
+    kind_of,
+)
 from snapshot_shared.orders import Presence, Report
 
 log = logging.getLogger(__name__)
@@ -129,9 +138,12 @@ class Api:
     async def delete(self, request: DeleteRequest) -> DeleteReply:
         """Mark one object for deletion. NotFound when it is not there."""
         kind = find_kind(request.kind)
-        if kind.name == "Node":
-            raise Forbidden("a Node is made by its agent", next_step="stop the agent instead")
         value = await self._one(kind, request.namespace, request.name)
+        if isinstance(value, Node) and not is_true(value.status.conditions, "Lost"):
+            raise Forbidden(
+                f"node {request.name} is not lost",
+                next_step="stop its agent first; after 90 s without presence it may be deleted",
+            )
         return DeleteReply(gone=await self._cluster.delete(value))
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
@@ -176,6 +188,12 @@ def _parse_all(documents: list[msgspec.Raw]) -> list[AnyObject]:
             problems += error.values["problems"]
         else:
             values.append(_with_namespace(value))
+    seen: set[tuple[str, str]] = set()
+    for index, value in enumerate(values):
+        identity = (kind_of(value).name, _key(value))
+        if identity in seen:
+            problems.append(f"[{index}] metadata.name: {value.metadata.name} appears twice")
+        seen.add(identity)
     if problems:
         raise InvalidManifest(
             f"{len(problems)} problem{'s' if len(problems) != 1 else ''}: " + "; ".join(problems),

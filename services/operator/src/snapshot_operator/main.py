@@ -18,6 +18,7 @@ from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName
+from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.orders import Presence, Report
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -85,6 +86,9 @@ async def _take_reports(
     async for delivery in bus.consume(subjects.REPORTS, REPORTS_DURABLE, "snap.report.>"):
         try:
             report = decode_json(delivery.data, Report)
+            expected = subjects.report(NodeName(report.node), OrderId(report.order), report.kind)
+            if delivery.subject != expected:
+                raise InvalidMessage(f"it says {expected}, and came on {delivery.subject}")
             if changed := await fold_report(cluster, report, clocks.wall()):
                 interpreter.trace(*changed)
         except (InvalidMessage, InvalidName) as error:
@@ -138,6 +142,8 @@ async def _fold_writes(
             presence = decode_json(delivery.data, Presence)
         except InvalidMessage:
             continue  # A delete marker, or noise: the next full read judges it.
+        if delivery.subject.rpartition(".")[2] != token(presence.node):
+            continue
         last_seen[presence.node] = clocks.monotonic()
         await fold_one_presence(cluster, presence, clocks.wall())
 

@@ -55,8 +55,11 @@ class OrderBus(Protocol):
     async def withdraw(self, order: OrderStatus) -> None:
         """Delete the message of an answered order; absent is success."""
 
-    async def published(self) -> set[str]:
-        """List the ids of all orders that the stream holds now."""
+    async def published(self) -> dict[str, str]:
+        """List the subjects of all orders that the stream holds now, by order id."""
+
+    async def remove(self, subject: str) -> None:
+        """Delete the message on a subject; absent is success."""
 
 
 class Nodes(Protocol):

@@ -24,6 +24,7 @@ class TransferProcesses:
         verb = "save" if isinstance(task, SaveTask) else "load"
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # The working directory is no place to import from.
             "-m",
             "gms.adapters.transfer_child",
             verb,

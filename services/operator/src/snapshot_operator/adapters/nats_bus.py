@@ -13,8 +13,8 @@ from snapshot_shared import subjects
 from snapshot_shared.api import ObjectEvent
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.errors import BusUnavailable, Conflict, InvalidMessage
-from snapshot_shared.ids import NodeName, OrderId, check_order_id
+from snapshot_shared.errors import Conflict, InvalidMessage, SnapbackError
+from snapshot_shared.ids import NodeName, OrderId, check_order_id, token
 from snapshot_shared.objects import AnyObject, OrderStatus, kind_of
 from snapshot_shared.orders import SCHEMA_VERSION, Presence
 
@@ -58,13 +58,19 @@ class NatsOrders:
     async def withdraw(self, order: OrderStatus) -> None:
         """Delete the message by its exact sequence, if it is still this attempt."""
         found = await self._bus.last(subjects.ORDERS, _subject(order))
-        if found is not None and _attempt(found[1]) == order.attempt:
+        if found is not None and _attempt(found[1]) <= order.attempt:
             await self._bus.delete(subjects.ORDERS, found[0])
 
-    async def published(self) -> set[str]:
-        """List the ids of all orders that the stream holds now."""
+    async def published(self) -> dict[str, str]:
+        """List the subjects of all orders that the stream holds now, by order id."""
         names = await self._bus.subjects_in(subjects.ORDERS, "snap.order.>")
-        return {name.rpartition(".")[2] for name in names}
+        return {name.rpartition(".")[2]: name for name in names}
+
+    async def remove(self, subject: str) -> None:
+        """Delete the message on a subject by its exact sequence."""
+        found = await self._bus.last(subjects.ORDERS, subject)
+        if found is not None:
+            await self._bus.delete(subjects.ORDERS, found[0])
 
 
 class NatsNodes:
@@ -83,7 +89,8 @@ class NatsNodes:
             except InvalidMessage as error:
                 log.warning("presence of %s is ignored: %s", key, error)
                 continue
-            found[presence.node] = presence
+            if token(presence.node) == key:
+                found[presence.node] = presence
         return found
 
 
@@ -93,28 +100,38 @@ class Announcer:
     def __init__(self, bus: Bus) -> None:
         """Use a connected bus."""
         self._bus = bus
-        self._changes: asyncio.Queue[tuple[Change, AnyObject]] = asyncio.Queue()
+        self._changes: dict[str, tuple[Change, AnyObject]] = {}
+        self._filled = asyncio.Event()
 
     def listener(self, change: Change, value: AnyObject) -> None:
-        """Take a change of the store."""
-        self._changes.put_nowait((change, value))
+        """Take a change of the store; of one object only the newest is told."""
+        self._changes[value.metadata.uid] = (change, value)
+        self._filled.set()
 
     async def run(self) -> None:
-        """Tell changes in their order, for ever; what cannot be told is left out."""
+        """Tell changes, oldest first, for ever; what cannot be told is left out."""
         while True:
-            change, value = await self._changes.get()
-            kind, meta = kind_of(value), value.metadata
-            event = ObjectEvent(type=change, object=value)
-            subject = subjects.event(kind.plural, meta.namespace, meta.name)
-            await self._bus.announce(subject, encode_json(event))
-            key = subjects.object_key(kind.plural, meta.namespace, meta.name)
-            try:
-                if change == "DELETED":
-                    await self._bus.remove(subjects.OBJECTS_BUCKET, key)
-                else:
-                    await self._bus.put(subjects.OBJECTS_BUCKET, key, encode_json(_mirrored(value)))
-            except BusUnavailable as error:
-                log.info("mirror of %s is behind: %s", key, error)
+            await self._filled.wait()
+            self._filled.clear()
+            while self._changes:
+                change, value = self._changes.pop(next(iter(self._changes)))
+                try:
+                    await self._tell(change, value)
+                except SnapbackError as error:
+                    log.info("%s is not announced: %s", value.metadata.name, error)
+
+    async def _tell(self, change: Change, value: AnyObject) -> None:
+        kind, meta = kind_of(value), value.metadata
+        shown = _mirrored(value)
+        subject = subjects.event(kind.plural, meta.namespace, meta.name)
+        await self._bus.announce(subject, encode_json(ObjectEvent(type=change, object=shown)))
+        if not self._bus.is_connected:
+            return
+        key = subjects.object_key(kind.plural, meta.namespace, meta.name)
+        if change == "DELETED":
+            await self._bus.remove(subjects.OBJECTS_BUCKET, key)
+        else:
+            await self._bus.put(subjects.OBJECTS_BUCKET, key, encode_json(shown))
 
 
 def _mirrored(value: AnyObject) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.ports import Change, Listener
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import AlreadyExists, Conflict, NotFound
+from snapshot_shared.errors import AlreadyExists, Conflict, Internal, NotFound
 from snapshot_shared.objects import KINDS, AnyObject, ObjectMeta, kind_of
 
 _SCHEMA = """
@@ -86,7 +86,7 @@ class SqliteCluster:
         """Read the objects of a kind in the order of `namespace/name`, those after a key only."""
         rows = self._db.execute(
             "SELECT body FROM objects WHERE kind=? AND (? IS NULL OR namespace=?) "
-            "AND namespace || '/' || name > ? ORDER BY namespace, name LIMIT ?",
+            "AND namespace || '/' || name > ? ORDER BY namespace || '/' || name LIMIT ?",
             (kind, namespace, namespace, after, limit),
         ).fetchall()
         return [_DECODERS[kind].decode(row[0]) for row in rows]
@@ -116,7 +116,7 @@ class SqliteCluster:
                         meta.namespace or "",
                         meta.name,
                         final.metadata.uid,
-                        encode_json(final),
+                        _readable(final),
                     ),
                 )
             except sqlite3.IntegrityError:
@@ -180,7 +180,7 @@ class SqliteCluster:
 
     def _store(self, value: AnyObject) -> AnyObject:
         self._db.execute(
-            "UPDATE objects SET body=? WHERE uid=?", (encode_json(value), value.metadata.uid)
+            "UPDATE objects SET body=? WHERE uid=?", (_readable(value), value.metadata.uid)
         )
         return value
 
@@ -204,6 +204,16 @@ class SqliteCluster:
         for listener in self._listeners:
             listener(change, stored)
         return stored
+
+
+def _readable(value: AnyObject) -> bytes:
+    """Encode what can be read again; anything else would close the store for ever."""
+    body = encode_json(value)
+    try:
+        _DECODERS[kind_of(value).name].decode(body)
+    except msgspec.ValidationError as error:
+        raise Internal(f"{kind_of(value).name} {value.metadata.name}: {error}") from error
+    return body
 
 
 def _with_meta(value: AnyObject, meta: ObjectMeta) -> AnyObject:

@@ -7,14 +7,14 @@ retryably before the worker was frozen and every part of n has answered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from snapshot_operator.domain import conditions, fold, ordering
 from snapshot_operator.domain.nodes import lost_nodes
-from snapshot_operator.domain.plan import NOTHING, Finalize, Plan, status_plan
+from snapshot_operator.domain.plan import Finalize, Plan, status_plan
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects import (
     TRACEPARENT,
@@ -30,26 +30,26 @@ from snapshot_shared.spans import derived_context, derived_trace, parse_tracepar
 from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
 
 MAX_ATTEMPTS = 3
+MAX_BYTES = 2**50
 _SETTLED = (Capture.READY, Capture.FAILED)
 
 
 class CaptureView(NamedTuple):
-    """What a decision about a content looks at."""
+    """What a decision about a content looks at. `pods` are the uids of all pods."""
 
     content: SnapshotContent
     siblings: Sequence[SnapshotContent]
     nodes: Sequence[Node]
+    pods: Container[str]
 
 
 def reconcile_content(view: CaptureView, now: float) -> Plan:
     """Give the next step of a content. Same input, same plan; a settled content plans nothing."""
     content = view.content
-    lost = lost_nodes(view.nodes)
-    orders = content.status.orders
-    for node in lost:
-        orders = fold.mark_lost(orders, node, now)
+    known = {node.metadata.name for node in view.nodes}
+    orders = fold.mark_lost(content.status.orders, now, lost=lost_nodes(view.nodes), known=known)
     if orders != content.status.orders:
-        return _plan(content, replace(content.status, orders=orders))
+        return _plan(content, replace(content.status, orders=orders), now)
     if content.metadata.deletion_timestamp:
         return _deletion(view, now)
     match content.status.capture:
@@ -62,9 +62,11 @@ def reconcile_content(view: CaptureView, now: float) -> Plan:
         case Capture.SEALING:
             return _sealing(content, now)
         case Capture.ABORTING:
-            return _aborting(content, now)
-        case Capture.READY | Capture.FAILED:
-            return _settle(content, now)
+            return _aborting(view, now)
+        case Capture.READY:
+            return _release(content, now)
+        case Capture.FAILED:
+            return _clean(view, now)
 
 
 def capture_span(content: SnapshotContent, attempt: int) -> str:
@@ -100,10 +102,10 @@ def _moved(
     return replace(status, capture=CAPTURE.next(status.capture, event), **changes)
 
 
-def _plan(content: SnapshotContent, status: SnapshotContentStatus) -> Plan:
+def _plan(content: SnapshotContent, status: SnapshotContentStatus, now: float) -> Plan:
     obligations = sorted({item.verb for item in status.orders if not fold.is_answered(item)})
     new = replace(content, status=replace(status, obligations=obligations))
-    return status_plan(content, new, wake_at=fold.next_deadline(status.orders))
+    return status_plan(content, new, wake_at=fold.next_deadline(status.orders, now))
 
 
 def _begin(view: CaptureView, now: float) -> Plan:
@@ -116,7 +118,7 @@ def _begin(view: CaptureView, now: float) -> Plan:
             "WaitingForCapture",
             "an older capture of the same container is not settled yet",
         )
-        return _plan(content, replace(content.status, conditions=waiting))
+        return _plan(content, replace(content.status, conditions=waiting), now)
     attempt = content.status.attempt + 1
     trace = capture_span(content, attempt)
     status = _moved(
@@ -132,25 +134,34 @@ def _begin(view: CaptureView, now: float) -> Plan:
             content.status.conditions, content, now, "Capturing", f"attempt {attempt} is under way"
         ),
     )
-    return _plan(content, status)
+    return _plan(content, status, now)
 
 
 def _is_queued_behind(content: SnapshotContent, siblings: Sequence[SnapshotContent]) -> bool:
-    """Captures of one container run one after another, oldest content first."""
+    """Captures of one container run one after another, oldest content first.
+
+    One that has begun is waited for whatever its age: time stamps have whole seconds.
+    """
     mine = (content.metadata.creation_timestamp, content.metadata.name)
-    return any(
-        other.metadata.uid != content.metadata.uid
+    rivals = [
+        other
+        for other in siblings
+        if other.metadata.uid != content.metadata.uid
         and other.spec.source.pod_ref == content.spec.source.pod_ref
         and not is_settled(other)
-        and (other.metadata.creation_timestamp, other.metadata.name) < mine
-        for other in siblings
+    ]
+    return any(
+        other.status.capture is not Capture.PENDING
+        or (other.metadata.creation_timestamp, other.metadata.name) < mine
+        for other in rivals
+        if other.status.capture is not Capture.PENDING or not other.metadata.deletion_timestamp
     )
 
 
 def is_settled(content: SnapshotContent) -> bool:
-    """Say whether the capture is over and nothing is owed for it any more."""
+    """Say whether the capture is over and the worker no longer held for it."""
     return content.status.capture in _SETTLED and all(
-        fold.is_answered(item) for item in content.status.orders
+        fold.is_answered(item) for item in content.status.orders if item.verb != "delete"
     )
 
 
@@ -159,18 +170,7 @@ def _failed(content: SnapshotContent, failure: Failure, now: float) -> Plan:
         *content.status.orders,
         *ordering.abort_capture(content, str(failure), content.status.traceparent, now),
     ]
-    if content.status.capture is not Capture.PREPARING:
-        source = content.spec.source
-        orders.append(
-            ordering.delete(
-                content,
-                content.status.attempt,
-                source.node_name,
-                content.status.traceparent,
-                now,
-            )
-        )
-    return _plan(content, _moved(content, CaptureEvent.FAILED, failure=failure, orders=orders))
+    return _plan(content, _moved(content, CaptureEvent.FAILED, failure=failure, orders=orders), now)
 
 
 def _preparing(content: SnapshotContent, now: float) -> Plan:
@@ -179,7 +179,7 @@ def _preparing(content: SnapshotContent, now: float) -> Plan:
         return _failed(content, failure, now)
     final = orders[0].final
     if final is None:
-        return Plan(wake_at=fold.next_deadline(orders))
+        return Plan(wake_at=fold.next_deadline(orders, now))
     if failure := _vector_failure(content, [entry.part for entry in final.vector]):
         return _failed(content, failure, now)
     trace = content.status.traceparent
@@ -190,7 +190,7 @@ def _preparing(content: SnapshotContent, now: float) -> Plan:
         vector=final.vector,
         orders=[*content.status.orders, *staged],
     )
-    return _plan(content, status)
+    return _plan(content, status, now)
 
 
 def _vector_failure(content: SnapshotContent, parts: list[str]) -> Failure | None:
@@ -212,9 +212,9 @@ def _staging(content: SnapshotContent, now: float) -> Plan:
     orders = [*content.status.orders, *_early_release(content, parts, trace, now)]
     results = [item.final.part for item in parts if item.final and item.final.part]
     if len(results) < len(parts):
-        return _plan(content, replace(content.status, orders=orders))
+        return _plan(content, replace(content.status, orders=orders), now)
     orders.append(ordering.seal(content, results, trace, now))
-    return _plan(content, _moved(content, CaptureEvent.STAGED, orders=orders))
+    return _plan(content, _moved(content, CaptureEvent.STAGED, orders=orders), now)
 
 
 def _early_release(
@@ -235,16 +235,23 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
         return _failed(content, failure, now)
     final = orders[0].final
     if final is None or final.root_digest is None:
-        return Plan(wake_at=fold.next_deadline(content.status.orders))
+        return Plan(wake_at=fold.next_deadline(content.status.orders, now))
     parts: list[PartResult] = [
         item.final.part
         for item in _current(content)
         if item.verb in ("dump", "save") and item.final and item.final.part
     ]
+    total = sum(part.bytes for part in parts)
+    if total > MAX_BYTES:
+        failure = Failure(
+            reason="InvalidReport",
+            message=f"the parts have {total} bytes together, the limit is {MAX_BYTES}",
+        )
+        return _failed(content, failure, now)
     committed = Committed(
         generation=content.status.attempt,
         root_digest=final.root_digest,
-        bytes=sum(part.bytes for part in parts),
+        bytes=total,
         parts=sorted(parts, key=lambda part: part.part),
         vector=content.status.vector,
     )
@@ -255,29 +262,42 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
         committed=committed,
         conditions=conditions.ready(content.status.conditions, content, now, "Captured", message),
     )
-    return _plan(content, status)
+    return _plan(content, status, now)
 
 
-def _settle(content: SnapshotContent, now: float) -> Plan:
+def _release(content: SnapshotContent, now: float) -> Plan:
     """Ready is durable before the worker is released; nothing else is left to order."""
     status = content.status
-    if status.capture is Capture.READY and not _current(content, "release"):
-        order = ordering.release(content, status.traceparent, now)
-        return _plan(content, replace(status, orders=[*status.orders, order]))
-    return _plan(content, status)
+    if _current(content, "release"):
+        return _plan(content, status, now)
+    order = ordering.release(content, status.traceparent, now)
+    return _plan(content, replace(status, orders=[*status.orders, order]), now)
 
 
-def _aborting(content: SnapshotContent, now: float) -> Plan:
+def _clean(view: CaptureView, now: float) -> Plan:
+    """Have removed what failed attempts may have written; nobody ever saw it."""
+    content = view.content
+    begun = {item.attempt for item in content.status.orders if item.verb in ("dump", "save")}
+    for generation in sorted(begun):
+        if not _is_removed(content, generation):
+            return _remove(view, generation, now)
+    return _plan(content, content.status, now)
+
+
+def _aborting(view: CaptureView, now: float) -> Plan:
     """Wait until every part of the attempt has answered, then try again or give up."""
+    content = view.content
     status = content.status
-    current = _current(content)
+    lost = lost_nodes(view.nodes)
+    current = [item for item in _current(content) if item.node not in lost]
     waiting = [item for item in current if not fold.is_answered(item) and now < item.deadline]
     if waiting:
-        return Plan(wake_at=fold.next_deadline(waiting))
+        return Plan(wake_at=fold.next_deadline(waiting, now))
     failure = status.failure or Failure(reason="Aborted", message="the capture was aborted")
     was_frozen = any(item.verb == "dump" for item in current)
     all_answered = all(fold.is_answered(item) for item in current)
-    if failure.retryable and not was_frozen and all_answered and status.attempt < MAX_ATTEMPTS:
+    may_retry = failure.retryable and not was_frozen and not content.metadata.deletion_timestamp
+    if may_retry and all_answered and status.attempt < MAX_ATTEMPTS:
         again = conditions.pending(
             status.conditions,
             content,
@@ -285,9 +305,9 @@ def _aborting(content: SnapshotContent, now: float) -> Plan:
             "Retrying",
             f"attempt {status.attempt} failed before the freeze: {failure.message}",
         )
-        return _plan(content, _moved(content, CaptureEvent.RETRY, conditions=again))
+        return _plan(content, _moved(content, CaptureEvent.RETRY, conditions=again), now)
     gave_up = conditions.failed(status.conditions, content, now, failure)
-    return _plan(content, _moved(content, CaptureEvent.ABORTED, conditions=gave_up))
+    return _plan(content, _moved(content, CaptureEvent.ABORTED, conditions=gave_up), now)
 
 
 def _deletion(view: CaptureView, now: float) -> Plan:
@@ -297,34 +317,73 @@ def _deletion(view: CaptureView, now: float) -> Plan:
         failure = Failure(reason="Deleted", message="the snapshot was deleted during its capture")
         return _failed(content, failure, now)
     if status.capture is Capture.ABORTING:
-        return _aborting(content, now)
-    if status.readers:
-        waiting = conditions.with_conditions(
-            status.conditions,
-            content,
-            now,
-            ("Deleting", False, "ReadersRegistered", f"restored by {', '.join(status.readers)}"),
-        )
-        return _plan(content, replace(status, conditions=waiting))
-    if status.committed is None or content.spec.deletion_policy == "Retain":
-        return Plan((Finalize(content),)) if is_settled(content) else _plan(content, status)
-    return _remove(view, status.committed.generation, now)
+        return _aborting(view, now)
+    if status.capture is Capture.PENDING:
+        return Plan((Finalize(content),))
+    if status.capture is Capture.READY and not _current(content, "release"):
+        return _release(content, now)
+    readers = [reader for reader in status.readers if reader in view.pods]
+    if readers:
+        message = f"restored by {', '.join(readers)}"
+        return _deletion_waits(content, "ReadersRegistered", message, now)
+    lost = lost_nodes(view.nodes)
+    owed = [item for item in _current(content) if item.node not in lost]
+    if not all(fold.is_answered(item) or now >= item.deadline for item in owed):
+        return _plan(content, status, now)
+    return _removal(view, now)
+
+
+def _deletion_waits(content: SnapshotContent, reason: str, message: str, now: float) -> Plan:
+    rows = conditions.with_conditions(
+        content.status.conditions, content, now, ("Deleting", False, reason, message)
+    )
+    return _plan(content, replace(content.status, conditions=rows), now)
+
+
+def _removal(view: CaptureView, now: float) -> Plan:
+    """Remove every generation that may stand on disk, then let the object go."""
+    content = view.content
+    begun = {item.attempt for item in content.status.orders if item.verb in ("dump", "save")}
+    keep = content.status.committed if content.spec.deletion_policy == "Retain" else None
+    for generation in sorted(begun):
+        kept = keep is not None and generation == keep.generation
+        if not kept and not _is_removed(content, generation):
+            return _remove(view, generation, now)
+    return Plan((Finalize(content),))
+
+
+def _deletes(content: SnapshotContent, generation: int) -> list[OrderStatus]:
+    return [
+        item
+        for item in content.status.orders
+        if item.verb == "delete" and item.payload["generation"] == generation
+    ]
+
+
+def _is_removed(content: SnapshotContent, generation: int) -> bool:
+    return any(fold.succeeded(item) for item in _deletes(content, generation))
 
 
 def _remove(view: CaptureView, generation: int, now: float) -> Plan:
-    """Have the committed generation removed; any node reaches the artifact root."""
+    """Have one generation removed, by any node: all reach the artifact root. Failures rest."""
     content = view.content
-    orders = fold.find(content.status.orders, "delete", generation)
-    if any(fold.succeeded(item) for item in orders):
-        return Plan((Finalize(content),))
-    open_orders = [item for item in orders if not fold.is_answered(item)]
-    if open_orders:
-        return Plan(wake_at=fold.next_deadline(open_orders))
+    orders = _deletes(content, generation)
+    attempt = fold.retry_attempt(orders, now)
+    if attempt is None:
+        last = max(orders, key=lambda item: item.attempt)
+        if not fold.is_answered(last):
+            return _plan(content, content.status, now)
+        cause = last.final.failure if last.final else None
+        message = cause.message if cause else f"node {last.node} is gone"
+        waiting = _deletion_waits(content, "DeleteFailed", message, now)
+        return Plan(waiting.writes, fold.retry_at(orders))
     node = _deleting_node(view)
-    if node is None or orders:
-        return NOTHING
-    order = ordering.delete(content, generation, node, content.status.traceparent, now)
-    return _plan(content, replace(content.status, orders=[*content.status.orders, order]))
+    if node is None:
+        return _deletion_waits(content, "NoNode", "no node is ready to remove the artifact", now)
+    order = ordering.delete(
+        content, generation, node, content.status.traceparent, now, attempt=attempt
+    )
+    return _plan(content, replace(content.status, orders=[*content.status.orders, order]), now)
 
 
 def _deleting_node(view: CaptureView) -> str | None:

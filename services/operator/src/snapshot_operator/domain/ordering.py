@@ -14,6 +14,7 @@ from snapshot_shared.orders import (
     ArtifactRef,
     CommitOrder,
     DeleteOrder,
+    DeviceRef,
     DropOrder,
     DumpOrder,
     LoadOrder,
@@ -53,8 +54,8 @@ BUDGET_S = {
     "verify": 3600.0,
 }
 HOLD_S = 1800.0
-FORGET_ATTEMPT = 1_000_000
-"""The attempt of a `drop` that ends a pod: above that of any restore of it."""
+FORGET_ATTEMPT = 1000
+"""The first attempt of a `drop` that ends a pod: above that of any restore of it."""
 
 
 def status_of(order: Order, service: Service, now: float) -> OrderStatus:
@@ -147,30 +148,21 @@ def run(pod: Pod, *, standby: bool, trace: str, now: float) -> OrderStatus:
     return status_of(order, "agent", now)
 
 
-def stop(pod: Pod, trace: str, now: float) -> OrderStatus:
+def stop(pod: Pod, trace: str, now: float, *, attempt: int = 1) -> OrderStatus:
     """End the pod's containers."""
     order = StopOrder(
         pod=pod_ref(pod, pod.spec.containers[0].name),
         grace_s=float(pod.spec.termination_grace_period_seconds),
-        **_common("stop", pod.metadata.uid, 1, pod.status.node_name, trace),
+        **_common("stop", pod.metadata.uid, attempt, pod.status.node_name, trace),
     )
     return status_of(order, "agent", now)
 
 
-def forget(pod: Pod, trace: str, now: float) -> list[OrderStatus]:
-    """Free the pod's devices of what it left committed there."""
-    found = []
-    for device in pod.status.devices:
-        common = _common(
-            "drop",
-            pod.metadata.uid,
-            FORGET_ATTEMPT,
-            pod.status.node_name,
-            trace,
-            f"gpu-{device.ordinal}",
-        )
-        found.append(status_of(DropOrder(device=device.uuid, **common), "gms", now))
-    return found
+def forget(pod: Pod, device: DeviceRef, trace: str, now: float, *, attempt: int) -> OrderStatus:
+    """Free one of the pod's devices of what it left committed there."""
+    part = f"gpu-{device.ordinal}"
+    common = _common("drop", pod.metadata.uid, attempt, pod.status.node_name, trace, part)
+    return status_of(DropOrder(device=device.uuid, **common), "gms", now)
 
 
 def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> OrderStatus:
@@ -261,7 +253,7 @@ def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) ->
 
 
 def delete(
-    content: SnapshotContent, generation: int, node: str, trace: str, now: float
+    content: SnapshotContent, generation: int, node: str, trace: str, now: float, *, attempt: int
 ) -> OrderStatus:
     """Remove one generation from the artifact root."""
     uid = content.metadata.uid
@@ -269,7 +261,7 @@ def delete(
         namespace=content.spec.source.namespace,
         content_uid=uid,
         generation=generation,
-        **_common("delete", uid, max(generation, 1), node, trace, f"gen-{generation}"),
+        **_common("delete", uid, attempt, node, trace, f"gen-{generation}"),
     )
     return status_of(order, "agent", now)
 
@@ -286,7 +278,7 @@ def load(
     devices = {device.ordinal: device.uuid for device in pod.status.devices}
     found = []
     for entry in committed.vector:
-        if entry.layout is None or entry.ordinal is None:
+        if entry.layout is None or entry.ordinal not in devices or entry.part not in digests:
             continue
         order = LoadOrder(
             artifact=artifact,

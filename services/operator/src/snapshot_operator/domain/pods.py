@@ -34,7 +34,7 @@ from snapshot_shared.objects import (
     RestoreStatus,
     SnapshotContent,
 )
-from snapshot_shared.orders import ArtifactRef, VectorEntry
+from snapshot_shared.orders import ArtifactRef, DeviceRef, VectorEntry
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
 
@@ -66,28 +66,32 @@ def reconcile_pod(view: PodView, now: float) -> Plan:
     pod = view.pod
     if pod.metadata.deletion_timestamp:
         return _deletion(view, now)
-    if pod.status.phase in FINISHED:
+    if pod.status.phase in FINISHED and not _is_restoring(pod):
         return _freeing(view, now)
     if not pod.status.node_name:
         return _schedule(view, now)
-    if pod.status.restore is not None and pod.status.restore.state in (
-        *_FAILING,
-        Restore.DROPPING,
-    ):
+    if _is_restoring(pod):
         return _restoring(view, now)
     return _running(view, now)
+
+
+def _is_restoring(pod: Pod) -> bool:
+    restore = pod.status.restore
+    return restore is not None and restore.state in (*_FAILING, Restore.DROPPING)
 
 
 def _settled_by_loss(view: PodView, now: float) -> Plan | None:
     """Settle what a lost node cannot answer any more; None when nothing changes."""
     pod = view.pod
     node = pod.status.node_name
-    if not node or node not in lost_nodes(view.nodes):
+    known = {found.metadata.name for found in view.nodes}
+    is_lost = bool(node) and (node in lost_nodes(view.nodes) or node not in known)
+    if not is_lost:
         return None
-    orders = fold.mark_lost(pod.status.orders, node, now)
+    orders = fold.mark_lost(pod.status.orders, now, lost={node}, known=known)
     if orders != pod.status.orders:
-        return _plan(pod, replace(pod.status, orders=orders))
-    if pod.status.phase in FINISHED or pod.metadata.deletion_timestamp:
+        return _plan(pod, replace(pod.status, orders=orders), now)
+    if pod.status.phase in FINISHED or pod.metadata.deletion_timestamp or _is_restoring(pod):
         return None
     failure = Failure(
         reason="NodeLost",
@@ -112,9 +116,11 @@ def _trace(pod: Pod) -> str:
     return pod.metadata.annotations.get(TRACEPARENT, "")
 
 
-def _plan(pod: Pod, status: PodStatus, *before: Write, wake_at: float | None = None) -> Plan:
+def _plan(
+    pod: Pod, status: PodStatus, now: float, *before: Write, wake_at: float | None = None
+) -> Plan:
     obligations = sorted({item.verb for item in status.orders if not fold.is_answered(item)})
-    times = [at for at in (wake_at, fold.next_deadline(status.orders)) if at is not None]
+    times = [at for at in (wake_at, fold.next_deadline(status.orders, now)) if at is not None]
     new = replace(pod, status=replace(status, obligations=obligations))
     return status_plan(pod, new, *before, wake_at=min(times, default=None))
 
@@ -131,7 +137,7 @@ def _fail(view: PodView, failure: Failure, now: float) -> Plan:
     )
     if status.restore is not None and status.restore.state is not Restore.FAILED:
         status = replace(status, restore=replace(status.restore, failure=failure))
-    return _plan(pod, status)
+    return _plan(pod, status, now)
 
 
 def _schedule(view: PodView, now: float) -> Plan:
@@ -141,7 +147,7 @@ def _schedule(view: PodView, now: float) -> Plan:
         if view.source.failure is not None:
             return _fail(view, view.source.failure, now)
         content = view.source.content
-        if content is None or content.status.committed is None:
+        if not _is_usable(content) or content is None or content.status.committed is None:
             return _wait(pod, "WaitingForSnapshot", view.source.waiting, now)
         vector = content.status.committed.vector
     answer = place(pod, view.nodes, view.used, vector)
@@ -152,11 +158,15 @@ def _schedule(view: PodView, now: float) -> Plan:
     return _placed(view, answer, now)
 
 
+def _is_usable(content: SnapshotContent | None) -> bool:
+    return content is not None and not content.metadata.deletion_timestamp
+
+
 def _wait(pod: Pod, reason: str, message: str, now: float) -> Plan:
     waiting = conditions.with_conditions(
         pod.status.conditions, pod, now, ("PodScheduled", False, reason, message)
     )
-    return _plan(pod, replace(pod.status, conditions=waiting, reason=reason, message=message))
+    return _plan(pod, replace(pod.status, conditions=waiting, reason=reason, message=message), now)
 
 
 def _placed(view: PodView, placement: Placement, now: float) -> Plan:
@@ -181,7 +191,7 @@ def _placed(view: PodView, placement: Placement, now: float) -> Plan:
     if content is None or content.status.committed is None:
         placed = replace(pod, status=status)
         run = ordering.run(placed, standby=False, trace=_trace(placed), now=now)
-        return _plan(pod, replace(status, orders=[run]))
+        return _plan(pod, replace(status, orders=[run]), now)
     return _begin_restore(pod, status, content, now)
 
 
@@ -210,7 +220,7 @@ def _begin_restore(pod: Pod, status: PodStatus, content: SnapshotContent, now: f
         ordering.run(placed, standby=True, trace=trace, now=now),
         *ordering.load(placed, content, artifact, trace, now),
     ]
-    return _plan(pod, replace(placed.status, orders=orders), *_registered(pod, content))
+    return _plan(pod, replace(placed.status, orders=orders), now, *_registered(pod, content))
 
 
 def _registered(pod: Pod, content: SnapshotContent) -> list[Write]:
@@ -289,7 +299,7 @@ def _running(view: PodView, now: float) -> Plan:
         if now >= wake_at and status.phase not in FINISHED:
             return _fail(view, _too_long(limit), now)
     done = _unregistered(view) if status.restore is not None else []
-    return _plan(pod, status, *done, wake_at=wake_at)
+    return _plan(pod, status, now, *done, wake_at=wake_at)
 
 
 def _too_long(limit: int) -> Failure:
@@ -349,11 +359,11 @@ def _with(
 def _loading(pod: Pod, status: PodStatus, restore: RestoreStatus, now: float) -> Plan:
     loads = fold.find(status.orders, "load", restore.attempt)
     if not all(fold.succeeded(item) for item in loads):
-        return _plan(pod, status)
+        return _plan(pod, status, now)
     orders = ordering.commit(pod, loads, restore.traceparent, now)
     moved = _with(status, restore, RestoreEvent.LOADED, *orders)
     if orders:
-        return _plan(pod, moved)
+        return _plan(pod, moved, now)
     return _committing(pod, moved, moved.restore or restore, now)
 
 
@@ -362,16 +372,16 @@ def _committing(pod: Pod, status: PodStatus, restore: RestoreStatus, now: float)
     runs = fold.find(status.orders, "run")
     is_up = all(fold.succeeded(item) for item in (*commits, *runs))
     if not is_up or restore.artifact is None:
-        return _plan(pod, status)
+        return _plan(pod, status, now)
     order = ordering.restore(pod, restore.artifact, restore.traceparent, now)
-    return _plan(pod, _with(status, restore, RestoreEvent.COMMITTED, order))
+    return _plan(pod, _with(status, restore, RestoreEvent.COMMITTED, order), now)
 
 
 def _awaiting(view: PodView, status: PodStatus, restore: RestoreStatus, now: float) -> Plan:
     pod = view.pod
     orders = fold.find(status.orders, "restore", restore.attempt)
     if not all(fold.succeeded(item) for item in orders):
-        return _plan(pod, status)
+        return _plan(pod, status, now)
     ready = conditions.with_conditions(
         status.conditions,
         pod,
@@ -382,7 +392,7 @@ def _awaiting(view: PodView, status: PodStatus, restore: RestoreStatus, now: flo
     serving = [replace(found, ready=True) for found in status.container_statuses]
     done = _with(status, restore, RestoreEvent.RESTORED)
     done = replace(done, conditions=ready, container_statuses=serving)
-    return _plan(pod, done, *_unregistered(view))
+    return _plan(pod, done, now, *_unregistered(view))
 
 
 def _drop(
@@ -395,20 +405,22 @@ def _drop(
         *ordering.drop(pod, loads, restore.traceparent, now),
         ordering.stop(pod, restore.traceparent, now),
     ]
-    return _plan(pod, _with(status, restore, RestoreEvent.FAILED, *orders, failure=failure))
+    return _plan(pod, _with(status, restore, RestoreEvent.FAILED, *orders, failure=failure), now)
 
 
 def _dropping(view: PodView, restore: RestoreStatus, now: float) -> Plan:
     pod = view.pod
+    lost = lost_nodes(view.nodes)
     owed = [
         item
         for item in pod.status.orders
         if item.verb in ("load", "drop", "stop")
         and not fold.is_answered(item)
+        and item.node not in lost
         and now < item.deadline
     ]
     if owed:
-        return Plan(wake_at=fold.next_deadline(owed))
+        return Plan(wake_at=fold.next_deadline(owed, now))
     failure = restore.failure or Failure(reason="RestoreFailed", message="the restore failed")
     status = _with(pod.status, restore, RestoreEvent.DROPPED, failure=failure)
     rows = conditions.failed(status.conditions, pod, now, failure)
@@ -418,71 +430,118 @@ def _dropping(view: PodView, restore: RestoreStatus, now: float) -> Plan:
     status = replace(
         status, phase="Failed", reason=failure.reason, message=failure.message, conditions=rows
     )
-    return _plan(pod, status, *_unregistered(view))
+    return _plan(pod, status, now, *_unregistered(view))
 
 
 def holds_devices(pod: Pod) -> bool:
     """Say whether the pod's devices may still hold its memory."""
-    if not pod.status.devices:
-        return False
-    forgets = fold.find(pod.status.orders, "drop", ordering.FORGET_ATTEMPT)
-    return not forgets or not all(fold.is_answered(item) for item in forgets)
+    return any(not _is_forgotten(pod, device) for device in pod.status.devices)
+
+
+def _forgets(pod: Pod, device: DeviceRef) -> list[OrderStatus]:
+    return [
+        item
+        for item in pod.status.orders
+        if item.verb == "drop"
+        and item.attempt >= ordering.FORGET_ATTEMPT
+        and item.payload["device"] == device.uuid
+    ]
+
+
+def _is_forgotten(pod: Pod, device: DeviceRef) -> bool:
+    return any(_is_over(item) for item in _forgets(pod, device))
+
+
+def _is_over(item: OrderStatus) -> bool:
+    """Say whether a cleaning order has done its work, or its node is gone for good."""
+    return fold.succeeded(item) or item.state == fold.LOST
 
 
 def _freeing(view: PodView, now: float) -> Plan:
     """A finished pod gives back its devices: stop what may run, then forget its memory."""
     pod = view.pod
     if not pod.status.node_name:
-        return _plan(pod, pod.status, *_unregistered(view))
-    owed = _end_orders(pod, now)
+        return _plan(pod, pod.status, now, *_unregistered(view))
+    owed, wake_at = _end_orders(pod, now)
     status = replace(pod.status, orders=[*pod.status.orders, *owed])
-    return _plan(pod, status, *_unregistered(view))
+    return _plan(pod, status, now, *_unregistered(view), wake_at=wake_at)
 
 
-def _end_orders(pod: Pod, now: float) -> list[OrderStatus]:
-    """Give the next orders that end a pod: first the stop, and when it is answered the drops."""
-    orders = pod.status.orders
-    stops = fold.find(orders, "stop")
-    if fold.find(orders, "run") and not stops:
-        return [ordering.stop(pod, _trace(pod), now)]
-    if not all(fold.is_answered(item) for item in stops):
-        return []
-    if fold.find(orders, "drop", ordering.FORGET_ATTEMPT):
-        return []
-    return ordering.forget(pod, _trace(pod), now)
+def _end_orders(pod: Pod, now: float) -> tuple[list[OrderStatus], float | None]:
+    """Give the next orders that end a pod, and when to look again.
+
+    First the stop, until it has succeeded; then for each device the drop. What fails rests and
+    is tried again: the devices are not given away before.
+    """
+    trace = _trace(pod)
+    stops = fold.find(pod.status.orders, "stop")
+    if fold.find(pod.status.orders, "run") and not any(_is_over(item) for item in stops):
+        attempt = fold.retry_attempt(stops, now)
+        if attempt is not None:
+            return [ordering.stop(pod, trace, now, attempt=attempt)], None
+        return [], _rest(stops)
+    owed: list[OrderStatus] = []
+    rests: list[float] = []
+    for device in pod.status.devices:
+        if _is_forgotten(pod, device):
+            continue
+        forgets = _forgets(pod, device)
+        attempt = fold.retry_attempt(forgets, now)
+        if attempt is not None:
+            attempt = max(attempt, ordering.FORGET_ATTEMPT)
+            owed.append(ordering.forget(pod, device, trace, now, attempt=attempt))
+        elif (rest := _rest(forgets)) is not None:
+            rests.append(rest)
+    return owed, min(rests, default=None)
+
+
+def _rest(orders: list[OrderStatus]) -> float | None:
+    last = max(orders, key=lambda item: item.attempt)
+    return fold.retry_at(orders) if fold.is_answered(last) else None
 
 
 def _deletion(view: PodView, now: float) -> Plan:
+    """End a pod. It stays until its processes have ended and its devices are free."""
     pod = view.pod
-    if pod.status.node_name:
-        owed = _end_orders(pod, now)
-        if owed:
-            return _plan(pod, replace(pod.status, orders=[*pod.status.orders, *owed]))
-        open_orders = [item for item in pod.status.orders if not fold.is_answered(item)]
-        waiting = [item for item in open_orders if now < item.deadline]
-        if waiting:
-            return Plan(wake_at=fold.next_deadline(waiting))
-    return Plan((*_unregistered(view), Finalize(pod)))
+    restore = pod.status.restore
+    if restore is not None and restore.state in _FAILING:
+        failure = Failure(reason="Deleted", message="the pod was deleted during its restore")
+        return _drop(view, pod.status, restore, failure, now)
+    if restore is not None and restore.state is Restore.DROPPING:
+        return _dropping(view, restore, now)
+    if not pod.status.node_name:
+        return Plan((*_unregistered(view), Finalize(pod)))
+    owed, wake_at = _end_orders(pod, now)
+    stops = fold.find(pod.status.orders, "stop")
+    is_ended = not fold.find(pod.status.orders, "run") or any(_is_over(item) for item in stops)
+    if is_ended and not owed and not holds_devices(pod):
+        return Plan((*_unregistered(view), Finalize(pod)))
+    status = replace(pod.status, orders=[*pod.status.orders, *owed])
+    return _plan(pod, status, now, *_unregistered(view), wake_at=wake_at)
 
 
-def resolve(name: str, content: SnapshotContent | None, *, exists: bool) -> Source:
-    """Judge what `restore-from` names: usable, not yet, or never."""
+def resolve(
+    name: str, content: SnapshotContent | None, *, exists: bool, failure: str = ""
+) -> Source:
+    """Judge what `restore-from` names: usable, not yet, or never.
+
+    `failure` says why the snapshot or checkpoint itself failed, if it did.
+    """
+    if content is not None and content.status.failure is not None:
+        failure = failure or content.status.failure.message
+    if failure and (content is None or content.status.capture is Capture.FAILED):
+        refusal = Failure(
+            reason="SnapshotFailed",
+            message=f"{name} failed: {failure}",
+            next_step="take a new snapshot or start the worker cold",
+        )
+        return Source(content, failure=refusal)
     if not exists:
-        return Source(None, waiting=f"no snapshot or checkpoint is called {name}")
+        return Source(content, waiting=f"no snapshot or checkpoint is called {name}")
     if content is None:
         return Source(None, waiting=f"{name} has no content yet")
-    if content.status.capture is Capture.FAILED:
-        cause = content.status.failure.message if content.status.failure else "unknown"
-        return Source(
-            content,
-            failure=Failure(
-                reason="SnapshotFailed",
-                message=f"the capture of {name} failed: {cause}",
-                next_step="take a new snapshot or start the worker cold",
-            ),
-        )
     if content.metadata.deletion_timestamp:
-        return Source(None, waiting=f"{name} is being deleted")
+        return Source(content, waiting=f"{name} is being deleted")
     return Source(content, waiting=f"{name} is not captured yet")
 
 

@@ -18,7 +18,7 @@ from snapshot_agent.domain import control
 from snapshot_agent.handlers.background import Background
 from snapshot_agent.ports import Duty, GuardLink, Machine, Orders, Worker
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import Failure, SourceExited
+from snapshot_shared.errors import Failure, SnapbackError, SourceExited
 from snapshot_shared.ids import OrderId, Uid, order_id, short_hash
 from snapshot_shared.ledger import Accepted, Noted
 from snapshot_shared.orders import PodRef, PrepareOrder, ReleaseOrder
@@ -95,6 +95,16 @@ class Holds:
         """Start the guard of a hold."""
         hold.guard = await self._machine.guards.start(self.duty(hold))
 
+    async def arm_if_possible(self, hold: Hold) -> None:
+        """Start another guard. Without one the hold still ends at its deadline."""
+        try:
+            await self.arm(hold)
+        except SourceExited:
+            # Nothing is left to guard; the capture itself may still be completed.
+            log.info("the worker of %s has ended", hold.content)
+        except (SnapbackError, OSError):
+            log.exception("no guard for %s", hold.content)
+
     def keep(self, hold: Hold) -> None:
         """Hold a prepared worker until it is let go, at the latest at its deadline."""
         self.by_content[hold.content] = hold
@@ -114,11 +124,7 @@ class Holds:
             if hold.guard is not None:
                 hold.guard.close()
                 hold.guard = None
-            try:
-                await self.arm(hold)
-            except SourceExited:
-                # Nothing is left to guard; the capture itself may still be completed.
-                continue
+            await self.arm_if_possible(hold)
         await self.release_alone(hold)
 
     async def _guard_is_lost(self, hold: Hold) -> None:
@@ -161,6 +167,9 @@ class Holds:
         name = order_id("release", hold.content)
         known = self._orders.journal.ledger.entries.get(name)
         if known is not None and known.attempt >= hold.attempt:
+            # It was asked for: that order lets go, or has failed to.
+            if known.terminal is not None:
+                await self.give_up(hold, _OVERDUE)
             return
         await self._accept_own(hold, name)
         await self._orders.cancel(order_id("dump", hold.content), hold.attempt)

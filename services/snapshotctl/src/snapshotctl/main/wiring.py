@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from snapshotctl.adapters.operator_client import OperatorClient, connected
 from snapshotctl.adapters.render import Output, Terminal
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import documents
+from snapshotctl.domain.cluster import DEMO_PREFIX
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
 from snapshotctl.handlers.summary import Stage
@@ -80,22 +82,27 @@ class Tools:
     def local_cluster(self, name: str | None) -> LocalCluster:
         """Give the local cluster that is meant."""
         chosen = name or self.cluster or os.environ.get("SNAPBACK_CLUSTER") or DEFAULT_CLUSTER
-        return self._cluster(cluster_name(chosen), Path.cwd())
+        return self._cluster(cluster_name(chosen), Path.cwd(), secrets.token_hex(4))
 
-    def _cluster(self, name: str, workdir: Path, *, is_demo: bool = False) -> LocalCluster:
+    def _cluster(
+        self, name: str, workdir: Path, run: str, *, is_demo: bool = False
+    ) -> LocalCluster:
         return LocalCluster(
             self.folders,
             name,
             environment=os.environ,
             workdir=workdir,
             say=lambda text: self.screen.line(f"  {text}"),
+            run=run,
             is_demo=is_demo,
         )
 
-    def stage(self, name: str) -> Stage:
-        """Set the stage of a demo on a cluster of this name."""
+    def stage(self) -> Stage:
+        """Set the stage of a demo on a cluster of its own."""
         examples = machine.examples_folder()
-        cluster = self._cluster(name, examples.parent.parent, is_demo=True)
+        run = secrets.token_hex(4)
+        name = DEMO_PREFIX + run
+        cluster = self._cluster(name, examples.parent.parent, run, is_demo=True)
 
         def connect() -> AbstractAsyncContextManager[OperatorClient]:
             server = Server(cluster.record.url, f"local cluster {name}")

@@ -1,0 +1,44 @@
+"""What a node says of itself."""
+
+import asyncio
+import json
+
+from snapshot_shared import subjects
+from snapshot_shared.codec import decode_json
+from snapshot_shared.orders import Presence
+from tests.support.agent_rig import PATIENCE_S, Rig
+
+MIB = 1024 * 1024
+
+
+async def test_a_node_is_present_at_once_and_names_its_devices_as_soon_as_gms_is_up(
+    rig: Rig,
+) -> None:
+    subject = f"$KV.{subjects.NODES_BUCKET}.{rig.node}"
+    async with rig.bus.listening(subject) as queue, rig.agent():
+        first = decode_json((await asyncio.wait_for(queue.get(), PATIENCE_S)).data, Presence)
+        assert first.node == rig.node
+        assert first.devices == []
+        assert first.drivers == ["cooperative"]
+        assert first.artifact_root == str(rig.root)
+        assert first.free_bytes > 0
+
+        await rig.gms(devices=2, device_bytes=64 * MIB)
+        # Much sooner than with the next beat, which comes after ten seconds.
+        second = decode_json((await asyncio.wait_for(queue.get(), 5)).data, Presence)
+    assert [device.capacity_bytes for device in second.devices] == [64 * MIB, 64 * MIB]
+
+
+async def test_the_agent_is_found_as_a_nats_service(rig: Rig) -> None:
+    async with rig.agent():
+        answers = []
+        async with rig.bus.listening("_INBOX.agents") as queue:
+            await rig.bus.client.publish("$SRV.INFO.snap-agent", b"", reply="_INBOX.agents")
+            while True:
+                delivery = await asyncio.wait_for(queue.get(), PATIENCE_S)
+                answers.append(json.loads(delivery.data))
+                if answers[-1]["metadata"] == {"node": rig.node}:
+                    break
+        endpoint = answers[-1]["endpoints"][0]
+        assert endpoint["subject"] == f"snap.rpc.agent.{rig.node}.status"
+        assert (await rig.status())["node"] == rig.node
