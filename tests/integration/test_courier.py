@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from snapshot_shared.journal import Journal
 from snapshot_shared.orders import DeadLetter, DeleteOrder, Order, Report
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import Telemetry
+from tests.support.nats_server import running_nats_server
 
 NODE = NodeName("node-1")
 OWNER = Uid("00000000-0000-0000-0000-000000000001")
@@ -274,6 +276,29 @@ async def test_a_step_that_must_not_run_twice_ends_as_outcome_unknown(desk: Desk
     assert found[-1].failure is not None
     assert found[-1].failure.reason == "OutcomeUnknown"
     assert handler.log.count("began") == 1
+
+
+async def test_reports_that_a_wiped_server_forgot_are_told_again_after_the_reconnection(
+    tmp_path: Path,
+) -> None:
+    async with running_nats_server(tmp_path / "one") as server:
+        bus = await Bus(server.url, "test").connect()
+        await bus.ensure_assets()
+        desk = Desk(bus, tmp_path / "journal")
+        async with desk.courier():
+            await desk.send(order())
+            await desk.reports("deleted")
+            again = bus.reconnections()
+            server.kill()
+            shutil.rmtree(tmp_path / "one")
+            await server.start_async()
+            async with asyncio.timeout(10):
+                await again.wait()
+            await bus.ensure_assets()
+            found = await desk.reports("deleted")
+        await bus.close()
+    assert [report.kind for report in found] == ["accepted", "deleted"]
+    assert desk.handler.log == ["tombstone", "remove"]
 
 
 async def _crash_while(desk: Desk, blocked: asyncio.Event) -> None:

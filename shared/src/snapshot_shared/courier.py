@@ -58,6 +58,8 @@ from snapshot_shared.telemetry import Attributes, Telemetry
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.5
+RETELL_S = 3600.0
+"""How old an order's last report may be to be told again after a reconnection, in seconds."""
 
 Result = Mapping[str, Any]
 """Fields of the terminal report besides the ones that every report has."""
@@ -165,14 +167,17 @@ class Courier:
             self._outbox.put_nowait(report)
         for entry in self.journal.ledger.unfinished():
             await self._resume(entry)
-        outbox = asyncio.create_task(self._deliver(), name="outbox")
-        intake = asyncio.create_task(self._take(), name="intake")
+        tasks = (
+            asyncio.create_task(self._deliver(), name="outbox"),
+            asyncio.create_task(self._take(), name="intake"),
+            asyncio.create_task(self._retell(), name="retelling"),
+        )
         try:
-            done, _ = await asyncio.wait((outbox, intake), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            await end_all(outbox, intake)
+            await end_all(*tasks)
 
     async def drain(self) -> None:
         """Cancel what runs and wait until its compensation is over."""
@@ -387,6 +392,22 @@ class Courier:
             await self.journal.append(
                 Delivered(order=report.order, attempt=report.attempt, n=report.n)
             )
+
+    async def _retell(self) -> None:
+        """After a reconnection report again what was reported lately.
+
+        A server that lost its store has lost reports that it had acknowledged, perhaps before
+        the operator had read them. To fold one twice changes nothing.
+        """
+        again = self.bus.reconnections()
+        while True:
+            await again.wait()
+            again.clear()
+            since = self.clocks.wall() - RETELL_S
+            for entry in self.journal.ledger.entries.values():
+                if entry.reports and entry.reports[-1].at >= since:
+                    for report in entry.reports:
+                        self._outbox.put_nowait(report)
 
     async def _publish(self, report: Report) -> None:
         await self.bus.publish(
