@@ -38,6 +38,7 @@ from snapshot_shared.ledger import (
     Delivered,
     Entry,
     Noted,
+    Record,
     Reported,
     Tombstoned,
 )
@@ -367,16 +368,16 @@ class Courier:
                 at=self.clocks.wall(),
                 **fields,
             )
-            await self._journal_report(report)
+            await self._append_however_full(Reported(report=report))
             self._outbox.put_nowait(report)
 
-    async def _journal_report(self, report: Report) -> None:
-        """Write a report down, however long the disk is full: an outcome is never dropped."""
+    async def _append_however_full(self, record: Record) -> None:
+        """Write a record down however long the disk is full: an outcome is never dropped."""
         while True:
             try:
-                return await self.journal.append(Reported(report=report))
+                return await self.journal.append(record)
             except NoSpace as error:
-                log.warning("report %s/%s waits: %s", report.order, report.kind, error)
+                log.warning("the journal waits: %s", error)
                 await self.bus.pause(self._again)
 
     async def _deliver(self) -> None:
@@ -389,7 +390,7 @@ class Courier:
                 except BusUnavailable as error:
                     log.info("report %s/%s waits: %s", report.order, report.kind, error)
                     await self.bus.pause(self._again)
-            await self.journal.append(
+            await self._append_however_full(
                 Delivered(order=report.order, attempt=report.attempt, n=report.n)
             )
 

@@ -19,6 +19,7 @@ SnapbackError
 │   ├── StaleLayout / GenerationMismatch / LayoutConflict / Fenced / InvalidTransition
 ├── ArtifactError
 │   ├── ArtifactCorrupt / ArtifactMissing / ArtifactExists / Incompatible
+├── TransferKilled            a process that moved bytes was killed from outside
 ├── NoSpace                   needed and free bytes
 ├── BusUnavailable            NATS does not answer
 └── Internal                  a defect of ours
@@ -236,6 +237,10 @@ class ArtifactExists(ArtifactError):
 
 class Incompatible(ArtifactError):
     """The target cannot take the artifact; both values in `values`."""
+
+
+class TransferKilled(SnapbackError):
+    """Somebody killed the process that moved bytes; `values` has the signal."""
 
 
 class NoSpace(SnapbackError):

@@ -25,6 +25,7 @@ from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Rep
 from snapshot_shared.spans import SpanRecord
 
 MAX_PROBLEMS = 50
+MAX_GPUS = 64
 _SET_BY_STORE = (
     "uid",
     "resourceVersion",
@@ -82,7 +83,7 @@ def _refused(problems: list[str]) -> InvalidManifest:
 
 def _kind(document: Any, where: str) -> Kind:
     if not isinstance(document, dict):
-        raise _refused([f"{where}: expected a mapping, found {type(document).__name__}"])
+        raise _refused([f"{where}(document): expected a mapping, found {type(document).__name__}"])
     name, version = document.get("kind"), document.get("apiVersion")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None or not kind.appliable:
@@ -209,6 +210,8 @@ def _pod_problems(where: str, pod: Any) -> Iterator[tuple[str, str]]:
         if container.working_dir and not container.working_dir.startswith("/"):
             yield f"{path}.workingDir", f"{container.working_dir!r} is not an absolute path"
     try:
-        gpus_wanted(pod)
+        wanted = gpus_wanted(pod)
     except ValueError:
-        yield f"{where}.containers", "nvidia.com/gpu must be a whole number"
+        wanted = -1
+    if not 0 <= wanted <= MAX_GPUS:
+        yield f"{where}.containers", f"nvidia.com/gpu must be a whole number up to {MAX_GPUS}"

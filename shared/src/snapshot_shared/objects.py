@@ -38,8 +38,9 @@ GPU_RESOURCE = "nvidia.com/gpu"
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?\Z")]
+Amount = Annotated[int, Meta(ge=0, le=2**50)]
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z")]
-Argument = Annotated[str, Meta(max_length=32768)]
+Argument = Annotated[str, Meta(max_length=32768, pattern=r"^[^\x00]*\Z")]
 LabelKey = Annotated[str, Meta(max_length=316, pattern=r"^[A-Za-z0-9./_-]+\Z")]
 LabelValue = Annotated[str, Meta(max_length=63)]
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
@@ -88,8 +89,8 @@ class EnvVar(msgspec.Struct, frozen=True, kw_only=True):
 class ResourceRequirements(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Limits and requests; `nvidia.com/gpu` takes whole devices, the rest is informational."""
 
-    limits: dict[LabelKey, Quantity | int] = {}
-    requests: dict[LabelKey, Quantity | int] = {}
+    limits: dict[LabelKey, Quantity | Amount] = {}
+    requests: dict[LabelKey, Quantity | Amount] = {}
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -320,6 +320,25 @@ async def test_an_answer_that_is_overdue_is_waited_for_without_looking_again_and
     assert (plan.writes, plan.wake_at) == ((), None)
 
 
+async def test_a_release_that_failed_is_ordered_again_until_the_worker_goes_on(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    for order in world.open():
+        await world.answer_well(order)
+    await world.fail(world.open("release")[0], "NoSpace")
+    await world.answer_well(world.open("seal")[0])
+    assert not world.open("release")
+    await world.advance(31.0)
+    (again,) = world.open("release")
+    assert again.attempt == 2
+    await world.answer_well(again)
+    assert (await world.content()).status.obligations == []
+    await world.advance(600.0)
+    assert not world.open()
+
+
 async def test_the_sweep_withdraws_what_nobody_waits_for_any_more(world: World) -> None:
     await capturing(world)
     (prepare,) = world.open("prepare")

@@ -45,6 +45,30 @@ def test_every_problem_is_named_at_once_by_its_path() -> None:
         ({"containers": [{"name": "A", "command": ["x"]}]}, "spec.containers[0].name"),
         ({"containers": [{"name": "a", "command": "x"}]}, "spec.containers[0].command"),
         ({"restartPolicy": "Always"}, "spec.restartPolicy"),
+        (
+            {
+                "containers": [
+                    {"name": "a", "command": ["x"], "env": [{"name": "A", "value": "\0"}]}
+                ]
+            },
+            "spec.containers[0].env[0].value",
+        ),
+        (
+            {
+                "containers": [
+                    {"name": "a", "command": ["x"], "resources": {"limits": {"nvidia.com/gpu": 65}}}
+                ]
+            },
+            "spec.containers",
+        ),
+        (
+            {
+                "containers": [
+                    {"name": "a", "command": ["x"], "resources": {"limits": {"nvidia.com/gpu": -2}}}
+                ]
+            },
+            "spec.containers[0].resources.limits.nvidia.com/gpu",
+        ),
         ({"volumes": []}, "spec.volumes"),
         ({"nodeName": "a_b"}, "spec.nodeName"),
     ],

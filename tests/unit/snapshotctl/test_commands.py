@@ -107,10 +107,10 @@ def test_a_server_that_does_not_answer_is_named_with_where_it_came_from(
     assert "secret" not in err
 
 
-def test_a_file_that_is_not_there_is_refused(
+def test_a_file_that_is_not_there_is_a_wrong_argument(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert _run(monkeypatch, "apply", "-f", str(tmp_path / "missing.yaml")) == Exit.REFUSED
+    assert _run(monkeypatch, "apply", "-f", str(tmp_path / "missing.yaml")) == Exit.USAGE
     assert "missing.yaml" in capsys.readouterr().err
 
 

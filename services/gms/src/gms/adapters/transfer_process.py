@@ -11,7 +11,7 @@ import msgspec
 
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
 from snapshot_shared.codec import MAX_FRAME_BYTES, encode_json
-from snapshot_shared.errors import Internal, InvalidMessage
+from snapshot_shared.errors import Internal, InvalidMessage, TransferKilled
 from snapshot_shared.frames import error_of
 
 _DECODER: msgspec.json.Decoder[TransferEvent] = msgspec.json.Decoder(TransferEvent)
@@ -43,6 +43,12 @@ class TransferProcesses:
                         await process.wait()
                         return
             status = await process.wait()
+            if status < 0:
+                raise TransferKilled(
+                    f"the {verb} process was killed by signal {-status}",
+                    next_step="look for the out-of-memory killer in the kernel's log",
+                    signal=-status,
+                )
             raise Internal(f"the {verb} process ended with status {status} and no result")
         finally:
             if process.returncode is None:

@@ -321,8 +321,9 @@ class MemoryTable:
         phase = Phase.ENDED if fence is None else fence.phases.get(device.uuid, Phase.ENDED)
         if fence is None or phase not in (Phase.HELD, Phase.LEASED):
             raise NotFound(
-                f"no fence with this token is held on {device.uuid}",
-                next_step="the capture was aborted or ran out of time: start a new attempt",
+                f"no fence with this token is held on {device.uuid}: the capture was aborted, ran "
+                "out of time, or the GPU memory service was restarted and its memory is lost",
+                next_step="start a new capture",
                 device=device.uuid,
                 phase=phase.value,
             )

@@ -226,7 +226,9 @@ def _early_release(
         fold.succeeded(item) if item.verb == "dump" else item.leased or fold.succeeded(item)
         for item in parts
     )
-    return [ordering.release(content, trace, now)] if wants_on and is_safe else []
+    if not (wants_on and is_safe):
+        return []
+    return [ordering.release(content, trace, now, attempt=content.status.attempt)]
 
 
 def _sealing(content: SnapshotContent, now: float) -> Plan:
@@ -268,10 +270,26 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
 def _release(content: SnapshotContent, now: float) -> Plan:
     """Ready is durable before the worker is released; nothing else is left to order."""
     status = content.status
-    if _current(content, "release"):
-        return _plan(content, status, now)
-    order = ordering.release(content, status.traceparent, now)
+    releases = _releases(content)
+    attempt = fold.retry_attempt(releases, now) if releases else status.attempt
+    if attempt is None:
+        plan = _plan(content, status, now)
+        last = max(releases, key=lambda item: item.attempt)
+        is_resting = fold.is_answered(last) and not fold.succeeded(last)
+        return Plan(plan.writes, fold.retry_at(releases)) if is_resting else plan
+    order = ordering.release(content, status.traceparent, now, attempt=attempt)
     return _plan(content, replace(status, orders=[*status.orders, order]), now)
+
+
+def _releases(content: SnapshotContent) -> list[OrderStatus]:
+    """Give the releases of the current attempt; a failed one is ordered again with a higher."""
+    orders = fold.find(content.status.orders, "release")
+    return [item for item in orders if item.attempt >= content.status.attempt]
+
+
+def _is_done(item: OrderStatus) -> bool:
+    """Say whether a cleaning order has done its work, or its node is gone for good."""
+    return fold.succeeded(item) or item.state == fold.LOST
 
 
 def _clean(view: CaptureView, now: float) -> Plan:
@@ -320,13 +338,14 @@ def _deletion(view: CaptureView, now: float) -> Plan:
         return _aborting(view, now)
     if status.capture is Capture.PENDING:
         return Plan((Finalize(content),))
-    if status.capture is Capture.READY and not _current(content, "release"):
+    lost = lost_nodes(view.nodes)
+    is_held = not any(_is_done(item) or item.node in lost for item in _releases(content))
+    if status.capture is Capture.READY and is_held:
         return _release(content, now)
     readers = [reader for reader in status.readers if reader in view.pods]
     if readers:
         message = f"restored by {', '.join(readers)}"
         return _deletion_waits(content, "ReadersRegistered", message, now)
-    lost = lost_nodes(view.nodes)
     owed = [item for item in _current(content) if item.node not in lost]
     if not all(fold.is_answered(item) or now >= item.deadline for item in owed):
         return _plan(content, status, now)

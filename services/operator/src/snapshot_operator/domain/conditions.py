@@ -54,7 +54,9 @@ def failed(
     conditions: list[Condition], owner: AnyObject, now: float, failure: Failure
 ) -> list[Condition]:
     """Say what went wrong and what to do."""
-    message = failure.message + (f" Next: {failure.next_step}" if failure.next_step else "")
+    message = failure.message.rstrip(".")
+    if failure.next_step:
+        message += f". Next: {failure.next_step}"
     return with_conditions(
         conditions,
         owner,

@@ -222,14 +222,14 @@ def seal(content: SnapshotContent, parts: list[PartResult], trace: str, now: flo
     return status_of(order, "agent", now)
 
 
-def release(content: SnapshotContent, trace: str, now: float) -> OrderStatus:
+def release(content: SnapshotContent, trace: str, now: float, *, attempt: int) -> OrderStatus:
     """Let the worker go on, or end it."""
     source = content.spec.source
     order = ReleaseOrder(
         pod=source_ref(content),
         content_uid=content.metadata.uid,
         policy=content.spec.source_policy,
-        **_common("release", content.metadata.uid, content.status.attempt, source.node_name, trace),
+        **_common("release", content.metadata.uid, attempt, source.node_name, trace),
     )
     return status_of(order, "agent", now)
 

@@ -156,7 +156,7 @@ def _checkpoint_before_capture(
         failure = Failure(
             reason=found.reason if found else "JobFailed",
             message=f"the worker failed before it was captured: {found.message if found else ''}",
-            next_step="look at the worker's log on its node",
+            next_step="read the worker's log, correct it and apply the checkpoint again",
         )
         return _checkpoint_failed(checkpoint, base, failure, now)
     if now >= deadline:

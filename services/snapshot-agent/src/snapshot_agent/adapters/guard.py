@@ -16,6 +16,7 @@ starts at once: a capture waits until its guard is armed. So no json, pathlib or
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import select
@@ -28,6 +29,7 @@ import time
 from snapshot_agent.adapters import procfs
 
 RETURN_S = 5.0
+FULL_S = 1.0
 """How long the guard waits for a returning agent, in seconds."""
 
 ARMED = b"armed"
@@ -211,9 +213,19 @@ def free(charge: Charge, tool: tuple[int, int] | None) -> None:
         for number in signals:
             procfs.send(member, number)
     if control is not None and not is_over:
-        _write(control, charge.says, charge.body.encode())
+        while not _is_written(control, charge) and any(procfs.session_of(charge.pid, charge.start)):
+            # The disk is full. The worker waits for this file, and nobody else will write it.
+            select.select([], [], [], FULL_S)
         with contextlib.suppress(OSError):
             os.unlink(charge.ends, dir_fd=control)
+
+
+def _is_written(control: int, charge: Charge) -> bool:
+    try:
+        _write(control, charge.says, charge.body.encode())
+    except OSError as error:
+        return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+    return True
 
 
 def _exists(directory: int, name: str) -> bool:

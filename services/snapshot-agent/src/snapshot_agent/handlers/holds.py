@@ -18,12 +18,15 @@ from snapshot_agent.domain import control
 from snapshot_agent.handlers.background import Background
 from snapshot_agent.ports import Duty, GuardLink, Machine, Orders, Worker
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import Failure, SnapbackError, SourceExited
+from snapshot_shared.errors import Failure, NoSpace, SnapbackError, SourceExited
 from snapshot_shared.ids import OrderId, Uid, order_id, short_hash
 from snapshot_shared.ledger import Accepted, Noted
 from snapshot_shared.orders import PodRef, PrepareOrder, ReleaseOrder
 
 log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+"""How long to wait before another try when the disk is full, in seconds."""
 
 UNCONFIRMED = "unconfirmed"
 """The note on a release that the agent ordered itself."""
@@ -125,7 +128,18 @@ class Holds:
                 hold.guard.close()
                 hold.guard = None
             await self.arm_if_possible(hold)
-        await self.release_alone(hold)
+        await self._release_at_last(hold)
+
+    async def _release_at_last(self, hold: Hold) -> None:
+        """Release alone, and try again while the disk is full: nobody else will."""
+        never = asyncio.Event()
+        while True:
+            try:
+                return await self.release_alone(hold)
+            except NoSpace as error:
+                log.warning("the release of %s waits: %s", hold.content, error)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(never.wait(), AGAIN_S)
 
     async def _guard_is_lost(self, hold: Hold) -> None:
         runtime = self._machine.runtime
@@ -146,10 +160,10 @@ class Holds:
         async with hold.turn:
             if self.by_content.get(hold.content) is not hold:
                 return
+            await self._thaw(hold.worker)
             where = hold.worker.places.control
             self._machine.control.put(where, control.COMPLETE, control.body(hold.attempt))
             self._machine.control.remove(where, control.QUIESCE)
-            await self._thaw(hold.worker)
             await self._forget(hold)
 
     async def give_up(self, hold: Hold, why: Failure) -> None:

@@ -226,9 +226,9 @@ class Pods:
         name = bad[0] if bad else next(iter(pod.codes))
         code = pod.codes[name]
         shown = "an unknown exit code" if code is None else f"exit code {code}"
-        await self._orders.report(
-            pod.entry, "exited", exit_code=code, message=f"container {name} ended with {shown}"
-        )
+        log_path = pod.workers[name].places.log
+        message = f"container {name} ended with {shown}; its log is {log_path}"
+        await self._orders.report(pod.entry, "exited", exit_code=code, message=message)
 
     async def _tell_ready(self, pod: RunningPod) -> None:
         appears = self._machine.control.appears

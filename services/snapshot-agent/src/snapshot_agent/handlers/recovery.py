@@ -87,7 +87,9 @@ class Recoverer:
 
     def _is_over(self, verb: str, content: Uid, prepare: Entry) -> bool:
         entry = self._entry(verb, content)
-        return entry is not None and entry.attempt >= prepare.attempt and bool(entry.terminal)
+        if entry is None or entry.attempt < prepare.attempt or entry.terminal is None:
+            return False
+        return entry.terminal.failure is None
 
     def _deadline(self, prepare: Entry, order: PrepareOrder) -> float:
         """Give the deadline of a hold on the monotonic clock; a reboot has ended every hold."""

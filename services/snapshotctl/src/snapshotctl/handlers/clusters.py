@@ -12,6 +12,7 @@ from snapshotctl.ports import Cluster, Screen
 MAX_NODES = 16
 MAX_GPUS = 16
 MIN_GPU_MEMORY = 4 * 1024 * 1024
+MAX_GPU_MEMORY = 2**50
 
 
 def specs(count: int, gpus: int, gpu_memory: int) -> list[NodeSpec]:
@@ -20,8 +21,9 @@ def specs(count: int, gpus: int, gpu_memory: int) -> list[NodeSpec]:
         raise WrongArguments(f"--nodes {count} is not between 1 and {MAX_NODES}")
     if not 1 <= gpus <= MAX_GPUS:
         raise WrongArguments(f"--gpus {gpus} is not between 1 and {MAX_GPUS}")
-    if gpu_memory < MIN_GPU_MEMORY:
-        raise WrongArguments(f"--gpu-memory is less than {MIN_GPU_MEMORY} bytes")
+    if not MIN_GPU_MEMORY <= gpu_memory <= MAX_GPU_MEMORY:
+        limits = f"{MIN_GPU_MEMORY} and {MAX_GPU_MEMORY} bytes"
+        raise WrongArguments(f"--gpu-memory {gpu_memory} is not between {limits}")
     return [
         NodeSpec(name=f"node-{number}", gpus=gpus, gpu_memory=gpu_memory)
         for number in range(1, count + 1)

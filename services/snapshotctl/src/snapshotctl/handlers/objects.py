@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from snapshot_shared.api import Applied
-from snapshot_shared.errors import Failure, NotFound, RemoteFailure
+from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, RemoteFailure
 from snapshot_shared.objects import KINDS, AnyObject, Node
 from snapshot_shared.telemetry import Telemetry
 from snapshotctl.domain import rows
@@ -108,6 +108,8 @@ async def delete(operator: Operator, screen: Screen, target: Target) -> None:
     gone = await operator.delete(target)
     if screen.wants_table:
         screen.line(f"{target} {'deleted' if gone else 'is being deleted'}")
+        if not gone:
+            screen.line(f"  wait until it is gone: snapshotctl wait {target} --for=delete")
         return
     screen.value({"kind": target.kind.name, "name": target.name, "gone": gone})
 
@@ -125,9 +127,16 @@ async def wait(
 
     if not isinstance(goal, Gone):
         await existing(operator, target)
-    answer: Met | Never = await until(
-        operator, target, decide, within_s=within_s, what=f"waiting for {goal} of {target}"
-    )
+    try:
+        answer: Met | Never = await until(
+            operator, target, decide, within_s=within_s, what=f"waiting for {goal} of {target}"
+        )
+    except DeadlineExceeded as error:
+        # mypy cannot see that `decide` has changed it.
+        detail = last.detail if isinstance(last, Open) else ""
+        raise DeadlineExceeded(
+            f"{error.message}; last seen: {detail}", next_step=error.next_step, **error.values
+        ) from None
     if isinstance(answer, Never):
         raise NeverTrue(
             f"{goal} of {target} cannot come true: {answer.detail}",

@@ -82,6 +82,12 @@ async def sum_up(
         captured.trace_id,
     )
     _show_twins(stage.screen, names, keep=keep)
+    times = captured.cold_s / restored.seconds if restored.seconds else 0.0
+    stage.screen.line()
+    stage.screen.line(
+        f"  Restored {times:.1f} times as fast as it started cold, and every answer is the same.",
+        strong=True,
+    )
 
 
 def _show_times(screen: Screen, captured: Captured, restored: Restored) -> None:

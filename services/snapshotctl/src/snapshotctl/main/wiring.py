@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from snapshot_shared.errors import InvalidInput
 from snapshot_shared.service import VERSION
 from snapshot_shared.telemetry import Telemetry
 from snapshotctl.adapters import machine
@@ -26,6 +25,7 @@ from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import documents
 from snapshotctl.domain.cluster import DEMO_PREFIX
 from snapshotctl.domain.documents import Document
+from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
 from snapshotctl.handlers.summary import Stage
 
@@ -130,6 +130,6 @@ def read_documents(source: Path) -> list[Document]:
         with source.open("rb") as file:
             return documents.load(file.read(limit), str(source))
     except OSError as error:
-        raise InvalidInput(
+        raise WrongArguments(
             f"{source} cannot be read: {error.strerror}", next_step="name a readable file, or -"
         ) from error
