@@ -21,6 +21,7 @@ SnapbackError
 │   ├── ArtifactCorrupt / ArtifactMissing / ArtifactExists / Incompatible
 ├── NoSpace                   needed and free bytes
 ├── BusUnavailable            NATS does not answer
+├── InjectedFault             a step that was told to fail, in the simulation
 └── Internal                  a defect of ours
 
 `reason` is CamelCase and stable; `retryable` says whether the same request may be tried again
@@ -249,6 +250,10 @@ class BusUnavailable(SnapbackError):
 
     retryable = True
     default_next_step = "check that nats-server runs with JetStream at the address given"
+
+
+class InjectedFault(SnapbackError):
+    """A step failed because the fault switch of the simulation was told so."""
 
 
 class Internal(SnapbackError):
