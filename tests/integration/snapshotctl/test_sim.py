@@ -116,6 +116,8 @@ def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is
     [worker] = _workers(one_node)
     unserved = one_node.run("sim", "fail", "node-1", "--at", "thaw")
     assert (unserved.code, "sim restart node-1" in unserved.err) == (3, True)
+    cleared = one_node.ok("sim", "fail", "node-1", "--clear", "-o", "json").value()
+    assert cleared["services"] == ["gms"]
 
     restarted = one_node.ok("sim", "restart", "node-1", "-o", "json").value()
     assert restarted["started"] == ["node-1-agent"]

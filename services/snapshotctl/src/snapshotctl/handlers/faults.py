@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from snapshot_shared.api import Fault, FaultAction
+from snapshot_shared.errors import NotFound
 from snapshot_shared.steps import Place
 from snapshotctl.domain import faults
 from snapshotctl.ports import Cluster, Screen, Switch
@@ -37,13 +38,22 @@ async def arm(switch: Switch, screen: Screen, node: str, action: FaultAction, at
 
 
 async def clear(switch: Switch, screen: Screen, node: str, services: Sequence[str]) -> None:
-    """Disarm all faults of some services of a node."""
+    """Disarm all faults of some services of a node. NotFound when none of them answers."""
+    cleared: list[str] = []
+    unheard: list[NotFound] = []
     for service in services:
-        await switch.clear(node, service)
+        try:
+            await switch.clear(node, service)
+            cleared.append(service)
+        except NotFound as error:
+            # A service that was killed has nothing armed either; the other one may have.
+            unheard.append(error)
+    if not cleared:
+        raise unheard[0]
     if screen.wants_table:
-        screen.line(f"Nothing is armed in {' and '.join(services)} of {node}.")
+        screen.line(f"Nothing is armed in {' and '.join(cleared)} of {node}.")
     else:
-        screen.value({"node": node, "services": list(services), "armed": []})
+        screen.value({"node": node, "services": cleared, "armed": []})
 
 
 async def restart(cluster: Cluster, screen: Screen, node: str, services: Sequence[str]) -> None:
