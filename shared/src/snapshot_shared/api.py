@@ -1,5 +1,7 @@
 """What the operator's NATS service answers: `snap.api.<verb>`, JSON in and out.
 
+The fault switch of a simulated node (`Fault`, `SimRequest`, `SimReply`) speaks the same way.
+
 Every reply either has a `failure` or the fields of its success.
 """
 
@@ -85,6 +87,32 @@ class TemplateReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The pod's spec as JSON (an `objects.PodSpec`), whose digest the run order carries."""
 
     spec: Any = None
+    failure: Failure | None = None
+
+
+FaultAction = Literal["crash", "stall", "fail"]
+"""Kill the service, wait until the step's deadline, or raise InjectedFault."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What happens once when a step begins; without a verb in the first that has such a step."""
+
+    action: FaultAction
+    step: str
+    verb: str = ""
+
+
+class SimRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Ask a service for a fault (`snap.rpc.<service>.<node>.sim`), or disarm all that are armed."""
+
+    arm: Fault | None = None
+    clear: bool = False
+
+
+class SimReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that is armed in this service now, or the failure; then nothing was changed."""
+
+    armed: list[Fault] = []
     failure: Failure | None = None
 
 

@@ -22,6 +22,7 @@ SnapbackError
 ├── TransferKilled            a process that moved bytes was killed from outside
 ├── NoSpace                   needed and free bytes
 ├── BusUnavailable            NATS does not answer
+├── InjectedFault             a step that was told to fail, in the simulation
 └── Internal                  a defect of ours
 
 `reason` is CamelCase and stable; `retryable` says whether the same request may be tried again
@@ -254,6 +255,10 @@ class BusUnavailable(SnapbackError):
 
     retryable = True
     default_next_step = "check that nats-server runs with JetStream at the address given"
+
+
+class InjectedFault(SnapbackError):
+    """A step failed because the fault switch of the simulation was told so."""
 
 
 class Internal(SnapbackError):

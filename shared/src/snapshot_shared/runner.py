@@ -44,7 +44,7 @@ class Faults(Protocol):
     """The fault switch of the simulation: may raise, stall or crash when a step begins."""
 
     async def before(self, verb: str, step: str) -> None:
-        """Be called when the step is on record and has not begun."""
+        """Be called when the step is on record and has not begun; its deadline runs already."""
 
 
 class Runner:
@@ -92,11 +92,11 @@ class Runner:
         await self._journal.append(Began(order=order.order, attempt=order.attempt, step=step.name))
         budget = min(step.deadline_s, remaining_s)
         with self._telemetry.span(step.name, attributes={"snapback.order": order.order}):
-            if self._faults:
-                await self._faults.before(verb, step.name)
             scope = asyncio.timeout(max(budget, 0.0))
             try:
                 async with scope:
+                    if self._faults:
+                        await self._faults.before(verb, step.name)
                     await step.run()
             except TimeoutError:
                 if not scope.expired():

@@ -60,8 +60,12 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeSettings(Common, frozen=True, kw_only=True):
-    """What the services of a node need to know besides."""
+    """What the services of a node need to know besides.
+
+    `sim` (`SNAPBACK_SIM=1`) gives a service the fault switch of the simulation.
+    """
 
     node: str
     artifact_root: Path
     socket_dir: Path
+    sim: bool = False

@@ -5,6 +5,10 @@ A step is one named stage of carrying out an order. `STEPS[verb]` is the order i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from snapshot_shared.errors import InvalidInput
+
 STEPS: dict[str, tuple[str, ...]] = {
     "run": ("resolve", "spawn"),
     "stop": ("terminate",),
@@ -22,6 +26,11 @@ STEPS: dict[str, tuple[str, ...]] = {
     "verify": ("read-all",),
 }
 
+GMS_VERBS: tuple[str, ...] = ("save", "load", "commit", "drop", "abort")
+AGENT_VERBS: tuple[str, ...] = tuple(verb for verb in STEPS if verb not in GMS_VERBS[:-1])
+VERBS_OF: dict[str, tuple[str, ...]] = {"agent": AGENT_VERBS, "gms": GMS_VERBS}
+"""The verbs that each service of a node carries out; both have their part in an abort."""
+
 OPERATOR_STEPS: tuple[str, ...] = ("apply", "capture", "restoration")
 """Spans of the operator and of snapshotctl around the orders."""
 
@@ -32,6 +41,40 @@ GMS_STEPS: tuple[str, ...] = ("attach", "allocate", "export", "commit-layout", "
 def order_span(verb: str) -> str:
     """Name the operator's span of one order: from the decision to the folded answer."""
     return f"order {verb}"
+
+
+class Place(NamedTuple):
+    """One step of one verb, in the service that carries it out."""
+
+    service: str
+    verb: str
+    step: str
+
+
+def find(step: str, *, verb: str = "", service: str = "") -> list[Place]:
+    """Find where a step is carried out; empty words leave the choice open.
+
+    Without a service an abort is the agent's. InvalidInput lists the steps that there are.
+    """
+    if service and service not in VERBS_OF:
+        raise InvalidInput(f"service {service!r} is not one of {', '.join(VERBS_OF)}")
+    if verb and verb not in STEPS:
+        raise InvalidInput(f"verb {verb!r} is not one of {', '.join(STEPS)}")
+    verbs = [known for known in (VERBS_OF[service] if service else STEPS) if verb in ("", known)]
+    if not verbs:
+        raise InvalidInput(
+            f"{verb} is not carried out by {service}, which does {', '.join(VERBS_OF[service])}"
+        )
+    found = [
+        Place(service or ("agent" if known in AGENT_VERBS else "gms"), known, step)
+        for known in verbs
+        if step in STEPS[known]
+    ]
+    if not found:
+        listed = "; ".join(f"{known}: {', '.join(STEPS[known])}" for known in verbs)
+        where = f"the {service} has" if service else "there is"
+        raise InvalidInput(f"{where} no step {step!r:.80}; the steps are {listed}")
+    return found
 
 
 def all_names() -> frozenset[str]:

@@ -40,11 +40,11 @@ from snapshot_shared.errors import (
     ArtifactMissing,
     DeviceTooSmall,
     Incompatible,
-    Internal,
     NotFound,
     OutOfDeviceMemory,
     SnapbackError,
     StaleLayout,
+    TransferKilled,
 )
 from snapshot_shared.frames import Attach, FenceRequest, LockMode, MemoryDomain
 from snapshot_shared.orders import LayoutRef
@@ -454,7 +454,7 @@ def test_a_transfer_process_that_is_killed_is_reported(capture: Capture) -> None
         while not (queue := capture.service.device(1).domains[0].waiting):
             assert not result.done()
         os.kill(queue[0].pid, signal.SIGKILL)
-        with pytest.raises(Internal, match="status -9"):
+        with pytest.raises(TransferKilled, match="signal 9"):
             result.result(20)
 
 

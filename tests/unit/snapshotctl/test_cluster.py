@@ -45,6 +45,9 @@ def test_every_process_carries_the_run_and_none_the_settings_of_another() -> Non
     assert [program.name for program in programs] == ["operator", "node-1-gms", "node-1-agent"]
     for program in programs:
         assert program.environment["SNAPBACK_RUN"] == "run1"
+        assert program.environment.get("SNAPBACK_SIM") == (
+            None if program.name == plans.OPERATOR else "1"
+        )
         assert program.environment["SNAPBACK_OTLP_ENDPOINT"] == "http://otlp"
         assert program.environment.get("SNAPBACK_NODE") in (None, "node-1")
 

@@ -8,7 +8,9 @@ import pytest
 from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 
-COMMANDS = ["apply", "get", "delete", "wait", "nodes", "trace", "up", "down", "demo", "leftovers"]
+OBJECTS = ["apply", "get", "delete", "wait", "nodes", "trace"]
+COMMANDS = [*OBJECTS, "up", "down", "demo", "leftovers", "sim"]
+SIM = ["crash", "stall", "fail", "restart"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,16 @@ def test_the_help_of_every_command_has_an_example(
     out = capsys.readouterr().out
     assert "Examples:" in out
     assert f"\n    snapshotctl {command}" in out
+
+
+@pytest.mark.parametrize("command", SIM)
+def test_the_help_of_every_way_to_break_something_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert _run(monkeypatch, "sim", command, "--help") == Exit.OK
+    assert f"\n    snapshotctl sim {command} node-1" in capsys.readouterr().out
+    assert _run(monkeypatch, "sim", "--help") == Exit.OK
+    assert f"\n  {command} " in capsys.readouterr().out
 
 
 def test_the_help_lists_every_command_and_every_exit_code(
@@ -63,6 +75,16 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["up", "--name", "../x"], "lower-case"),
         (["demo", "--size-mib", "1"], "between"),
         (["trace"], "NAME"),
+        (["sim"], "restart"),
+        (["sim", "crash"], "snapshotctl sim crash node-1 --at copy-state"),
+        (["sim", "crash", "node-1"], "--at STEP is missing"),
+        (["sim", "crash", "node-1", "--at", "melt"], "dump: freeze, copy-state, thaw, stage"),
+        (["sim", "fail", "node-1", "--at", "check"], "--verb load (gms) or --verb restore (agent)"),
+        (["sim", "fail", "node-1", "--at", "write", "--service", "agent"], "the agent has no step"),
+        (["sim", "fail", "node-1", "--at", "write", "--verb", "copy"], "'copy'"),
+        (["sim", "stall", "node-1", "--at", "gate", "--service", "nats"], "agent, gms"),
+        (["sim", "stall", "node-1", "--at", "gate", "--clear"], "exclude"),
+        (["sim", "restart", "node-1", "--service", "nats"], "agent, gms"),
         (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
     ],
 )
@@ -88,7 +110,14 @@ def test_nothing_at_all_is_answered_with_the_help(
 
 @pytest.mark.parametrize(
     "words",
-    [["get", "pods"], ["nodes"], ["trace", "x"], ["delete", "pod/x"], ["wait", "pod/x"]],
+    [
+        ["get", "pods"],
+        ["nodes"],
+        ["trace", "x"],
+        ["delete", "pod/x"],
+        ["wait", "pod/x"],
+        ["sim", "fail", "n", "--at", "gate"],
+    ],
 )
 def test_without_a_server_every_command_says_how_to_start_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]

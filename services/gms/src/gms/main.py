@@ -23,10 +23,11 @@ from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus
+from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.faults import FaultPlan
 from snapshot_shared.frames import StatusRequest
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
@@ -110,13 +111,14 @@ async def _serve_orders(
         root=settings.artifact_root,
         courier=lambda: courier,
     )
+    faults = FaultPlan("gms", settings.node) if settings.sim else None
     courier = Courier(
         node=node,
         service="gms",
         bus=bus,
         journal=journal,
         telemetry=telemetry,
-        runner=Runner(journal, telemetry),
+        runner=Runner(journal, telemetry, faults),
         clocks=clocks,
         handlers=orders.routes(),
     )
@@ -126,8 +128,10 @@ async def _serve_orders(
 
     async def connected() -> None:
         await bus.connect()
-        question = subjects.rpc(node, "gms", "status")
-        await bus.serve(SERVICE, VERSION, {"node": settings.node}, {question: answer})
+        questions: dict[str, Handler] = {subjects.rpc(node, "gms", "status"): answer}
+        if faults is not None:
+            questions[subjects.rpc(node, "gms", "sim")] = faults.answer
+        await bus.serve(SERVICE, VERSION, {"node": settings.node}, questions)
 
     try:
         await until_stopped(stop, connected())

@@ -25,10 +25,11 @@ from snapshot_agent.handlers import Agent, routes
 from snapshot_agent.ports import Machine
 from snapshot_shared import subjects
 from snapshot_shared.artifact import Facts
-from snapshot_shared.bus import Bus
+from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.faults import FaultPlan
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.orders import Presence, PresenceDevice
@@ -67,13 +68,14 @@ class _Node:
         self.runtime = LocalProcesses()
         self.control = ControlDirectories()
         self.gms = GmsClient(settings.socket_dir)
+        self.faults = FaultPlan("agent", settings.node) if settings.sim else None
         self.courier = Courier(
             node=self.name,
             service="agent",
             bus=self.bus,
             journal=self.journal,
             telemetry=self.telemetry,
-            runner=Runner(self.journal, self.telemetry),
+            runner=Runner(self.journal, self.telemetry, self.faults),
             clocks=self.clocks,
             handlers=routes(lambda: self.agent),
         )
@@ -167,8 +169,10 @@ async def serve(stop: asyncio.Event) -> None:
 async def _connect(node: _Node) -> None:
     """Wait for NATS as long as it takes, and answer questions there."""
     await node.bus.connect()
-    question = subjects.rpc(node.name, "agent", "status")
-    await node.bus.serve(SERVICE, VERSION, {"node": node.settings.node}, {question: node.status})
+    questions: dict[str, Handler] = {subjects.rpc(node.name, "agent", "status"): node.status}
+    if node.faults is not None:
+        questions[subjects.rpc(node.name, "agent", "sim")] = node.faults.answer
+    await node.bus.serve(SERVICE, VERSION, {"node": node.settings.node}, questions)
 
 
 def main() -> int:

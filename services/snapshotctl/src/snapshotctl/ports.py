@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from snapshot_shared.api import Applied
+from snapshot_shared.api import Applied, Fault
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import AnyObject, Kind
@@ -112,11 +112,27 @@ class Cluster(Protocol):
     async def kill_node(self, node: str) -> list[str]:
         """SIGKILL a node's agent, its GPU memory service and its workers; name what was killed."""
 
+    async def restart(self, node: str, services: Sequence[str]) -> list[str]:
+        """Start those services (`agent`, `gms`) of a node that ended, on their state; name them.
+
+        Returns when they answer. AlreadyRunning when none ended, NotFound, StartFailed.
+        """
+
     async def stop(self, *, purge: bool) -> None:
         """End everything that carries the run id; with `purge` the state goes, too."""
 
     def keep(self) -> None:
         """Let it live on when this command ends."""
+
+
+class Switch(Protocol):
+    """The fault switches of simulated nodes. NotFound when a service has none or does not run."""
+
+    async def arm(self, node: str, service: str, fault: Fault) -> list[Fault]:
+        """Arm one fault; give all that are armed in this service."""
+
+    async def clear(self, node: str, service: str) -> list[Fault]:
+        """Disarm everything in this service."""
 
 
 class Conversation(Protocol):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from snapshot_shared.errors import BusUnavailable, NotFound, SnapbackError
+from snapshot_shared.errors import BusUnavailable, Conflict, NotFound, SnapbackError
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, Node, is_true
 from snapshotctl.adapters import folders, inotify, processes
@@ -114,6 +114,7 @@ class LocalCluster:
                 boot_id=processes.boot_id(),
                 state_dir=str(state),
                 socket_dir=str(sockets),
+                workdir=str(self._workdir),
                 owner=processes.this_process("snapshotctl") if self._is_demo else None,
             )
         )
@@ -151,6 +152,52 @@ class LocalCluster:
         await self._ready(node.name, self._nodes_ready([node], since), NODES_S)
         self._announce(node)
 
+    async def restart(self, node: str, services: Sequence[str]) -> list[str]:
+        with folders.locked(Path(self.record.state_dir)):
+            spec = self._known(node)
+            alive = folders.alive(self.record)
+            running = {p.name for p in self.record.processes if p.pid in alive}
+            ended = [name for name in services if plans.program_of(node, name) not in running]
+            if not ended:
+                raise AlreadyRunning(
+                    f"{' and '.join(services)} of {node} run; there is nothing to start",
+                    next_step=f"to kill one: snapshotctl sim crash {node} --at STEP",
+                )
+            if plans.NATS not in running:
+                raise Conflict(
+                    f"the bus of local cluster {self._name!r} does not run",
+                    next_step=f"start it all again with: snapshotctl up --name {self._name}",
+                )
+            # An agent asks its GPU memory service when it starts to recover.
+            for service in sorted(ended, reverse=True):
+                await self._restart(spec, service)
+            return [plans.program_of(node, service) for service in ended]
+
+    def _known(self, node: str) -> NodeSpec:
+        found = next((spec for spec in self.record.nodes if spec.name == node), None)
+        if found is None:
+            names = ", ".join(spec.name for spec in self.record.nodes) or "none"
+            raise NotFound(f"local cluster {self._name!r} has no node {node!r}; it has {names}")
+        return found
+
+    async def _restart(self, node: NodeSpec, service: str) -> None:
+        name = plans.program_of(node.name, service)
+        if service == "gms":
+            self._start_gms(node)
+            socket = self._places.node_sockets(node.name) / _LEASE_SOCKET
+            await self._ready(name, inotify.appears(socket), SERVICE_S, among=[name])
+        else:
+            _, agent = plans.node_programs(self._setting(), node)
+            self._start(agent)
+        await self._ready(name, self._answers(node.name, service), SERVICE_S, among=[name])
+
+    async def _answers(self, node: str, service: str) -> None:
+        """Wait until a service answers; what it asks of JetStream first says when to look."""
+        server = Server(self.record.url, f"local cluster {self._name}")
+        async with connected(server, patiently=True) as client, client.api_used() as changes:
+            while not await client.answers(node, service):
+                await changes.wait()
+
     def _announce(self, node: NodeSpec) -> None:
         memory = node.gpu_memory // (1024 * 1024)
         self._say(f"{node.name} is ready: {node.gpus} simulated GPUs of {memory} MiB")
@@ -174,8 +221,9 @@ class LocalCluster:
         sockets.mkdir(mode=0o700, exist_ok=True)
         # A socket that a killed server left would look like one that is ready.
         (sockets / _LEASE_SOCKET).unlink(missing_ok=True)
-        others = [known for known in self.record.nodes if known.name != node.name]
-        self._save(replace(self.record, nodes=[*others, node]))
+        if node not in self.record.nodes:
+            others = [known for known in self.record.nodes if known.name != node.name]
+            self._save(replace(self.record, nodes=[*others, node]))
         gms, _ = plans.node_programs(self._setting(), node)
         self._start(gms)
 
@@ -191,7 +239,8 @@ class LocalCluster:
             self._places,
             self.record.run,
             self.record.url,
-            self._workdir,
+            # Workers start where they did before, wherever this command runs.
+            Path(self.record.workdir or self._workdir),
             self._environment,
         )
 
@@ -216,11 +265,18 @@ class LocalCluster:
             while not await _are_ready(client, nodes, since):
                 await changes.wait()
 
-    async def _ready(self, what: str, waiting: Coroutine[Any, Any, T], within_s: float) -> T:
-        """Wait, but no longer than a deadline or the life of every process. StartFailed."""
+    async def _ready(
+        self,
+        what: str,
+        waiting: Coroutine[Any, Any, T],
+        within_s: float,
+        *,
+        among: Sequence[str] | None = None,
+    ) -> T:
+        """Wait, but no longer than a deadline or the life of each process watched. StartFailed."""
         ready = asyncio.ensure_future(waiting)
         try:
-            async with self._ends() as ends:
+            async with self._ends(among) as ends:
                 either: list[asyncio.Future[Any]] = [ready, *ends]
                 done, _ = await asyncio.wait(
                     either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED
@@ -236,10 +292,13 @@ class LocalCluster:
         raise self._start_failed(f"{what} did not become ready in {within_s:.0f} s", log)
 
     @contextlib.asynccontextmanager
-    async def _ends(self) -> AsyncIterator[dict[asyncio.Future[None], ProcessRecord]]:
-        handles = {record.name: processes.opened(record) for record in self.record.processes}
+    async def _ends(
+        self, among: Sequence[str] | None
+    ) -> AsyncIterator[dict[asyncio.Future[None], ProcessRecord]]:
+        watched = [p for p in self.record.processes if among is None or p.name in among]
+        handles = {record.name: processes.opened(record) for record in watched}
         tasks: dict[asyncio.Future[None], ProcessRecord] = {}
-        for record in self.record.processes:
+        for record in watched:
             handle = handles[record.name]
             tasks[asyncio.ensure_future(handle.ended() if handle else _nothing())] = record
         try:

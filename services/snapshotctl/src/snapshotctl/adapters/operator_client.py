@@ -28,7 +28,7 @@ from snapshot_shared.errors import (
     NotFound,
     RemoteFailure,
 )
-from snapshot_shared.ids import NodeName, name_of
+from snapshot_shared.ids import NodeName, check_node, name_of
 from snapshot_shared.objects import KINDS, AnyObject, Kind
 from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.spans import SpanRecord
@@ -109,6 +109,20 @@ class OperatorClient:
         """
         async with self._changes("$KV.>") as changes:
             yield changes
+
+    @contextlib.asynccontextmanager
+    async def api_used(self) -> AsyncIterator[_Changes]:
+        """Follow the use of JetStream for the length of the block: a service begins with it."""
+        async with self._changes("$JS.EVENT.ADVISORY.API") as changes:
+            yield changes
+
+    async def answers(self, node: str, service: str) -> bool:
+        """Say whether a service of a node answers questions."""
+        try:
+            await self.bus.request(subjects.rpc(check_node(node), service, "status"), b"")
+        except (NotFound, BusUnavailable):
+            return False
+        return True
 
     @contextlib.asynccontextmanager
     async def _changes(self, subject: str) -> AsyncIterator[_Changes]:

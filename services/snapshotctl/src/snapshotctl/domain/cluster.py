@@ -41,13 +41,17 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterRecord(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.local_cluster"
 ):
-    """What `cluster.json` says. `owner` is the demo that will end this cluster, if one will."""
+    """What `cluster.json` says. `owner` is the demo that will end this cluster, if one will.
+
+    `workdir` is the working directory of its workers.
+    """
 
     name: str
     run: str
     boot_id: str
     state_dir: str
     socket_dir: str
+    workdir: str = ""
     url: str = ""
     nodes: list[NodeSpec] = []
     processes: list[ProcessRecord] = []
@@ -126,6 +130,11 @@ def gms_of(node: str) -> str:
     return f"{node}-gms"
 
 
+def program_of(node: str, service: str) -> str:
+    """Name the process of one service (`agent` or `gms`) of a node."""
+    return agent_of(node) if service == "agent" else gms_of(node)
+
+
 def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
     """Give the environment of every process: the user's, without settings meant for others."""
     kept = ("SNAPBACK_OTLP_ENDPOINT", "SNAPBACK_LOG_LEVEL")
@@ -153,6 +162,7 @@ def node_programs(setting: Setting, node: NodeSpec) -> tuple[Program, Program]:
         "SNAPBACK_DEVICES": str(node.gpus),
         "SNAPBACK_DEVICE_BYTES": str(node.gpu_memory),
         "SNAPBACK_WORKDIR": str(setting.workdir),
+        "SNAPBACK_SIM": "1",
     }
     gms = Program(
         gms_of(node.name),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,8 +18,9 @@ from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
 from snapshotctl.handlers import clusters, demo, objects, traces
-from snapshotctl.main.running import carry_out, failed
-from snapshotctl.main.wiring import Tools, read_documents
+from snapshotctl.main import sim
+from snapshotctl.main.running import example, failed
+from snapshotctl.main.wiring import Tools, read_documents, run_work
 
 _EXITS = "\b\nExit codes:\n" + exits.help_text()
 _WHERE = (
@@ -35,15 +36,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-
-def _example(*lines: str) -> str:
-    """Write examples as they stand below the help of a command."""
-    shown = "\n".join(f"  {line}" for line in lines)
-    return (
-        f"\b\nExamples:\n{shown}\n\n"
-        "--server, --cluster and --output (see snapshotctl --help) may stand here as well."
-    )
 
 
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the objects.")]
@@ -77,12 +69,8 @@ def common(
     context.obj = Tools(server, cluster, output)
 
 
-def _run(tools: Tools, work: Coroutine[Any, Any, Exit | None]) -> None:
-    raise typer.Exit(int(carry_out(work, tools.screen)))
-
-
 @app.command(
-    epilog=_example(
+    epilog=example(
         "snapshotctl apply -f deploy/examples/checkpoint.yaml",
         "cat *.yaml | snapshotctl apply -f -",
     )
@@ -101,11 +89,11 @@ def apply(
         async with tools.operator() as operator:
             await objects.apply(operator, tools.screen, tools.telemetry, documents)
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
 @app.command(
-    epilog=_example(
+    epilog=example(
         "snapshotctl get dynamocheckpoints",
         "snapshotctl get pod my-worker -o yaml",
         "snapshotctl get snapshots -A",
@@ -133,10 +121,10 @@ def get(
                 operator, tools.screen, target, now=machine.now(), everywhere=everywhere
             )
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
-@app.command(epilog=_example("snapshotctl delete pod my-worker", "snapshotctl delete snap/demo"))
+@app.command(epilog=example("snapshotctl delete pod my-worker", "snapshotctl delete snap/demo"))
 def delete(context: typer.Context, words: Words, namespace: Namespace = "default") -> None:
     """Delete an object and what belongs to it."""
     tools: Tools = context.obj
@@ -146,11 +134,11 @@ def delete(context: typer.Context, words: Words, namespace: Namespace = "default
         async with tools.operator() as operator:
             await objects.delete(operator, tools.screen, target)
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
 @app.command(
-    epilog=_example(
+    epilog=example(
         "snapshotctl wait dynamocheckpoint/demo-llm --for condition=Ready --timeout 5m",
         "snapshotctl wait pod my-worker --for delete",
     )
@@ -176,10 +164,10 @@ def wait(
         async with tools.operator(patiently=True) as operator:
             await objects.wait(operator, tools.screen, target, wanted, within_s=within_s)
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
-@app.command(epilog=_example("snapshotctl nodes"))
+@app.command(epilog=example("snapshotctl nodes"))
 def nodes(context: typer.Context) -> None:
     """Show the nodes, their GPUs, and when they were last heard of."""
     tools: Tools = context.obj
@@ -188,11 +176,11 @@ def nodes(context: typer.Context) -> None:
         async with tools.operator() as operator:
             await objects.nodes(operator, tools.screen, now=machine.now())
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
 @app.command(
-    epilog=_example(
+    epilog=example(
         "snapshotctl trace demo-llm",
         "snapshotctl trace pod/demo-llm-restored",
         "snapshotctl trace demo-llm -o json | jq '.[].name'",
@@ -215,11 +203,11 @@ def trace(
         async with tools.operator() as operator:
             await traces.trace(operator, tools.screen, name, namespace)
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
 @app.command(
-    epilog=_example(
+    epilog=example(
         "snapshotctl up", "snapshotctl up --nodes 3 --gpus 4 --gpu-memory 1GiB --name big"
     )
 )
@@ -243,10 +231,10 @@ def up(
         specs = clusters.specs(count, gpus, formats.parse_size(gpu_memory))
         await clusters.up(tools.local_cluster(name), tools.screen, specs)
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
-@app.command(epilog=_example("snapshotctl down", "snapshotctl down --name big --purge"))
+@app.command(epilog=example("snapshotctl down", "snapshotctl down --name big --purge"))
 def down(
     context: typer.Context,
     name: Name = None,
@@ -263,10 +251,10 @@ def down(
     async def work() -> None:
         await clusters.down(tools.local_cluster(name), tools.screen, purge=purge)
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
-@app.command("demo", epilog=_example("snapshotctl demo", "snapshotctl demo --size-mib 2048 --keep"))
+@app.command("demo", epilog=example("snapshotctl demo", "snapshotctl demo --size-mib 2048 --keep"))
 def show_demo(
     context: typer.Context,
     size_mib: Annotated[
@@ -287,10 +275,10 @@ def show_demo(
         size = check_size(size_mib)
         await demo.run(tools.stage(), size_mib=size, keep=keep)
 
-    _run(tools, work())
+    run_work(tools, work())
 
 
-@app.command(epilog=_example("snapshotctl leftovers"))
+@app.command(epilog=example("snapshotctl leftovers"))
 def leftovers(context: typer.Context) -> None:
     """Show what local clusters left behind.
 
@@ -301,7 +289,10 @@ def leftovers(context: typer.Context) -> None:
     async def work() -> Exit:
         return clusters.show_leftovers(tools.screen, tools.folders.look())
 
-    _run(tools, work())
+    run_work(tools, work())
+
+
+app.add_typer(sim.app)
 
 
 def run(words: Sequence[str]) -> int:

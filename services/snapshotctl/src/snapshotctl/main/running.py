@@ -17,6 +17,15 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHOW_TRACEBACKS = "SNAPBACK_TRACEBACK"
 
 
+def example(*lines: str) -> str:
+    """Write examples as they stand below the help of a command."""
+    shown = "\n".join(f"  {line}" for line in lines)
+    return (
+        f"\b\nExamples:\n{shown}\n\n"
+        "--server, --cluster and --output (see snapshotctl --help) may stand here as well."
+    )
+
+
 def carry_out(work: Coroutine[Any, Any, Exit | None], screen: Screen) -> Exit:
     """Run a command. The first interrupt cancels it, and its own clean-up is waited for."""
     try:

@@ -8,11 +8,14 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from snapshot_shared.service import VERSION
 from snapshot_shared.telemetry import Telemetry
@@ -25,9 +28,10 @@ from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import documents
 from snapshotctl.domain.cluster import DEMO_PREFIX
 from snapshotctl.domain.documents import Document
-from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
 from snapshotctl.handlers.summary import Stage
+from snapshotctl.main.running import carry_out
 
 SERVICE = "snapshotctl"
 NODE = "cli"
@@ -119,6 +123,11 @@ class Tools:
             examples=examples,
             documents=read_documents,
         )
+
+
+def run_work(tools: Tools, work: Coroutine[Any, Any, Exit | None]) -> None:
+    """Run the work of a command and end with its exit code."""
+    raise typer.Exit(int(carry_out(work, tools.screen)))
 
 
 def read_documents(source: Path) -> list[Document]:

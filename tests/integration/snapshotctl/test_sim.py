@@ -1,0 +1,179 @@
+"""Faults in a cluster of real services: what a user sees, and that nothing stays frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import decode_json
+from snapshot_shared.ids import check_node
+from snapshotctl.adapters import processes
+from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.domain.cluster import ProcessRecord
+from tests.integration.snapshotctl.conftest import EXAMPLES, Cli
+from tests.support.agent_rig import state_of
+
+CHECKPOINT = "dynamocheckpoint/demo-llm"
+
+
+@pytest.fixture
+def one_node(cli: Cli) -> Iterator[Cli]:
+    """A user whose default cluster runs, with one node."""
+    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
+    yield cli
+    cli.ok("down", "--purge")
+
+
+def _example(name: str) -> str:
+    text = (EXAMPLES / name).read_text()
+    return text.replace('"512"', '"16"').replace('value: "30"', 'value: "1"')
+
+
+def _workers(cli: Cli) -> list[int]:
+    members = processes.members(cli.record()["run"])
+    return [member.pid for member in members if "worker.py" in member.command]
+
+
+def _ask(cli: Cli) -> dict[str, Any]:
+    """Ask the one worker something; a worker that is held does not answer."""
+    [pod] = cli.ok("get", "pods", "-o", "json").value()
+
+    async def ask() -> bytes:
+        folder = Path(cli.record()["socket_dir"]) / "node-1"
+        conversation = await SocketWorkers().call(folder, pod["metadata"]["uid"])
+        try:
+            return await asyncio.wait_for(conversation.ask("Who is there?"), 20.0)
+        finally:
+            await conversation.close()
+
+    return json.loads(asyncio.run(ask()))  # type: ignore[no-any-return]
+
+
+def _status(cli: Cli) -> dict[str, Any]:
+    """Ask the agent what it holds."""
+
+    async def ask() -> bytes:
+        bus = Bus(cli.record()["url"], "test")
+        await bus.connect(patiently=False)
+        try:
+            return await bus.request(subjects.rpc(check_node("node-1"), "agent", "status"), b"")
+        finally:
+            await bus.close()
+
+    return decode_json(asyncio.run(ask()), dict)
+
+
+def _is_free(cli: Cli) -> bool:
+    [pid] = _workers(cli)
+    assert state_of(pid) != "T"
+    assert _status(cli)["captures"] == []
+    assert "error" not in _ask(cli)
+    return True
+
+
+def _process(cli: Cli, name: str) -> ProcessRecord:
+    [found] = [p for p in cli.record()["processes"] if p["name"] == name]
+    return ProcessRecord(**found)
+
+
+async def _ended(record: ProcessRecord) -> None:
+    if handle := processes.opened(record):
+        await asyncio.wait_for(handle.ended(), 30.0)
+        handle.close()
+
+
+def test_a_save_that_fails_fails_the_checkpoint_with_its_reason_and_frees_the_worker(
+    one_node: Cli,
+) -> None:
+    armed = one_node.ok("sim", "fail", "node-1", "--at", "write")
+    assert "gms of node-1" in armed.out
+    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    waited = one_node.run("wait", CHECKPOINT, "--timeout", "60s")
+    assert (waited.code, "InjectedFault: save: step write failed" in waited.err) == (1, True)
+    assert one_node.ok("get", CHECKPOINT, "-o", "json").value()["status"]["phase"] == "Failed"
+    assert _is_free(one_node)
+    # Once means once: the next capture of the same worker's kind succeeds.
+    one_node.ok("delete", CHECKPOINT)
+    one_node.ok("wait", CHECKPOINT, "--for", "delete", "--timeout", "60s")
+    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
+
+
+def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is_restarted(
+    one_node: Cli,
+) -> None:
+    agent = _process(one_node, "node-1-agent")
+    one_node.ok("sim", "crash", "node-1", "--at", "copy-state")
+    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    asyncio.run(_ended(agent))
+    [worker] = _workers(one_node)
+    unserved = one_node.run("sim", "fail", "node-1", "--at", "thaw")
+    assert (unserved.code, "sim restart node-1" in unserved.err) == (3, True)
+    cleared = one_node.ok("sim", "fail", "node-1", "--clear", "-o", "json").value()
+    assert cleared["services"] == ["gms"]
+
+    restarted = one_node.ok("sim", "restart", "node-1", "-o", "json").value()
+    assert restarted["started"] == ["node-1-agent"]
+    again = _process(one_node, "node-1-agent")
+    assert again.pid != agent.pid
+    assert processes.is_alive(again)
+    waited = one_node.run("wait", CHECKPOINT, "--timeout", "60s")
+    assert waited.code == 1
+    assert "AgentRestarted" in waited.err
+    assert "dump, step copy-state" in waited.err
+    assert _workers(one_node) == [worker]
+    assert _is_free(one_node)
+
+
+def test_a_capture_whose_agent_crashed_before_the_root_manifest_is_sealed_by_the_next_agent(
+    one_node: Cli,
+) -> None:
+    agent = _process(one_node, "node-1-agent")
+    one_node.ok("sim", "crash", "node-1", "--at", "write-root")
+    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    asyncio.run(_ended(agent))
+    assert list((one_node.state() / "artifacts").rglob("root.json")) == []
+    one_node.ok("sim", "restart", "node-1", "--service", "agent")
+    one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
+    assert len(list((one_node.state() / "artifacts").rglob("root.json"))) == 1
+
+
+def test_what_is_armed_is_shown_and_can_be_disarmed(one_node: Cli) -> None:
+    one_node.ok("sim", "stall", "node-1", "--at", "quiesce")
+    armed = one_node.ok("sim", "fail", "node-1", "--at", "gate", "-o", "json").value()
+    assert [(f["action"], f["step"]) for f in armed["armed"]] == [
+        ("stall", "quiesce"),
+        ("fail", "gate"),
+    ]
+    one_node.ok("sim", "stall", "node-1", "--clear")
+    left = one_node.ok("sim", "crash", "node-1", "--at", "thaw", "-o", "json").value()
+    assert [f["step"] for f in left["armed"]] == ["thaw"]
+    one_node.ok("sim", "crash", "node-1", "--clear")
+    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
+
+
+def test_a_gpu_memory_service_that_crashed_in_a_save_can_be_restarted(one_node: Cli) -> None:
+    gms = _process(one_node, "node-1-gms")
+    one_node.ok("sim", "crash", "node-1", "--at", "write")
+    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    asyncio.run(_ended(gms))
+    assert one_node.ok("sim", "restart", "node-1").out.startswith("node-1-gms answers again.")
+    # A new GPU memory service knows nothing of the fence that the capture had put up.
+    waited = one_node.run("wait", CHECKPOINT, "--timeout", "60s")
+    assert (waited.code, "no fence with this token" in waited.err) == (1, True)
+    assert _status(one_node)["captures"] == []
+
+
+def test_a_restart_of_what_runs_or_is_not_there_is_refused(one_node: Cli) -> None:
+    running = one_node.run("sim", "restart", "node-1")
+    assert (running.code, "nothing to start" in running.err) == (1, True)
+    unknown = one_node.run("sim", "restart", "node-9")
+    assert (unknown.code, "it has node-1" in unknown.err) == (3, True)

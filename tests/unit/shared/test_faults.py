@@ -1,0 +1,227 @@
+"""The fault switch: what is armed happens once, where it was armed, and nowhere else."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from snapshot_shared.api import Fault, FaultAction, SimReply, SimRequest
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import DeadlineExceeded, InjectedFault, InvalidInput
+from snapshot_shared.faults import FaultPlan
+from snapshot_shared.journal import Journal, read_records
+from snapshot_shared.ledger import Began
+from snapshot_shared.orders import DumpOrder, PodRef
+from snapshot_shared.runner import Runner, Step
+from snapshot_shared.settings import NodeSettings, load
+from snapshot_shared.steps import STEPS, VERBS_OF, find
+from snapshot_shared.telemetry import Telemetry
+
+UID = "11111111-2222-4333-8444-555555555555"
+ORDER = DumpOrder(
+    order=f"dump-{UID}",
+    attempt=1,
+    node="node-1",
+    owner=UID,
+    deadline_s=60.0,
+    pod=PodRef(namespace="default", name="p", uid=UID, container="main"),
+    content_uid=UID,
+    vector=[],
+    driver="cooperative",
+)
+
+
+@pytest.fixture
+def plan() -> FaultPlan:
+    return FaultPlan("agent", "node-1")
+
+
+async def test_a_step_fails_once_with_a_reason_that_says_who_asked_for_it(plan: FaultPlan) -> None:
+    plan.arm(Fault(action="fail", step="thaw"))
+    with pytest.raises(InjectedFault) as raised:
+        await plan.before("dump", "thaw")
+    failure = raised.value.to_failure()
+    assert (failure.reason, failure.retryable) == ("InjectedFault", False)
+    assert "snapshotctl sim fail node-1 --at thaw" in failure.next_step
+    await plan.before("dump", "thaw")
+    assert plan.armed == []
+
+
+async def test_a_stalled_step_waits_until_somebody_ends_it(plan: FaultPlan) -> None:
+    plan.arm(Fault(action="stall", step="thaw"))
+    stalled = asyncio.ensure_future(plan.before("dump", "thaw"))
+    done, _ = await asyncio.wait([stalled], timeout=0.05)
+    assert done == set()
+    await asyncio.wait_for(plan.before("dump", "thaw"), 5.0)
+    stalled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stalled
+
+
+async def test_a_fault_with_a_verb_leaves_the_step_of_another_verb_alone(plan: FaultPlan) -> None:
+    plan.arm(Fault(action="fail", step="signal", verb="restore"))
+    await plan.before("release", "signal")
+    with pytest.raises(InjectedFault):
+        await plan.before("restore", "signal")
+
+
+async def test_a_fault_without_a_verb_takes_the_first_that_comes(plan: FaultPlan) -> None:
+    plan.arm(Fault(action="fail", step="signal"))
+    with pytest.raises(InjectedFault):
+        await plan.before("release", "signal")
+    await plan.before("restore", "signal")
+
+
+async def test_what_is_cleared_does_not_happen(plan: FaultPlan) -> None:
+    plan.arm(Fault(action="crash", step="thaw"))
+    plan.clear()
+    await plan.before("dump", "thaw")
+
+
+async def test_a_later_fault_at_the_same_step_takes_the_place_of_the_first(
+    plan: FaultPlan,
+) -> None:
+    plan.arm(Fault(action="crash", step="thaw", verb="dump"))
+    plan.arm(Fault(action="fail", step="thaw", verb="dump"))
+    assert [fault.action for fault in plan.armed] == ["fail"]
+
+
+@pytest.mark.parametrize(
+    ("step", "verb", "listed"),
+    [
+        ("melt", "dump", "dump: freeze, copy-state, thaw, stage"),
+        ("melt", "", "prepare: gate, guard, quiesce, fence, facts"),
+        ("thaw", "bump", "restore"),
+        ("write", "save", "agent"),
+    ],
+)
+def test_an_unknown_step_is_refused_with_those_that_there_are(
+    plan: FaultPlan, step: str, verb: str, listed: str
+) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        plan.arm(Fault(action="fail", step=step, verb=verb))
+    assert listed in raised.value.message
+    assert plan.armed == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'{"arm": {"action": "explode", "step": "thaw"}}',
+        b'{"arm": {"action": "fail", "step": "melt"}}',
+        b" " * 300_000,
+    ],
+)
+async def test_a_bad_request_is_answered_and_changes_nothing(plan: FaultPlan, data: bytes) -> None:
+    plan.arm(Fault(action="fail", step="thaw"))
+    reply = decode_json(await plan.answer(data, {}), SimReply)
+    assert reply.failure is not None
+    assert len(plan.armed) == 1
+
+
+async def test_a_request_arms_or_clears_and_is_told_what_is_armed(plan: FaultPlan) -> None:
+    fault = Fault(action="stall", step="gate", verb="prepare")
+    armed = await plan.answer(encode_json(SimRequest(arm=fault)), {})
+    assert decode_json(armed, SimReply).armed == [fault]
+    cleared = await plan.answer(encode_json(SimRequest(clear=True)), {})
+    assert decode_json(cleared, SimReply) == SimReply()
+
+
+def test_every_step_of_every_verb_can_be_named_and_belongs_to_a_service() -> None:
+    for verb, steps in STEPS.items():
+        for step in steps:
+            [place] = find(step, verb=verb)
+            assert verb in VERBS_OF[place.service]
+    assert [place.verb for place in find("check")] == ["load", "restore"]
+    assert [place.service for place in find("compensate", service="gms")] == ["gms"]
+
+
+def _table(ran: list[str], budget_s: float) -> list[Step]:
+    def named(name: str) -> Step:
+        async def run() -> None:
+            ran.append(name)
+
+        async def undo() -> None:
+            ran.append(f"undo {name}")
+
+        return Step(name, run, budget_s, undo=undo)
+
+    return [named(name) for name in STEPS["dump"]]
+
+
+@pytest.mark.parametrize(
+    ("action", "error"), [("fail", InjectedFault), ("stall", DeadlineExceeded)]
+)
+async def test_a_fault_ends_the_order_and_what_was_begun_is_undone(
+    tmp_path: Path, plan: FaultPlan, action: FaultAction, error: type[Exception]
+) -> None:
+    journal = Journal.open(tmp_path, now=0.0)
+    telemetry = Telemetry("test", "node-1", "0")
+    plan.arm(Fault(action=action, step="copy-state"))
+    ran: list[str] = []
+    with pytest.raises(error, match="copy-state"):
+        await Runner(journal, telemetry, plan).run(
+            "dump", ORDER, _table(ran, 0.2), remaining_s=lambda: 60.0
+        )
+    telemetry.shutdown()
+    journal.close()
+    assert ran == ["freeze", "undo copy-state", "undo freeze"]
+
+
+CRASHING = """
+import asyncio, sys
+from pathlib import Path
+from snapshot_shared.api import Fault
+from snapshot_shared.faults import FaultPlan
+from snapshot_shared.journal import Journal
+from snapshot_shared.runner import Runner, Step
+from snapshot_shared.steps import STEPS
+from snapshot_shared.telemetry import Telemetry
+from snapshot_shared.codec import decode_json
+from snapshot_shared.orders import DumpOrder
+
+async def nothing():
+    pass
+
+async def main():
+    plan = FaultPlan("agent", "node-1")
+    plan.arm(Fault(action="crash", step="copy-state"))
+    runner = Runner(Journal.open(Path(sys.argv[1]), now=0.0), Telemetry("t", "n", "0"), plan)
+    table = [Step(name, nothing, 10.0) for name in STEPS["dump"]]
+    order = decode_json(sys.argv[2].encode(), DumpOrder)
+    await runner.run("dump", order, table, remaining_s=lambda: 10.0)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_crash_is_sudden_and_leaves_the_step_on_record(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CRASHING, str(tmp_path), encode_json(ORDER).decode()
+    )
+    assert await process.wait() == -signal.SIGKILL
+    begun = [r.step for r in read_records(tmp_path / "journal") if isinstance(r, Began)]
+    assert begun == ["freeze", "copy-state"]
+
+
+def test_a_service_has_no_fault_switch_unless_its_environment_asks_for_one() -> None:
+    environment = {
+        "SNAPBACK_STATE_DIR": os.devnull,
+        "SNAPBACK_NODE": "node-1",
+        "SNAPBACK_ARTIFACT_ROOT": os.devnull,
+        "SNAPBACK_SOCKET_DIR": os.devnull,
+    }
+    assert not load(NodeSettings, environment).sim
+    assert load(NodeSettings, environment | {"SNAPBACK_SIM": "1"}).sim
+    with pytest.raises(InvalidInput, match="SNAPBACK_SIM"):
+        load(NodeSettings, environment | {"SNAPBACK_SIM": "perhaps"})
+
+
+def test_there_are_three_ways_to_break_something() -> None:
+    assert get_args(FaultAction) == ("crash", "stall", "fail")
