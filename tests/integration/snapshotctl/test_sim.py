@@ -33,7 +33,7 @@ def one_node(cli: Cli) -> Iterator[Cli]:
 
 def _example(name: str) -> str:
     text = (EXAMPLES / name).read_text()
-    return text.replace('"512"', '"16"').replace('value: "30"', 'value: "1"')
+    return text.replace('"512"', '"16"').replace('value: "10"', 'value: "1"')
 
 
 def _workers(cli: Cli) -> list[int]:
