@@ -22,7 +22,7 @@ AROUND = Surroundings(
     node="node-1",
     run="r1",
     socket_dir=PurePath("/run/sb"),
-    workdir=Path("/work"),
+    workdir=Path("/srv"),
     path="/venv/bin:/usr/bin",
     home="/somewhere",
 )
@@ -116,8 +116,8 @@ def test_a_manifest_changes_the_path_but_not_what_processes_are_recognised_by() 
 
 
 def test_a_working_directory_is_taken_from_that_of_the_agent() -> None:
-    assert launched().cwd == Path("/work")
-    assert launched(workingDir="sub").cwd == Path("/work/sub")
+    assert launched().cwd == Path("/srv")
+    assert launched(workingDir="sub").cwd == Path("/srv/sub")
     assert launched(workingDir="/else").cwd == Path("/else")
 
 
