@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from snapshot_shared.courier import end_all
 from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import check_uid
 from snapshot_shared.objects import (
@@ -294,9 +295,7 @@ class Play:
                 await failing
             conversation = await calling
         finally:
-            for task in (failing, calling):
-                task.cancel()
-            await asyncio.gather(failing, calling, return_exceptions=True)
+            await end_all(failing, calling)
         try:
             yield conversation
         finally:
@@ -312,8 +311,7 @@ class Play:
                 try:
                     yield follow
                 finally:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
+                    await end_all(task)
 
     @staticmethod
     def _name(document: Document) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from snapshot_shared.courier import end_all
 from snapshot_shared.service import VERSION
 from snapshot_shared.telemetry import Telemetry
 from snapshotctl.adapters import machine
@@ -78,8 +79,7 @@ class Tools:
             try:
                 yield client
             finally:
-                publishing.cancel()
-                await asyncio.gather(publishing, return_exceptions=True)
+                await end_all(publishing)
                 await self.telemetry.flush(client.bus)
         self.telemetry.shutdown()
 
