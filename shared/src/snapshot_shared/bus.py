@@ -42,6 +42,7 @@ FETCH_S = 20.0
 REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
 RETRY_S = 0.5
+ACK_WAIT_S = 30.0
 ENSURE_EVERY_S = 30.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
@@ -344,7 +345,7 @@ class Bus:
         """Yield the messages of a durable pull consumer, one after another, for ever.
 
         The durable is created when it is missing. The caller acks what it has taken over; what is
-        not acked comes again after 30 s.
+        not acked comes again after `ACK_WAIT_S`.
         """
         again = self.reconnections()
         while True:
@@ -380,7 +381,7 @@ class Bus:
             filter_subject=filter_,
             ack_policy=AckPolicy.EXPLICIT,
             deliver_policy=DeliverPolicy.ALL,
-            ack_wait=30,
+            ack_wait=ACK_WAIT_S,
             max_ack_pending=max_pending,
         )
         await manager.add_consumer(stream, config)
