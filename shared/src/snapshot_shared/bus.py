@@ -261,6 +261,8 @@ class Bus:
             except nats.js.errors.NotFoundError:
                 await _translating(stream.add_stream(config), f"create stream {config.name}")
                 continue
+            except (nats.errors.Error, nats.js.errors.Error) as error:
+                raise _unavailable(error, f"look at stream {config.name}") from error
             if _differs(config, found):
                 await _translating(stream.update_stream(config), f"update stream {config.name}")
         for bucket in BUCKETS:
@@ -272,7 +274,7 @@ class Bus:
         while True:
             try:
                 await self.ensure_assets()
-            except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
+            except BusUnavailable as error:
                 log.warning("cannot ensure streams and buckets: %s", error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(again.wait(), ENSURE_EVERY_S)
@@ -408,7 +410,11 @@ class Bus:
 
     @contextlib.asynccontextmanager
     async def listening(self, subject: str) -> AsyncIterator[asyncio.Queue[Delivery]]:
-        """Collect core NATS messages on a subject in a queue for the length of the block."""
+        """Collect core NATS messages on a subject in a queue for the length of the block.
+
+        The server has the subscription when the block begins, unless it does not answer: then it
+        gets it later.
+        """
         queue: asyncio.Queue[Delivery] = asyncio.Queue()
 
         async def take(message: Msg) -> None:
@@ -418,8 +424,12 @@ class Bus:
 
         subscription = await self.client.subscribe(subject, cb=take)
         # nats-py stops reading when the PONG of a cancelled flush arrives, so none is cancelled.
-        await asyncio.shield(asyncio.ensure_future(self.client.flush()))
+        flushed = asyncio.ensure_future(self.client.flush())
         try:
+            try:
+                await asyncio.shield(flushed)
+            except nats.errors.Error as error:
+                log.info("the server has not answered the subscription to %s: %s", subject, error)
             yield queue
         finally:
             with contextlib.suppress(nats.errors.Error):
