@@ -1,29 +1,86 @@
-"""What the courier relies on, run on a real nats-server: each is a property of JetStream."""
+"""What the courier relies on. Every case runs on a real nats-server and on the simulated one.
+
+Each is a property of JetStream with our settings that was measured on real servers, so the
+simulator may not be kinder than they are. Which server is real, `NATS_SERVER` says.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
+from snapshot_shared import bus as bus_module
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus
+from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
 from snapshot_shared.ids import NodeName, OrderId
+from tests.support.brokers import Broker, SimulatedBroker, VirtualLoop, real_broker
 
 NODE = NodeName("node-1")
 ORDER = OrderId("dump-00000000-0000-0000-0000-000000000001")
 SUBJECT = subjects.order(NODE, "agent", ORDER)
+OTHER = SUBJECT[:-1] + "2"
+REPORT = subjects.report(NODE, ORDER, "accepted")
+MINE = subjects.orders_of(NODE, "agent")
+DURABLE = subjects.durable(NODE, "agent")
+
+ACK_WAIT_S = 2.0
+REQUEST_S = 1.5
+FETCH_S = 3.0
+TTL_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten what a test has to wait out on a real server."""
+    buckets = tuple(
+        bucket.evolve(ttl=TTL_S) if bucket.ttl else bucket for bucket in bus_module.BUCKETS
+    )
+    monkeypatch.setattr(bus_module, "BUCKETS", buckets)
+    monkeypatch.setattr(bus_module, "ACK_WAIT_S", ACK_WAIT_S)
+    monkeypatch.setattr(bus_module, "REQUEST_S", REQUEST_S)
+    monkeypatch.setattr(bus_module, "FETCH_S", FETCH_S)
 
 
 @pytest.fixture
-async def bus(nats_url: str) -> AsyncIterator[Bus]:
-    bus = await Bus(nats_url, "test").connect()
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    if isinstance(asyncio.get_running_loop(), VirtualLoop):
+        yield SimulatedBroker()
+    else:
+        async with real_broker(tmp_path / "nats") as broker:
+            yield broker
+
+
+@pytest.fixture
+async def bus(broker: Broker) -> AsyncIterator[Bus]:
+    bus = await broker.client("test").connect()
     await bus.ensure_assets()
     yield bus
     await bus.close()
+
+
+async def deliveries(bus: Bus, count: int, *, durable: str = DURABLE) -> list[Delivery]:
+    """Take the next orders without acking them."""
+    found: list[Delivery] = []
+    async with aclosing(bus.consume(subjects.ORDERS, durable, MINE)) as source:
+        async with asyncio.timeout(20):
+            while len(found) < count:
+                found.append(await anext(source))
+    return found
+
+
+async def nothing_comes(bus: Bus, *, within_s: float) -> bool:
+    """Say whether the durable delivers nothing for a while."""
+    async with aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as source:
+        try:
+            await asyncio.wait_for(anext(source), within_s)
+        except TimeoutError:
+            return True
+    return False
 
 
 async def test_ensuring_the_assets_twice_changes_nothing(bus: Bus) -> None:
@@ -49,8 +106,7 @@ async def test_a_newer_attempt_replaces_an_older_one_that_is_pending(bus: Bus) -
 
 async def test_an_order_waits_for_a_node_that_is_not_there_yet(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"early")
-    filter_ = subjects.orders_of(NODE, "agent")
-    async with aclosing(bus.consume(subjects.ORDERS, "agent-node-1", filter_)) as source:
+    async with aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as source:
         delivery = await asyncio.wait_for(anext(source), 10)
         assert (delivery.subject, delivery.data) == (SUBJECT, b"early")
         await delivery.ack()
@@ -58,28 +114,24 @@ async def test_an_order_waits_for_a_node_that_is_not_there_yet(bus: Bus) -> None
 
 async def test_an_acked_order_stays_readable_and_is_not_delivered_again(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
-    filter_ = subjects.orders_of(NODE, "agent")
-    async with aclosing(bus.consume(subjects.ORDERS, "agent-node-1", filter_)) as source:
+    async with aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as source:
         await (await asyncio.wait_for(anext(source), 10)).ack()
-    other = SUBJECT[:-1] + "2"
-    await bus.publish(other, b"y")
-    async with aclosing(bus.consume(subjects.ORDERS, "agent-node-1", filter_)) as source:
-        assert (await asyncio.wait_for(anext(source), 10)).subject == other
+    await bus.publish(OTHER, b"y")
+    async with aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as source:
+        assert (await asyncio.wait_for(anext(source), 10)).subject == OTHER
     assert await bus.last(subjects.ORDERS, SUBJECT) is not None
 
 
 async def test_a_consumer_sees_only_its_own_node(bus: Bus) -> None:
     await bus.publish(subjects.order(NodeName("node-2"), "agent", ORDER), b"not mine")
     await bus.publish(SUBJECT, b"mine")
-    filter_ = subjects.orders_of(NODE, "agent")
-    async with aclosing(bus.consume(subjects.ORDERS, "agent-node-1", filter_)) as source:
+    async with aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as source:
         assert (await asyncio.wait_for(anext(source), 10)).data == b"mine"
 
 
 async def test_the_same_message_id_is_stored_once(bus: Bus) -> None:
-    subject = subjects.report(NODE, ORDER, "accepted")
-    first = await bus.publish(subject, b"a", message_id="dump.1.1")
-    second = await bus.publish(subject, b"a", message_id="dump.1.1")
+    first = await bus.publish(REPORT, b"a", message_id="dump.1.1")
+    second = await bus.publish(REPORT, b"a", message_id="dump.1.1")
     assert first == second
 
 
@@ -95,8 +147,8 @@ async def test_an_order_over_the_size_limit_is_refused_with_the_reason(bus: Bus)
         await bus.publish(SUBJECT, b"x" * (300 * 1024))
 
 
-async def test_a_deleted_stream_comes_back_and_publishing_goes_on(bus: Bus) -> None:
-    await bus.client.jetstream().delete_stream(subjects.ORDERS)
+async def test_a_deleted_stream_comes_back_and_publishing_goes_on(broker: Broker, bus: Bus) -> None:
+    await broker.delete_stream(subjects.ORDERS)
     with pytest.raises(BusUnavailable):
         await bus.publish(SUBJECT, b"x")
     await bus.ensure_assets()
@@ -126,12 +178,12 @@ async def test_a_request_that_nobody_serves_is_not_found(bus: Bus) -> None:
         await bus.request("snap.api.get", b"")
 
 
-async def test_a_service_answers_and_is_announced(bus: Bus, nats_url: str) -> None:
+async def test_a_service_answers_and_is_announced(broker: Broker, bus: Bus) -> None:
     async def echo(data: bytes, _headers: object) -> bytes:
         return data.upper()
 
     await bus.serve("snap-test", "0.1.0", {"node": "node-1"}, {"snap.rpc.test": echo})
-    other = await Bus(nats_url, "other").connect()
+    other = await broker.client("other").connect()
     assert await other.request("snap.rpc.test", b"hello") == b"HELLO"
     assert b"snap-test" in await other.request("$SRV.INFO.snap-test", b"")
     await other.close()
@@ -154,3 +206,649 @@ async def test_a_cancelled_subscription_leaves_the_connection_alive(bus: Bus) ->
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await bus.publish(SUBJECT, b"x")
+
+
+# Before anything is there, and while nothing answers.
+
+
+async def test_without_a_connection_every_call_says_so(broker: Broker) -> None:
+    bus = broker.client("test")
+    for call in (
+        bus.publish(SUBJECT, b"x"),
+        bus.announce("snap.event.x", b""),
+        bus.last(subjects.ORDERS, SUBJECT),
+        bus.entries(subjects.NODES_BUCKET),
+        bus.request("snap.api.get", b""),
+    ):
+        with pytest.raises(BusUnavailable, match="not connected yet"):
+            await call
+
+
+async def test_without_streams_nothing_is_stored_and_nothing_is_found(broker: Broker) -> None:
+    bus = await broker.client("test").connect()
+    for call in (
+        bus.publish(SUBJECT, b"x"),
+        bus.subjects_in(subjects.ORDERS, ">"),
+        bus.delete(subjects.ORDERS, 1),
+        bus.replay(subjects.ORDERS, ">"),
+        bus.put(subjects.NODES_BUCKET, "node-1", b"x"),
+        bus.remove(subjects.NODES_BUCKET, "node-1"),
+        bus.entries(subjects.NODES_BUCKET),
+    ):
+        with pytest.raises(BusUnavailable):
+            await call
+    assert await bus.last(subjects.ORDERS, SUBJECT) is None
+    await bus.close()
+
+
+async def test_a_publish_while_the_server_is_down_is_refused_and_not_stored_later(
+    broker: Broker, bus: Bus
+) -> None:
+    await broker.crash()
+    assert not bus.is_connected
+    async with asyncio.timeout(0.5):
+        with pytest.raises(BusUnavailable):
+            await bus.publish(SUBJECT, b"buffered?")
+    await broker.start()
+    await bus.wait_connected()
+    await bus.publish(OTHER, b"after")
+    assert await bus.last(subjects.ORDERS, SUBJECT) is None
+
+
+async def test_every_call_is_refused_at_once_while_the_server_is_down(
+    broker: Broker, bus: Bus
+) -> None:
+    await bus.publish(SUBJECT, b"x")
+    (delivery,) = await deliveries(bus, 1)
+    await broker.crash()
+    calls: tuple[Callable[[], Awaitable[object]], ...] = (
+        delivery.ack,
+        bus.ensure_assets,
+        lambda: bus.last(subjects.ORDERS, SUBJECT),
+        lambda: bus.subjects_in(subjects.ORDERS, ">"),
+        lambda: bus.delete(subjects.ORDERS, 1),
+        lambda: bus.replay(subjects.ORDERS, ">"),
+        lambda: bus.put(subjects.NODES_BUCKET, "node-1", b"x"),
+        lambda: bus.entries(subjects.NODES_BUCKET),
+        lambda: bus.request("snap.api.get", b""),
+    )
+    for call in calls:
+        async with asyncio.timeout(0.5):
+            with pytest.raises(BusUnavailable):
+                await call()
+    await bus.announce("snap.event.x", b"nobody hears this")
+
+
+async def test_a_publish_that_timed_out_may_be_stored(broker: Broker, bus: Bus) -> None:
+    broker.freeze()
+    try:
+        with pytest.raises(BusUnavailable):
+            await bus.publish(SUBJECT, b"unknown", expected_last=0)
+        assert bus.is_connected
+    finally:
+        broker.thaw()
+    with pytest.raises(Conflict):
+        await bus.publish(SUBJECT, b"again", expected_last=0)
+    assert await bus.last(subjects.ORDERS, SUBJECT) == (1, b"unknown")
+
+
+async def test_every_call_to_a_frozen_server_ends_in_time(broker: Broker, bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"x")
+    (delivery,) = await deliveries(bus, 1)
+    broker.freeze()
+    calls: tuple[Callable[[], Awaitable[object]], ...] = (
+        delivery.ack,
+        bus.ensure_assets,
+        lambda: bus.last(subjects.ORDERS, SUBJECT),
+        lambda: bus.delete(subjects.ORDERS, 1),
+        lambda: bus.replay(subjects.ORDERS, ">"),
+        lambda: bus.put(subjects.NODES_BUCKET, "node-1", b"x"),
+        lambda: bus.request("snap.api.get", b"", timeout_s=1.0),
+    )
+    try:
+        results = await asyncio.gather(*(call() for call in calls), return_exceptions=True)
+    finally:
+        broker.thaw()
+    assert [type(result) for result in results] == [BusUnavailable] * len(calls)
+
+
+# Expected sequences, limits, names.
+
+
+async def test_an_order_can_be_published_as_new_after_its_message_was_deleted(bus: Bus) -> None:
+    first = await bus.publish(SUBJECT, b"one", expected_last=0)
+    await bus.delete(subjects.ORDERS, first)
+    assert await bus.last(subjects.ORDERS, SUBJECT) is None
+    second = await bus.publish(SUBJECT, b"two", expected_last=0)
+    assert second > first
+
+
+async def test_deleting_what_is_not_there_is_success(bus: Bus) -> None:
+    await bus.delete(subjects.ORDERS, 99)
+    first = await bus.publish(SUBJECT, b"x")
+    await bus.delete(subjects.ORDERS, first)
+    await bus.delete(subjects.ORDERS, first)
+
+
+async def test_a_stale_expectation_is_refused_and_changes_nothing(bus: Bus) -> None:
+    first = await bus.publish(SUBJECT, b"one")
+    second = await bus.publish(SUBJECT, b"two", expected_last=first)
+    with pytest.raises(Conflict):
+        await bus.publish(SUBJECT, b"late", expected_last=first)
+    assert await bus.last(subjects.ORDERS, SUBJECT) == (second, b"two")
+
+
+async def test_of_two_publishers_at_once_exactly_one_wins(broker: Broker, bus: Bus) -> None:
+    other = await broker.client("other").connect()
+    results = await asyncio.gather(
+        *(each.publish(SUBJECT, b"x", expected_last=0) for each in (bus, other) for _ in range(5)),
+        return_exceptions=True,
+    )
+    assert sorted(type(result).__name__ for result in results) == ["Conflict"] * 9 + ["int"]
+    await other.close()
+
+
+async def test_the_last_message_is_read_from_the_leader(broker: Broker, bus: Bus) -> None:
+    other = await broker.client("other").connect()
+    expected = 0
+    for index in range(50):
+        expected = await bus.publish(SUBJECT, str(index).encode(), expected_last=expected)
+        assert await other.last(subjects.ORDERS, SUBJECT) == (expected, str(index).encode())
+    await other.close()
+
+
+async def test_a_full_stream_of_orders_refuses_new_ones_and_loses_none(
+    broker: Broker, bus: Bus
+) -> None:
+    await broker.limit(subjects.ORDERS, max_msgs=2)
+    first = await bus.publish(SUBJECT, b"one")
+    await bus.publish(OTHER, b"two")
+    third = SUBJECT[:-1] + "3"
+    with pytest.raises(BusUnavailable, match="maximum messages exceeded"):
+        await bus.publish(third, b"three", expected_last=0)
+    assert await bus.subjects_in(subjects.ORDERS, ">") == {SUBJECT: 1, OTHER: 1}
+    await bus.publish(SUBJECT, b"a newer attempt still fits", expected_last=first)
+    found = await bus.last(subjects.ORDERS, OTHER)
+    assert found is not None
+    await bus.delete(subjects.ORDERS, found[0])
+    await bus.publish(third, b"three", expected_last=0)
+
+
+async def test_a_stream_of_orders_that_is_full_by_bytes_refuses_too(
+    broker: Broker, bus: Bus
+) -> None:
+    await broker.limit(subjects.ORDERS, max_bytes=2048)
+    await bus.publish(SUBJECT, b"x" * 1500)
+    with pytest.raises(BusUnavailable, match="maximum bytes exceeded"):
+        await bus.publish(OTHER, b"x" * 1500)
+    assert await bus.subjects_in(subjects.ORDERS, ">") == {SUBJECT: 1}
+
+
+async def test_a_full_stream_of_reports_drops_the_oldest(broker: Broker, bus: Bus) -> None:
+    await broker.limit(subjects.REPORTS, max_msgs=2)
+    for word in (b"one", b"two", b"three"):
+        await bus.publish(REPORT, word)
+    found = await bus.replay(subjects.REPORTS, "snap.report.>")
+    assert [delivery.data for delivery in found] == [b"two", b"three"]
+
+
+async def test_of_progress_only_the_last_value_is_kept(bus: Bus) -> None:
+    subject = subjects.progress(NODE, ORDER)
+    for word in (b"25", b"50"):
+        await bus.publish(subject, word)
+    found = await bus.replay(subjects.PROGRESS, "snap.progress.>")
+    assert [delivery.data for delivery in found] == [b"50"]
+
+
+@pytest.mark.parametrize("wildcard", ["*", ">"])
+async def test_wildcards_in_the_subject_of_a_message_are_stored_literally(
+    bus: Bus, wildcard: str
+) -> None:
+    literal = f"snap.order.node-1.agent.{wildcard}"
+    await bus.publish(SUBJECT, b"good")
+    await bus.publish(literal, b"bad")
+    assert await bus.subjects_in(subjects.ORDERS, "snap.order.>") == {SUBJECT: 1, literal: 1}
+    assert await bus.last(subjects.ORDERS, SUBJECT) == (1, b"good")
+
+
+@pytest.mark.parametrize(
+    "subject",
+    ["snap.order.node-1.agent", f"{SUBJECT}.more", "snap.order.node-1.agent.", "snap.other"],
+)
+async def test_no_stream_takes_a_subject_of_another_shape(bus: Bus, subject: str) -> None:
+    with pytest.raises(BusUnavailable, match="no response from stream"):
+        await bus.publish(subject, b"x")
+
+
+@pytest.mark.parametrize("subject", ["", "snap.order.node-1.agent.a b", "snap.order\r\nPUB x 0"])
+async def test_spaces_and_line_ends_in_a_subject_are_refused(bus: Bus, subject: str) -> None:
+    with pytest.raises(BusUnavailable, match="invalid subject"):
+        await bus.publish(subject, b"x")
+
+
+@pytest.mark.parametrize("key", ["", "a b", "*", ">", "../x y", ".a", "a.", "\u00e9"])
+async def test_keys_outside_their_alphabet_are_refused(bus: Bus, key: str) -> None:
+    with pytest.raises(BusUnavailable):
+        await bus.put(subjects.NODES_BUCKET, key, b"x")
+    assert await bus.entries(subjects.NODES_BUCKET) == {}
+
+
+async def test_a_payload_over_the_limit_of_the_server_is_refused(bus: Bus) -> None:
+    with pytest.raises(BusUnavailable, match="maximum payload exceeded"):
+        await bus.publish(REPORT, b"x" * (1024 * 1024 + 1))
+    await bus.publish(REPORT, b"the connection is alive")
+
+
+async def test_headers_count_against_the_size_limit_of_a_message(bus: Bus) -> None:
+    with pytest.raises(BusUnavailable, match="message size exceeds"):
+        await bus.publish(SUBJECT, b"x" * (256 * 1024 - 10), headers={"traceparent": "0" * 55})
+    await bus.publish(SUBJECT, b"x" * (256 * 1024 - 10))
+
+
+async def test_headers_arrive_with_the_message(bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"x", headers={"Snapback-Schema": "1"})
+    (delivery,) = await deliveries(bus, 1)
+    assert delivery.headers["Snapback-Schema"] == "1"
+
+
+# Message ids.
+
+
+async def test_a_message_id_is_known_after_its_message_was_deleted(bus: Bus) -> None:
+    """A wanted publish with a known id is dropped without a word; orders carry none therefore."""
+    first = await bus.publish(REPORT, b"a", message_id="dump.1.1")
+    await bus.delete(subjects.REPORTS, first)
+    assert await bus.publish(REPORT, b"a", message_id="dump.1.1") == first
+    assert await bus.last(subjects.REPORTS, REPORT) is None
+
+
+async def test_the_id_of_a_stored_message_is_known_after_a_crash(broker: Broker, bus: Bus) -> None:
+    first = await bus.publish(REPORT, b"a", message_id="dump.1.1")
+    await broker.crash()
+    await broker.start()
+    await bus.wait_connected()
+    assert await bus.publish(REPORT, b"a", message_id="dump.1.1") == first
+
+
+async def test_the_id_of_a_deleted_message_is_forgotten_in_a_crash(
+    broker: Broker, bus: Bus
+) -> None:
+    first = await bus.publish(REPORT, b"a", message_id="dump.1.1")
+    await bus.delete(subjects.REPORTS, first)
+    await broker.crash()
+    await broker.start()
+    await bus.wait_connected()
+    assert await bus.publish(REPORT, b"a", message_id="dump.1.1") > first
+
+
+async def test_the_same_id_on_another_stream_is_another_message(bus: Bus) -> None:
+    await bus.publish(REPORT, b"a", message_id="dump.1.1")
+    await bus.publish(subjects.dead(NODE), b"b", message_id="dump.1.1")
+    assert await bus.last(subjects.DEAD, subjects.dead(NODE)) is not None
+
+
+# Deliveries and acks.
+
+
+async def test_orders_come_in_the_order_in_which_they_were_published(bus: Bus) -> None:
+    for index in range(10):
+        await bus.publish(f"{SUBJECT[:-1]}{index}", str(index).encode())
+    assert [int(found.data) for found in await deliveries(bus, 10)] == list(range(10))
+
+
+async def test_an_order_comes_again_after_its_consumer_died(broker: Broker, bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"x")
+    first = await broker.client("first").connect()
+    await deliveries(first, 1)
+    await first.close()
+    (again,) = await deliveries(bus, 1)
+    assert again.sequence == 1
+
+
+async def test_an_order_does_not_come_again_before_the_ack_is_overdue(bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"x")
+    await deliveries(bus, 1)
+    assert await nothing_comes(bus, within_s=ACK_WAIT_S / 2)
+    assert len(await deliveries(bus, 1)) == 1
+
+
+async def test_an_order_without_an_ack_comes_again_and_again(bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"x")
+    found = await deliveries(bus, 3)
+    assert [delivery.sequence for delivery in found] == [1, 1, 1]
+
+
+async def test_the_ack_of_an_older_delivery_settles_and_harms_nothing(bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"x")
+    first, second = await deliveries(bus, 2)
+    await first.ack()
+    await second.ack()
+    assert await bus.last(subjects.ORDERS, SUBJECT) == (1, b"x")
+    assert await nothing_comes(bus, within_s=ACK_WAIT_S * 1.5)
+
+
+async def test_the_ack_of_an_older_attempt_does_not_settle_the_newer(bus: Bus) -> None:
+    first = await bus.publish(SUBJECT, b"one")
+    (old,) = await deliveries(bus, 1)
+    await bus.publish(SUBJECT, b"two", expected_last=first)
+    await old.ack()
+    (new,) = await deliveries(bus, 1)
+    assert new.data == b"two"
+
+
+async def test_an_attempt_that_was_replaced_is_not_delivered_again(bus: Bus) -> None:
+    first = await bus.publish(SUBJECT, b"one")
+    await deliveries(bus, 1)
+    await bus.publish(SUBJECT, b"two", expected_last=first)
+    (new,) = await deliveries(bus, 1)
+    await new.ack()
+    assert await nothing_comes(bus, within_s=ACK_WAIT_S * 1.5)
+
+
+async def test_an_order_that_was_deleted_is_not_delivered_again(bus: Bus) -> None:
+    first = await bus.publish(SUBJECT, b"one")
+    await deliveries(bus, 1)
+    await bus.delete(subjects.ORDERS, first)
+    assert await nothing_comes(bus, within_s=ACK_WAIT_S * 1.5)
+
+
+async def test_a_second_ack_of_one_delivery_is_refused_by_the_client(bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"x")
+    (delivery,) = await deliveries(bus, 1)
+    await delivery.ack()
+    with pytest.raises(BusUnavailable, match="already acknowledged"):
+        await delivery.ack()
+
+
+async def test_too_many_orders_without_an_ack_stop_the_delivery_without_a_word(bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"one")
+    await bus.publish(OTHER, b"two")
+    source = bus.consume(subjects.ORDERS, DURABLE, MINE, max_pending=1)
+    async with aclosing(source):
+        first = await asyncio.wait_for(anext(source), 10)
+        waiting = asyncio.ensure_future(anext(source))
+        done, _ = await asyncio.wait({waiting}, timeout=ACK_WAIT_S / 2)
+        assert not done
+        await first.ack()
+        assert (await asyncio.wait_for(waiting, 10)).data == b"two"
+
+
+async def test_two_clients_of_one_durable_share_its_orders(broker: Broker, bus: Bus) -> None:
+    other = await broker.client("other").connect()
+    async with (
+        aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as left,
+        aclosing(other.consume(subjects.ORDERS, DURABLE, MINE)) as right,
+    ):
+        waiting = [asyncio.ensure_future(anext(source)) for source in (left, right)]
+        await bus.publish(SUBJECT, b"one")
+        await bus.publish(OTHER, b"two")
+        found = [await asyncio.wait_for(each, 10) for each in waiting]
+        assert {delivery.data for delivery in found} == {b"one", b"two"}
+    await other.close()
+
+
+async def test_who_inspects_the_orders_takes_none_from_the_durable(bus: Bus) -> None:
+    await bus.publish(SUBJECT, b"x")
+    assert [found.data for found in await bus.replay(subjects.ORDERS, "snap.order.>")] == [b"x"]
+    (spied,) = await deliveries(bus, 1, durable="spy")
+    await spied.ack()
+    (mine,) = await deliveries(bus, 1)
+    assert mine.data == b"x"
+
+
+async def test_the_ack_of_a_delivery_whose_stream_is_gone_is_refused(
+    broker: Broker, bus: Bus
+) -> None:
+    await bus.publish(SUBJECT, b"x")
+    (delivery,) = await deliveries(bus, 1)
+    await broker.delete_stream(subjects.ORDERS)
+    with pytest.raises(BusUnavailable):
+        await delivery.ack()
+
+
+# Crashes and losses of the server.
+
+
+async def test_after_a_crash_what_was_acked_stays_settled_and_the_rest_comes_again(
+    broker: Broker, bus: Bus
+) -> None:
+    await bus.publish(SUBJECT, b"acked")
+    await bus.publish(OTHER, b"not acked")
+    first, _ = await deliveries(bus, 2)
+    await first.ack()
+    await broker.crash()
+    await broker.start()
+    await bus.wait_connected()
+    (again,) = await deliveries(bus, 1)
+    assert again.data == b"not acked"
+
+
+async def test_a_consumer_goes_on_after_a_crash_of_the_server(broker: Broker, bus: Bus) -> None:
+    async with aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as source:
+        waiting = asyncio.ensure_future(anext(source))
+        await asyncio.sleep(0.2)
+        await broker.crash()
+        await broker.start()
+        await bus.wait_connected()
+        await bus.publish(SUBJECT, b"x")
+        assert (await asyncio.wait_for(waiting, 20)).data == b"x"
+
+
+async def test_a_consumer_goes_on_after_the_store_was_wiped_and_ensured(
+    broker: Broker, bus: Bus
+) -> None:
+    await bus.publish(SUBJECT, b"lost")
+    async with aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as source:
+        await asyncio.wait_for(anext(source), 10)
+        waiting = asyncio.ensure_future(anext(source))
+        await asyncio.sleep(0.2)
+        await broker.wipe()
+        await bus.wait_connected()
+        assert await bus.last(subjects.ORDERS, SUBJECT) is None
+        await bus.ensure_assets()
+        assert await bus.publish(SUBJECT, b"again", expected_last=0) == 1
+        assert (await asyncio.wait_for(waiting, 20)).data == b"again"
+
+
+async def test_a_consumer_goes_on_after_its_stream_was_deleted_and_ensured(
+    broker: Broker, bus: Bus
+) -> None:
+    async with aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE)) as source:
+        waiting = asyncio.ensure_future(anext(source))
+        await asyncio.sleep(0.2)
+        await broker.delete_stream(subjects.ORDERS)
+        await bus.ensure_assets()
+        await bus.publish(SUBJECT, b"x")
+        assert (await asyncio.wait_for(waiting, 20)).data == b"x"
+
+
+async def test_assets_that_are_kept_come_back_after_a_wipe(broker: Broker, bus: Bus) -> None:
+    keeper = asyncio.create_task(bus.keep_assets())
+    again = bus.reconnections()
+    await broker.wipe()
+    await asyncio.wait_for(again.wait(), 10)
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await bus.publish(SUBJECT, b"x")
+                break
+            except BusUnavailable:
+                await asyncio.sleep(0.05)
+    keeper.cancel()
+
+
+async def test_a_crash_keeps_orders_and_loses_the_stream_in_memory(
+    broker: Broker, bus: Bus
+) -> None:
+    await bus.publish(SUBJECT, b"x")
+    await bus.publish(subjects.progress(NODE, ORDER), b"50")
+    await broker.crash()
+    await broker.start()
+    await bus.wait_connected()
+    assert await bus.last(subjects.ORDERS, SUBJECT) == (1, b"x")
+    with pytest.raises(BusUnavailable):
+        await bus.subjects_in(subjects.PROGRESS, ">")
+    await bus.ensure_assets()
+    assert await bus.subjects_in(subjects.PROGRESS, ">") == {}
+
+
+async def test_a_reconnection_is_told_to_everybody_who_waits_for_one(
+    broker: Broker, bus: Bus
+) -> None:
+    events = [bus.reconnections() for _ in range(2)]
+    await broker.crash()
+    assert not any(event.is_set() for event in events)
+    await broker.start()
+    for event in events:
+        await asyncio.wait_for(event.wait(), 10)
+    assert bus.is_connected
+
+
+# Buckets.
+
+
+async def test_a_key_that_is_not_written_again_expires(bus: Bus) -> None:
+    await bus.put(subjects.NODES_BUCKET, "node-1", b"x")
+    await bus.put(subjects.SCHEMAS_BUCKET, "kept", b"y")
+    await asyncio.sleep(TTL_S * 0.6)
+    await bus.put(subjects.NODES_BUCKET, "node-2", b"x")
+    await asyncio.sleep(TTL_S * 0.7)
+    assert await bus.entries(subjects.NODES_BUCKET) == {"node-2": b"x"}
+    assert await bus.entries(subjects.SCHEMAS_BUCKET) == {"kept": b"y"}
+
+
+async def test_writes_to_a_bucket_are_heard_as_core_messages(bus: Bus) -> None:
+    async with bus.listening(f"$KV.{subjects.NODES_BUCKET}.>") as queue:
+        await bus.put(subjects.NODES_BUCKET, "node-1", b"x")
+        await bus.remove(subjects.NODES_BUCKET, "node-1")
+        heard = [await asyncio.wait_for(queue.get(), 10) for _ in range(2)]
+    assert [(found.subject, found.data) for found in heard] == [
+        ("$KV.snap_nodes.node-1", b"x"),
+        ("$KV.snap_nodes.node-1", b""),
+    ]
+
+
+async def test_removing_a_key_that_is_not_there_is_success(bus: Bus) -> None:
+    await bus.remove(subjects.NODES_BUCKET, "node-1")
+    assert await bus.entries(subjects.NODES_BUCKET) == {}
+
+
+# Core messages and services.
+
+
+async def test_announcements_reach_those_who_listen_in_order(broker: Broker, bus: Bus) -> None:
+    other = await broker.client("other").connect()
+    async with other.listening("snap.event.>") as queue:
+        for index in range(10):
+            await bus.announce(f"snap.event.snapshots.-.{index}", str(index).encode())
+        await bus.announce("snap.other", b"not for us")
+        heard = [await asyncio.wait_for(queue.get(), 10) for _ in range(10)]
+        assert [int(found.data) for found in heard] == list(range(10))
+        assert queue.empty()
+    await other.close()
+
+
+async def test_a_listener_hears_again_after_a_crash_and_not_what_was_said_meanwhile(
+    broker: Broker, bus: Bus
+) -> None:
+    async with bus.listening("snap.event.>") as queue:
+        await broker.crash()
+        await bus.announce("snap.event.x", b"lost")
+        await broker.start()
+        await bus.wait_connected()
+        await bus.announce("snap.event.x", b"heard")
+        assert (await asyncio.wait_for(queue.get(), 10)).data == b"heard"
+
+
+async def test_listening_begins_while_the_server_is_down_and_hears_when_it_is_back(
+    broker: Broker, bus: Bus
+) -> None:
+    await broker.crash()
+    async with asyncio.timeout(5), bus.listening("snap.event.>") as queue:
+        await broker.start()
+        await bus.wait_connected()
+        await bus.announce("snap.event.x", b"heard")
+        assert (await asyncio.wait_for(queue.get(), 10)).data == b"heard"
+
+
+async def test_listening_to_a_frozen_server_begins_all_the_same(broker: Broker, bus: Bus) -> None:
+    broker.freeze()
+    try:
+        async with bus.listening("snap.event.>") as queue:
+            broker.thaw()
+            async with asyncio.timeout(30):
+                while queue.empty():
+                    await bus.announce("snap.event.x", b"heard")
+                    await asyncio.sleep(0.1)
+    finally:
+        broker.thaw()
+
+
+async def test_a_service_answers_one_request_after_another(broker: Broker, bus: Bus) -> None:
+    running, most = 0, 0
+
+    async def slow(data: bytes, headers: Mapping[str, str]) -> bytes:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return data + headers["who"].encode()
+
+    await bus.serve("snap-test", "0.1.0", {}, {"snap.rpc.test": slow})
+    other = await broker.client("other").connect()
+    answers = await asyncio.gather(
+        *(other.request("snap.rpc.test", b"%d" % each, headers={"who": "me"}) for each in range(5))
+    )
+    assert answers == [b"0me", b"1me", b"2me", b"3me", b"4me"]
+    assert most == 1
+    await other.close()
+
+
+async def test_a_service_that_does_not_answer_in_time_is_unavailable(
+    broker: Broker, bus: Bus
+) -> None:
+    async def never(_data: bytes, _headers: Mapping[str, str]) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    await bus.serve("snap-test", "0.1.0", {}, {"snap.rpc.test": never})
+    other = await broker.client("other").connect()
+    with pytest.raises(BusUnavailable, match="timeout"):
+        await other.request("snap.rpc.test", b"", timeout_s=0.2)
+    await other.close()
+
+
+async def test_a_service_that_fails_answers_with_nothing(broker: Broker, bus: Bus) -> None:
+    async def broken(_data: bytes, _headers: Mapping[str, str]) -> bytes:
+        raise RuntimeError("a defect")
+
+    await bus.serve("snap-test", "0.1.0", {}, {"snap.rpc.test": broken})
+    other = await broker.client("other").connect()
+    assert await other.request("snap.rpc.test", b"") == b""
+    await other.close()
+
+
+async def test_a_service_goes_on_after_a_crash_of_the_server(broker: Broker, bus: Bus) -> None:
+    async def echo(data: bytes, _headers: Mapping[str, str]) -> bytes:
+        return data
+
+    await bus.serve("snap-test", "0.1.0", {}, {"snap.rpc.test": echo})
+    await broker.crash()
+    await broker.start()
+    await bus.wait_connected()
+    other = await broker.client("other").connect()
+    assert await other.request("snap.rpc.test", b"x") == b"x"
+    await other.close()
+
+
+async def test_a_service_ends_with_its_client(broker: Broker, bus: Bus) -> None:
+    async def echo(data: bytes, _headers: Mapping[str, str]) -> bytes:
+        return data
+
+    server = await broker.client("server").connect()
+    await server.serve("snap-test", "0.1.0", {}, {"snap.rpc.test": echo})
+    assert await bus.request("snap.rpc.test", b"x") == b"x"
+    await server.close()
+    with pytest.raises(NotFound):
+        await bus.request("snap.rpc.test", b"x")

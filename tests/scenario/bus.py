@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from snapshot_shared import bus as bus_module
 from snapshot_shared.bus import (
     ENSURE_EVERY_S,
-    FETCH_S,
     IMPATIENCE_S,
     REQUEST_S,
     RETRY_S,
@@ -199,7 +199,7 @@ class SimBus(Bus):
 
     async def _pull(self, stream: str, durable: str) -> Stored | None:
         self._check_connected()
-        message = await Pull(self._link, stream, durable, FETCH_S).future
+        message = await Pull(self._link, stream, durable, bus_module.FETCH_S).future
         if isinstance(message, Refused):
             raise _error(message, f"pull {durable}")
         return message
@@ -231,7 +231,7 @@ class SimBus(Bus):
         subscription = Subscription(subject, "", take)
         self._link.subscriptions.append(subscription)
         try:
-            if self._connected.is_set():
+            with contextlib.suppress(BusUnavailable):
                 await self._ask("listen", lambda: None)
             yield queue
         finally:

@@ -409,8 +409,10 @@ class SimServer:
     def _drop_streams(self, names: Any) -> None:
         for name in list(names):
             for durable in self.streams.pop(name).durables.values():
-                while durable.waiting:
-                    durable.waiting.popleft().answer(Refused(NO_CONSUMER, "consumer deleted"))
+                # nats-py takes the news of a deleted consumer for a pause, and waits on.
+                for pull in durable.waiting:
+                    pull.lose()
+                durable.waiting.clear()
 
     def inject(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None

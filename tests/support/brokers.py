@@ -1,0 +1,156 @@
+"""One face for a real nats-server and the simulated one, so that a test runs on both."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import selectors
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from snapshot_shared import bus as bus_module
+from snapshot_shared.bus import Bus
+from tests.scenario.bus import SimBus, SimServer
+from tests.support.nats_server import NatsServer, running_nats_server
+
+
+class Broker(Protocol):
+    """A server of a test alone, and what a test does to it."""
+
+    def client(self, name: str) -> Bus:
+        """Give a bus that is not connected yet."""
+
+    async def crash(self) -> None:
+        """End the server as `kill -9` does."""
+
+    async def start(self) -> None:
+        """Start it again with what it has on disk."""
+
+    async def wipe(self) -> None:
+        """Start it again with nothing."""
+
+    def freeze(self) -> None:
+        """Let it answer nobody."""
+
+    def thaw(self) -> None:
+        """Let it go on."""
+
+    async def delete_stream(self, name: str) -> None:
+        """Take one stream away."""
+
+    async def limit(self, name: str, **limits: Any) -> None:
+        """Change limits of a stream."""
+
+
+class RealBroker:
+    """A nats-server process."""
+
+    def __init__(self, server: NatsServer, admin: Bus) -> None:
+        self._server = server
+        self._admin = admin
+
+    def client(self, name: str) -> Bus:
+        return Bus(self._server.url, name)
+
+    async def crash(self) -> None:
+        await asyncio.to_thread(self._server.kill)
+
+    async def start(self) -> None:
+        await self._server.start_async()
+
+    async def wipe(self) -> None:
+        await self.crash()
+        await asyncio.to_thread(shutil.rmtree, self._server.store)
+        await self.start()
+
+    def freeze(self) -> None:
+        os.kill(self._server.pid, signal.SIGSTOP)
+        # Its threads stop one after another; a request may still be answered before the last.
+        os.waitid(os.P_PID, self._server.pid, os.WSTOPPED)
+
+    def thaw(self) -> None:
+        os.kill(self._server.pid, signal.SIGCONT)
+
+    async def delete_stream(self, name: str) -> None:
+        await self._admin.client.jetstream().delete_stream(name)
+
+    async def limit(self, name: str, **limits: Any) -> None:
+        config = next(found for found in bus_module.STREAMS if found.name == name)
+        await self._admin.client.jetstream().update_stream(config.evolve(**limits))
+
+
+class SimulatedBroker:
+    """The server of the simulator."""
+
+    def __init__(self) -> None:
+        self._server = SimServer()
+
+    def client(self, name: str) -> Bus:
+        return SimBus(self._server, name)
+
+    async def crash(self) -> None:
+        self._server.crash()
+        await asyncio.sleep(0.1)
+
+    async def start(self) -> None:
+        self._server.restart()
+
+    async def wipe(self) -> None:
+        await self.crash()
+        self._server.wipe()
+        await self.start()
+
+    def freeze(self) -> None:
+        self._server.stall(3600.0)
+
+    def thaw(self) -> None:
+        self._server.stall(0.0)
+
+    async def delete_stream(self, name: str) -> None:
+        self._server.delete_stream(name)
+
+    async def limit(self, name: str, **limits: Any) -> None:
+        stream = self._server.streams[name]
+        stream.config = stream.config.evolve(**limits)
+
+
+@asynccontextmanager
+async def real_broker(store: Path) -> AsyncIterator[Broker]:
+    """A nats-server that ends with the block, also when it was left frozen."""
+    async with running_nats_server(store) as server:
+        admin = await Bus(server.url, "admin").connect()
+        try:
+            yield RealBroker(server, admin)
+        finally:
+            await admin.close()
+
+
+class VirtualSelector(selectors.DefaultSelector):
+    """Waits for nothing: when all are idle, the clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready and timeout is None:
+            raise RuntimeError("everything waits for ever")
+        if not ready and timeout is not None:
+            self.now += max(0.0, timeout)
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose hours pass at once."""
+
+    def __init__(self) -> None:
+        self._clock = VirtualSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
