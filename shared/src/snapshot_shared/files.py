@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -39,10 +40,45 @@ def opened(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def open_root(path: str, *, create: bool = False) -> int:
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Create a directory and what is missing above it, durably.
+
+    One that is there already is secured too: whoever made it may not have come to that.
+    """
+    parent = os.path.dirname(os.path.abspath(path))
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        make_folder(parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+    # A folder that may be entered but not read cannot be synced.
+    with contextlib.suppress(PermissionError), opened(open_root(parent)) as folder:
+        os.fsync(folder)
+
+
+def take_lock(path: str | os.PathLike[str]) -> int | None:
+    """Lock a file that is made when it is missing; None when another process holds the lock.
+
+    Closing the descriptor frees it, and so does the end of the process.
+    """
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def open_root(path: str | os.PathLike[str], *, create: bool = False) -> int:
     """Open a root directory; its own path may hold links, nothing beneath it may."""
     if create:
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        make_folder(path)
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
@@ -122,6 +158,15 @@ def read_bounded(directory: int, name: str, limit: int) -> bytes:
         while len(data) < size and (piece := os.read(fd, size - len(data))):
             data += piece
         return data
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """Read a whole file of our own, however long it is."""
+    with opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        pieces: list[bytes] = []
+        while piece := os.read(fd, 1 << 20):
+            pieces.append(piece)
+        return b"".join(pieces)
 
 
 def create_file(directory: int, name: str) -> int:

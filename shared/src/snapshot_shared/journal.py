@@ -7,7 +7,6 @@ A torn last line is what a crash leaves and is cut off. A damaged line before th
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import zlib
 from pathlib import Path
@@ -16,7 +15,15 @@ from typing import ClassVar
 import msgspec
 
 from snapshot_shared.errors import AlreadyExists, Internal, SnapbackError
-from snapshot_shared.files import opened, write_all, write_replacing
+from snapshot_shared.files import (
+    make_folder,
+    open_root,
+    opened,
+    read_file,
+    take_lock,
+    write_all,
+    write_replacing,
+)
 from snapshot_shared.ledger import Ledger, Record
 
 KEEP_S = 14 * 86400.0
@@ -50,22 +57,19 @@ class Journal:
 
         `now` is seconds since the epoch. AlreadyExists when another process holds the folder.
         """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
+        make_folder(folder)
+        lock = take_lock(folder / "lock")
+        if lock is None:
             raise AlreadyExists(
                 f"another process works with the journal in {folder}",
                 next_step="stop it, or give this one a state folder of its own",
-            ) from None
+            )
         ledger = Ledger()
         path = folder / "journal"
         for record in read_records(path):
             ledger.apply(record)
         compact = b"".join(_line(record) for record in ledger.compacted(older_than=now - KEEP_S))
-        with opened(os.open(folder, os.O_RDONLY | os.O_DIRECTORY)) as directory:
+        with opened(open_root(folder)) as directory:
             write_replacing(directory, "journal", compact)
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         fresh = Ledger()
@@ -110,7 +114,7 @@ class Journal:
 def read_records(path: Path) -> list[Record]:
     """Read a journal; an absent file is empty, a torn last line is dropped. JournalCorrupt."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_file(path).split(b"\n")
     except FileNotFoundError:
         return []
     records: list[Record] = []

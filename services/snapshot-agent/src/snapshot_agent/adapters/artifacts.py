@@ -46,7 +46,10 @@ class ArtifactRoot:
         self._root = root
 
     def _open(self) -> int:
-        return open_root(str(self._root), create=True)
+        try:
+            return open_root(self._root)
+        except FileNotFoundError:
+            return open_root(self._root, create=True)
 
     def free_bytes(self) -> int:
         """Give the bytes that can still be written."""
@@ -58,7 +61,7 @@ class ArtifactRoot:
             require_space(root, needed, f"the capture, below {self._root},")
 
     def new_part(self, place: Place, part: str) -> int:
-        with opened(self._open()) as root:
+        with opened(open_root(self._root, create=True)) as root:
             return make_dir(root, part_path(*place, part), exclusive=True)
 
     def open_part(self, place: Place, part: str) -> int:

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from snapshot_agent.domain import control
 from snapshot_agent.ports import Progress, Worker
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import SourceExited
-from snapshot_shared.files import open_dir, open_root, opened, remove_tree
+from snapshot_shared.files import make_dir, open_dir, open_root, opened, remove_tree
 
 
 class Cooperative:
@@ -53,7 +54,7 @@ class Cooperative:
     ) -> None:
         with opened(open_root(str(worker.places.control))) as folder:
             await in_thread(remove_tree, folder, control.STATE)
-        worker.places.control.joinpath(control.STATE).mkdir(mode=0o700)
+            os.close(make_dir(folder, [control.STATE], exclusive=True))
         with opened(_state(worker)) as state:
             await read_checked(part, files, Counter(progress), state)
 

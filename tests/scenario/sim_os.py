@@ -1,0 +1,583 @@
+"""The face of a `SimDisk`: objects that stand in for the modules `os` and `fcntl`.
+
+Paths below the disk's mount and descriptors from `FIRST` up are the disk's; everything else goes
+to the real modules. Errors, flags and results are those of Linux. Descriptor numbers never come
+again, and closing one that a crash has closed does nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tests.scenario.disk import Owner, SimDisk
+
+FIRST = 1_000_000
+MAX_LINKS = 40
+
+_numbers = itertools.count(FIRST)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open file description, which duplicated descriptors share."""
+
+    inode: int
+    flags: int
+    position: int = 0
+    descriptors: int = 1
+
+
+class _Place(NamedTuple):
+    """Where a path ends: the directory, the last name, and the inode there, if any."""
+
+    directory: int
+    name: str
+    inode: int | None
+
+
+def _error(number: int, path: object = None) -> OSError:
+    return OSError(number, os.strerror(number), None if path is None else str(path))
+
+
+class SimOs:
+    """An `os` whose file operations work on a simulated disk."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        self._disk = disk
+        self._table: dict[int, tuple[_Open, Owner]] = {}
+        self._dead: set[int] = set()
+        self.path = _SimPath(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    # Who is meant.
+
+    def _ours(self, path: Any, dir_fd: int | None = None) -> bool:
+        if isinstance(path, int):
+            return path >= FIRST
+        text = os.fsdecode(path)
+        if text.startswith("/"):
+            mount = self._disk.mount.rstrip("/")
+            return text == mount or text.startswith(mount + "/")
+        return dir_fd is not None and dir_fd >= FIRST
+
+    def opened(self, fd: int) -> _Open:
+        """Give the open file behind a descriptor. EBADF."""
+        found = self._table.get(fd)
+        if found is None:
+            raise _error(errno.EBADF)
+        return found[0]
+
+    def find(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> int:
+        """Give the inode at a path, or behind a descriptor. ENOENT."""
+        if isinstance(path, int):
+            return self.opened(path).inode
+        place = self._walk(path, dir_fd, follow=follow)
+        if place.inode is None:
+            raise _error(errno.ENOENT, path)
+        return place.inode
+
+    def _walk(self, path: Any, dir_fd: int | None, *, follow: bool) -> _Place:
+        """Go along a path; what is missing at its end is no error, what is missing before is."""
+        text = os.fsdecode(path)
+        if "\0" in text:
+            raise ValueError("embedded null byte")
+        start = 1 if text.startswith("/") or dir_fd is None else self.opened(dir_fd).inode
+        trail, names, links = [start], self._parts(text), 0
+        place = _Place(start, ".", start)
+        while names:
+            name = names.pop(0)
+            place = self._step(trail, name, path)
+            target = None if place.inode is None else self._disk.image[place.inode]
+            if isinstance(target, str) and (names or follow):
+                links += 1
+                if links > MAX_LINKS:
+                    raise _error(errno.ELOOP, path)
+                if target.startswith("/"):
+                    trail[:] = [1]
+                names = self._parts(target) + names
+            elif names and name != "..":
+                if place.inode is None:
+                    raise _error(errno.ENOENT, path)
+                trail.append(place.inode)
+        return place
+
+    def _step(self, trail: list[int], name: str, path: Any) -> _Place:
+        entries = self._disk.names(trail[-1])
+        if name == "..":
+            above = trail[-2] if len(trail) > 1 else self._disk.parent(trail[-1])
+            trail[:] = [*trail[:-2], above]
+            return _Place(above, ".", above)
+        if len(os.fsencode(name)) > 255:
+            raise _error(errno.ENAMETOOLONG, path)
+        return _Place(trail[-1], name, entries.get(name))
+
+    def _parts(self, path: str) -> list[str]:
+        """Cut a path into names; an absolute one must lie on this disk."""
+        if path.startswith("/"):
+            if not self._ours(path):
+                raise _error(errno.EXDEV, path)
+            path = path[len(self._disk.mount.rstrip("/")) :]
+        return [part for part in path.split("/") if part not in ("", ".")]
+
+    # Descriptors.
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if not self._ours(path, dir_fd):
+            return os.open(path, flags, mode, dir_fd=dir_fd)
+        self._disk.begin("open")
+        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
+        place = self._walk(path, dir_fd, follow=not (exclusive or flags & os.O_NOFOLLOW))
+        inode = place.inode
+        if inode is None:
+            if not flags & os.O_CREAT:
+                raise _error(errno.ENOENT, path)
+            inode = self._disk.add(bytearray(), mode & 0o7777)
+            self._disk.nodes[inode].opens = 1
+            self._disk.enter("open", (place.directory, place.name, inode))
+        else:
+            self._check_open(inode, flags, path)
+            self._disk.nodes[inode].opens += 1
+            if flags & os.O_TRUNC:
+                self._disk.resize(inode, 0)
+        return self._descriptor(_Open(inode, flags))
+
+    def _check_open(self, inode: int, flags: int, path: Any) -> None:
+        if flags & os.O_CREAT and flags & os.O_EXCL:
+            raise _error(errno.EEXIST, path)
+        content = self._disk.image[inode]
+        if isinstance(content, str):
+            raise _error(errno.ENOTDIR if flags & os.O_DIRECTORY else errno.ELOOP, path)
+        if flags & os.O_DIRECTORY and not isinstance(content, dict):
+            raise _error(errno.ENOTDIR, path)
+        if isinstance(content, dict) and flags & (os.O_ACCMODE | os.O_CREAT):
+            raise _error(errno.EISDIR, path)
+
+    def _descriptor(self, opened: _Open) -> int:
+        fd = next(_numbers)
+        self._table[fd] = (opened, self._disk.owner())
+        return fd
+
+    def close(self, fd: int) -> None:
+        if fd < FIRST:
+            os.close(fd)
+            return
+        if fd in self._dead:
+            self._dead.discard(fd)
+            return
+        opened = self.opened(fd)
+        del self._table[fd]
+        opened.descriptors -= 1
+        if not opened.descriptors:
+            node = self._disk.nodes[opened.inode]
+            node.locks.pop(id(opened), None)
+            node.opens -= 1
+            self._disk.release(opened.inode)
+
+    def close_all(self, chosen: Callable[[Owner], bool]) -> None:
+        """Close the descriptors of the owners that are chosen."""
+        for fd in [fd for fd, (_, owner) in self._table.items() if chosen(owner)]:
+            self.close(fd)
+            self._dead.add(fd)
+
+    def dup(self, fd: int) -> int:
+        if fd < FIRST:
+            return os.dup(fd)
+        opened = self.opened(fd)
+        opened.descriptors += 1
+        return self._descriptor(opened)
+
+    def lseek(self, fd: int, position: int, how: int) -> int:
+        if fd < FIRST:
+            return os.lseek(fd, position, how)
+        opened = self.opened(fd)
+        start = (0, opened.position, len(self._disk.data(opened.inode)))[how]
+        opened.position = start + position
+        return opened.position
+
+    def locks(self, opened: _Open) -> dict[int, int]:
+        """Give who has locked a file and how, by the identity of the open file."""
+        return self._disk.nodes[opened.inode].locks
+
+    def open_descriptors(self) -> list[int]:
+        """Give the descriptors that are open, for tests that look for leaks."""
+        return sorted(self._table)
+
+    # Bytes.
+
+    def read(self, fd: int, count: int) -> bytes:
+        if fd < FIRST:
+            return os.read(fd, count)
+        opened = self.opened(fd)
+        data = self.pread(fd, count, opened.position)
+        opened.position += len(data)
+        return data
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        if fd < FIRST:
+            return os.pread(fd, count, offset)
+        opened = self.opened(fd)
+        if opened.flags & os.O_ACCMODE == os.O_WRONLY:
+            raise _error(errno.EBADF)
+        count //= self._disk.begin("read") or 1
+        return bytes(self._disk.data(opened.inode)[offset : offset + count])
+
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        if fd < FIRST:
+            return os.preadv(fd, buffers, offset)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        data = self.pread(fd, sum(map(len, views)), offset)
+        done = 0
+        for view in views:
+            piece = data[done : done + len(view)]
+            view[: len(piece)] = piece
+            done += len(piece)
+        return done
+
+    def write(self, fd: int, data: Any) -> int:
+        if fd < FIRST:
+            return os.write(fd, data)
+        opened = self.opened(fd)
+        done = self._write(opened, data, opened.position)
+        if not opened.flags & os.O_APPEND:
+            opened.position += done
+        return done
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        if fd < FIRST:
+            return os.pwrite(fd, data, offset)
+        return self._write(self.opened(fd), data, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        if fd < FIRST:
+            return os.pwritev(fd, buffers, offset)
+        return self._write(self.opened(fd), b"".join(buffers), offset)
+
+    def _write(self, opened: _Open, data: Any, offset: int) -> int:
+        if opened.flags & os.O_ACCMODE == os.O_RDONLY:
+            raise _error(errno.EBADF)
+        part = self._disk.begin("write")
+        new = bytes(data)
+        if part and len(new) > 1:
+            new = new[: len(new) // part]
+        if opened.flags & os.O_APPEND:
+            offset = len(self._disk.data(opened.inode))
+        return self._disk.write(opened.inode, offset, new) if new else 0
+
+    def fsync(self, fd: int) -> None:
+        if fd < FIRST:
+            os.fsync(fd)
+            return
+        self._disk.sync(self.opened(fd).inode)
+
+    def fdatasync(self, fd: int) -> None:
+        if fd < FIRST:
+            os.fdatasync(fd)
+            return
+        self._disk.sync(self.opened(fd).inode)
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        if fd < FIRST:
+            os.ftruncate(fd, size)
+            return
+        self._disk.begin("ftruncate")
+        self._disk.resize(self.opened(fd).inode, size)
+
+    # Names.
+
+    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        if not self._ours(path, dir_fd):
+            os.mkdir(path, mode, dir_fd=dir_fd)
+            return
+        place = self._vacant("mkdir", path, dir_fd)
+        self._disk.enter("mkdir", (place.directory, place.name, self._disk.add({}, mode)))
+
+    def makedirs(self, name: Any, mode: int = 0o777, exist_ok: bool = False) -> None:
+        if not self._ours(name):
+            os.makedirs(name, mode, exist_ok)
+            return
+        head = os.path.dirname(os.fsdecode(name).rstrip("/"))
+        if self._ours(head) and not self.path.exists(head):
+            self.makedirs(head, exist_ok=True)
+        try:
+            self.mkdir(name, mode)
+        except FileExistsError:
+            if not exist_ok or not self.path.isdir(name):
+                raise
+
+    def symlink(self, target: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        if not self._ours(path, dir_fd):
+            os.symlink(target, path, dir_fd=dir_fd)
+            return
+        place = self._vacant("symlink", path, dir_fd)
+        inode = self._disk.add(os.fsdecode(target), 0o777)
+        self._disk.enter("symlink", (place.directory, place.name, inode))
+
+    def link(
+        self,
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        follow_symlinks: bool = True,
+    ) -> None:
+        if not self._ours(dst, dst_dir_fd):
+            os.link(
+                src,
+                dst,
+                src_dir_fd=src_dir_fd,
+                dst_dir_fd=dst_dir_fd,
+                follow_symlinks=follow_symlinks,
+            )
+            return
+        inode = self.find(src, src_dir_fd, follow=follow_symlinks)
+        place = self._vacant("link", dst, dst_dir_fd)
+        if isinstance(self._disk.image[inode], dict):
+            raise _error(errno.EPERM, src)
+        self._disk.enter("link", (place.directory, place.name, inode))
+
+    def _vacant(self, operation: str, path: Any, dir_fd: int | None) -> _Place:
+        self._disk.begin(operation)
+        place = self._walk(path, dir_fd, follow=False)
+        if place.inode is not None:
+            raise _error(errno.EEXIST, path)
+        return place
+
+    def rename(
+        self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
+        if not self._ours(src, src_dir_fd):
+            os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            return
+        self._disk.begin("rename")
+        source = self._walk(src, src_dir_fd, follow=False)
+        target = self._walk(dst, dst_dir_fd, follow=False)
+        if source.inode is None:
+            raise _error(errno.ENOENT, src)
+        if target.inode == source.inode:
+            return
+        if target.inode is not None:
+            self._check_replaced(source.inode, target.inode, dst)
+        self._disk.enter(
+            "rename",
+            (source.directory, source.name, None),
+            (target.directory, target.name, source.inode),
+        )
+
+    replace = rename
+
+    def _check_replaced(self, source: int, target: int, path: Any) -> None:
+        moved, there = self._disk.image[source], self._disk.image[target]
+        if isinstance(there, dict):
+            if not isinstance(moved, dict):
+                raise _error(errno.EISDIR, path)
+            if there:
+                raise _error(errno.ENOTEMPTY, path)
+        elif isinstance(moved, dict):
+            raise _error(errno.ENOTDIR, path)
+
+    def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+        if not self._ours(path, dir_fd):
+            os.unlink(path, dir_fd=dir_fd)
+            return
+        self._disk.begin("unlink")
+        place = self._walk(path, dir_fd, follow=False)
+        if place.inode is None:
+            raise _error(errno.ENOENT, path)
+        if isinstance(self._disk.image[place.inode], dict):
+            raise _error(errno.EISDIR, path)
+        self._disk.enter("unlink", (place.directory, place.name, None))
+
+    remove = unlink
+
+    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+        if not self._ours(path, dir_fd):
+            os.rmdir(path, dir_fd=dir_fd)
+            return
+        self._disk.begin("rmdir")
+        place = self._walk(path, dir_fd, follow=False)
+        if place.inode is None:
+            raise _error(errno.ENOENT, path)
+        if self._disk.names(place.inode):
+            raise _error(errno.ENOTEMPTY, path)
+        self._disk.enter("rmdir", (place.directory, place.name, None))
+
+    def readlink(self, path: Any, *, dir_fd: int | None = None) -> str:
+        if not self._ours(path, dir_fd):
+            return os.readlink(path, dir_fd=dir_fd)
+        content = self._disk.image[self.find(path, dir_fd, follow=False)]
+        if not isinstance(content, str):
+            raise _error(errno.EINVAL, path)
+        return content
+
+    def listdir(self, path: Any = ".") -> list[str]:
+        if not self._ours(path):
+            return os.listdir(path)
+        self._disk.begin("listdir")
+        return list(self._disk.names(self.find(path)))
+
+    def scandir(self, path: Any = ".") -> Any:
+        if not self._ours(path):
+            return os.scandir(path)
+        names = self._disk.names(self.find(path))
+        folder = "" if isinstance(path, int) else os.fsdecode(path)
+        return _Scan([_Entry(self, folder, name, inode) for name, inode in names.items()])
+
+    # What is known.
+
+    def stat(
+        self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True
+    ) -> os.stat_result:
+        if not self._ours(path, dir_fd):
+            return os.stat(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+        return self.status(self.find(path, dir_fd, follow=follow_symlinks))
+
+    def lstat(self, path: Any, *, dir_fd: int | None = None) -> os.stat_result:
+        return self.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd) if fd < FIRST else self.status(self.opened(fd).inode)
+
+    def status(self, inode: int) -> os.stat_result:
+        """Give the status of an inode."""
+        content, node = self._disk.image[inode], self._disk.nodes[inode]
+        kind = (
+            stat.S_IFDIR
+            if isinstance(content, dict)
+            else stat.S_IFLNK
+            if isinstance(content, str)
+            else stat.S_IFREG
+        )
+        size = 4096 if isinstance(content, dict) else len(content)
+        links = node.links + (1 if isinstance(content, dict) else 0)
+        who = os.getuid(), os.getgid()
+        return os.stat_result((kind | node.mode, inode, FIRST, links, *who, size, 0, 0, 0))
+
+    def statvfs(self, path: Any) -> os.statvfs_result:
+        if not self._ours(path):
+            return os.statvfs(path)
+        free = self._disk.free()
+        return os.statvfs_result((1, 1, 2**40, free, free, 2**20, 2**20, 2**20, 0, 255))
+
+    def fstatvfs(self, fd: int) -> os.statvfs_result:
+        return self.statvfs(fd)
+
+    def chmod(self, path: Any, mode: int, **options: Any) -> None:
+        if not self._ours(path, options.get("dir_fd")):
+            os.chmod(path, mode, **options)
+            return
+        self._disk.nodes[self.find(path, options.get("dir_fd"))].mode = mode
+
+    def fchmod(self, fd: int, mode: int) -> None:
+        self.chmod(fd, mode)
+
+    def access(self, path: Any, mode: int, **options: Any) -> bool:
+        if not self._ours(path, options.get("dir_fd")):
+            return os.access(path, mode, **options)
+        return self.path.exists(path)
+
+
+class _Entry:
+    """What `scandir` gives."""
+
+    def __init__(self, sim: SimOs, folder: str, name: str, inode: int) -> None:
+        self._sim, self.name, self._inode = sim, name, inode
+        self.path = f"{folder}/{name}" if folder else name
+
+    def inode(self) -> int:
+        return self._inode
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return self._sim.status(self._inode)
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return stat.S_ISDIR(self.stat().st_mode)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return stat.S_ISREG(self.stat().st_mode)
+
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self.stat().st_mode)
+
+
+class _Scan:
+    def __init__(self, entries: Iterable[_Entry]) -> None:
+        self._entries = iter(entries)
+
+    def __enter__(self) -> Iterator[_Entry]:
+        return self._entries
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[_Entry]:
+        return self._entries
+
+    def close(self) -> None:
+        self._entries = iter(())
+
+
+class _SimPath:
+    """`os.path` with its questions about files answered by the disk."""
+
+    def __init__(self, sim: SimOs) -> None:
+        self._sim = sim
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os.path, name)
+
+    def _mode(self, path: Any, *, follow: bool = True) -> int:
+        try:
+            return self._sim.stat(path, follow_symlinks=follow).st_mode
+        except (OSError, ValueError):
+            return 0
+
+    def exists(self, path: Any) -> bool:
+        return self._mode(path) != 0
+
+    def lexists(self, path: Any) -> bool:
+        return self._mode(path, follow=False) != 0
+
+    def isdir(self, path: Any) -> bool:
+        return stat.S_ISDIR(self._mode(path))
+
+    def isfile(self, path: Any) -> bool:
+        return stat.S_ISREG(self._mode(path))
+
+    def islink(self, path: Any) -> bool:
+        return stat.S_ISLNK(self._mode(path, follow=False))
+
+
+class SimFcntl:
+    """An `fcntl` whose flock knows simulated descriptors."""
+
+    def __init__(self, sim: SimOs) -> None:
+        self._sim = sim
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(fcntl, name)
+
+    def flock(self, fd: int, operation: int) -> None:
+        """Lock without waiting: a lock that another has is refused even if waiting was asked."""
+        if fd < FIRST:
+            fcntl.flock(fd, operation)
+            return
+        opened = self._sim.opened(fd)
+        locks = self._sim.locks(opened)
+        others = [kind for holder, kind in locks.items() if holder != id(opened)]
+        if operation & fcntl.LOCK_UN:
+            locks.pop(id(opened), None)
+        elif others and (operation & fcntl.LOCK_EX or fcntl.LOCK_EX in others):
+            raise _error(errno.EWOULDBLOCK if operation & fcntl.LOCK_NB else errno.EDEADLK)
+        else:
+            locks[id(opened)] = operation & (fcntl.LOCK_EX | fcntl.LOCK_SH)
