@@ -1,0 +1,1 @@
+"""Seeded faults in simulated worlds around the real services."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from nats.js.api import StorageType
 
 from snapshot_shared import bus
+from tests.scenario.loop import VirtualLoop
 from tests.scenario.streams import Durable, Refused, Stream, matches, stream_of_bucket
 
 TICK_S = 1e-9
@@ -156,15 +157,13 @@ class Link:
 
     def up(self, arrive: Callable[..., None], *arguments: Any) -> None:
         """Send towards the server, in order."""
-        loop = asyncio.get_running_loop()
-        self._up_at = max(loop.time() + self.faults.latency(), self._up_at + TICK_S)
-        loop.call_at(self._up_at, arrive, *arguments, context=self.server.context)
+        self._up_at = max(self.server.now + self.faults.latency(), self._up_at + TICK_S)
+        self.server.at(self._up_at, arrive, *arguments)
 
     def down(self, arrive: Callable[..., None], *arguments: Any) -> None:
         """Send towards the client, in order."""
-        loop = asyncio.get_running_loop()
-        self._down_at = max(loop.time() + self.faults.latency(), self._down_at + TICK_S)
-        loop.call_at(self._down_at, arrive, *arguments, context=self.server.context)
+        self._down_at = max(self.server.now + self.faults.latency(), self._down_at + TICK_S)
+        self.server.at(self._down_at, arrive, *arguments)
 
     def reach_out(self) -> None:
         """Connect as soon as that is possible."""
@@ -231,7 +230,7 @@ class Call:
         self.future: asyncio.Future[Any] = loop.create_future()
         self.session = link.session
         self._operation = operation
-        self._deadline = loop.time() + timeout_s
+        self._deadline = link.server.now + timeout_s
         self._late = late
         if link.faults.loses_request():
             self.lose()
@@ -334,15 +333,20 @@ class SimServer:
 
     @property
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        # Clients may have clocks of their own.
+        return loop.now if isinstance(loop, VirtualLoop) else loop.time()
 
     def later(self, delay_s: float, run: Callable[..., None], *arguments: Any) -> None:
         """Run something after a time."""
-        asyncio.get_running_loop().call_later(delay_s, run, *arguments, context=self.context)
+        self.at(self.now + delay_s, run, *arguments)
 
     def at(self, when: float, run: Callable[..., None], *arguments: Any) -> asyncio.TimerHandle:
         """Run something at a time of the loop, or at once when it is over."""
-        return asyncio.get_running_loop().call_at(when, run, *arguments, context=self.context)
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, VirtualLoop):
+            return loop.in_world(when - loop.now, run, *arguments)
+        return loop.call_at(when, run, *arguments, context=self.context)
 
     # What can happen to it.
 

@@ -205,7 +205,7 @@ class Courier:
             return
         known = self.journal.ledger.entries.get(order.order)
         if known is not None and known.attempt >= order.attempt:
-            await self._repeat(known, order)
+            await self._repeat(known, order, delivery.sequence)
             await delivery.ack()
             return
         entry = await self._accept(order)
@@ -268,11 +268,15 @@ class Courier:
             await self._publish(report)
         await delivery.ack()
 
-    async def _repeat(self, known: Entry, order: Order) -> None:
-        """Answer from the record; a lower attempt than the known one gets no answer at all."""
+    async def _repeat(self, known: Entry, order: Order, sequence: int) -> None:
+        """Answer from the record; a lower attempt than the known one gets no answer at all.
+
+        Who orders again has not heard the first answer, or did not know yet that it was one: this
+        one must not be dropped as the same message, so its id names the order that it answers.
+        """
         if known.attempt == order.attempt:
             for report in known.reports:
-                await self._publish(report)
+                await self._publish(report, again=f".{sequence}")
 
     async def _accept(self, order: Order) -> Entry:
         await self.journal.append(
@@ -410,11 +414,11 @@ class Courier:
                     for report in entry.reports:
                         self._outbox.put_nowait(report)
 
-    async def _publish(self, report: Report) -> None:
+    async def _publish(self, report: Report, *, again: str = "") -> None:
         await self.bus.publish(
             subjects.report(self.node, OrderId(report.order), report.kind),
             encode_json(report),
-            message_id=f"{report.order}.{report.attempt}.{report.n}",
+            message_id=f"{report.order}.{report.attempt}.{report.n}{again}",
         )
 
     async def tombstone(self, subject: str, attempt: int) -> None:

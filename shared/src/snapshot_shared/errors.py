@@ -21,6 +21,7 @@ SnapbackError
 │   ├── ArtifactCorrupt / ArtifactMissing / ArtifactExists / Incompatible
 ├── TransferKilled            a process that moved bytes was killed from outside
 ├── NoSpace                   needed and free bytes
+├── StorageFailed             the disk does not read or write any more
 ├── BusUnavailable            NATS does not answer
 ├── InjectedFault             a step that was told to fail, in the simulation
 └── Internal                  a defect of ours
@@ -31,6 +32,7 @@ before any side effect; `values` are the facts involved; `next_step` tells the r
 
 from __future__ import annotations
 
+import errno
 from typing import Any, ClassVar
 
 import msgspec
@@ -250,6 +252,12 @@ class NoSpace(SnapbackError):
     default_next_step = "free space below the artifact root or delete old snapshots"
 
 
+class StorageFailed(SnapbackError):
+    """The disk does not read or write any more; `values`: path and errno."""
+
+    default_next_step = "look at the kernel's log of this node, and at its disk"
+
+
 class BusUnavailable(SnapbackError):
     """NATS does not answer."""
 
@@ -267,12 +275,19 @@ class Internal(SnapbackError):
     default_next_step = "read the service's log and report a bug"
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_BROKEN = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE)
+
+
 def failure_of(error: BaseException) -> Failure:
     """Describe any exception as a `Failure`; unknown ones become `Internal`, a timeout its own."""
     if isinstance(error, SnapbackError):
         return error.to_failure()
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("time ran out").to_failure()
-    if isinstance(error, OSError) and error.errno == 28:  # ENOSPC
+    if isinstance(error, OSError) and error.errno in _FULL:
         return NoSpace(f"no space left on device: {error.filename or 'unknown file'}").to_failure()
+    if isinstance(error, OSError) and error.errno in _BROKEN:
+        path = str(error.filename or "")
+        return StorageFailed(f"{error}", path=path, errno=error.errno).to_failure()
     return Internal(f"{type(error).__name__}: {error}").to_failure()

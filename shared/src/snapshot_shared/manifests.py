@@ -57,6 +57,7 @@ def parse(document: Any, *, where: str = "") -> AnyObject:
     return value
 
 
+@cache
 def message_schemas() -> dict[str, Any]:
     """Give the JSON Schema of every message on NATS and of every kind, by `<type>.<version>`."""
     messages = (*get_args(AnyOrder), Report, Progress, DeadLetter, Presence, SpanRecord)

@@ -7,6 +7,7 @@ that acts on a plan. The queue holds keys, never events; a key that is queued tw
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Container
 from typing import NamedTuple
@@ -70,6 +71,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 SWEEP_EVERY_S = 30.0
+RESYNC_EVERY_S = 300.0
 
 
 class Key(NamedTuple):
@@ -418,6 +420,14 @@ class Controller:
     def _wake(self, key: Key, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
         self._timers[key] = loop.call_later(delay_s, self.enqueue, key)
+
+    async def resync(self) -> None:
+        """Look at everything every five minutes: news of a change may get lost."""
+        never = asyncio.Event()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(never.wait(), RESYNC_EVERY_S)
+            await self.look_at_all()
 
     async def sweep(self, again: asyncio.Event) -> None:
         """Publish what the store wants and the stream lacks: at start, on reconnect, every 30 s."""

@@ -72,6 +72,7 @@ async def _serve(
         telemetry.publish_to(bus),
         announcer.run(),
         controller.run(),
+        controller.resync(),
         controller.sweep(bus.reconnections()),
         _take_reports(bus, cluster, interpreter, clocks),
         _follow_presence(bus, cluster, NatsNodes(bus), clocks),

@@ -153,6 +153,10 @@ def _transfer(
 
 def _for_all(items: Iterable[T], work: Callable[[T], object], threads: int) -> None:
     """Do all work in threads; the first failure stops what has not begun."""
+    if threads == 1:
+        for item in items:
+            work(item)
+        return
     pending = iter(items)
     with ThreadPoolExecutor(threads, thread_name_prefix="transfer") as pool:
         running: set[Future[object]] = set()

@@ -117,16 +117,16 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
     """Write the fenced layout as a part: files, digests, the manifest last."""
     path = part_path(task.namespace, task.content_uid, task.generation, task.part)
     with opened(open_root(task.root, create=True)) as root:
-        if (known := _saved_before(root, path, task)) is not None:
+        if (known := saved_before(root, path, task)) is not None:
             return known
-        with _leased(_attach_to_save(task)) as lease:
-            _check_fenced(task.layout, lease.attached)
+        with _leased(Lease.attach(task.socket_dir, save_request(task))) as lease:
+            check_fenced(task.layout, lease.attached)
             emit(TransferLeased())
             infos, metadata = lease.allocations(), lease.metadata()
-            _check_shape(infos, metadata, task.layout)
+            check_shape(infos, metadata, task.layout)
             with _mapped(lease, infos, Access.RO) as buffers:
                 entries, sizes = place(infos, shard_bytes=task.shard_bytes)
-                with _new_part(root, path) as directory:
+                with new_part(root, path) as directory:
                     require_space(directory, sum(sizes), f"part {task.part}")
                     meter = _Meter(sum(sizes), emit)
                     files = write_files(
@@ -136,7 +136,7 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
                         threads=task.threads,
                         advance=meter.advance,
                     )
-                    data = encode_pretty(_manifest(task, entries, files, metadata))
+                    data = encode_pretty(part_manifest(task, entries, files, metadata))
                     if len(data) > MAX_MANIFEST_BYTES:
                         raise InvalidInput("the manifest would be too long", size=len(data))
                     write_new(directory, PART_MANIFEST, data)
@@ -150,7 +150,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
         opened(open_root(task.root)) as root,
         opened(open_dir(root, path)) as directory,
     ):
-        manifest = _read_manifest(directory, task)
+        manifest = read_manifest(directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
         allocations, files = layout.allocations, manifest.files
         plans = plan_files(
@@ -159,8 +159,8 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             names=[entry.name for entry in files],
             chunk_bytes=[entry.chunk_bytes for entry in files],
         )
-        with _leased(_attach_to_load(task)) as lease:
-            _check_room(allocations, lease.attached)
+        with _leased(Lease.attach(task.socket_dir, load_request(task))) as lease:
+            check_room(allocations, lease.attached)
             emit(TransferLeased())
             infos = lease.allocate(
                 [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
@@ -183,34 +183,30 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
     return TransferDone(bytes=manifest.bytes, digest=task.part_digest, layout=ref)
 
 
-def _attach_to_save(task: SaveTask) -> Lease:
-    return Lease.attach(
-        task.socket_dir,
-        Attach(
-            device=task.device,
-            domain=MemoryDomain.WEIGHTS,
-            lock=LockMode.RO,
-            deadline_s=task.deadline_s,
-            fence_token=task.fence_token,
-            client="save",
-            traceparent=task.traceparent,
-        ),
+def save_request(task: SaveTask) -> Attach:
+    """Ask to read the fenced layout."""
+    return Attach(
+        device=task.device,
+        domain=MemoryDomain.WEIGHTS,
+        lock=LockMode.RO,
+        deadline_s=task.deadline_s,
+        fence_token=task.fence_token,
+        client="save",
+        traceparent=task.traceparent,
     )
 
 
-def _attach_to_load(task: LoadTask) -> Lease:
-    return Lease.attach(
-        task.socket_dir,
-        Attach(
-            device=task.device,
-            domain=MemoryDomain.WEIGHTS,
-            lock=LockMode.RW,
-            deadline_s=task.deadline_s,
-            if_match=task.if_match,
-            load_token=task.load_token,
-            client="load",
-            traceparent=task.traceparent,
-        ),
+def load_request(task: LoadTask) -> Attach:
+    """Ask to build a hidden layout."""
+    return Attach(
+        device=task.device,
+        domain=MemoryDomain.WEIGHTS,
+        lock=LockMode.RW,
+        deadline_s=task.deadline_s,
+        if_match=task.if_match,
+        load_token=task.load_token,
+        client="load",
+        traceparent=task.traceparent,
     )
 
 
@@ -247,7 +243,7 @@ def _mapped(
 
 
 @contextlib.contextmanager
-def _new_part(root: int, path: Sequence[str]) -> Iterator[int]:
+def new_part(root: int, path: Sequence[str]) -> Iterator[int]:
     """Create the directory of a part. What fails leaves none, and its bytes do not fill the disk.
 
     It is ours to remove because it did not exist. A process that is killed leaves it without
@@ -262,7 +258,8 @@ def _new_part(root: int, path: Sequence[str]) -> Iterator[int]:
             raise
 
 
-def _check_fenced(wanted: LayoutRef, attached: Attached) -> None:
+def check_fenced(wanted: LayoutRef, attached: Attached) -> None:
+    """StaleLayout unless what is attached is what the plan names."""
     found = LayoutRef(
         device=attached.device,
         incarnation=attached.incarnation,
@@ -284,9 +281,10 @@ def _named(ref: LayoutRef) -> str:
     return f"{ref.layout_id} {ref.structure_hash[:16]} {ref.incarnation}/{ref.generation}"
 
 
-def _check_shape(
+def check_shape(
     infos: Sequence[AllocationInfo], metadata: Sequence[MetadataItem], wanted: LayoutRef
 ) -> None:
+    """StaleLayout unless what was listed has the structure of the plan."""
     shape = structure_hash([(info.id, info.size, info.tag) for info in infos], metadata)
     if shape != wanted.structure_hash:
         raise StaleLayout(
@@ -296,7 +294,8 @@ def _check_shape(
         )
 
 
-def _check_room(allocations: Sequence[AllocationEntry], attached: Attached) -> None:
+def check_room(allocations: Sequence[AllocationEntry], attached: Attached) -> None:
+    """Refuse a device that is too small or too full."""
     check_fits(
         [entry.size for entry in allocations],
         granularity=attached.granularity,
@@ -305,7 +304,7 @@ def _check_room(allocations: Sequence[AllocationEntry], attached: Attached) -> N
     )
 
 
-def _saved_before(root: int, path: Sequence[str], task: SaveTask) -> TransferDone | None:
+def saved_before(root: int, path: Sequence[str], task: SaveTask) -> TransferDone | None:
     """Give the result of the same save when it was finished before it could be reported."""
     try:
         with opened(open_dir(root, path)) as directory:
@@ -321,7 +320,8 @@ def _saved_before(root: int, path: Sequence[str], task: SaveTask) -> TransferDon
     return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)
 
 
-def _read_manifest(directory: int, task: LoadTask) -> PartManifest:
+def read_manifest(directory: int, task: LoadTask) -> PartManifest:
+    """Read the manifest that was sealed. ArtifactCorrupt for any other."""
     data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
     if (found := digest(data)) != task.part_digest:
         raise ArtifactCorrupt(
@@ -336,12 +336,13 @@ def _read_manifest(directory: int, task: LoadTask) -> PartManifest:
     return manifest
 
 
-def _manifest(
+def part_manifest(
     task: SaveTask,
     allocations: list[AllocationEntry],
     files: list[FileEntry],
     metadata: Sequence[MetadataItem],
 ) -> PartManifest:
+    """Describe what was written."""
     return PartManifest(
         kind="gms",
         part=task.part,

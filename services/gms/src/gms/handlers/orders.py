@@ -228,6 +228,10 @@ class _Transfer:
         async for event in self._events:
             if isinstance(event, TransferLeased):
                 return
+            if isinstance(event, TransferDone):
+                # It was saved by an earlier process, which could not report it any more.
+                self._done = event
+                return
         raise Internal("the transfer ended before it held its lock")
 
     async def until_done(self, step: str) -> None:

@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
 
@@ -54,8 +53,8 @@ class Cooperative:
     ) -> None:
         with opened(open_root(str(worker.places.control))) as folder:
             await in_thread(remove_tree, folder, control.STATE)
-            os.close(make_dir(folder, [control.STATE], exclusive=True))
-        with opened(_state(worker)) as state:
+            state = make_dir(folder, [control.STATE], exclusive=True)
+        with opened(state):
             await read_checked(part, files, Counter(progress), state)
 
 

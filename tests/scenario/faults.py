@@ -1,0 +1,334 @@
+"""What a seed decides: how the world is set up, what people ask for, and what goes wrong when.
+
+A fault is a value, so that a list of them can be printed, shortened and run again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tests.scenario.worker import Habits
+
+MOUNT = "/sim"
+
+if TYPE_CHECKING:
+    from tests.scenario.loop import Process
+    from tests.scenario.world import World
+
+FAULT_S = 60.0
+"""How long things go wrong, in seconds."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Something that goes wrong at a time: to whom, for how long or how much."""
+
+    at: float
+    kind: str
+    target: str = ""
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.at:7.3f} {self.kind} {self.target} {self.amount:.3f}".rstrip()
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How a world is set up."""
+
+    nodes: int = 2
+    operators: int = 1
+    rates: tuple[float, ...] = (1.0, 1.0, 1.0)
+    restart_s: float = 1.0
+    fault_s: float = FAULT_S
+    conflicts: float = 0.0
+    store_errors: float = 0.0
+    lost_news: float = 0.0
+    latency_s: float = 0.002
+    duplicates: float = 0.0
+    lost_answers: float = 0.0
+    ack_wait_s: float = 30.0
+    habits: dict[str, Habits] = {}
+    applied: tuple[tuple[float, dict[str, Any]], ...] = ()
+    deleted: tuple[tuple[float, str, str], ...] = ()
+
+    def rate(self, index: int) -> float:
+        """Give the rate of the clocks of a node."""
+        return self.rates[index % len(self.rates)]
+
+
+def settings_of(seed: int) -> Settings:
+    """Decide the world of a seed."""
+    rng = random.Random(f"settings {seed}")
+    nodes = rng.choice((2, 2, 3))
+    is_bad = rng.random() < 0.5
+    names = ["a", "b"][: rng.choice((1, 1, 2))]
+    applied: list[tuple[float, dict[str, Any]]] = []
+    deleted: list[tuple[float, str, str]] = []
+    habits: dict[str, Habits] = {}
+    for name in names:
+        applied.append((rng.random() * 3, _checkpoint(name, rng)))
+        habits[name] = _habits(rng)
+        for index in range(rng.choice((0, 1, 1, 2))):
+            pod = f"{name}-restored-{index}"
+            applied.append((rng.random() * 40, _restore(pod, name, rng, nodes)))
+            if rng.random() < 0.25:
+                deleted.append((10 + rng.random() * 60, "Pod", pod))
+        if rng.random() < 0.25:
+            applied.append((5 + rng.random() * 30, _snapshot(f"{name}-again", name)))
+        if rng.random() < 0.3:
+            deleted.append((2 + rng.random() * 70, "DynamoCheckpoint", name))
+        if rng.random() < 0.15:
+            deleted.append((2 + rng.random() * 70, "Snapshot", name))
+    return Settings(
+        nodes=nodes,
+        operators=rng.choice((1, 1, 2)),
+        rates=tuple(rng.choice((1.0, 1.0, 0.5, 2.0)) if is_bad else 1.0 for _ in range(nodes)),
+        restart_s=rng.choice((0.2, 1.0, 10.0)),
+        conflicts=rng.choice((0.0, 0.0, 0.05)),
+        store_errors=rng.choice((0.0, 0.0, 0.002)),
+        lost_news=rng.choice((0.0, 0.0, 0.1)),
+        latency_s=rng.choice((0.0005, 0.002, 0.05)),
+        duplicates=rng.choice((0.0, 0.0, 0.1)),
+        lost_answers=rng.choice((0.0, 0.0, 0.02)),
+        ack_wait_s=rng.choice((1.0, 30.0, 30.0, 120.0)),
+        habits=habits,
+        applied=tuple(applied),
+        deleted=tuple(deleted),
+    )
+
+
+def faults_of(seed: int) -> list[Fault]:
+    """Decide what goes wrong in the world of a seed."""
+    rng = random.Random(f"faults {seed}")
+    settings = settings_of(seed)
+    count = rng.choice((0, 1, 1, 2, 3, 5, 8))
+    kinds, weights = zip(*WEIGHTS.items(), strict=True)
+    found = []
+    for kind in rng.choices(kinds, weights, k=count):
+        # Most of a capture happens in the first seconds.
+        at = rng.random() * rng.choice((6.0, 20.0, FAULT_S))
+        found.append(Fault(at, kind, _target(kind, rng, settings), rng.random()))
+    return sorted(found, key=lambda fault: fault.at)
+
+
+WEIGHTS = {
+    "crash": 4,
+    "fuse": 8,
+    "pause": 3,
+    "partition": 3,
+    "bus-crash": 1,
+    "bus-leader": 1,
+    "bus-wipe": 1,
+    "power": 1,
+    "jump": 1,
+    "full": 1,
+    "eio": 1,
+    "flip": 1,
+    "kill-worker": 1,
+    "kill-transfer": 1,
+    "poison": 1,
+}
+
+
+def _target(kind: str, rng: random.Random, settings: Settings) -> str:
+    node = f"node-{rng.randrange(settings.nodes)}"
+    match kind:
+        case "crash" | "fuse" | "pause" | "partition":
+            operator = f"operator-{rng.randrange(settings.operators)}"
+            return rng.choice((f"{node}/agent", f"{node}/agent", f"{node}/gms", operator))
+        case "power" | "jump" | "full" | "eio" | "kill-worker" | "kill-transfer" | "poison":
+            return node
+        case _:
+            return ""
+
+
+def _checkpoint(name: str, rng: random.Random) -> dict[str, Any]:
+    spec: dict[str, Any] = _pod_spec(rng)
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoCheckpoint",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {
+            "identity": {"model": f"example/{name}", "backendFramework": "example"},
+            "job": {
+                "podTemplateSpec": {"spec": spec},
+                "sourcePolicy": rng.choice(("Resume", "Resume", "Terminate")),
+                "activeDeadlineSeconds": 300,
+            },
+            "deletionPolicy": rng.choice(("Delete", "Delete", "Retain")),
+        },
+    }
+
+
+def _restore(name: str, source: str, rng: random.Random, nodes: int) -> dict[str, Any]:
+    spec = _pod_spec(rng)
+    if rng.random() < 0.5:
+        spec["nodeSelector"] = {"kubernetes.io/hostname": f"node-{rng.randrange(nodes)}"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "annotations": {"nvidia.com/restore-from": source},
+        },
+        "spec": spec,
+    }
+
+
+def _snapshot(name: str, pod: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"source": {"podRef": {"name": pod}}},
+    }
+
+
+def _pod_spec(rng: random.Random) -> dict[str, Any]:
+    gpus = rng.choice((1, 1, 2))
+    return {
+        "containers": [
+            {
+                "name": "main",
+                "command": ["worker"],
+                "resources": {"limits": {"nvidia.com/gpu": gpus}},
+            }
+        ]
+    }
+
+
+def _habits(rng: random.Random) -> Habits:
+    if rng.random() < 0.85:
+        return Habits(warm_s=rng.random() * 2, quiet_s=rng.random() * 0.2)
+    odd = rng.choice(("never_ready", "never_quiet", "ends_when_asked", "ignores_term"))
+    return Habits(**{odd: True})
+
+
+def act(world: World, fault: Fault) -> None:
+    """Make a fault happen."""
+    if world.is_over:
+        return
+    world.note(str(fault))
+    _ACTS[fault.kind](world, fault)
+
+
+def _process(world: World, target: str) -> Process | None:
+    if target.startswith("operator"):
+        return world.operators[int(target.rpartition("-")[2])]
+    name, _, service = target.partition("/")
+    node = world.node(name)
+    if service == "agent":
+        return node.agent
+    return node.gms.process if node.gms else None
+
+
+def _crash(world: World, fault: Fault) -> None:
+    if process := _process(world, fault.target):
+        process.kill()
+
+
+def _fuse(world: World, fault: Fault) -> None:
+    if process := _process(world, fault.target):
+        process.fuse = 1 + int(fault.amount**2 * 2000)
+
+
+def _pause(world: World, fault: Fault) -> None:
+    if process := _process(world, fault.target):
+        process.stop()
+        world.loop.in_world(fault.amount**2 * 100, process.resume)
+
+
+def _partition(world: World, fault: Fault) -> None:
+    if process := _process(world, fault.target):
+        world.partition(process.name, fault.amount**2 * 60)
+
+
+def _power(world: World, fault: Fault) -> None:
+    node = world.node(fault.target)
+    if node.machine.is_on:
+        node.lose_power()
+        boots = node.machine.boots
+        away = 1 + fault.amount**2 * 200
+        world.loop.in_world(
+            away,
+            lambda: node.boot() if not node.machine.is_on and node.machine.boots == boots else None,
+        )
+
+
+def _jump(world: World, fault: Fault) -> None:
+    world.node(fault.target).machine.jump += (fault.amount - 0.5) * 7200
+
+
+def _full(world: World, fault: Fault) -> None:
+    limits = world.disk.limits
+    limits[fault.target] = int(fault.amount * 40_000)
+    world.loop.in_world(fault.amount * 30, limits.pop, fault.target, None)
+
+
+def _eio(world: World, fault: Fault) -> None:
+    operation = world.rng.choice(("read", "write", "fsync"))
+    world.disk.fail(operation, 1 + int(fault.amount * 30), machine=fault.target)
+
+
+def _flip(world: World, fault: Fault) -> None:
+    files = [
+        (path, content)
+        for path, content in sorted(world.disk.tree().items())
+        if path.startswith("/shared/") and content
+    ]
+    if files:
+        path, content = files[int(fault.amount * len(files))]
+        world.disk.flip(f"{MOUNT}{path}", world.rng.randrange(8 * len(content)))
+        world.has_flipped_bits = True
+
+
+def _kill_worker(world: World, fault: Fault) -> None:
+    living = [w for w in world.node(fault.target).workers.values() if w.process.is_alive]
+    if living:
+        living[int(fault.amount * len(living))].process.kill(1)
+
+
+def _kill_transfer(world: World, fault: Fault) -> None:
+    for process in list(world.node(fault.target).running):
+        if process.name.endswith("/transfer"):
+            process.kill()
+
+
+def _poison(world: World, fault: Fault) -> None:
+    noise = world.rng.choice(
+        (b"", b"{", b"\xff" * 64, b'{"type":"snapback.v9.run_order"}', b"[" * 1000)
+    )
+    world.server.inject(f"snap.order.{fault.target}.agent.dump-{world.new_uid()}", noise)
+
+
+def _bus_crash(world: World, fault: Fault) -> None:
+    world.server.crash()
+    world.loop.in_world(fault.amount**2 * 30, _bus_restart, world)
+
+
+def _bus_restart(world: World) -> None:
+    if not world.server.is_up:
+        world.server.restart()
+
+
+_ACTS: dict[str, Callable[[Any, Fault], None]] = {
+    "crash": _crash,
+    "fuse": _fuse,
+    "pause": _pause,
+    "partition": _partition,
+    "bus-crash": _bus_crash,
+    "bus-leader": lambda world, fault: world.server.stall(fault.amount * 8),
+    "bus-wipe": lambda world, _: world.server.wipe(),
+    "power": _power,
+    "jump": _jump,
+    "full": _full,
+    "eio": _eio,
+    "flip": _flip,
+    "kill-worker": _kill_worker,
+    "kill-transfer": _kill_transfer,
+    "poison": _poison,
+}

@@ -1,0 +1,383 @@
+"""The GPU memory service on a simulated node, over memory that is a few kilobytes.
+
+The keeper, the sessions and the orders are real; clients reach them as over the socket.
+
+The lock, the fence, generations and hidden loads are the product's own. What is simulated is the
+memory, the sockets and the process that moves the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gms.adapters.posix_buffered import read_files, write_files
+from gms.adapters.transfer_child import (
+    check_fenced,
+    check_room,
+    check_shape,
+    load_request,
+    new_part,
+    part_manifest,
+    read_manifest,
+    save_request,
+    saved_before,
+)
+from gms.domain.sessions import Peer, Session
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferLeased
+from gms.domain.transfer import check_loadable, metadata_of, place, plan_files
+from gms.handlers.control import GmsControl
+from gms.handlers.keeper import Gms
+from gms.handlers.sessions import LeaseSessions
+from gms.ports import DeviceInfo
+from snapshot_agent.adapters.gms_grpc import GmsUnavailable
+from snapshot_shared.artifact import PART_MANIFEST, part_path
+from snapshot_shared.codec import digest, encode_pretty
+from snapshot_shared.errors import (
+    Aborted,
+    OutOfDeviceMemory,
+    TransferKilled,
+)
+from snapshot_shared.files import open_dir, open_root, opened, require_space, write_new
+from snapshot_shared.frames import (
+    Access,
+    AllocateMany,
+    AllocationInfo,
+    AllocationSpec,
+    Attach,
+    Attached,
+    Commit,
+    Committed,
+    FenceRequest,
+    ListAllocations,
+    MetadataGet,
+    MetadataItem,
+    MetadataPut,
+    StatusRequest,
+    UnfenceRequest,
+)
+from snapshot_shared.orders import LayoutRef, PresenceDevice
+from tests.scenario.loop import CURRENT, Process, ask
+
+if TYPE_CHECKING:
+    from tests.scenario.node import SimNode
+
+GRANULARITY = 4096
+CAPACITY = 64 * GRANULARITY
+PRODUCT = "sim"
+
+
+class SimDevice:
+    """The `Device` port: memory by handles, with what was written there."""
+
+    def __init__(self, node: str, index: int, capacity: int = CAPACITY) -> None:
+        self.info = DeviceInfo(
+            uuid=f"GPU-{node}-{index}",
+            index=index,
+            product=PRODUCT,
+            capacity=capacity,
+            granularity=GRANULARITY,
+        )
+        self.bytes: dict[int, bytearray] = {}
+        self._handles = itertools.count(1)
+
+    @property
+    def used(self) -> int:
+        return sum(map(len, self.bytes.values()))
+
+    def create(self, size: int) -> int:
+        if size > self.info.capacity - self.used:
+            raise OutOfDeviceMemory(f"{size} bytes are needed on {self.info.uuid}")
+        handle = next(self._handles)
+        self.bytes[handle] = bytearray(size)
+        return handle
+
+    def export(self, handle: int, access: Access) -> int:
+        raise NotImplementedError
+
+    def seal(self, handle: int) -> None:
+        """Nobody maps it."""
+
+    def release(self, handle: int) -> None:
+        del self.bytes[handle]
+
+
+class SimGms:
+    """One process of the GPU memory service of a node, without its orders."""
+
+    def __init__(self, node: SimNode, process: Process) -> None:
+        self.node = node
+        self.process = process
+        self.devices = [SimDevice(node.name, index, node.capacity) for index in range(node.gpus)]
+        self.gms = Gms(
+            node=node.name, incarnation=f"{node.name}-{process.pid}", devices=self.devices
+        )
+        self.control = GmsControl(self.gms)
+        self.sessions = LeaseSessions(self.gms)
+        self.live: dict[int, tuple[Session, Process]] = {}
+
+    def memory(self, session: Session) -> dict[str, bytearray]:
+        """Give the mapped bytes of a session's layout, by allocation."""
+        device = self.gms.devices[session.request.device]
+        assert isinstance(device, SimDevice) and session.layout is not None  # noqa: PT018
+        return {
+            key: device.bytes[value.handle] for key, value in session.layout.allocations.items()
+        }
+
+
+class SimLease:
+    """A client's connection to the lease socket; it ends with the client's process."""
+
+    def __init__(self, server: SimGms, client: Process, session: Session, told: Attached) -> None:
+        self._server = server
+        self._client = client
+        self.session = session
+        self.attached = told
+
+    @classmethod
+    async def attach(cls, node: SimNode, request: Attach) -> SimLease:
+        client = CURRENT.get()
+        server = node.gms
+        assert client is not None
+        if server is None or not server.process.is_alive:
+            raise _lost()
+
+        async def admit() -> tuple[Session, Attached]:
+            session = await server.sessions.attach(request, Peer(pid=client.pid, uid=0))
+            if not client.is_alive:
+                _end(server, session)
+                raise _lost()
+            server.live[session.id] = (session, client)
+            client.at_exit(session, lambda: _hang_up(server, session))
+            return session, server.sessions.describe(session)
+
+        session, told = await ask(server.process, admit, _lost)
+        return cls(server, client, session, told)
+
+    async def call(self, request: Any) -> list[Any]:
+        """Send a request and collect the frames of its answer."""
+
+        async def answer() -> list[Any]:
+            if self.session.id not in self._server.live:
+                raise _lost()
+            if isinstance(request, AllocateMany):
+                found = await self._server.sessions.allocate(self.session, request)
+            else:
+                found = self._server.sessions.call(self.session, request)
+            return [message.frame for message in found]
+
+        return await ask(self._server.process, answer, _lost)
+
+    async def allocations(self) -> list[AllocationInfo]:
+        frames = await self.call(ListAllocations())
+        return [info for frame in frames for info in frame.allocations]
+
+    async def metadata(self) -> list[MetadataItem]:
+        return [entry for frame in await self.call(MetadataGet()) for entry in frame.entries]
+
+    async def allocate(self, sizes: dict[str, int]) -> list[AllocationInfo]:
+        specs = [AllocationSpec(id=key, size=size) for key, size in sizes.items()]
+        frames = await self.call(AllocateMany(allocations=specs, wait_s=5.0))
+        return [info for frame in frames for info in frame.allocations]
+
+    async def commit(self, **fields: Any) -> Committed:
+        (done,) = await self.call(Commit(**fields))
+        assert isinstance(done, Committed)
+        return done
+
+    def memory(self) -> dict[str, bytearray]:
+        """Give the mapped bytes. A server that is gone leaves none."""
+        if not self._server.process.is_alive:
+            raise _lost()
+        return self._server.memory(self.session)
+
+    async def detach(self) -> None:
+        async def leave() -> None:
+            if self._server.live.pop(self.session.id, None):
+                self._server.sessions.end(self.session, unmapped=True)
+
+        self._client.forget(self.session)
+        await ask(self._server.process, leave, _lost)
+
+    def close(self) -> None:
+        """Hang up without a word, as a process that ends does."""
+        self._client.forget(self.session)
+        _hang_up(self._server, self.session)
+
+
+def _lost() -> Exception:
+    return Aborted("the GPU memory service closed the connection")
+
+
+def _hang_up(server: SimGms, session: Session) -> None:
+    """Have the server notice that a client is gone."""
+    if server.process.is_alive and server.live.pop(session.id, None):
+
+        async def notice() -> None:
+            _end(server, session)
+
+        server.process.spawn(notice(), "lease")
+
+
+def _end(server: SimGms, session: Session) -> None:
+    if server.sessions.end(session, unmapped=False):
+        server.sessions.process_ended(session)
+
+
+class SimGpuMemory:
+    """The agent's `GpuMemory` port: calls into the node's service."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+
+    async def fence(
+        self, token: str, devices: Sequence[str], *, wait_s: float, deadline_s: float
+    ) -> list[LayoutRef]:
+        request = FenceRequest(
+            token=token, devices=list(devices), wait_s=wait_s, deadline_s=deadline_s
+        )
+        return (await self._ask(lambda gms: gms.control.fence(request))).vector
+
+    async def unfence(self, token: str) -> None:
+        with contextlib.suppress(GmsUnavailable):
+            await self._ask(lambda gms: gms.control.unfence(UnfenceRequest(token=token)))
+
+    async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
+        if wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._node.gms_is_up.wait()
+        status = await self._ask(lambda gms: gms.control.status(StatusRequest()))
+        return [
+            PresenceDevice(
+                index=device.index,
+                uuid=device.uuid,
+                product=device.product,
+                capacity_bytes=device.capacity,
+            )
+            for device in status.devices
+        ]
+
+    async def _ask(self, call: Any) -> Any:
+        server = self._node.gms
+        process = server.process if server else None
+        return await ask(process, lambda: call(server), _unavailable)
+
+
+def _unavailable() -> Exception:
+    return GmsUnavailable("the GPU memory service does not answer")
+
+
+class SimTransfers:
+    """The `Transfers` port: each transfer is a process, a client of the lease socket.
+
+    Files are written and read through the product's own functions, chunk by chunk, and it may be
+    killed between any two.
+    """
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+
+    async def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
+        parent = CURRENT.get()
+        assert parent is not None
+        child = self._node.process("transfer")
+        parent.at_exit(child, child.kill)
+        events: asyncio.Queue[TransferEvent | BaseException] = asyncio.Queue()
+        work = _save if isinstance(task, SaveTask) else _load
+
+        async def main() -> None:
+            try:
+                events.put_nowait(await work(self._node, task, events))  # type: ignore[arg-type]
+            except Exception as error:  # noqa: BLE001 - it is the last event
+                events.put_nowait(error)
+
+        child.at_exit(events, lambda: events.put_nowait(TransferKilled("killed")))
+        child.spawn(main(), "transfer")
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if isinstance(event, TransferDone):
+                    return
+        finally:
+            child.forget(events)
+            parent.forget(child)
+            child.kill(0)
+
+
+async def _save(node: SimNode, task: SaveTask, events: asyncio.Queue[Any]) -> TransferDone:
+    path = part_path(task.namespace, task.content_uid, task.generation, task.part)
+    await node.work()
+    with opened(open_root(task.root, create=True)) as root:
+        if (known := saved_before(root, path, task)) is not None:
+            return known
+        lease = await SimLease.attach(node, save_request(task))
+        try:
+            check_fenced(task.layout, lease.attached)
+            events.put_nowait(TransferLeased())
+            infos, metadata = await lease.allocations(), await lease.metadata()
+            check_shape(infos, metadata, task.layout)
+            memory = lease.memory()
+            buffers = [memoryview(memory[info.id])[: info.size] for info in infos]
+            entries, sizes = place(infos)
+            with new_part(root, path) as directory:
+                require_space(directory, sum(sizes), "part")
+                await node.work()
+                plans = plan_files(entries, sizes)
+                written = write_files(directory, plans, buffers, threads=1, advance=lambda _: None)
+                await node.work()
+                manifest = part_manifest(task, entries, written, metadata)
+                data = encode_pretty(manifest)
+                write_new(directory, PART_MANIFEST, data)
+                await node.work()
+        except BaseException:
+            lease.close()
+            raise
+        await lease.detach()
+    return TransferDone(bytes=sum(sizes), digest=digest(data), layout=task.layout)
+
+
+async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> TransferDone:
+    path = part_path(task.namespace, task.content_uid, task.generation, task.part)
+    await node.work()
+    with opened(open_root(task.root)) as root, opened(open_dir(root, path)) as directory:
+        manifest = read_manifest(directory, task)
+        layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
+        plans = plan_files(
+            layout.allocations,
+            [entry.size for entry in manifest.files],
+            names=[entry.name for entry in manifest.files],
+            chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
+        )
+        lease = await SimLease.attach(node, load_request(task))
+        try:
+            check_room(layout.allocations, lease.attached)
+            events.put_nowait(TransferLeased())
+            infos = await lease.allocate({entry.id: entry.size for entry in layout.allocations})
+            memory = lease.memory()
+            buffers = [memoryview(memory[info.id])[: info.size] for info in infos]
+            await node.work()
+            read_files(directory, plans, manifest.files, buffers, threads=1, advance=lambda _: None)
+            await node.work()
+            if layout.metadata:
+                await lease.call(MetadataPut(entries=metadata_of(layout.metadata)))
+            done = await lease.commit(if_match=task.if_match, hidden=True, layout_id=task.layout_id)
+        except BaseException:
+            lease.close()
+            raise
+        await lease.detach()
+    ref = LayoutRef(
+        device=task.device,
+        incarnation=done.incarnation,
+        generation=0,
+        layout_id=done.layout_id,
+        structure_hash=done.structure_hash,
+        bytes=done.bytes,
+    )
+    return TransferDone(bytes=manifest.bytes, digest=task.part_digest, layout=ref)

@@ -1,0 +1,310 @@
+"""An event loop whose time jumps from event to event, and the processes that live on it.
+
+Every callback belongs to the simulated process that scheduled it, by a context variable. A process
+that is killed is never run again, not even its `finally` blocks, as after a SIGKILL; a process that
+is stopped keeps its callbacks until it goes on. There are no threads: what is handed to an executor
+runs in the loop, a little later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+"""The process that runs now; None is the world around them all."""
+
+EXECUTOR_S = 0.004
+"""The longest time that a call in an executor takes, in seconds."""
+
+
+class Quiet(Exception):
+    """Nothing is left that could ever happen."""
+
+
+class _Task(asyncio.Task[Any]):
+    """A task whose place in a set is the same in every run of a seed."""
+
+    def __init__(self, coro: Any, *, loop: VirtualLoop, **options: Any) -> None:
+        self.number = loop.next_number()
+        super().__init__(coro, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class _Future(asyncio.Future[Any]):
+    """A future whose place in a set is the same in every run of a seed."""
+
+    def __init__(self, *, loop: VirtualLoop) -> None:
+        self.number = loop.next_number()
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class Machine:
+    """What the processes of one computer share: its name, its clocks and its power.
+
+    `rate` is how fast its clocks go, `jump` how far its wall clock is off, in seconds.
+    """
+
+    def __init__(self, name: str, *, rate: float = 1.0) -> None:
+        self.name = name
+        self.rate = rate
+        self.jump = 0.0
+        self.boots = 1
+        self.is_on = True
+
+    @property
+    def boot_id(self) -> str:
+        """Name this boot."""
+        return f"{self.name}-boot-{self.boots}"
+
+
+class Process:
+    """One simulated process. Its tasks run until it is killed; `ended` tells its exit code."""
+
+    def __init__(self, loop: VirtualLoop, machine: Machine, name: str) -> None:
+        self.loop = loop
+        self.machine = machine
+        self.name = name
+        self.pid = loop.next_pid()
+        self.is_alive = True
+        self.is_stopped = False
+        self.fuse: int | None = None
+        self.stopped_at = 0.0
+        self.ended: asyncio.Future[int] = loop.create_future()
+        self.backlog: deque[asyncio.Handle] = deque()
+        self._at_exit: dict[object, Callable[[], None]] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.pid})"
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
+        """Run a coroutine as a task of this process."""
+        context = contextvars.Context()
+        context.run(CURRENT.set, self)
+        task = self.loop.create_task(work, name=name or self.name, context=context)
+        self.loop.keep(task)
+        return task
+
+    def spawn_soon(self, delay_s: float, act: Callable[..., object], *args: object) -> None:
+        """Have the process do something a little later."""
+        context = contextvars.Context()
+        context.run(CURRENT.set, self)
+        context.run(self.loop.call_later, delay_s, act, *args)
+
+    def at_exit(self, key: object, act: Callable[[], None]) -> None:
+        """Have the world do something when the process ends; by key, so that it can be undone."""
+        self._at_exit[key] = act
+
+    def forget(self, key: object) -> None:
+        """Undo `at_exit`."""
+        self._at_exit.pop(key, None)
+
+    def kill(self, code: int = 137) -> None:
+        """End it at once. What it was about to do is not done."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.is_stopped = False
+        self.backlog.clear()
+        contextvars.Context().run(self._end, code)
+
+    def _end(self, code: int) -> None:
+        self.ended.set_result(code)
+        while self._at_exit:
+            self._at_exit.pop(next(iter(self._at_exit)))()
+
+    def stop(self) -> None:
+        """Stop it, as SIGSTOP does."""
+        if self.is_alive and not self.is_stopped:
+            self.is_stopped = True
+            self.stopped_at = self.loop.now
+
+    def resume(self) -> None:
+        """Let it go on, as SIGCONT does."""
+        if self.is_stopped:
+            self.is_stopped = False
+            self.loop.requeue(self.backlog)
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """The loop. `now` is the world's time in seconds; `time()` is that of the process that asks."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.steps = 0
+        self._rng = rng
+        self._pids = 100
+        self._numbers = 0
+        self._kept: list[asyncio.Task[Any]] = []
+        self._clock_resolution = 1e-9
+        self.after_step: Callable[[], None] | None = None
+
+    def next_pid(self) -> int:
+        """Number the next process."""
+        self._pids += 1
+        return self._pids
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold on to a task: a killed one must not be collected, which would run its `finally`."""
+        self._kept.append(task)
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
+        task = _Task(coro, loop=self, name=name, context=context)
+        self._kept.append(task)
+        return task
+
+    def create_future(self) -> Any:
+        return _Future(loop=self)
+
+    def next_number(self) -> int:
+        """Number the next task or future."""
+        self._numbers += 1
+        return self._numbers
+
+    def time(self) -> float:
+        process = CURRENT.get()
+        return self.now if process is None else self.now * process.machine.rate
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        process = CURRENT.get()
+        if process is not None:
+            when /= process.machine.rate
+        return super().call_at(max(when, self.now), callback, *args, context=context)
+
+    def in_world(
+        self, delay_s: float, act: Callable[..., object], *args: object
+    ) -> asyncio.TimerHandle:
+        """Do something later that belongs to no process."""
+        timer = asyncio.TimerHandle(
+            self.now + max(delay_s, 0.0), act, args, self, contextvars.Context()
+        )
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def requeue(self, handles: deque[asyncio.Handle]) -> None:
+        """Run callbacks that a stopped process could not run."""
+        self._ready.extend(handles)  # type: ignore[attr-defined]
+        handles.clear()
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        future = self.create_future()
+
+        def run() -> None:
+            try:
+                result = func(*args)
+            except BaseException as error:  # noqa: BLE001 - it is handed on
+                if not future.cancelled():
+                    future.set_exception(error)
+            else:
+                if not future.cancelled():
+                    future.set_result(result)
+
+        self.call_later(self._rng.random() * EXECUTOR_S, run)
+        return future
+
+    def _run_once(self) -> None:
+        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        if not ready:
+            self._advance(ready)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle.cancelled():
+                continue
+            process = handle._context.get(CURRENT)  # type: ignore[attr-defined]
+            if process is not None:
+                if not process.is_alive:
+                    continue
+                if process.is_stopped:
+                    process.backlog.append(handle)
+                    continue
+                if process.fuse is not None:
+                    process.fuse -= 1
+                    if process.fuse <= 0:
+                        process.kill()
+                        continue
+            self.steps += 1
+            handle._run()
+            if self.after_step is not None:
+                self.after_step()
+
+    def _advance(self, ready: deque[asyncio.Handle]) -> None:
+        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        while scheduled and scheduled[0].cancelled():
+            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
+        if not scheduled:
+            raise Quiet
+        self.now = max(self.now, scheduled[0].when())
+        while scheduled and scheduled[0].when() <= self.now:
+            timer = heapq.heappop(scheduled)
+            timer._scheduled = False  # type: ignore[attr-defined]
+            ready.append(timer)
+
+    def _process_events(self, event_list: Any) -> None:
+        """There are none."""
+
+    def _write_to_self(self) -> None:
+        """Nobody waits in a system call."""
+
+    def bury(self) -> None:
+        """Close what was killed, once the world is over."""
+        for task in self._kept:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            try:
+                task.get_coro().close()  # type: ignore[union-attr]
+            except (RuntimeError, ValueError, AttributeError):
+                continue
+            except Exception:  # noqa: BLE001 - its owner is dead
+                continue
+        self._kept.clear()
+
+
+async def ask(
+    target: Process | None,
+    make: Callable[[], Coroutine[Any, Any, T]],
+    gone: Callable[[], Exception],
+) -> T:
+    """Have another process do something and wait for its answer, as over a socket.
+
+    `gone()` is raised when the process is not there or ends before it has answered. A caller that
+    is cancelled or killed cancels the work.
+    """
+    if target is None or not target.is_alive:
+        raise gone()
+    answer: asyncio.Future[T] = target.loop.create_future()
+    task = target.spawn(_answer(make, answer))
+    key, caller = object(), CURRENT.get()
+    target.at_exit(key, lambda: answer.done() or answer.set_exception(gone()))
+    if caller is not None:
+        caller.at_exit(key, task.cancel)
+    try:
+        return await answer
+    finally:
+        target.forget(key)
+        if caller is not None:
+            caller.forget(key)
+        task.cancel()
+
+
+async def _answer(make: Callable[[], Coroutine[Any, Any, T]], answer: asyncio.Future[T]) -> None:
+    try:
+        result = await make()
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        if not answer.done():
+            answer.set_exception(error)
+    else:
+        if not answer.done():
+            answer.set_result(result)

@@ -1,0 +1,573 @@
+"""A simulated node: the real agent and GPU memory service over simulated processes.
+
+Control directories, guards and clocks are simulated, too. Files are those of the world's disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gms.handlers.orders import GmsOrders
+from snapshot_agent.adapters.artifacts import ArtifactRoot
+from snapshot_agent.adapters.cooperative import Cooperative
+from snapshot_agent.adapters.guard import RETURN_S
+from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.adapters.presence import Announcer
+from snapshot_agent.adapters.templates import OperatorTemplates
+from snapshot_agent.domain import control
+from snapshot_agent.domain.spec import Launch, Places, Surroundings
+from snapshot_agent.handlers import Agent, routes
+from snapshot_agent.ports import Duty, Progress, Worker
+from snapshot_agent.ports import Machine as AgentMachine
+from snapshot_agent.ports import Process as ProcessId
+from snapshot_shared import files
+from snapshot_shared.artifact import Facts, FileEntry
+from snapshot_shared.courier import Clocks, Courier
+from snapshot_shared.errors import Failure, SnapbackError, SourceExited
+from snapshot_shared.files import (
+    make_dir,
+    open_root,
+    opened,
+    read_bounded,
+    remove_tree,
+    write_replacing,
+)
+from snapshot_shared.ids import check_node
+from snapshot_shared.journal import Journal
+from snapshot_shared.orders import Presence, PresenceDevice
+from snapshot_shared.runner import Runner
+from snapshot_shared.service import until_stopped
+from snapshot_shared.telemetry import Telemetry
+from tests.scenario.disk import Owner
+from tests.scenario.gpu import CAPACITY, SimGms, SimGpuMemory, SimTransfers
+from tests.scenario.loop import CURRENT, Machine, Process, VirtualLoop
+from tests.scenario.worker import Habits, SimWorker, terminate
+
+if TYPE_CHECKING:
+    from tests.scenario.world import World
+
+MOUNT = Path("/sim")
+SHARED = MOUNT / "shared"
+SLOTS = 2
+AGAIN_S = 0.5
+"""How long a service that ended stays away, at least, in seconds."""
+
+
+class SimNode:
+    """One node: its machine, what runs on it and what lies on its disk."""
+
+    def __init__(
+        self, world: World, name: str, *, gpus: int = 2, capacity: int = CAPACITY, rate: float = 1.0
+    ) -> None:
+        self.world = world
+        self.loop: VirtualLoop = world.loop
+        self.rng: random.Random = world.rng
+        self.name = name
+        self.gpus = gpus
+        self.capacity = capacity
+        self.machine = Machine(name, rate=rate)
+        self.state = MOUNT / name
+        self.control = SimControl(self)
+        self.workers: dict[int, SimWorker] = {}
+        self.guards: dict[str, SimGuard] = {}
+        self.locks: dict[Path, Process] = {}
+        self.habits = Habits()
+        self.gms: SimGms | None = None
+        self.gms_is_up = asyncio.Event()
+        self.agent: Process | None = None
+        self.running: dict[Process, None] = {}
+        self.is_held_down = False
+
+    def process(self, name: str) -> Process:
+        """Start a process of this node, with nothing to do yet."""
+        process = Process(self.loop, self.machine, f"{self.name}/{name}")
+        self.running[process] = None
+        process.at_exit(self, lambda: self._gone(process))
+        return process
+
+    def _gone(self, process: Process) -> None:
+        self.world.note(f"{process} ended with {process.ended.result()}")
+        self.running.pop(process, None)
+        self.world.disk.process_died(owner_of(process))
+
+    async def work(self) -> None:
+        """Take a little time, in which anything may happen."""
+        await asyncio.sleep(self.rng.random() * 0.01)
+
+    # The power switch.
+
+    def boot(self) -> None:
+        """Start the services of the node."""
+        self.machine.is_on = True
+        self.start_gms()
+        self.start_agent()
+
+    def lose_power(self) -> None:
+        """End everything at once; what was not made durable is in doubt."""
+        self.machine.is_on = False
+        self.machine.boots += 1
+        for process in list(self.running):
+            process.kill()
+        self.workers.clear()
+        self.guards.clear()
+        self.world.disk.power_lost(self.name, self.rng)
+
+    def start_gms(self) -> None:
+        """Start the GPU memory service; it is started again whenever it ends."""
+        process = self.process("gms")
+        process.at_exit("again", lambda: self._again("gms", process))
+        context = process.spawn(_gms_main(self, process), "gms")
+        context.add_done_callback(lambda task: self.world.ended(process, task))
+
+    def start_agent(self) -> None:
+        """Start the agent; it is started again whenever it ends."""
+        process = self.agent = self.process("agent")
+        process.at_exit("again", lambda: self._again("agent", process))
+        task = process.spawn(_agent_main(self, process), "agent")
+        task.add_done_callback(lambda done: self.world.ended(process, done))
+
+    def _again(self, which: str, process: Process) -> None:
+        if which == "gms":
+            self.gms_is_up.clear()
+            self.gms = None
+        if self.machine.is_on:
+            delay = AGAIN_S + self.rng.random() * self.world.restart_s
+            start = self.start_gms if which == "gms" else self.start_agent
+            boots = self.machine.boots
+            self.loop.in_world(delay, lambda: start() if boots == self.machine.boots else None)
+
+    def clocks(self) -> Clocks:
+        """Give the clocks of this machine, and its boot id of now."""
+        boot = self.machine.boots
+        return Clocks(
+            lambda: self.loop.now * self.machine.rate + boot,
+            lambda: self.world.epoch + self.loop.now * self.machine.rate + self.machine.jump,
+            self.machine.boot_id,
+        )
+
+    # Files of workers.
+
+    def save_state(self, places: Places, name: str, data: bytes) -> None:
+        """Have a worker write a file of its state."""
+        with opened(open_root(str(places.control / control.STATE), create=True)) as folder:
+            write_replacing(folder, name, data)
+
+    def read_state(self, places: Places, name: str) -> bytes:
+        """Have a worker read a file of its state."""
+        with opened(open_root(str(places.control / control.STATE))) as folder:
+            return read_bounded(folder, name, 65536)
+
+    def empty(self, folder: Path) -> None:
+        """Remove what is in a folder."""
+        with opened(open_root(str(folder.parent), create=True)) as parent:
+            remove_tree(parent, folder.name)
+            files.os.close(make_dir(parent, [folder.name]))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _tracer(service: str, node: str) -> Telemetry:
+    """Give a tracer: to make one takes longer than many steps of a world."""
+    return Telemetry(service, node, "0")
+
+
+async def _gms_main(node: SimNode, process: Process) -> None:
+    server = SimGms(node, process)
+    clocks = node.clocks()
+    telemetry = _tracer("snap-gms", node.name)
+    journal = Journal.open(node.state / "gms", now=clocks.wall())
+    bus = node.world.bus(f"gms-{node.name}", process)
+    orders = GmsOrders(
+        server.gms,
+        SimTransfers(node),
+        telemetry,
+        socket_dir=Path("/run"),
+        root=SHARED,
+        courier=lambda: courier,
+    )
+    courier = Courier(
+        node=check_node(node.name),
+        service="gms",
+        bus=bus,
+        journal=journal,
+        telemetry=telemetry,
+        runner=Runner(journal, telemetry),
+        clocks=clocks,
+        handlers=orders.routes(),
+    )
+    node.gms = server
+    node.gms_is_up.set()
+    node.world.rules.watch_journal(f"gms@{node.name}", journal)
+    await bus.connect()
+    await courier.serve()
+
+
+async def _agent_main(node: SimNode, process: Process) -> None:
+    clocks = node.clocks()
+    telemetry = _tracer("snap-agent", node.name)
+    journal = Journal.open(node.state / "agent", now=clocks.wall())
+    node.world.rules.watch_journal(f"agent@{node.name}", journal)
+    bus = node.world.bus(f"agent-{node.name}", process)
+    root = ArtifactRoot(SHARED)
+    gpu_memory = SimGpuMemory(node)
+    courier = Courier(
+        node=check_node(node.name),
+        service="agent",
+        bus=bus,
+        journal=journal,
+        telemetry=telemetry,
+        runner=Runner(journal, telemetry),
+        clocks=clocks,
+        handlers=routes(lambda: agent),
+    )
+    machine = AgentMachine(
+        runtime=SimRuntime(node, process),
+        control=node.control,
+        drivers={Cooperative.name: SimDriver(node)},
+        gpu_memory=gpu_memory,
+        guards=SimGuards(node),
+        artifacts=root,
+        generations=root,
+        templates=OperatorTemplates(bus, node.name),
+        locks=SimLocks(node),
+        clocks=clocks,
+        facts=Facts(arch="x86_64", kernel="sim", python="3"),
+    )
+    around = Surroundings(node.name, "sim", Path("/run"), Path("/"), "/bin", "/")
+    agent = Agent(machine, courier, around, node.state, SLOTS)
+
+    def presence(devices: list[PresenceDevice]) -> Presence:
+        return Presence(
+            node=node.name,
+            boot_id=clocks.boot_id,
+            version="0",
+            devices=devices,
+            drivers=[Cooperative.name],
+            artifact_root=str(SHARED),
+            free_bytes=root.free_bytes(),
+            slots=SLOTS,
+            at=clocks.wall(),
+        )
+
+    await agent.recover()
+    await bus.connect()
+    stop = asyncio.Event()
+    await until_stopped(
+        stop,
+        courier.serve(),
+        Announcer(bus, gpu_memory, presence, stop).run(),  # type: ignore[arg-type]
+    )
+
+
+class SimRuntime:
+    """The `Runtime` port: workers are processes of the node and outlive the agent."""
+
+    def __init__(self, node: SimNode, agent: Process) -> None:
+        self._node = node
+        self._agent = agent
+        self._own: set[int] = set()
+
+    def spawn(self, launch: Launch) -> ProcessId:
+        process = self._node.process("worker")
+        worker = SimWorker(self._node, process, launch, self._node.world.habits_of(launch))
+        self._node.workers[process.pid] = worker
+        self._own.add(process.pid)
+        task = process.spawn(worker.main(), "worker")
+        task.add_done_callback(self._node.world.defect)
+        return ProcessId(process.pid, 1)
+
+    def adopt(self, process: ProcessId) -> bool:
+        worker = self._node.workers.get(process.pid)
+        return worker is not None and worker.process.is_alive
+
+    async def ended(self, process: ProcessId) -> int | None:
+        worker = self._node.workers.get(process.pid)
+        if worker is None:
+            return None
+        code = await asyncio.shield(worker.process.ended)
+        return code if process.pid in self._own else None
+
+    async def terminate(self, process: ProcessId | None, where: Places, grace_s: float) -> None:
+        for worker in list(self._node.workers.values()):
+            is_meant = process is not None and worker.process.pid == process.pid
+            if (is_meant or worker.places == where) and worker.process.is_alive:
+                terminate(worker, grace_s)
+                await asyncio.shield(worker.process.ended)
+
+    def find(self, where: Places) -> ProcessId | None:
+        for worker in self._node.workers.values():
+            if worker.places == where and worker.process.is_alive:
+                return ProcessId(worker.process.pid, 1)
+        return None
+
+    def forget(self, where: Places) -> None:
+        """Sockets of a pod are not simulated."""
+
+
+class SimControl:
+    """The `ControlDirectory` port, and the workers' half of it. It outlives every process."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+        self._files: dict[Path, dict[str, tuple[int, bytes]]] = {}
+        self._seen: dict[tuple[int, str], int] = {}
+        self._changed: dict[Path, list[asyncio.Future[None]]] = {}
+        self._versions = 0
+
+    def create(self, where: Path) -> None:
+        self._files.setdefault(where, {})
+        files.os.close(files.open_root(str(where / control.STATE), create=True))
+
+    def put(self, where: Path, name: str, data: bytes) -> None:
+        if where in self._files:
+            self._versions += 1
+            self._files[where][name] = (self._versions, data)
+            for future in self._changed.pop(where, ()):
+                if not future.done():
+                    future.set_result(None)
+
+    def get(self, where: Path, name: str) -> bytes | None:
+        found = self._files.get(where, {}).get(name)
+        return found[1] if found else None
+
+    def remove(self, where: Path, *names: str) -> None:
+        for name in names:
+            self._files.get(where, {}).pop(name, None)
+        if control.STATE in names:
+            self._node.empty(where / control.STATE)
+
+    def drop(self, where: Path, name: str) -> None:
+        """Have a worker take a file of its own away."""
+        self._files.get(where, {}).pop(name, None)
+
+    async def appears(self, where: Path, name: str, accepts: Callable[[bytes], bool]) -> None:
+        while True:
+            data = self.get(where, name)
+            if data is not None and accepts(data):
+                return
+            await self._change(where)
+
+    async def news(self, worker: SimWorker, where: Path, names: tuple[str, ...]) -> tuple[str, int]:
+        """Wait for a file that this worker has not seen yet: its name and its attempt."""
+        while True:
+            for name in names:
+                found = self._files.get(where, {}).get(name)
+                if found and self._seen.get((worker.process.pid, name), 0) < found[0]:
+                    self._seen[worker.process.pid, name] = found[0]
+                    return name, _attempt_of(found[1])
+            await self._change(where)
+
+    async def _change(self, where: Path) -> None:
+        future = self._node.loop.create_future()
+        self._changed.setdefault(where, []).append(future)
+        await future
+
+
+def _attempt_of(data: bytes) -> int:
+    return control.decode_json(data, control.Signal).attempt  # type: ignore[attr-defined,no-any-return]
+
+
+class SimDriver(Cooperative):
+    """The cooperative driver, with stops and starts of simulated processes."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+
+    def _process(self, worker: Worker) -> Process | None:
+        found = self._node.workers.get(worker.process.pid)
+        return found.process if found and found.process.is_alive else None
+
+    async def freeze(self, worker: Worker) -> None:
+        await self._node.work()
+        process = self._process(worker)
+        if process is None:
+            raise SourceExited("the worker ended while it was frozen")
+        process.stop()
+        await self._node.work()
+
+    async def thaw(self, worker: Worker) -> None:
+        if process := self._process(worker):
+            process.resume()
+
+    async def dump(self, worker: Worker, part: int, progress: Progress) -> list[FileEntry]:
+        with self._node.world.rules.dumping(self._node, worker):
+            await self._node.work()
+            found = await super().dump(worker, part, progress)
+            await self._node.work()
+            return found
+
+    async def fill(self, worker: Worker, part: int, files: Any, progress: Progress) -> None:
+        await self._node.work()
+        await super().fill(worker, part, files, progress)
+
+
+class SimLocks:
+    """The `Locks` port: a lock ends with the process that has it."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+
+    def take(self, path: Path) -> Callable[[], None] | None:
+        process = CURRENT.get()
+        assert process is not None
+        holder = self._node.locks.get(path)
+        if holder is not None and holder.is_alive:
+            return None
+        self._node.locks[path] = process
+
+        def give_back() -> None:
+            if self._node.locks.get(path) is process:
+                del self._node.locks[path]
+
+        return give_back
+
+
+class SimGuard:
+    """A guard: a process of the node that waits as the real one does, and acts as it does."""
+
+    def __init__(self, node: SimNode, duty: Duty, agent: Process, worker: SimWorker) -> None:
+        self.node = node
+        self.duty = duty
+        self.worker = worker
+        self.process = node.process("guard")
+        self.has_decided = False
+        self._dismissed: asyncio.Future[None] = node.loop.create_future()
+        self._link_changed = asyncio.Event()
+        self._agent: Process | None = None
+        self.link(agent)
+        self.process.spawn(self._main(), "guard")
+
+    def link(self, agent: Process) -> None:
+        """Let an agent hold the connection."""
+        self._agent = agent
+        agent.at_exit(self, self.unlink)
+        self._link_changed.set()
+
+    def unlink(self) -> None:
+        """End the connection."""
+        self._agent = None
+        self._link_changed.set()
+
+    def dismiss(self) -> None:
+        """Have it go without action."""
+        if not self._dismissed.done():
+            self._dismissed.set_result(None)
+
+    async def _main(self) -> None:
+        must_act = await self._until_over()
+        self.has_decided = True
+        self.node.guards.pop(self.duty.name, None)
+        if must_act:
+            await self.node.work()
+            self._free()
+        self.process.kill(0)
+
+    async def _until_over(self) -> bool:
+        deadline = self.node.clocks().monotonic
+        returns_by = float("inf")
+        while True:
+            left = min(self.duty.deadline + MARGIN_S, returns_by) - deadline()
+            if left <= 0:
+                return True
+            self._link_changed.clear()
+            changed = asyncio.ensure_future(self._link_changed.wait())
+            await asyncio.wait(
+                [changed, self._dismissed, self.worker.process.ended],
+                timeout=left,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            changed.cancel()
+            if self._dismissed.done() or self.worker.process.ended.done():
+                return False
+            if self._agent is None and returns_by == float("inf"):
+                returns_by = deadline() + RETURN_S
+            elif self._agent is not None:
+                returns_by = float("inf")
+
+    def _free(self) -> None:
+        where = self.duty.control
+        is_over = self.node.control.get(where, control.COMPLETE) is not None
+        if self.duty.on_failure == "Kill" and not is_over:
+            self.worker.process.kill()
+        self.worker.process.resume()
+        if not is_over:
+            failure = Failure(reason="AgentLost", message="the capture was given up by its guard")
+            body = control.body(self.duty.attempt, failure)
+            self.node.control.put(where, control.ABORTED, body)
+            self.node.control.drop(where, control.QUIESCE)
+
+
+class SimGuards:
+    """The `Guard` port."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+
+    async def start(self, duty: Duty) -> SimLink:
+        await self._node.work()
+        worker = self._node.workers.get(duty.process.pid)
+        agent = CURRENT.get()
+        assert agent is not None
+        if worker is None or not worker.process.is_alive:
+            raise SourceExited("the worker ended before its guard was armed")
+        guard = self._node.guards[duty.name] = SimGuard(self._node, duty, agent, worker)
+        return SimLink(guard)
+
+    async def adopt(self, duty: Duty) -> SimLink | None:
+        await self._node.work()
+        guard = self._node.guards.get(duty.name)
+        agent = CURRENT.get()
+        assert agent is not None
+        if guard is None or guard.has_decided or not guard.process.is_alive:
+            return None
+        guard.link(agent)
+        return SimLink(guard)
+
+
+class SimLink:
+    """The `GuardLink` port."""
+
+    def __init__(self, guard: SimGuard) -> None:
+        self._guard = guard
+        self._agent = CURRENT.get()
+
+    async def lost(self) -> None:
+        await asyncio.shield(self._guard.process.ended)
+
+    def tell_tool(self, tool: ProcessId) -> None:
+        """There is none."""
+
+    async def dismiss(self) -> None:
+        self._guard.dismiss()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await self.lost()
+        self.close()
+
+    def close(self) -> None:
+        if self._agent is not None:
+            self._agent.forget(self._guard)
+        self._guard.unlink()
+
+
+def owner_of(process: Process | None) -> Owner:
+    """Say which machine and process touches the disk."""
+    if process is None:
+        return Owner("world", "")
+    return Owner(process.machine.name, repr(process))
+
+
+def all_workers(nodes: list[SimNode]) -> Iterator[SimWorker]:
+    """Give every worker that lives."""
+    for node in nodes:
+        for worker in node.workers.values():
+            if worker.process.is_alive:
+                yield worker
+
+
+__all__ = ["SHARED", "SimNode", "SnapbackError", "all_workers"]

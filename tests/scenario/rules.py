@@ -1,0 +1,349 @@
+"""What must hold in every world: the rules of the product, checked while it runs and at its end.
+
+Each broken rule is a line that says what was seen, by whom and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snapshot_agent.ports import Worker
+from snapshot_operator.domain import fold
+from snapshot_operator.domain.plan import orders_of
+from snapshot_shared.artifact import (
+    PART_MANIFEST,
+    ROOT_MANIFEST,
+    PartManifest,
+    RootManifest,
+    generation_path,
+)
+from snapshot_shared.codec import decode_json, digest
+from snapshot_shared.errors import InvalidMessage, InvalidTransition
+from snapshot_shared.journal import Journal
+from snapshot_shared.objects import (
+    AnyObject,
+    DynamoCheckpoint,
+    Pod,
+    Snapshot,
+    SnapshotContent,
+    condition,
+    kind_of,
+)
+from snapshot_shared.orders import Report
+from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
+from tests.scenario.loop import CURRENT, Process
+from tests.scenario.node import SHARED
+from tests.scenario.worker import Saved, SimWorker
+
+if TYPE_CHECKING:
+    from tests.scenario.node import SimNode
+    from tests.scenario.world import World
+
+REASON = re.compile(r"^[A-Z][A-Za-z0-9]+$")
+FROZEN_S = 640.0
+"""How long a worker may be stopped: the hold of a capture whose agent hangs, and a margin."""
+
+
+class Rules:
+    """Watches one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.broken: list[str] = []
+        self.journals: dict[str, Journal] = {}
+        self.saved: set[Saved] = set()
+        self.restores = 0
+        self.captures = 0
+        self._dumps: dict[tuple[str, int], Process] = {}
+        self._terminal: dict[tuple[str, str, str, int], str] = {}
+        self._seen: dict[str, AnyObject] = {}
+
+    def fail(self, what: str) -> None:
+        """Note a broken rule and end the world."""
+        self.broken.append(f"{self._world.loop.now:9.3f} {what}")
+        self._world.stop()
+
+    # While it runs.
+
+    def watch_journal(self, name: str, journal: Journal) -> None:
+        """Remember the journal of a service that has started."""
+        self.journals[name] = journal
+
+    @contextlib.contextmanager
+    def dumping(self, node: SimNode, worker: Worker) -> Iterator[None]:
+        """One process is dumped by one agent at a time."""
+        key, me = (node.name, worker.process.pid), CURRENT.get()
+        assert me is not None
+        other = self._dumps.get(key)
+        if other is not None and other.is_alive:
+            self.fail(f"two dumps of {worker.process} on {node.name}: by {other} and by {me}")
+        self._dumps[key] = me
+        try:
+            yield
+        finally:
+            if self._dumps.get(key) is me:
+                del self._dumps[key]
+
+    def quiesced(self, worker: SimWorker, saved: Saved) -> None:
+        """Remember what a worker saved."""
+        self.saved.add(saved)
+
+    def let_go(self, worker: SimWorker, how: str) -> None:
+        """Note that a worker goes on."""
+        self._world.note(f"{worker.process} goes on after {how}")
+
+    def restored(self, worker: SimWorker, saved: Saved, weights: str) -> None:
+        """A restored worker has a state and weights that belong together and were captured."""
+        self.restores += 1
+        if saved not in self.saved:
+            self.fail(f"{worker.process} was given a state that nobody saved: {saved}")
+        if weights != saved.weights:
+            self.fail(f"{worker.process} has other weights than its state belongs to")
+
+    def published(self, subject: str, data: bytes) -> None:
+        """Look at what a stream has taken: one distinct end per order and attempt."""
+        if not subject.startswith("snap.report."):
+            return
+        try:
+            report = decode_json(data, Report)
+        except InvalidMessage:
+            return
+        if not report.is_terminal:
+            return
+        key = (report.node, report.service, report.order, report.attempt)
+        value = f"{report.kind} {report.failure and report.failure.reason} {report.part}"
+        value += f" {report.root_digest}"
+        known = self._terminal.setdefault(key, value)
+        if known != value:
+            self.fail(f"{key} ended twice: {known}; {value}")
+
+    def changed(self, change: str, value: AnyObject) -> None:
+        """Look at one write of the store."""
+        before = self._seen.get(value.metadata.uid)
+        self._seen[value.metadata.uid] = value
+        if (line := _shown(value)) != (before and _shown(before)) or change != "MODIFIED":
+            self._world.note(f"{change.lower()} {line}")
+        if change == "DELETED":
+            return
+        self._failure(value)
+        match before, value:
+            case SnapshotContent(), SnapshotContent():
+                self._capture(before, value)
+            case Pod(), Pod():
+                self._restore(before, value)
+
+    def _capture(self, before: SnapshotContent, after: SnapshotContent) -> None:
+        name, old, new = after.metadata.name, before.status, after.status
+        if new.attempt < old.attempt:
+            self.fail(f"{name}: the attempt went from {old.attempt} to {new.attempt}")
+        if old.committed is not None and new.committed != old.committed:
+            self.fail(f"{name}: what was committed changed")
+        if old.capture is not new.capture and not _leads(CAPTURE, old.capture, new.capture):
+            self.fail(f"{name}: {old.capture} to {new.capture}")
+        if old.committed is None and new.committed is not None:
+            self.captures += 1
+            if new.committed.generation != new.attempt:
+                self.fail(f"{name}: generation {new.committed.generation} of {new.attempt}")
+            self._verify(after)
+
+    def _restore(self, before: Pod, after: Pod) -> None:
+        old, new = before.status.restore, after.status.restore
+        if old is None or new is None:
+            return
+        if new.attempt < old.attempt:
+            self.fail(f"{after.metadata.name}: the attempt of its restore fell")
+        if old.state is not new.state and not _leads(RESTORE, old.state, new.state):
+            self.fail(f"{after.metadata.name}: {old.state} to {new.state}")
+
+    def _failure(self, value: AnyObject) -> None:
+        found = getattr(value.status, "failure", None)
+        if found is not None and not REASON.match(found.reason):
+            self.fail(f"{value.metadata.name} failed without a reason: {found}")
+        if found is not None and found.reason == "Internal":
+            self.fail(f"{value.metadata.name} failed by a defect: {found}")
+
+    def _verify(self, content: SnapshotContent) -> None:
+        """What becomes visible is whole, and durable on the disk that all share."""
+        committed = content.status.committed
+        assert committed is not None
+        problem = self.artifact_problem(content)
+        if problem and not self._world.has_flipped_bits:
+            self.fail(f"{content.metadata.name} was committed and is not whole: {problem}")
+
+    def artifact_problem(self, content: SnapshotContent) -> str:
+        """Say what is wrong with a committed artifact, or nothing."""
+        import xxhash
+
+        committed = content.status.committed
+        assert committed is not None
+        path = "/".join(
+            generation_path(
+                content.spec.source.namespace, content.metadata.uid, committed.generation
+            )
+        )
+        try:
+            data = self._world.read(f"{SHARED}/{path}/{ROOT_MANIFEST}")
+            if digest(data) != committed.root_digest:
+                return "the root manifest is another"
+            root = decode_json(data, RootManifest)
+            for part in root.parts:
+                where = f"{SHARED}/{path}/{part.part}"
+                data = self._world.read(f"{where}/{PART_MANIFEST}")
+                if digest(data) != part.digest:
+                    return f"the manifest of {part.part} is another"
+                for entry in decode_json(data, PartManifest).files:
+                    data = self._world.read(f"{where}/{entry.name}")
+                    chunks = [
+                        xxhash.xxh3_128_hexdigest(data[at : at + entry.chunk_bytes])
+                        for at in range(0, len(data), entry.chunk_bytes)
+                    ]
+                    if len(data) != entry.size or chunks != list(entry.chunks):
+                        return f"{part.part}/{entry.name} is damaged"
+        except (OSError, InvalidMessage) as error:
+            return str(error)
+        return ""
+
+    def look(self) -> None:
+        """Look at what time may break: nobody is frozen for too long."""
+        for worker in self._world.workers():
+            process = worker.process
+            if process.is_stopped and self._world.loop.now - process.stopped_at > FROZEN_S:
+                self.fail(f"{process} was frozen for {FROZEN_S} s")
+
+    # At the end.
+
+    def unsettled(self, values: list[AnyObject]) -> list[str]:
+        """Name what still has to happen."""
+        found = []
+        for value in values:
+            name = f"{kind_of(value).name} {value.metadata.name}"
+            if value.metadata.deletion_timestamp:
+                found.append(f"{name} is being deleted")
+            found += [
+                f"{name} awaits {order.order} attempt {order.attempt}"
+                for order in orders_of(value)
+                if not fold.is_answered(order)
+            ]
+            found += [f"{name}: {why}" for why in self._pending(value)]
+        return found
+
+    def _pending(self, value: AnyObject) -> Iterator[str]:
+        match value:
+            case SnapshotContent():
+                if value.status.capture not in (Capture.READY, Capture.FAILED):
+                    yield value.status.capture
+                if value.status.obligations:
+                    yield f"owes {value.status.obligations}"
+            case DynamoCheckpoint() if value.status.phase not in ("Ready", "Failed"):
+                yield value.status.phase
+            case Snapshot() if not _is_decided(value.status.conditions):
+                yield "neither ready nor failed"
+            case Pod():
+                if value.status.obligations:
+                    yield f"owes {value.status.obligations}"
+                restore = value.status.restore
+                if restore and restore.state not in (Restore.RESTORED, Restore.FAILED):
+                    yield restore.state
+                if value.status.phase == "Pending" and not self._world.may_wait(value):
+                    yield "Pending"
+
+    def left_behind(self, values: list[AnyObject]) -> Iterator[str]:
+        """Name what must not be there once everything is settled."""
+        pods = {value.metadata.uid: value for value in values if isinstance(value, Pod)}
+        yield from self._workers_left(pods)
+        yield from self._memory_left(pods)
+        yield from self._artifacts_left(values)
+        for name, journal in self.journals.items():
+            for entry in journal.ledger.unfinished():
+                yield f"{name}: {entry.order} attempt {entry.attempt} was accepted and has no end"
+
+    def _workers_left(self, pods: dict[str, Pod]) -> Iterator[str]:
+        for worker in self._world.workers():
+            pod = pods.get(worker.pod)
+            if worker.process.is_stopped:
+                yield f"{worker.process} is frozen"
+            elif pod is None or pod.status.phase not in ("Running", "Pending"):
+                yield f"{worker.process} of pod {pod and pod.status.phase} runs"
+            elif not worker.serves and not worker.habits.never_quiet:
+                yield f"{worker.process} of pod {pod.metadata.name} does not serve"
+        for pod in pods.values():
+            lives = any(worker.pod == pod.metadata.uid for worker in self._world.workers())
+            if pod.status.phase == "Running" and not lives:
+                yield f"pod {pod.metadata.name} is Running without a process"
+
+    def _memory_left(self, pods: dict[str, Pod]) -> Iterator[str]:
+        used = {
+            device.uuid
+            for pod in pods.values()
+            if pod.status.phase == "Running"
+            for device in pod.status.devices
+        }
+        for node in self._world.nodes:
+            for device in node.gms.devices if node.gms else ():
+                state = node.gms.gms.table.devices[device.info.uuid]  # type: ignore[union-attr]
+                if node.gms.gms.table.fences.on(device.info.uuid):  # type: ignore[union-attr]
+                    yield f"{device.info.uuid} is fenced"
+                if device.info.uuid not in used and (device.used or state.hidden):
+                    yield f"{device.info.uuid} keeps {device.used} bytes that nobody uses"
+
+    def _artifacts_left(self, values: list[AnyObject]) -> Iterator[str]:
+        contents = {
+            value.metadata.uid: value for value in values if isinstance(value, SnapshotContent)
+        }
+        for content in contents.values():
+            if content.status.committed is None or self._world.has_flipped_bits:
+                continue
+            if problem := self.artifact_problem(content):
+                yield f"{content.metadata.name} is not whole any more: {problem}"
+        for uid, seen in self._seen.items():
+            if not isinstance(seen, SnapshotContent) or uid in contents:
+                continue
+            if seen.spec.deletion_policy == "Delete":
+                space = seen.spec.source.namespace
+                if self._world.disk.os.path.lexists(f"{SHARED}/{space}/{uid}"):
+                    yield f"{seen.metadata.name} is deleted and its files are left"
+
+
+def _shown(value: AnyObject) -> str:
+    """Give what of an object is worth a line in the diary."""
+    status: Any = value.status
+    words = [kind_of(value).name, value.metadata.name]
+    words += [
+        str(getattr(status, name))
+        for name in ("phase", "node_name", "capture")
+        if getattr(status, name, "")
+    ]
+    if restore := getattr(status, "restore", None):
+        words.append(f"restore={restore.state}")
+    if value.metadata.deletion_timestamp:
+        words.append("deleting")
+    words += [f"{item.order[:12]}/{item.attempt}={item.state}" for item in orders_of(value)]
+    if owed := getattr(status, "obligations", None):
+        words.append(f"owes={','.join(owed)}")
+    if failure := getattr(status, "failure", None):
+        words.append(failure.reason)
+    return " ".join(words)
+
+
+def _leads(table: Any, before: Any, after: Any) -> bool:
+    """Say whether one write may take this way: at most a few events at once."""
+    reached, seen = {before}, set()
+    while reached - seen:
+        state = (reached - seen).pop()
+        seen.add(state)
+        reached |= {target for (source, _), target in table.rows.items() if source is state}
+    return after in reached
+
+
+def _is_decided(conditions: Any) -> bool:
+    for kind in ("Ready", "Failed", "ReadyToUse"):
+        found = condition(conditions, kind)
+        if found is not None and found.status == "True":
+            return True
+    return False
+
+
+__all__ = ["InvalidTransition", "Rules"]
