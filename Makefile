@@ -24,7 +24,7 @@ endif
 MARKERS ?= not root and not gpu and not docker
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast cover demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast cover scenarios demo idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,10 @@ cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+scenarios: $(STAMP) ## Run seeded faults in simulated worlds (SEEDS=2000, FIRST=0, SEED=n tells one)
+	@$(BIN)/python -m tests.scenario.run $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) \
+		$(if $(FIRST),--first $(FIRST))
 
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)

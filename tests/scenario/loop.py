@@ -9,6 +9,7 @@ runs in the loop, a little later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import heapq
 import random
@@ -260,16 +261,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Nobody waits in a system call."""
 
     def bury(self) -> None:
-        """Close what was killed, once the world is over."""
-        for task in self._kept:
+        """Close what was killed, once the world is over. What that begins is closed, too."""
+        asyncio._set_running_loop(self)
+        while self._kept:
+            task = self._kept.pop()
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            try:
+            # Its owner is dead: whatever its clean-up meets is nobody's concern.
+            with contextlib.suppress(Exception):
                 task.get_coro().close()  # type: ignore[union-attr]
-            except (RuntimeError, ValueError, AttributeError):
-                continue
-            except Exception:  # noqa: BLE001 - its owner is dead
-                continue
-        self._kept.clear()
+        asyncio._set_running_loop(None)
 
 
 async def ask(

@@ -310,7 +310,7 @@ class Rules:
 def _shown(value: AnyObject) -> str:
     """Give what of an object is worth a line in the diary."""
     status: Any = value.status
-    words = [kind_of(value).name, value.metadata.name]
+    words = [kind_of(value).name, value.metadata.name.replace("snapshotcontent-", "")[:24]]
     words += [
         str(getattr(status, name))
         for name in ("phase", "node_name", "capture")

@@ -232,7 +232,6 @@ class World:
             with installed(self.disk):
                 self.loop.bury()
             self.store.close()
-            asyncio._set_running_loop(None)
             self.loop.close()
         return self.rules.broken
 

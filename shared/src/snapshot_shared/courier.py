@@ -161,7 +161,11 @@ class Courier:
         self._again = bus.reconnections()
 
     async def serve(self) -> None:
-        """Resume unfinished orders, then deliver reports and take orders, for ever."""
+        """Resume unfinished orders, then deliver reports and take orders, for ever.
+
+        StorageFailed when the journal cannot be written any more: only a new start can tell what
+        it holds.
+        """
         # What was reported before is in the journal, like everything that was never delivered.
         self._outbox = asyncio.Queue()
         for report in self.journal.ledger.pending_reports():
@@ -172,6 +176,7 @@ class Courier:
             asyncio.create_task(self._deliver(), name="outbox"),
             asyncio.create_task(self._take(), name="intake"),
             asyncio.create_task(self._retell(), name="retelling"),
+            asyncio.create_task(self.journal.until_broken(), name="journal"),
         )
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import msgspec
 
-from snapshot_shared.errors import AlreadyExists, Internal, SnapbackError
+from snapshot_shared.errors import AlreadyExists, Internal, NoSpace, SnapbackError, StorageFailed
 from snapshot_shared.files import (
     make_folder,
     open_root,
@@ -49,6 +49,8 @@ class Journal:
         self._fd = fd
         self._lock = lock
         self._turn = asyncio.Lock()
+        self._broken: StorageFailed | None = None
+        self._breaks = asyncio.Event()
         self.ledger = ledger
 
     @classmethod
@@ -78,29 +80,40 @@ class Journal:
         return cls(fd, lock, fresh)
 
     async def append(self, *records: Record) -> None:
-        """Write records, wait until they are on disk, then fold them. NoSpace if it is full."""
+        """Write records, wait until they are on disk, then fold them.
+
+        NoSpace when the disk is full: nothing is written then, and it may be tried again.
+        StorageFailed when the disk is broken: nobody knows what it holds, and no more is written.
+        """
         # Shielded as a whole: a cancelled caller must not leave disk and memory in disagreement.
         await asyncio.shield(asyncio.ensure_future(self._append(records)))
 
     async def _append(self, records: tuple[Record, ...]) -> None:
         data = b"".join(_line(record) for record in records)
         async with self._turn:
-            await asyncio.to_thread(self._write, data)
+            if self._broken is not None:
+                raise self._broken
+            try:
+                await asyncio.to_thread(self._write, data)
+            except OSError as error:
+                self._broken = StorageFailed(f"the journal cannot be written: {error}")
+                self._breaks.set()
+                raise self._broken from error
             for record in records:
                 self.ledger.apply(record)
 
-    def append_now(self, *records: Record) -> None:
-        """Do the same without an event loop, for recovery at start."""
-        self._write(b"".join(_line(record) for record in records))
-        for record in records:
-            self.ledger.apply(record)
+    async def until_broken(self) -> None:
+        """Wait until the disk fails and raise StorageFailed: the service has to end then."""
+        await self._breaks.wait()
+        if self._broken is not None:
+            raise self._broken
 
     def _write(self, data: bytes) -> None:
         size = os.fstat(self._fd).st_size
         try:
             write_all(self._fd, data)
             os.fdatasync(self._fd)
-        except BaseException:
+        except NoSpace:
             # A half line would make the next whole line look corrupt.
             os.ftruncate(self._fd, size)
             raise
