@@ -28,10 +28,10 @@ REPORT = subjects.report(NODE, ORDER, "accepted")
 MINE = subjects.orders_of(NODE, "agent")
 DURABLE = subjects.durable(NODE, "agent")
 
-ACK_WAIT_S = 2.0
+ACK_WAIT_S = 1.5
 REQUEST_S = 1.5
-FETCH_S = 3.0
-TTL_S = 2.0
+FETCH_S = 2.0
+TTL_S = 1.5
 
 
 @pytest.fixture(autouse=True)
@@ -827,6 +827,17 @@ async def test_a_service_that_fails_answers_with_nothing(broker: Broker, bus: Bu
     other = await broker.client("other").connect()
     assert await other.request("snap.rpc.test", b"") == b""
     await other.close()
+
+
+async def test_a_service_answers_as_soon_as_it_serves(broker: Broker, bus: Bus) -> None:
+    async def echo(data: bytes, _headers: Mapping[str, str]) -> bytes:
+        return data
+
+    for index in range(20):
+        server = await broker.client("server").connect()
+        await server.serve("snap-test", "0.1.0", {}, {f"snap.rpc.{index}": echo})
+        assert await bus.request(f"snap.rpc.{index}", b"x") == b"x"
+        await server.close()
 
 
 async def test_a_service_goes_on_after_a_crash_of_the_server(broker: Broker, bus: Bus) -> None:

@@ -231,8 +231,7 @@ class SimBus(Bus):
         subscription = Subscription(subject, "", take)
         self._link.subscriptions.append(subscription)
         try:
-            with contextlib.suppress(BusUnavailable):
-                await self._ask("listen", lambda: None)
+            await self._settle()
             yield queue
         finally:
             self._link.subscriptions.remove(subscription)
@@ -319,6 +318,11 @@ class SimBus(Bus):
         for kind in ("ping", "info"):
             for subject in (f"$SRV.{kind.upper()}", f"$SRV.{kind.upper()}.{name}"):
                 self._answer(subject, "", functools.partial(tell, kind))
+        await self._settle()
+
+    async def _settle(self) -> None:
+        with contextlib.suppress(BusUnavailable):
+            await self._ask("subscribe", lambda: None)
 
     def _answer(self, subject: str, group: str, handler: Handler) -> None:
         endpoint = _Endpoint(handler)
