@@ -27,17 +27,16 @@ from snapshot_shared.bus import (
     Handler,
 )
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
-from tests.scenario.server import (
-    NO_STREAM,
+from tests.scenario.network import (
     UNANSWERED,
     Call,
     Faults,
     Link,
     Pull,
     SeededFaults,
-    SimServer,
     Subscription,
 )
+from tests.scenario.server import NO_STREAM, SimServer
 from tests.scenario.streams import Refused, Stored
 
 __all__ = ["Faults", "SeededFaults", "SimBus", "SimServer"]
