@@ -90,8 +90,8 @@ format: $(STAMP) ## Rewrite the sources in the house format
 test: $(STAMP) ## All tests that need no root, GPU or Docker
 	$(BIN)/pytest -m "$(MARKERS)"
 
-test-fast: $(STAMP) ## Unit, contract and golden tests
-	$(BIN)/pytest -m "$(MARKERS)" $(wildcard tests/unit tests/contract tests/golden)
+test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
+	$(BIN)/pytest -m "$(MARKERS) and not slow" $(wildcard tests/unit tests/contract tests/golden)
 
 contract-servers: $(STAMP) ## The contract of the bus on each nats-server that is supported
 	@while read -r locked; do \
