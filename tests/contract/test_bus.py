@@ -28,10 +28,10 @@ REPORT = subjects.report(NODE, ORDER, "accepted")
 MINE = subjects.orders_of(NODE, "agent")
 DURABLE = subjects.durable(NODE, "agent")
 
-ACK_WAIT_S = 2.0
+ACK_WAIT_S = 1.5
 REQUEST_S = 1.5
-FETCH_S = 3.0
-TTL_S = 2.0
+FETCH_S = 2.0
+TTL_S = 1.5
 
 
 @pytest.fixture(autouse=True)
@@ -279,6 +279,7 @@ async def test_every_call_is_refused_at_once_while_the_server_is_down(
     await bus.announce("snap.event.x", b"nobody hears this")
 
 
+@pytest.mark.slow
 async def test_a_publish_that_timed_out_may_be_stored(broker: Broker, bus: Bus) -> None:
     broker.freeze()
     try:
@@ -292,6 +293,7 @@ async def test_a_publish_that_timed_out_may_be_stored(broker: Broker, bus: Bus) 
     assert await bus.last(subjects.ORDERS, SUBJECT) == (1, b"unknown")
 
 
+@pytest.mark.slow
 async def test_every_call_to_a_frozen_server_ends_in_time(broker: Broker, bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     (delivery,) = await deliveries(bus, 1)
@@ -496,6 +498,7 @@ async def test_orders_come_in_the_order_in_which_they_were_published(bus: Bus) -
     assert [int(found.data) for found in await deliveries(bus, 10)] == list(range(10))
 
 
+@pytest.mark.slow
 async def test_an_order_comes_again_after_its_consumer_died(broker: Broker, bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     first = await broker.client("first").connect()
@@ -505,6 +508,7 @@ async def test_an_order_comes_again_after_its_consumer_died(broker: Broker, bus:
     assert again.sequence == 1
 
 
+@pytest.mark.slow
 async def test_an_order_does_not_come_again_before_the_ack_is_overdue(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     await deliveries(bus, 1)
@@ -512,12 +516,14 @@ async def test_an_order_does_not_come_again_before_the_ack_is_overdue(bus: Bus) 
     assert len(await deliveries(bus, 1)) == 1
 
 
+@pytest.mark.slow
 async def test_an_order_without_an_ack_comes_again_and_again(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     found = await deliveries(bus, 3)
     assert [delivery.sequence for delivery in found] == [1, 1, 1]
 
 
+@pytest.mark.slow
 async def test_the_ack_of_an_older_delivery_settles_and_harms_nothing(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     first, second = await deliveries(bus, 2)
@@ -536,6 +542,7 @@ async def test_the_ack_of_an_older_attempt_does_not_settle_the_newer(bus: Bus) -
     assert new.data == b"two"
 
 
+@pytest.mark.slow
 async def test_an_attempt_that_was_replaced_is_not_delivered_again(bus: Bus) -> None:
     first = await bus.publish(SUBJECT, b"one")
     await deliveries(bus, 1)
@@ -545,6 +552,7 @@ async def test_an_attempt_that_was_replaced_is_not_delivered_again(bus: Bus) -> 
     assert await nothing_comes(bus, within_s=ACK_WAIT_S * 1.5)
 
 
+@pytest.mark.slow
 async def test_an_order_that_was_deleted_is_not_delivered_again(bus: Bus) -> None:
     first = await bus.publish(SUBJECT, b"one")
     await deliveries(bus, 1)
@@ -634,6 +642,7 @@ async def test_a_consumer_goes_on_after_a_crash_of_the_server(broker: Broker, bu
         assert (await asyncio.wait_for(waiting, 20)).data == b"x"
 
 
+@pytest.mark.slow
 async def test_a_consumer_goes_on_after_the_store_was_wiped_and_ensured(
     broker: Broker, bus: Bus
 ) -> None:
@@ -650,6 +659,7 @@ async def test_a_consumer_goes_on_after_the_store_was_wiped_and_ensured(
         assert (await asyncio.wait_for(waiting, 20)).data == b"again"
 
 
+@pytest.mark.slow
 async def test_a_consumer_goes_on_after_its_stream_was_deleted_and_ensured(
     broker: Broker, bus: Bus
 ) -> None:
@@ -662,6 +672,7 @@ async def test_a_consumer_goes_on_after_its_stream_was_deleted_and_ensured(
         assert (await asyncio.wait_for(waiting, 20)).data == b"x"
 
 
+@pytest.mark.slow
 async def test_assets_that_are_kept_come_back_after_a_wipe(broker: Broker, bus: Bus) -> None:
     keeper = asyncio.create_task(bus.keep_assets())
     again = bus.reconnections()
@@ -707,6 +718,7 @@ async def test_a_reconnection_is_told_to_everybody_who_waits_for_one(
 # Buckets.
 
 
+@pytest.mark.slow
 async def test_a_key_that_is_not_written_again_expires(bus: Bus) -> None:
     await bus.put(subjects.NODES_BUCKET, "node-1", b"x")
     await bus.put(subjects.SCHEMAS_BUCKET, "kept", b"y")
@@ -771,6 +783,7 @@ async def test_listening_begins_while_the_server_is_down_and_hears_when_it_is_ba
         assert (await asyncio.wait_for(queue.get(), 10)).data == b"heard"
 
 
+@pytest.mark.slow
 async def test_listening_to_a_frozen_server_begins_all_the_same(broker: Broker, bus: Bus) -> None:
     broker.freeze()
     try:
@@ -805,6 +818,7 @@ async def test_a_service_answers_one_request_after_another(broker: Broker, bus: 
     await other.close()
 
 
+@pytest.mark.slow
 async def test_a_service_that_does_not_answer_in_time_is_unavailable(
     broker: Broker, bus: Bus
 ) -> None:
@@ -827,6 +841,17 @@ async def test_a_service_that_fails_answers_with_nothing(broker: Broker, bus: Bu
     other = await broker.client("other").connect()
     assert await other.request("snap.rpc.test", b"") == b""
     await other.close()
+
+
+async def test_a_service_answers_as_soon_as_it_serves(broker: Broker, bus: Bus) -> None:
+    async def echo(data: bytes, _headers: Mapping[str, str]) -> bytes:
+        return data
+
+    for index in range(20):
+        server = await broker.client("server").connect()
+        await server.serve("snap-test", "0.1.0", {}, {f"snap.rpc.{index}": echo})
+        assert await bus.request(f"snap.rpc.{index}", b"x") == b"x"
+        await server.close()
 
 
 async def test_a_service_goes_on_after_a_crash_of_the_server(broker: Broker, bus: Bus) -> None:

@@ -27,17 +27,16 @@ from snapshot_shared.bus import (
     Handler,
 )
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
-from tests.scenario.server import (
-    NO_STREAM,
+from tests.scenario.network import (
     UNANSWERED,
     Call,
     Faults,
     Link,
     Pull,
     SeededFaults,
-    SimServer,
     Subscription,
 )
+from tests.scenario.server import NO_STREAM, SimServer
 from tests.scenario.streams import Refused, Stored
 
 __all__ = ["Faults", "SeededFaults", "SimBus", "SimServer"]
@@ -231,8 +230,7 @@ class SimBus(Bus):
         subscription = Subscription(subject, "", take)
         self._link.subscriptions.append(subscription)
         try:
-            with contextlib.suppress(BusUnavailable):
-                await self._ask("listen", lambda: None)
+            await self._settle()
             yield queue
         finally:
             self._link.subscriptions.remove(subscription)
@@ -319,6 +317,11 @@ class SimBus(Bus):
         for kind in ("ping", "info"):
             for subject in (f"$SRV.{kind.upper()}", f"$SRV.{kind.upper()}.{name}"):
                 self._answer(subject, "", functools.partial(tell, kind))
+        await self._settle()
+
+    async def _settle(self) -> None:
+        with contextlib.suppress(BusUnavailable):
+            await self._ask("subscribe", lambda: None)
 
     def _answer(self, subject: str, group: str, handler: Handler) -> None:
         endpoint = _Endpoint(handler)

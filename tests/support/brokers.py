@@ -25,7 +25,7 @@ class Broker(Protocol):
         """Give a bus that is not connected yet."""
 
     async def crash(self) -> None:
-        """End the server as `kill -9` does."""
+        """End the server as `kill -9` does, and wait until its clients know."""
 
     async def start(self) -> None:
         """Start it again with what it has on disk."""
@@ -52,12 +52,17 @@ class RealBroker:
     def __init__(self, server: NatsServer, admin: Bus) -> None:
         self._server = server
         self._admin = admin
+        self._clients: list[Bus] = []
 
     def client(self, name: str) -> Bus:
-        return Bus(self._server.url, name)
+        self._clients.append(Bus(self._server.url, name))
+        return self._clients[-1]
 
     async def crash(self) -> None:
         await asyncio.to_thread(self._server.kill)
+        async with asyncio.timeout(5):
+            while any(client.is_connected for client in self._clients):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     async def start(self) -> None:
         await self._server.start_async()

@@ -43,6 +43,7 @@ REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
 RETRY_S = 0.5
 ACK_WAIT_S = 30.0
+FLUSH_S = 60
 ENSURE_EVERY_S = 30.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
@@ -423,17 +424,23 @@ class Bus:
             )
 
         subscription = await self.client.subscribe(subject, cb=take)
-        # nats-py stops reading when the PONG of a cancelled flush arrives, so none is cancelled.
-        flushed = asyncio.ensure_future(self.client.flush())
         try:
-            try:
-                await asyncio.shield(flushed)
-            except nats.errors.Error as error:
-                log.info("the server has not answered the subscription to %s: %s", subject, error)
+            await self._settle()
             yield queue
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await subscription.unsubscribe()
+
+    async def _settle(self) -> None:
+        """Wait until the server has our subscriptions, if it answers at all.
+
+        nats-py stops reading when the PONG of a flush arrives that was cancelled or timed out, so
+        a flush is left alone until its connection has been given up.
+        """
+        flushed = asyncio.ensure_future(self.client.flush(timeout=FLUSH_S))
+        flushed.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if not (await asyncio.wait({flushed}, timeout=REQUEST_S))[0]:
+            log.info("the server does not answer a subscription")
 
     async def put(self, bucket: str, key: str, value: bytes) -> None:
         """Write a key of a bucket."""
@@ -508,6 +515,7 @@ class Bus:
                 name=endpoint_name, subject=subject, handler=_responding(handler)
             )
         self._running.append(service)
+        await self._settle()
 
 
 def _responding(handler: Handler) -> Callable[[Any], Awaitable[None]]:
