@@ -55,6 +55,8 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     except FileExistsError:
         if not os.path.isdir(path):
             raise
+    except OSError as error:
+        raise translated(error, path) from error
     else:
         _secure_entry(os.path.dirname(path))
     _secure_entry(path)
@@ -63,7 +65,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 def _secure_entry(path: str) -> None:
     # A folder that may be entered but not read cannot be synced.
     with contextlib.suppress(PermissionError), opened(open_root(os.path.dirname(path))) as folder:
-        os.fsync(folder)
+        secure(folder, path)
 
 
 def take_lock(path: str | os.PathLike[str]) -> int | None:
@@ -214,6 +216,8 @@ def write_new(directory: int, name: str, data: bytes) -> None:
                 raise ArtifactExists(f"another {name} stands there", file=name) from None
             secure(directory, name)
             return
+        except OSError as error:
+            raise translated(error, name) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=directory)

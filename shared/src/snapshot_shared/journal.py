@@ -21,6 +21,7 @@ from snapshot_shared.files import (
     opened,
     read_file,
     take_lock,
+    translated,
     write_all,
     write_replacing,
 )
@@ -100,9 +101,11 @@ class Journal:
         try:
             write_all(self._fd, data)
             os.fdatasync(self._fd)
-        except BaseException:
+        except BaseException as error:
             # A half line would make the next whole line look corrupt.
             os.ftruncate(self._fd, size)
+            if isinstance(error, OSError):
+                raise translated(error, "the journal") from error
             raise
 
     def close(self) -> None:
