@@ -44,8 +44,7 @@ from tests.scenario.crash_rig import Story, run
 
 NOW = 2_000_000_000.0
 UID = "00000000-0000-4000-8000-000000000001"
-ROOT = Path("/sim/nodes/artifacts")
-STATE = "/sim/nodes/state"
+BASE = Path("/sim/nodes")
 STATE_FILES = {"empty": b"", "small.json": b"{}" * 50, "weights": bytes(range(256)) * 36}
 INFOS = [
     AllocationInfo(id="w0", size=5000, aligned=8192, tag="", slot=0),
@@ -71,14 +70,17 @@ class Capture(Story):
     steps = ("stage_process", "stage_gpu", "seal", "remove")
     generation = 1
 
-    def __init__(self) -> None:
+    def __init__(self, base: Path = BASE) -> None:
         super().__init__()
-        self.root = ArtifactRoot(ROOT)
+        self.base = base
+        self.artifacts = base / "artifacts"
+        self.state = base / "state"
+        self.root = ArtifactRoot(self.artifacts)
         self.place = Place("default", UID, self.generation)
         self.results: dict[str, PartResult] = {}
 
     def prepare(self) -> None:
-        folder = files.open_root(STATE, create=True)
+        folder = files.open_root(self.state, create=True)
         for name, data in STATE_FILES.items():
             fd = files.create_file(folder, name)
             files.write_all(fd, data)
@@ -92,7 +94,7 @@ class Capture(Story):
     async def _staged_process(self) -> tuple[PartManifest, str]:
         with (
             files.opened(self.root.new_part(self.place, "process")) as part,
-            files.opened(files.open_root(STATE)) as state,
+            files.opened(files.open_root(self.state)) as state,
         ):
             counter = Counter(_nobody_asks)
             entries = [await copy_in(state, part, name, counter) for name, _ in listed(state)]
@@ -122,7 +124,7 @@ class Capture(Story):
     def task(self) -> SaveTask:
         return SaveTask(
             socket_dir="/nowhere",
-            root=str(ROOT),
+            root=str(self.artifacts),
             device="GPU-1",
             namespace="default",
             content_uid=UID,
@@ -171,15 +173,15 @@ class Capture(Story):
     def check(self, promises: dict[str, Any]) -> None:
         self.check_generation(promises)
         run(self.root.remove(self.place))
-        assert files.os.path.exists(f"{ROOT}/default/{UID}/gen-{self.generation}") is False
-        again = type(self)()
+        assert not files.os.path.exists(self.where()), "the generation cannot be removed"
+        again = type(self)(self.base)
         again.place = Place("default", UID, self.generation + 1)
         again.generation += 1
         again.stage_process()
 
     def check_generation(self, promises: dict[str, Any]) -> None:
         """Check the generation of this story before anything is recovered."""
-        if found := visible(self.root, self.place):
+        if found := visible(self.artifacts, self.place):
             verify(self.root, self.place, found)
         if not {"staged gpu-0", "removing", "removed"} & set(promises):
             promises = {**promises, **self._save_again()}
@@ -191,12 +193,14 @@ class Capture(Story):
         if "staged process" in promises and "staged gpu-0" in promises:
             self._check_seal_again(promises)
         if "removed" in promises:
-            gone = f"{ROOT}/default/{UID}/gen-{self.generation}"
-            assert not files.os.path.exists(gone), "what was removed is back"
+            assert not files.os.path.exists(self.where()), "what was removed is back"
+
+    def where(self) -> Path:
+        return self.artifacts / "default" / UID / f"gen-{self.generation}"
 
     def _save_again(self) -> dict[str, Any]:
         """Repeat the save, as when its order is delivered again; a refusal promises nothing."""
-        again = type(self)()
+        again = type(self)(self.base)
         with contextlib.suppress(SnapbackError):
             again.stage_gpu()
         return again.promises
@@ -205,7 +209,7 @@ class Capture(Story):
         wanted = promises.get("sealed")
         if wanted is not None:
             verify(self.root, self.place, wanted)
-        again = type(self)()
+        again = type(self)(self.base)
         for part in ("process", "gpu-0"):
             manifest, found = run(self.root.read_part(self.place, part))
             again._promise_part(part, manifest.bytes, found)
@@ -222,13 +226,13 @@ class SecondCapture(Capture):
 
     def prepare(self) -> None:
         super().prepare()
-        self.older = Capture()
+        self.older = Capture(self.base)
         for step in self.older.steps[:-1]:
             getattr(self.older, step)()
 
     def check_generation(self, promises: dict[str, Any]) -> None:
         older = Place("default", UID, 1)
-        found = visible(self.root, older)
+        found = visible(self.artifacts, older)
         assert found is not None, "the older artifact is gone"
         verify(self.root, older, found)
         super().check_generation(promises)
@@ -239,10 +243,10 @@ class Journaling(Story):
 
     name = "journal"
     steps = ("open", "accept", "begin_and_end", "append_at_start", "open", "append_more")
-    folder = Path("/sim/nodes/state/agent")
 
-    def __init__(self) -> None:
+    def __init__(self, base: Path = BASE) -> None:
         super().__init__()
+        self.folder = base / "state" / "agent"
         self.promises = {"records": [], "under way": []}
         self.journal: Journal | None = None
 
@@ -307,8 +311,8 @@ class OlderJournal(Journaling):
 
     name = "older journal"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__(base)
         self.promises["records"] = [accepted(7)]
 
     def prepare(self) -> None:
@@ -319,6 +323,29 @@ class OlderJournal(Journaling):
     def known(self, ledger: Ledger) -> list[bytes]:
         ledger.entries.pop(order(8), None)
         return super().known(ledger)
+
+
+class Service(SecondCapture):
+    """A capture beside an older one, with its steps in a journal, as an agent does it."""
+
+    name = "service"
+
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__(base)
+        self.log = OlderJournal(base / "log")
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.log.prepare()
+        self.log.open()
+
+    def play_all(self) -> None:
+        """Do the capture, each step on record before and after. NoSpace may end it anywhere."""
+        self.log._append(accepted(1))
+        for step in ("stage_process", "stage_gpu", "seal"):
+            self.log._append(Began(order=order(1), attempt=1, step=step))
+            getattr(self, step)()
+            self.log._append(Ended(order=order(1), attempt=1, step=step))
 
 
 def order(number: int) -> str:
@@ -356,12 +383,12 @@ def folded(records: list[Record]) -> Ledger:
     return ledger
 
 
-def visible(root: ArtifactRoot, place: Place) -> str | None:
+def visible(artifacts: Path, place: Place) -> str | None:
     """Give the digest of the root manifest that a reader would find, if there is a readable one."""
     path = [place.namespace, place.content_uid, f"gen-{place.generation}"]
     try:
         with (
-            files.opened(files.open_root(ROOT)) as top,
+            files.opened(files.open_root(artifacts)) as top,
             files.opened(files.open_dir(top, path)) as folder,
         ):
             return digest(files.read_bounded(folder, ROOT_MANIFEST, MAX_MANIFEST_BYTES))
