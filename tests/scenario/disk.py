@@ -98,6 +98,12 @@ class SimDisk:
         """Bytes of file data that fit, for everybody."""
         self.limits: dict[str, int] = {}
         """Bytes that a machine can still write, where that is less."""
+        self.claimed: int | None = None
+        """What the file system says is free, where that is not true for long."""
+        self.refused: list[str] = []
+        """The names of the files for which there was no room."""
+        self.written = 0
+        """The inode that was written last."""
         self.used = 0
         self.operations = 0
         """How many calls there have been."""
@@ -127,6 +133,14 @@ class SimDisk:
                         todo.append(child)
                     links[child] = links.get(child, 0) + 1
         held = {number for number, node in self.nodes.items() if node.opens}
+        # What is still in doubt may bring it back.
+        todo += [n for effect in self._unsynced.values() for n in effect.inodes() if n not in links]
+        while todo:
+            number = todo.pop()
+            content = self.image.get(number, "")
+            if number not in held and isinstance(content, dict):
+                todo += content.values()
+            held.add(number)
         self.image = {n: c for n, c in self.image.items() if n in links or n in held}
         old = self.nodes
         self.nodes = {}
@@ -157,7 +171,7 @@ class SimDisk:
         """Forget all faults and limits."""
         self._faults.clear()
         self.limits.clear()
-        self.capacity = None
+        self.capacity = self.claimed = None
 
     def flip(self, path: str, bit: int) -> None:
         """Turn one bit of a file around, on the disk and in the cache."""
@@ -217,7 +231,7 @@ class SimDisk:
     def write(self, number: int, offset: int, new: bytes) -> int:
         """Write as much as there is room for, at least one byte. ENOSPC, EFBIG."""
         data, node = self.data(number), self.nodes[number]
-        new = new[: self._room(node, len(data), offset, len(new))]
+        new = new[: self._room(number, offset, len(new))]
         stop = offset + len(new)
         self._record(Write(self.owner()[0], number, offset, data, new), number)
         holes, filled = minus(node.holes, offset, stop)
@@ -227,6 +241,7 @@ class SimDisk:
             data.extend(bytes(offset - len(data)))
         self._take(filled + max(0, stop - len(data)))
         data[offset:stop] = new
+        self.written = number
         self.tell("write")
         return len(new)
 
@@ -302,8 +317,18 @@ class SimDisk:
             return content
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
 
+    def names_of(self, number: int) -> list[str]:
+        """Give the names of an inode in whatever directories."""
+        folders = (content for content in self.image.values() if isinstance(content, dict))
+        return [name for names in folders for name, child in names.items() if child == number]
+
     def free(self) -> int:
         """Give the bytes that the caller can still write."""
+        if self.claimed is not None:
+            return self.claimed
+        return self._left()
+
+    def _left(self) -> int:
         room = 2**40 if self.capacity is None else max(0, self.capacity - self.used)
         return min(room, self.limits.get(self.owner()[0], room))
 
@@ -317,17 +342,19 @@ class SimDisk:
         for inode in inodes:
             self.nodes[inode].unsynced.append(number)
 
-    def _room(self, node: Node, size: int, offset: int, count: int) -> int:
+    def _room(self, number: int, offset: int, count: int) -> int:
         if self.capacity is None and not self.limits:
             return count
+        node, size = self.nodes[number], len(self.data(number))
 
         def needed(length: int) -> int:
             return minus(node.holes, offset, offset + length)[1] + max(
                 0, offset + length - max(size, offset)
             )
 
-        fits = bisect.bisect_right(range(count + 1), self.free(), key=needed) - 1
+        fits = bisect.bisect_right(range(count + 1), self._left(), key=needed) - 1
         if fits <= 0:
+            self.refused += self.names_of(number)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return fits
 

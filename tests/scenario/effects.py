@@ -45,6 +45,9 @@ class Write:
         self.old_size = len(data)
         self.old = bytes(data[self.offset : self.offset + len(self.new)])
 
+    def inodes(self) -> set[int]:
+        return {self.inode}
+
     def rebase(self, image: Image) -> None:
         self.note(_file(image, self.inode))
 
@@ -95,6 +98,9 @@ class Resize:
     def note(self, data: bytearray) -> None:
         self.old_size, self.tail = len(data), bytes(data[self.size :])
 
+    def inodes(self) -> set[int]:
+        return {self.inode}
+
     def rebase(self, image: Image) -> None:
         self.note(_file(image, self.inode))
 
@@ -120,6 +126,9 @@ class Doubt:
 
     def __init__(self, machine: str, inode: int, start: int, stop: int) -> None:
         self.machine, self.inode, self.start, self.stop = machine, inode, start, stop
+
+    def inodes(self) -> set[int]:
+        return {self.inode}
 
     def rebase(self, image: Image) -> None:
         pass
@@ -157,6 +166,13 @@ class Entries:
 
     def __init__(self, machine: str, changes: tuple[Change, ...]) -> None:
         self.machine, self.changes = machine, changes
+
+    def inodes(self) -> set[int]:
+        """Give the inodes that it concerns."""
+        found: set[int] = set()
+        for directory, _, before, after in self.changes:
+            found.update(number for number in (directory, before, after) if number)
+        return found
 
     def rebase(self, image: Image) -> None:
         self.changes = tuple(

@@ -14,34 +14,34 @@ import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gms.adapters.posix_buffered import read_files, write_files
+from msgspec.structs import replace
+
+from gms.adapters.posix_buffered import read_files
 from gms.adapters.transfer_child import (
     check_fenced,
     check_room,
     check_shape,
     load_request,
-    new_part,
-    part_manifest,
     read_manifest,
     save_request,
     saved_before,
+    write_part,
 )
 from gms.domain.sessions import Peer, Session
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferLeased
-from gms.domain.transfer import check_loadable, metadata_of, place, plan_files
+from gms.domain.transfer import check_loadable, metadata_of, plan_files
 from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.sessions import LeaseSessions
 from gms.ports import DeviceInfo
 from snapshot_agent.adapters.gms_grpc import GmsUnavailable
-from snapshot_shared.artifact import PART_MANIFEST, part_path
-from snapshot_shared.codec import digest, encode_pretty
+from snapshot_shared.artifact import part_path
 from snapshot_shared.errors import (
     Aborted,
     OutOfDeviceMemory,
     TransferKilled,
 )
-from snapshot_shared.files import open_dir, open_root, opened, require_space, write_new
+from snapshot_shared.files import open_dir, open_root, opened
 from snapshot_shared.frames import (
     Access,
     AllocateMany,
@@ -199,8 +199,8 @@ class SimLease:
             if self._server.live.pop(self.session.id, None):
                 self._server.sessions.end(self.session, unmapped=True)
 
-        self._client.forget(self.session)
         await ask(self._server.process, leave, _lost)
+        self._client.forget(self.session)
 
     def close(self) -> None:
         """Hang up without a word, as a process that ends does."""
@@ -288,6 +288,8 @@ class SimTransfers:
         parent.at_exit(child, child.kill)
         events: asyncio.Queue[TransferEvent | BaseException] = asyncio.Queue()
         work = _save if isinstance(task, SaveTask) else _load
+        # Threads would not be of this world.
+        task = replace(task, threads=1)
 
         async def main() -> None:
             try:
@@ -312,10 +314,9 @@ class SimTransfers:
 
 
 async def _save(node: SimNode, task: SaveTask, events: asyncio.Queue[Any]) -> TransferDone:
-    path = part_path(task.namespace, task.content_uid, task.generation, task.part)
     await node.work()
     with opened(open_root(task.root, create=True)) as root:
-        if (known := saved_before(root, path, task)) is not None:
+        if (known := saved_before(root, task)) is not None:
             return known
         lease = await SimLease.attach(node, save_request(task))
         try:
@@ -325,22 +326,14 @@ async def _save(node: SimNode, task: SaveTask, events: asyncio.Queue[Any]) -> Tr
             check_shape(infos, metadata, task.layout)
             memory = lease.memory()
             buffers = [memoryview(memory[info.id])[: info.size] for info in infos]
-            entries, sizes = place(infos)
-            with new_part(root, path) as directory:
-                require_space(directory, sum(sizes), "part")
-                await node.work()
-                plans = plan_files(entries, sizes)
-                written = write_files(directory, plans, buffers, threads=1, advance=lambda _: None)
-                await node.work()
-                manifest = part_manifest(task, entries, written, metadata)
-                data = encode_pretty(manifest)
-                write_new(directory, PART_MANIFEST, data)
-                await node.work()
+            await node.work()
+            done = write_part(root, task, infos, metadata, buffers, events.put_nowait)
+            await node.work()
         except BaseException:
             lease.close()
             raise
         await lease.detach()
-    return TransferDone(bytes=sum(sizes), digest=digest(data), layout=task.layout)
+    return done
 
 
 async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> TransferDone:
@@ -363,7 +356,14 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
             memory = lease.memory()
             buffers = [memoryview(memory[info.id])[: info.size] for info in infos]
             await node.work()
-            read_files(directory, plans, manifest.files, buffers, threads=1, advance=lambda _: None)
+            read_files(
+                directory,
+                plans,
+                manifest.files,
+                buffers,
+                threads=task.threads,
+                advance=lambda _: None,
+            )
             await node.work()
             if layout.metadata:
                 await lease.call(MetadataPut(entries=metadata_of(layout.metadata)))

@@ -302,8 +302,10 @@ class Rules:
             if not isinstance(seen, SnapshotContent) or uid in contents:
                 continue
             if seen.spec.deletion_policy == "Delete":
-                space = seen.spec.source.namespace
-                if self._world.disk.os.path.lexists(f"{SHARED}/{space}/{uid}"):
+                # An empty folder that a power loss brings back is no artifact.
+                where = f"/shared/{seen.spec.source.namespace}/{uid}/"
+                tree = self._world.disk.tree()
+                if any(path.startswith(where) and content for path, content in tree.items()):
                     yield f"{seen.metadata.name} is deleted and its files are left"
 
 

@@ -141,6 +141,7 @@ class SimOs:
         if inode is None:
             if not flags & os.O_CREAT:
                 raise _error(errno.ENOENT, path)
+            self._disk.begin("create")
             inode = self._disk.add(bytearray(), mode & 0o7777)
             self._disk.nodes[inode].opens = 1
             self._disk.enter("open", (place.directory, place.name, inode))

@@ -43,21 +43,29 @@ def opened(fd: int) -> Iterator[int]:
 def make_folder(path: str | os.PathLike[str]) -> None:
     """Create a directory and what is missing above it, durably.
 
-    One that is there already is secured too: whoever made it may not have come to that.
+    What is there already is secured too: whoever made it may have ended before that.
     """
-    parent = os.path.dirname(os.path.abspath(path))
+    path = os.path.abspath(path)
     try:
         os.mkdir(path, 0o700)
     except FileNotFoundError:
-        make_folder(parent)
+        make_folder(os.path.dirname(path))
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
     except FileExistsError:
         if not os.path.isdir(path):
             raise
+    except OSError as error:
+        raise translated(error, path) from error
+    else:
+        _secure_entry(os.path.dirname(path))
+    _secure_entry(path)
+
+
+def _secure_entry(path: str) -> None:
     # A folder that may be entered but not read cannot be synced.
-    with contextlib.suppress(PermissionError), opened(open_root(parent)) as folder:
-        os.fsync(folder)
+    with contextlib.suppress(PermissionError), opened(open_root(os.path.dirname(path))) as folder:
+        secure(folder, path)
 
 
 def take_lock(path: str | os.PathLike[str]) -> int | None:
@@ -107,7 +115,6 @@ def make_dir(root: int, parts: Sequence[str], *, exclusive: bool = False) -> int
             is_last = index == len(parts) - 1
             try:
                 os.mkdir(check_component(part), 0o700, dir_fd=current)
-                os.fsync(current)
             except FileExistsError:
                 if exclusive and is_last:
                     raise ArtifactExists(
@@ -115,6 +122,8 @@ def make_dir(root: int, parts: Sequence[str], *, exclusive: bool = False) -> int
                     ) from None
             except OSError as error:
                 raise translated(error, part) from error
+            # One that was there too: whoever made it may have ended before that.
+            secure(current, part)
             following = _openat(current, part, _DIRECTORY)
             os.close(current)
             current = following
@@ -196,7 +205,7 @@ def write_new(directory: int, name: str, data: bytes) -> None:
     try:
         with opened(create_file(directory, temporary)) as fd:
             write_all(fd, data)
-            _fsync(fd, name)
+            secure(fd, name)
         try:
             os.link(
                 temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False
@@ -205,12 +214,14 @@ def write_new(directory: int, name: str, data: bytes) -> None:
             os.unlink(temporary, dir_fd=directory)
             if read_bounded(directory, name, max(len(data), 1)) != data:
                 raise ArtifactExists(f"another {name} stands there", file=name) from None
-            _fsync(directory, name)
+            secure(directory, name)
             return
+        except OSError as error:
+            raise translated(error, name) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=directory)
-    _fsync(directory, name)
+    secure(directory, name)
 
 
 def write_replacing(directory: int, name: str, data: bytes, *, mode: int = 0o600) -> None:
@@ -221,16 +232,18 @@ def write_replacing(directory: int, name: str, data: bytes, *, mode: int = 0o600
     with opened(create_file(directory, temporary)) as fd:
         os.fchmod(fd, mode)
         write_all(fd, data)
-        _fsync(fd, name)
+        secure(fd, name)
     os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-    _fsync(directory, name)
+    secure(directory, name)
 
 
 def remove_tree(parent: int, name: str) -> None:
-    """Remove a directory tree beneath `parent`, following no link. Absent is success."""
+    """Remove a directory tree beneath `parent`, following no link, durably. Absent is success."""
     try:
         directory = os.open(check_component(name), _DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
+        # Whoever removed it may have ended before that was durable.
+        secure(parent, name)
         return
     with opened(directory):
         for entry in os.listdir(directory):
@@ -240,7 +253,7 @@ def remove_tree(parent: int, name: str) -> None:
             else:
                 os.unlink(entry, dir_fd=directory)
     os.rmdir(name, dir_fd=parent)
-    os.fsync(parent)
+    secure(parent, name)
 
 
 def free_bytes(directory: int) -> int:
@@ -276,7 +289,8 @@ def _openat(directory: int, name: str, flags: int, mode: int = 0) -> int:
         raise translated(error, name) from error
 
 
-def _fsync(fd: int, name: str) -> None:
+def secure(fd: int, name: str) -> None:
+    """Fsync a file or a directory; `name` is what that is about. NoSpace."""
     try:
         os.fsync(fd)
     except OSError as error:

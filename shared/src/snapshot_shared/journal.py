@@ -21,6 +21,7 @@ from snapshot_shared.files import (
     opened,
     read_file,
     take_lock,
+    translated,
     write_all,
     write_replacing,
 )
@@ -102,6 +103,12 @@ class Journal:
             for record in records:
                 self.ledger.apply(record)
 
+    def append_now(self, *records: Record) -> None:
+        """Do the same without an event loop."""
+        self._write(b"".join(_line(record) for record in records))
+        for record in records:
+            self.ledger.apply(record)
+
     async def until_broken(self) -> None:
         """Wait until the disk fails and raise StorageFailed: the service has to end then."""
         await self._breaks.wait()
@@ -112,7 +119,10 @@ class Journal:
         size = os.fstat(self._fd).st_size
         try:
             write_all(self._fd, data)
-            os.fdatasync(self._fd)
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                raise translated(error, "the journal") from error
         except NoSpace:
             # A half line would make the next whole line look corrupt.
             os.ftruncate(self._fd, size)

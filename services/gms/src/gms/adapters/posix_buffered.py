@@ -47,7 +47,7 @@ def write_files(
             advance(chunk.size)
 
         _for_all((chunk for plan in plans for chunk in plan.chunks), write, threads)
-        _for_all(descriptors, os.fsync, threads)
+        _for_all(descriptors, _sync, threads)
     except OSError as error:
         raise translated(error, "a part file") from error
     finally:
@@ -114,6 +114,10 @@ def verify_files(
                 advance(size)
 
             _for_all(range(len(entry.chunks)), check, threads)
+
+
+def _sync(descriptor: int) -> None:
+    os.fsync(descriptor)
 
 
 def _pieces(chunk: ChunkPlan, buffers: Buffers) -> list[memoryview]:

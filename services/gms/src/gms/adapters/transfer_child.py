@@ -66,11 +66,13 @@ from snapshot_shared.errors import (
 from snapshot_shared.files import (
     make_dir,
     open_dir,
+    open_regular,
     open_root,
     opened,
     read_bounded,
     remove_tree,
     require_space,
+    secure,
     write_new,
 )
 from snapshot_shared.frames import (
@@ -115,9 +117,8 @@ class _Meter:
 
 def save(task: SaveTask, emit: Emit) -> TransferDone:
     """Write the fenced layout as a part: files, digests, the manifest last."""
-    path = part_path(task.namespace, task.content_uid, task.generation, task.part)
     with opened(open_root(task.root, create=True)) as root:
-        if (known := saved_before(root, path, task)) is not None:
+        if (known := saved_before(root, task)) is not None:
             return known
         with _leased(Lease.attach(task.socket_dir, save_request(task))) as lease:
             check_fenced(task.layout, lease.attached)
@@ -125,30 +126,44 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
             infos, metadata = lease.allocations(), lease.metadata()
             check_shape(infos, metadata, task.layout)
             with _mapped(lease, infos, Access.RO) as buffers:
-                entries, sizes = place(infos, shard_bytes=task.shard_bytes)
-                with new_part(root, path) as directory:
-                    require_space(directory, sum(sizes), f"part {task.part}")
-                    meter = _Meter(sum(sizes), emit)
-                    files = write_files(
-                        directory,
-                        plan_files(entries, sizes),
-                        buffers,
-                        threads=task.threads,
-                        advance=meter.advance,
-                    )
-                    data = encode_pretty(part_manifest(task, entries, files, metadata))
-                    if len(data) > MAX_MANIFEST_BYTES:
-                        raise InvalidInput("the manifest would be too long", size=len(data))
-                    write_new(directory, PART_MANIFEST, data)
+                return write_part(root, task, infos, metadata, buffers, emit)
+
+
+def write_part(
+    root: int,
+    task: SaveTask,
+    infos: Sequence[AllocationInfo],
+    metadata: Sequence[MetadataItem],
+    buffers: Sequence[memoryview],
+    emit: Emit,
+) -> TransferDone:
+    """Write the bytes of every allocation beneath an artifact root, and the manifest last.
+
+    What fails leaves no directory. NoSpace, and ArtifactExists when one stands there.
+    """
+    entries, sizes = place(infos, shard_bytes=task.shard_bytes)
+    with new_part(root, _path_of(task)) as directory:
+        require_space(directory, sum(sizes), f"part {task.part}")
+        meter = _Meter(sum(sizes), emit)
+        files = write_files(
+            directory,
+            plan_files(entries, sizes),
+            buffers,
+            threads=task.threads,
+            advance=meter.advance,
+        )
+        data = encode_pretty(part_manifest(task, entries, files, metadata))
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise InvalidInput("the manifest would be too long", size=len(data))
+        write_new(directory, PART_MANIFEST, data)
     return TransferDone(bytes=sum(sizes), digest=digest(data), layout=task.layout)
 
 
 def load(task: LoadTask, emit: Emit) -> TransferDone:
     """Read a part into memory, verified, and leave it hidden under the load token."""
-    path = part_path(task.namespace, task.content_uid, task.generation, task.part)
     with (
         opened(open_root(task.root)) as root,
-        opened(open_dir(root, path)) as directory,
+        opened(open_dir(root, _path_of(task))) as directory,
     ):
         manifest = read_manifest(directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
@@ -304,19 +319,32 @@ def check_room(allocations: Sequence[AllocationEntry], attached: Attached) -> No
     )
 
 
-def saved_before(root: int, path: Sequence[str], task: SaveTask) -> TransferDone | None:
+def _path_of(task: SaveTask | LoadTask) -> tuple[str, ...]:
+    return part_path(task.namespace, task.content_uid, task.generation, task.part)
+
+
+def saved_before(root: int, task: SaveTask) -> TransferDone | None:
     """Give the result of the same save when it was finished before it could be reported."""
+    path = _path_of(task)
     try:
-        with opened(open_dir(root, path)) as directory:
-            data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
+        directory = open_dir(root, path)
     except ArtifactMissing:
         return None
-    manifest = decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES)
-    if manifest.layout is None or (manifest.order, manifest.layout.source) != (
-        task.order,
-        task.layout,
-    ):
-        raise ArtifactExists(f"another part stands in {'/'.join(path)}", path="/".join(path))
+    with opened(directory):
+        try:
+            data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
+        except ArtifactMissing:
+            return None
+        manifest = decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES)
+        if manifest.layout is None or (manifest.order, manifest.layout.source) != (
+            task.order,
+            task.layout,
+        ):
+            raise ArtifactExists(f"another part stands in {'/'.join(path)}", path="/".join(path))
+        # The manifest may have outlived its files, and neither need be durable yet.
+        for entry in manifest.files:
+            os.close(open_regular(directory, entry.name, size=entry.size))
+        secure(directory, PART_MANIFEST)
     return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)
 
 

@@ -30,6 +30,7 @@ from snapshot_shared.files import (
     read_bounded,
     remove_tree,
     require_space,
+    secure,
     write_new,
 )
 from snapshot_shared.ids import check_part
@@ -133,7 +134,8 @@ class ArtifactRoot:
         namespace, content, generation = generation_path(*place)
         with contextlib.suppress(ArtifactMissing), opened(self._open()) as root:
             with opened(open_dir(root, (namespace, content))) as parent:
-                _unlink_root(parent, generation)
+                with contextlib.suppress(ArtifactMissing):
+                    _unlink_root(parent, generation)
                 remove_tree(parent, generation)
             # Others may stand beside it, of this content or of this namespace.
             with contextlib.suppress(OSError), opened(open_dir(root, (namespace,))) as folder:
@@ -145,7 +147,7 @@ def _unlink_root(parent: int, generation: str) -> None:
     with opened(open_dir(parent, (generation,))) as directory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(ROOT_MANIFEST, dir_fd=directory)
-        os.fsync(directory)
+        secure(directory, ROOT_MANIFEST)
 
 
 def _decoded(data: bytes, type_: type[T], name: str) -> T:

@@ -1,0 +1,410 @@
+"""What the product does on a disk: journals, captures, removals."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from gms.adapters.transfer_child import saved_before, write_part
+from gms.domain.tasks import SaveTask
+from snapshot_agent.adapters.artifacts import ArtifactRoot
+from snapshot_agent.adapters.copying import Counter, copy_in, listed
+from snapshot_agent.domain.sealing import check_part, check_plan, root_manifest
+from snapshot_agent.handlers.artifacts import proven_parts
+from snapshot_agent.ports import Place
+from snapshot_shared import files
+from snapshot_shared.artifact import ROOT_MANIFEST, Facts, PartManifest
+from snapshot_shared.codec import MAX_MANIFEST_BYTES, digest, encode_json
+from snapshot_shared.errors import SnapbackError
+from snapshot_shared.frames import AllocationInfo, MetadataItem
+from snapshot_shared.journal import KEEP_S, Journal
+from snapshot_shared.ledger import (
+    Accepted,
+    Began,
+    Delivered,
+    Ended,
+    Ledger,
+    Record,
+    Reported,
+)
+from snapshot_shared.orders import (
+    ArtifactRef,
+    LayoutRef,
+    PartResult,
+    PodRef,
+    Report,
+    SealOrder,
+    VectorEntry,
+)
+from tests.scenario.crash_rig import Story, run
+
+NOW = 2_000_000_000.0
+UID = "00000000-0000-4000-8000-000000000001"
+BASE = Path("/sim/nodes")
+STATE_FILES = {"empty": b"", "small.json": b"{}" * 50, "weights": bytes(range(256)) * 36}
+INFOS = [
+    AllocationInfo(id="w0", size=5000, aligned=8192, tag="", slot=0),
+    AllocationInfo(id="w1", size=9000, aligned=12288, tag="", slot=1),
+]
+MEMORY = [memoryview(bytes(range(len(info.id), 256)) * 40)[: info.size] for info in INFOS]
+LAYOUT = LayoutRef(
+    device="GPU-1", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=14000
+)
+VECTOR = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0, layout=LAYOUT)]
+
+_DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+
+
+async def _nobody_asks(done: int) -> None:
+    pass
+
+
+class Capture(Story):
+    """Stage a process part and a part of GPU memory, seal, and remove again."""
+
+    name = "capture"
+    steps = ("stage_process", "stage_gpu", "seal", "remove")
+    generation = 1
+
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__()
+        self.base = base
+        self.artifacts = base / "artifacts"
+        self.state = base / "state"
+        self.root = ArtifactRoot(self.artifacts)
+        self.place = Place("default", UID, self.generation)
+        self.results: dict[str, PartResult] = {}
+
+    def prepare(self) -> None:
+        folder = files.open_root(self.state, create=True)
+        for name, data in STATE_FILES.items():
+            fd = files.create_file(folder, name)
+            files.write_all(fd, data)
+            files.os.close(fd)
+        files.os.close(folder)
+
+    def stage_process(self) -> None:
+        manifest, found = run(self._staged_process())
+        self._promise_part("process", manifest.bytes, found)
+
+    async def _staged_process(self) -> tuple[PartManifest, str]:
+        with (
+            files.opened(self.root.new_part(self.place, "process")) as part,
+            files.opened(files.open_root(self.state)) as state,
+        ):
+            counter = Counter(_nobody_asks)
+            entries = [await copy_in(state, part, name, counter) for name, _ in listed(state)]
+            manifest = PartManifest(
+                kind="process",
+                part="process",
+                namespace="default",
+                content_uid=UID,
+                generation=self.generation,
+                order=f"dump-{UID}",
+                bytes=sum(entry.size for entry in entries),
+                files=entries,
+                vector=VECTOR,
+                facts=Facts(driver="cooperative"),
+            )
+            return manifest, await self.root.finish_part(part, manifest)
+
+    def stage_gpu(self) -> None:
+        task = self.task()
+        with files.opened(files.open_root(task.root, create=True)) as root:
+            done = saved_before(root, task)
+            if done is None:
+                items = [MetadataItem(key="k", allocation="w1", offset=0, value=b"v")]
+                done = write_part(root, task, INFOS, items, MEMORY, lambda _: None)
+        self._promise_part("gpu-0", done.bytes, done.digest)
+
+    def task(self) -> SaveTask:
+        return SaveTask(
+            socket_dir="/nowhere",
+            root=str(self.artifacts),
+            device="GPU-1",
+            namespace="default",
+            content_uid=UID,
+            generation=self.generation,
+            part="gpu-0",
+            deadline_s=60.0,
+            threads=1,
+            order=f"save-{UID}-gpu-0",
+            fence_token="t",
+            layout=LAYOUT,
+            shard_bytes=8192,
+        )
+
+    def _promise_part(self, part: str, size: int, found: str) -> None:
+        self.results[part] = PartResult(part=part, bytes=size, digest=found)
+        self.promises[f"staged {part}"] = found
+
+    def seal(self) -> None:
+        self.promises["sealed"] = run(self._sealed())
+
+    async def _sealed(self) -> str:
+        order = SealOrder(
+            order=f"seal-{UID}",
+            attempt=self.generation,
+            node="node-1",
+            owner=UID,
+            deadline_s=60.0,
+            namespace="default",
+            content_uid=UID,
+            pod=PodRef(namespace="default", name="llm", uid=UID),
+            vector=VECTOR,
+            parts=list(self.results.values()),
+        )
+        check_plan(order, await self.root.parts(self.place))
+        parts = []
+        for result in order.parts:
+            manifest, found = await self.root.read_part(self.place, result.part)
+            parts.append((check_part(order, result, manifest, found), found))
+        return await self.root.seal(root_manifest(order, parts))
+
+    def remove(self) -> None:
+        self.promises = {"removing": True}
+        run(self.root.remove(self.place))
+        self.promises = {"removed": True}
+
+    def check(self, promises: dict[str, Any]) -> None:
+        self.check_generation(promises)
+        run(self.root.remove(self.place))
+        assert not files.os.path.exists(self.where()), "the generation cannot be removed"
+        again = type(self)(self.base)
+        again.place = Place("default", UID, self.generation + 1)
+        again.generation += 1
+        again.stage_process()
+
+    def check_generation(self, promises: dict[str, Any]) -> None:
+        """Check the generation of this story before anything is recovered."""
+        if found := visible(self.artifacts, self.place):
+            verify(self.root, self.place, found)
+        if not {"staged gpu-0", "removing", "removed"} & set(promises):
+            promises = {**promises, **self._save_again()}
+        for part in ("process", "gpu-0"):
+            if wanted := promises.get(f"staged {part}"):
+                manifest, found = run(self.root.read_part(self.place, part))
+                assert found == wanted, f"{part} is another one than was staged"
+                run(self.root.check_bytes(self.place, manifest, _nobody_asks))
+        if "staged process" in promises and "staged gpu-0" in promises:
+            self._check_seal_again(promises)
+        if "removed" in promises:
+            assert not files.os.path.exists(self.where()), "what was removed is back"
+
+    def where(self) -> Path:
+        return self.artifacts / "default" / UID / f"gen-{self.generation}"
+
+    def _save_again(self) -> dict[str, Any]:
+        """Repeat the save, as when its order is delivered again; a refusal promises nothing."""
+        again = type(self)(self.base)
+        with contextlib.suppress(SnapbackError):
+            again.stage_gpu()
+        return again.promises
+
+    def _check_seal_again(self, promises: dict[str, Any]) -> None:
+        wanted = promises.get("sealed")
+        if wanted is not None:
+            verify(self.root, self.place, wanted)
+        again = type(self)(self.base)
+        for part in ("process", "gpu-0"):
+            manifest, found = run(self.root.read_part(self.place, part))
+            again._promise_part(part, manifest.bytes, found)
+        again.seal()
+        assert wanted in (None, again.promises["sealed"]), "sealed twice, differently"
+        verify(self.root, self.place, again.promises["sealed"])
+
+
+class SecondCapture(Capture):
+    """The same beside an older artifact, which stays whole."""
+
+    name = "second capture"
+    generation = 2
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.older = Capture(self.base)
+        for step in self.older.steps[:-1]:
+            getattr(self.older, step)()
+
+    def check_generation(self, promises: dict[str, Any]) -> None:
+        older = Place("default", UID, 1)
+        found = visible(self.artifacts, older)
+        assert found is not None, "the older artifact is gone"
+        verify(self.root, older, found)
+        super().check_generation(promises)
+
+
+class Journaling(Story):
+    """Open a journal that is not there yet, append, open it again and append."""
+
+    name = "journal"
+    steps = ("open", "accept", "begin_and_end", "append_at_start", "open", "append_more")
+
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__()
+        self.folder = base / "state" / "agent"
+        self.promises = {"records": [], "under way": []}
+        self.journal: Journal | None = None
+
+    def open(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = Journal.open(self.folder, now=NOW)
+
+    def recover(self) -> None:
+        self.journal = None
+        self.open()
+        assert self.journal is not None
+        # What was under way is on record or not; from here on that is settled.
+        self.promises = {"records": self.journal.ledger.compacted(older_than=0), "under way": []}
+
+    def accept(self) -> None:
+        self._append(accepted(1), Began(order=order(1), attempt=1, step="freeze"))
+
+    def begin_and_end(self) -> None:
+        self._append(Ended(order=order(1), attempt=1, step="freeze"))
+        self._append(accepted(2))
+
+    def append_at_start(self) -> None:
+        self._append(Began(order=order(2), attempt=1, step="freeze"), now=True)
+
+    def append_more(self) -> None:
+        self._append(Ended(order=order(2), attempt=1, step="freeze"), accepted(3))
+
+    def _append(self, *records: Record, now: bool = False) -> None:
+        assert self.journal is not None
+        before = list(self.promises["records"])
+        self.promises = {"records": before, "under way": list(records)}
+        if now:
+            self.journal.append_now(*records)
+        else:
+            run(self.journal.append(*records))
+        self.promises = {"records": [*before, *records], "under way": []}
+
+    def check(self, promises: dict[str, Any]) -> None:
+        journal = Journal.open(self.folder, now=NOW)
+        found = self.known(journal.ledger)
+        under_way = promises["under way"]
+        allowed = [
+            self.known(folded([*promises["records"], *under_way[:count]]))
+            for count in range(len(under_way) + 1)
+        ]
+        assert found in allowed, f"{len(found)} records are there, promised {len(allowed[0])}"
+        journal.append_now(accepted(9))
+        journal.close()
+        again = Journal.open(self.folder, now=NOW)
+        wanted = folded([*(_DECODER.decode(line) for line in found), accepted(9)])
+        assert self.known(again.ledger) == self.known(wanted)
+        again.close()
+
+    def known(self, ledger: Ledger) -> list[bytes]:
+        """Give what a journal knows, comparable."""
+        return [encode_json(record) for record in ledger.compacted(older_than=0.0)]
+
+
+class OlderJournal(Journaling):
+    """The same with a journal that holds old results, which opening drops."""
+
+    name = "older journal"
+
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__(base)
+        self.promises["records"] = [accepted(7)]
+
+    def prepare(self) -> None:
+        journal = Journal.open(self.folder, now=NOW)
+        journal.append_now(accepted(7), *finished(8))
+        journal.close()
+
+    def known(self, ledger: Ledger) -> list[bytes]:
+        ledger.entries.pop(order(8), None)
+        return super().known(ledger)
+
+
+class Service(SecondCapture):
+    """A capture beside an older one, with its steps in a journal, as an agent does it."""
+
+    name = "service"
+
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__(base)
+        self.log = OlderJournal(base / "log")
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.log.prepare()
+        self.log.open()
+
+    def play_all(self) -> None:
+        """Do the capture, each step on record before and after. NoSpace may end it anywhere."""
+        self.log._append(accepted(1))
+        for step in ("stage_process", "stage_gpu", "seal"):
+            self.log._append(Began(order=order(1), attempt=1, step=step))
+            getattr(self, step)()
+            self.log._append(Ended(order=order(1), attempt=1, step=step))
+
+
+def order(number: int) -> str:
+    return f"dump-{UID[:-1]}{number}"
+
+
+def accepted(number: int, wall: float = NOW) -> Accepted:
+    return Accepted(
+        order=order(number),
+        attempt=1,
+        payload=msgspec.Raw(b"{}"),
+        boot_id="b",
+        monotonic=1.0,
+        wall=wall,
+        deadline_s=10.0,
+    )
+
+
+def finished(number: int) -> list[Record]:
+    """Give the records of an order that ended so long ago that they may go."""
+    report = Report(
+        order=order(number), attempt=1, n=1, kind="staged", node="n", service="agent", at=1.0
+    )
+    return [
+        accepted(number, NOW - 2 * KEEP_S),
+        Reported(report=report),
+        Delivered(order=order(number), attempt=1, n=1),
+    ]
+
+
+def folded(records: list[Record]) -> Ledger:
+    ledger = Ledger()
+    for record in records:
+        ledger.apply(record)
+    return ledger
+
+
+def visible(artifacts: Path, place: Place) -> str | None:
+    """Give the digest of the root manifest that a reader would find, if there is a readable one."""
+    path = [place.namespace, place.content_uid, f"gen-{place.generation}"]
+    try:
+        with (
+            files.opened(files.open_root(artifacts)) as top,
+            files.opened(files.open_dir(top, path)) as folder,
+        ):
+            return digest(files.read_bounded(folder, ROOT_MANIFEST, MAX_MANIFEST_BYTES))
+    except (SnapbackError, FileNotFoundError):
+        return None
+
+
+def verify(root: ArtifactRoot, place: Place, root_digest: str) -> None:
+    """Read a whole artifact as `verify` does, and its GPU memory as GMS does."""
+    ref = ArtifactRef(
+        namespace=place.namespace,
+        content_uid=place.content_uid,
+        generation=place.generation,
+        root_digest=root_digest,
+    )
+    manifest = run(root.read_root(ref))
+    machine: Any = SimpleNamespace(artifacts=root)
+    for part in run(proven_parts(machine, ref, manifest)):
+        run(root.check_bytes(place, part, _nobody_asks))

@@ -1,0 +1,196 @@
+"""A disk that is full or fails: a clean refusal, and what was there before stays whole."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.ports import Place
+from snapshot_shared import files
+from snapshot_shared.errors import NoSpace
+from snapshot_shared.files import free_bytes, open_root, opened
+from tests.scenario.crash_rig import mounted, run
+from tests.scenario.crash_stories import UID, OlderJournal, Service, accepted, verify, visible
+from tests.scenario.disk import SimDisk
+
+OFFSETS = 50
+KINDS = ("data", "part manifest", "root manifest", "journal")
+
+
+def _kind(name: str) -> str:
+    names = {".part.json.tmp": "part manifest", ".root.json.tmp": "root manifest"}
+    return names.get(name, "journal" if "journal" in name else "data")
+
+
+def _world() -> tuple[Service, SimDisk]:
+    service, disk = Service(), SimDisk()
+    with mounted(disk):
+        service.prepare()
+    disk.sync_all()
+    disk.claimed = 2**40
+    return service, disk
+
+
+def _refused_at(room: int) -> tuple[str, Service, SimDisk]:
+    """Run a capture with room for so many bytes, and give the kind of file that had too little."""
+    service, disk = _world()
+    disk.capacity = disk.used + room
+    with mounted(disk), pytest.raises(NoSpace):
+        service.play_all()
+    return _kind(disk.refused[0]), service, disk
+
+
+def _offsets() -> list[int]:
+    """Choose the bytes at which the disk is full: as many in every kind of file as there can be."""
+    service, disk = _world()
+    start = disk.used
+    seen: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    peak = 0
+
+    def look(operation: str) -> None:
+        nonlocal peak
+        # Room that an earlier file had and gave back is room for the next one too.
+        if operation == "write" and disk.used - start > peak:
+            kind = _kind(disk.names_of(disk.written)[0])
+            seen[kind] += range(peak, disk.used - start)
+            peak = disk.used - start
+
+    disk.after = look
+    with mounted(disk):
+        service.play_all()
+    chosen: list[int] = []
+    for turn in itertools.count():
+        for kind in KINDS:
+            if turn < len(seen[kind]):
+                step = max(1, len(seen[kind]) // (OFFSETS // len(KINDS) + 1))
+                chosen.append(seen[kind][turn * step % len(seen[kind])])
+        if len(set(chosen)) >= OFFSETS:
+            return sorted(set(chosen))
+    raise AssertionError
+
+
+def _check_after_refusal(service: Service) -> None:
+    """Check what must hold while the disk is full, and once more when there is room."""
+    place, older = service.place, Place("default", UID, 1)
+    if half := visible(service.artifacts, place):
+        # Only what came after the seal can have failed.
+        verify(service.root, place, half)
+    found = visible(service.artifacts, older)
+    assert found is not None
+    verify(service.root, older, found)
+    run(service.root.remove(place))
+    assert not files.os.path.exists(service.where())
+
+
+def _check_journal(log: OlderJournal) -> None:
+    """Check that the journal goes on where it was, and is whole when it is opened again."""
+    assert log.journal is not None
+    log.promises = {"records": log.promises["records"], "under way": []}
+    log._append(accepted(3))
+    log.journal.close()
+    log.check(log.promises)
+
+
+def test_a_disk_that_is_full_at_any_byte_refuses_cleanly() -> None:
+    kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
+    offsets = _offsets()
+    assert len(offsets) >= OFFSETS
+    for room in offsets:
+        kind, service, disk = _refused_at(room)
+        kinds[kind] += 1
+        with mounted(disk):
+            _check_after_refusal(service)
+            disk.heal()
+            _check_journal(service.log)
+    assert min(kinds.values()) >= 5, kinds
+
+
+def test_the_space_of_a_refused_capture_comes_back() -> None:
+    _, service, disk = _refused_at(9000)
+    with mounted(disk):
+        before = disk.used
+        run(service.root.remove(service.place))
+        assert disk.used < before
+        disk.heal()
+        service.results.clear()
+        service.stage_process()
+        service.stage_gpu()
+        service.seal()
+        verify(service.root, service.place, service.promises["sealed"])
+
+
+@pytest.mark.parametrize("operation", ["create", "mkdir", "link", "write", "fsync"])
+def test_a_call_that_finds_no_space_refuses_cleanly_whenever_it_comes(operation: str) -> None:
+    assert _fails_everywhere(operation, errno.ENOSPC) >= 3
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync"])
+def test_a_disk_that_fails_ends_the_capture_and_spares_what_was_there(operation: str) -> None:
+    assert _fails_everywhere(operation, errno.EIO) >= 10
+
+
+def _fails_everywhere(operation: str, error: int) -> int:
+    """Let each of the calls of this kind fail in a run of its own; give how many there are."""
+    expected = NoSpace if error == errno.ENOSPC else OSError
+    for nth in itertools.count(1):
+        service, disk = _world()
+        disk.fail(operation, nth, error)
+        with mounted(disk):
+            try:
+                service.play_all()
+            except expected:
+                pass
+            else:
+                return nth - 1
+            _check_after_refusal(service)
+            _check_journal(service.log)
+    raise AssertionError
+
+
+def test_short_writes_leave_nothing_out() -> None:
+    service, disk = _world()
+    disk.fail("write", 1, 0, times=10_000)
+    with mounted(disk):
+        service.play_all()
+        verify(service.root, service.place, service.promises["sealed"])
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """Mount a real file system of 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    where = tmp_path / "small"
+    where.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", where],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        pytest.skip(f"this machine mounts nothing: {made.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", where], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("pages", [0, 1, 2, 4, 7, 10])
+def test_a_real_file_system_that_is_full_refuses_cleanly(small: Path, pages: int) -> None:
+    service = Service(small)
+    service.prepare()
+    with opened(open_root(small)) as root:
+        ballast = free_bytes(root) - pages * 4096
+    with (small / "ballast").open("wb") as file:
+        file.write(bytes(ballast))
+    with pytest.raises(NoSpace):
+        service.play_all()
+    _check_after_refusal(service)
+    (small / "ballast").unlink()
+    _check_journal(service.log)
