@@ -24,7 +24,7 @@ endif
 MARKERS ?= not root and not gpu and not docker
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast cover demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast cover flips hostile demo idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,12 @@ cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+flips: $(STAMP) ## Flip 10,000 bits of artifacts and journals (FLIPS=, SEED=)
+	FLIPS=$(or $(FLIPS),10000) $(BIN)/pytest --timeout 600 tests/scenario/test_flips.py
+
+hostile: $(STAMP) ## Read 10,000 hostile manifests, orders and frames each (EXAMPLES=)
+	EXAMPLES=$(or $(EXAMPLES),10000) $(BIN)/pytest --timeout 600 tests/scenario/test_hostile.py
 
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
