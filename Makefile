@@ -25,7 +25,7 @@ endif
 MARKERS ?= not root and not gpu and not docker
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast contract-servers cover scenarios demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast cover scenarios contract-servers flips hostile demo idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +114,11 @@ cover: $(STAMP) ## The same as test, with a table of the lines it missed
 scenarios: $(STAMP) ## Run seeded faults in simulated worlds (SEEDS=2000, FIRST=0, SEED=n tells one)
 	@$(BIN)/python -m tests.scenario.run $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) \
 		$(if $(FIRST),--first $(FIRST))
+flips: $(STAMP) ## Flip 10,000 bits of artifacts and journals (FLIPS=, SEED=)
+	FLIPS=$(or $(FLIPS),10000) $(BIN)/pytest --timeout 600 tests/scenario/test_flips.py
+
+hostile: $(STAMP) ## Read 10,000 hostile manifests, orders and frames each (EXAMPLES=)
+	EXAMPLES=$(or $(EXAMPLES),10000) $(BIN)/pytest --timeout 600 tests/scenario/test_hostile.py
 
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from gms.adapters import posix_buffered, transfer_child
 from snapshot_agent.adapters import artifacts, cooperative, copying, locks
+from snapshot_agent.handlers import captures, restores
 from snapshot_shared import files, journal
 from snapshot_shared.errors import SnapbackError
 from tests.scenario.disk import SimDisk
@@ -37,6 +38,8 @@ MODULES: tuple[types.ModuleType, ...] = (
     cooperative,
     posix_buffered,
     transfer_child,
+    captures,
+    restores,
 )
 SOURCES = "/src/"
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
-import os
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -19,15 +17,12 @@ from typing import Any
 
 import msgspec
 
-from gms.adapters import posix_buffered
-from snapshot_agent.adapters import artifacts, cooperative, copying
 from snapshot_agent.domain.spec import Launch
-from snapshot_agent.handlers import captures, restores
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.main import _serve as serve_operator
 from snapshot_operator.ports import Change, Listener
-from snapshot_shared import files, journal, subjects
+from snapshot_shared import subjects
 from snapshot_shared.api import ApplyReply, ApplyRequest, DeleteReply, DeleteRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
@@ -35,6 +30,7 @@ from snapshot_shared.errors import BusUnavailable, Conflict, SnapbackError
 from snapshot_shared.objects import AnyObject, Pod
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.bus import SeededFaults, SimBus, SimServer
+from tests.scenario.crash_rig import mounted
 from tests.scenario.disk import SimDisk
 from tests.scenario.faults import Fault, Settings, act
 from tests.scenario.loop import CURRENT, Machine, Process, Quiet, VirtualLoop
@@ -229,14 +225,14 @@ class World:
             log.debug("%s", error)
         finally:
             self.is_over = True
-            with installed(self.disk):
+            with mounted(self.disk):
                 self.loop.bury()
             self.store.close()
             self.loop.close()
         return self.rules.broken
 
     async def _main(self) -> None:
-        with installed(self.disk):
+        with mounted(self.disk):
             for index in range(self.settings.operators):
                 self.start_operator(index)
             for node in self.nodes:
@@ -377,18 +373,3 @@ class _Server(SimServer):
         sequence = super().publish(subject, data, headers)
         self._rules.published(subject, data)
         return sequence
-
-
-@contextlib.contextmanager
-def installed(disk: SimDisk) -> Iterator[None]:
-    """Let the product's modules use a simulated disk."""
-    modules = (files, journal, artifacts, copying, cooperative, posix_buffered, captures, restores)
-    for module in modules:
-        module.os = disk.os  # type: ignore[attr-defined]
-    files.fcntl = disk.fcntl  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.os = os  # type: ignore[attr-defined]
-        files.fcntl = fcntl  # type: ignore[attr-defined]

@@ -36,6 +36,8 @@ ROOT_MANIFEST = "root.json"
 MAX_FILES = 10_000
 MAX_ALLOCATIONS = 100_000
 MAX_CHUNKS = 1_000_000
+MAX_CHUNK_BYTES = 64 * 1024 * 1024
+"""The longest chunk that is read: a few of them are in memory at once."""
 
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
@@ -173,14 +175,16 @@ def part_path(namespace: str, content_uid: str, generation: int, part: str) -> t
 def check_part_manifest(manifest: PartManifest) -> PartManifest:
     """Refuse a part manifest whose numbers cannot be true. ArtifactCorrupt names the entry.
 
-    Checks: version, unique file names, chunk counts, the sum of sizes, and that the extents of
-    each allocation cover it exactly once and lie inside their files without overlap.
+    Checks: version, unique file names, chunk counts and lengths, the sum of sizes, and that the
+    extents of each allocation cover it exactly once and lie inside their files without overlap.
     """
     _require(manifest.version == FORMAT_VERSION, "version", manifest.version)
     names = [entry.name for entry in manifest.files]
     _require(len(set(names)) == len(names), "files: a name appears twice", names[:3])
     _require(PART_MANIFEST not in names, "files: a file has the manifest's name", PART_MANIFEST)
     for entry in manifest.files:
+        is_short = entry.chunk_bytes <= MAX_CHUNK_BYTES
+        _require(is_short, f"files.{entry.name}: chunk_bytes", entry.chunk_bytes)
         wanted = -(-entry.size // entry.chunk_bytes)
         _require(len(entry.chunks) == wanted, f"files.{entry.name}: chunks", len(entry.chunks))
     _require(sum(e.size for e in manifest.files) == manifest.bytes, "bytes", manifest.bytes)

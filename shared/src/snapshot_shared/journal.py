@@ -1,7 +1,8 @@
 """The journal file: one JSON record a line, each with its checksum, each fsynced before it counts.
 
-A torn last line is what a crash leaves and is cut off. A damaged line before the last is
-`JournalCorrupt`: the service refuses to start rather than guess what it had promised.
+A torn last line is what a crash leaves and is cut off: it has no end, or holds blocks of zeros. A
+line that is damaged in another way, or before the last, is `JournalCorrupt`: the service refuses to
+start rather than guess what it had promised.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class JournalCorrupt(SnapbackError):
-    """A line before the last does not match its checksum; `values`: file and line number."""
+    """A line does not match its checksum and is not torn; `values`: file and line number."""
 
     default_next_step: ClassVar[str] = (
         "move the journal aside after checking that no worker of this node is frozen"
@@ -144,7 +145,7 @@ def read_records(path: Path) -> list[Record]:
     for number, line in enumerate(lines[:-1], start=1):
         record = _parse(line)
         if record is None:
-            if number == len(lines) - 1 and lines[-1] == b"":
+            if number == len(lines) - 1 and lines[-1] == b"" and b"\0" in line:
                 break
             raise JournalCorrupt(f"{path} is damaged at line {number}", file=str(path), line=number)
         records.append(record)
@@ -160,9 +161,9 @@ def _line(record: Record) -> bytes:
 
 def _parse(line: bytes) -> Record | None:
     checksum, _, body = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(body):
+        return None
     try:
-        if int(checksum, 16) != zlib.crc32(body):
-            return None
         return _DECODER.decode(body)
     except (ValueError, msgspec.MsgspecError):
         return None

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from gms.domain.layout import structure_hash
 from gms.domain.transfer import (
-    MAX_CHUNK_BYTES,
     PADDING,
     PAGE,
     check_fits,
@@ -19,6 +18,7 @@ from gms.domain.transfer import (
     shard_name,
 )
 from snapshot_shared.artifact import (
+    MAX_CHUNK_BYTES,
     AllocationEntry,
     Extent,
     FileEntry,

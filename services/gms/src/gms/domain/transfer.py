@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gms.domain.layout import aligned, structure_hash
-from snapshot_shared.artifact import AllocationEntry, Extent, FileEntry, PartManifest, SavedLayout
+from snapshot_shared.artifact import (
+    MAX_CHUNK_BYTES,
+    AllocationEntry,
+    Extent,
+    FileEntry,
+    PartManifest,
+    SavedLayout,
+)
 from snapshot_shared.artifact import MetadataEntry as SavedMetadata
 from snapshot_shared.errors import (
     ArtifactCorrupt,
@@ -25,8 +32,6 @@ from snapshot_shared.frames import AllocationInfo, MetadataItem
 PAGE = 4096
 CHUNK_BYTES = 8 * 1024 * 1024
 SHARD_BYTES = 1024 * 1024 * 1024
-MAX_CHUNK_BYTES = 64 * 1024 * 1024
-"""The longest chunk that is read: a few of them are in memory at once."""
 
 PADDING = -1
 """The allocation of a piece that belongs to none: zeros between allocations."""

@@ -87,6 +87,7 @@ class ArtifactRoot:
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
             for entry in manifest.files:
                 os.close(open_regular(directory, entry.name, size=entry.size))
+            _check_nothing_else(directory, manifest)
         return manifest, digest(data)
 
     async def check_bytes(self, place: Place, manifest: PartManifest, progress: Progress) -> None:
@@ -145,8 +146,12 @@ class ArtifactRoot:
 def _unlink_root(parent: int, generation: str) -> None:
     """Make sure that no reader takes the generation while the rest of it goes."""
     with opened(open_dir(parent, (generation,))) as directory:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.unlink(ROOT_MANIFEST, dir_fd=directory)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            remove_tree(directory, ROOT_MANIFEST)
         secure(directory, ROOT_MANIFEST)
 
 
@@ -155,6 +160,16 @@ def _decoded(data: bytes, type_: type[T], name: str) -> T:
         return decode_json(data, type_, limit=MAX_MANIFEST_BYTES)
     except InvalidMessage as error:
         raise ArtifactCorrupt(f"{name}: {error.message}", file=name) from error
+
+
+def _check_nothing_else(directory: int, manifest: PartManifest) -> None:
+    known = {PART_MANIFEST, *(entry.name for entry in manifest.files)}
+    if extra := sorted(set(os.listdir(directory)) - known):
+        raise ArtifactCorrupt(
+            f"part {manifest.part} holds {extra[0]!r}, which its manifest does not name",
+            file=extra[0],
+            found=len(extra),
+        )
 
 
 def _is_part(name: str) -> bool:
