@@ -43,6 +43,7 @@ REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
 RETRY_S = 0.5
 ENSURE_EVERY_S = 30.0
+ACK_WAIT_S = 30.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
 
@@ -339,17 +340,23 @@ class Bus:
         return dict(info.state.subjects or {})
 
     async def consume(
-        self, stream: str, durable: str, filter_: str, *, max_pending: int = 256
+        self,
+        stream: str,
+        durable: str,
+        filter_: str,
+        *,
+        max_pending: int = 256,
+        ack_wait_s: float = ACK_WAIT_S,
     ) -> AsyncIterator[Delivery]:
         """Yield the messages of a durable pull consumer, one after another, for ever.
 
         The durable is created when it is missing. The caller acks what it has taken over; what is
-        not acked comes again after 30 s.
+        not acked comes again after `ack_wait_s` seconds.
         """
         again = self.reconnections()
         while True:
             try:
-                source = await self._bind(stream, durable, filter_, max_pending)
+                source = await self._bind(stream, durable, filter_, max_pending, ack_wait_s)
             except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s is not available yet: %s", durable, error)
                 await self.pause(again)
@@ -372,7 +379,9 @@ class Bus:
         again.clear()
         await self._connected.wait()
 
-    async def _bind(self, stream: str, durable: str, filter_: str, max_pending: int) -> Any:
+    async def _bind(
+        self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
+    ) -> Any:
         manager = self.client.jetstream(timeout=REQUEST_S)
         config = ConsumerConfig(
             name=durable,
@@ -380,7 +389,7 @@ class Bus:
             filter_subject=filter_,
             ack_policy=AckPolicy.EXPLICIT,
             deliver_policy=DeliverPolicy.ALL,
-            ack_wait=30,
+            ack_wait=ack_wait_s,
             max_ack_pending=max_pending,
         )
         await manager.add_consumer(stream, config)

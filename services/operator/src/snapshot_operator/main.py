@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 NODE = "operator"
 REPORTS_DURABLE = "operator"
+REPORT_ACK_S = 5.0
+"""A report is folded in milliseconds; one that an operator took with it comes again after this."""
 PRESENCE_EVERY_S = 30.0
 
 
@@ -83,7 +85,9 @@ async def _take_reports(
     bus: Bus, cluster: Cluster, interpreter: Interpreter, clocks: Clocks
 ) -> None:
     """Fold reports in the order of the stream; ack each when its effect is in the store."""
-    async for delivery in bus.consume(subjects.REPORTS, REPORTS_DURABLE, "snap.report.>"):
+    async for delivery in bus.consume(
+        subjects.REPORTS, REPORTS_DURABLE, "snap.report.>", ack_wait_s=REPORT_ACK_S
+    ):
         try:
             report = decode_json(delivery.data, Report)
             expected = subjects.report(NodeName(report.node), OrderId(report.order), report.kind)
