@@ -20,14 +20,16 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 SETUP_INPUTS += moved
 endif
 
-# What this machine may not offer. Such tests run with `make test MARKERS=gpu` and the like.
-MARKERS ?= not root and not gpu and not docker
+# What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
+# and the like.
+MARKERS ?= not root and not gpu and not docker and not slow
+REPEAT ?= 1
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast cover demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast crash-points cover demo idle leftovers clean moved
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## Make .venv with the locked packages and the five of this repository
 	@echo "Ready: $(VENV)"
@@ -91,6 +93,9 @@ test: $(STAMP) ## All tests that need no root, GPU or Docker
 
 test-fast: $(STAMP) ## Unit, contract and golden tests
 	$(BIN)/pytest -m "$(MARKERS)" $(wildcard tests/unit tests/contract tests/golden)
+
+crash-points: $(STAMP) ## Kill real services at every step of every step table (REPEAT=3)
+	CRASH_REPEAT=$(REPEAT) $(BIN)/pytest tests/integration/crash
 
 cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"

@@ -205,6 +205,14 @@ class Session:
             self._reports.append(decode_json(self._deliveries.get_nowait().data, Report))
         return self._reports
 
+    async def reported(self, kind: str) -> Report:
+        """Wait for a report of this kind, if there was none yet."""
+        async with asyncio.timeout(SETTLE_S):
+            while True:
+                if found := next((r for r in self.reports if r.kind == kind), None):
+                    return found
+                self._reports.append(decode_json((await self._deliveries.get()).data, Report))
+
     async def event(self) -> None:
         """Wait for the next change of an object."""
         await self._events.get()
@@ -240,7 +248,7 @@ class Session:
         try:
             async with asyncio.timeout(within_s):
                 while True:
-                    self._forget_events()
+                    self.forget_events()
                     with contextlib.suppress(BusUnavailable):
                         values = await self.objects()
                         if holds(values):
@@ -252,7 +260,7 @@ class Session:
             shown = "\n".join(map(_shown, values))
             raise AssertionError(f"{what} did not happen in {within_s} s:\n{shown}") from None
 
-    def _forget_events(self) -> None:
+    def forget_events(self) -> None:
         while not self._events.empty():
             self._events.get_nowait()
 

@@ -184,8 +184,3 @@ def frozen(run: str) -> list[str]:
         for member in processes.members(run)
         if state_of(member.pid) == "T"
     ]
-
-
-def environment(pid: int) -> dict[str, str]:
-    """Read a process's environment; empty when it is gone."""
-    return processes.environment_of(pid)

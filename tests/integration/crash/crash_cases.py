@@ -22,7 +22,6 @@ SUBJECT = "subject"
 """The name of what a case captures, restores, stops or deletes."""
 
 
-
 def is_of_base(value: AnyObject) -> bool:
     """Say whether an object belongs to the artifact that all cases share."""
     if isinstance(value, SnapshotContent):
@@ -42,10 +41,12 @@ async def need_base(session: Session) -> None:
     if find(await session.objects(), "DynamoCheckpoint", BASE) is None:
         await session.apply(live.checkpoint(BASE, NODE, "Terminate"))
     await session.until(
-        lambda values: (found := find(values, "DynamoCheckpoint", BASE))
-        and found.status.phase == "Ready"
-        and not rules.unsettled(values)
-        and not any(holds_devices(value) for value in values if isinstance(value, Pod)),
+        lambda values: (
+            (found := find(values, "DynamoCheckpoint", BASE))
+            and found.status.phase == "Ready"
+            and not rules.unsettled(values)
+            and not any(holds_devices(value) for value in values if isinstance(value, Pod))
+        ),
         "the base artifact",
     )
 
@@ -57,8 +58,9 @@ async def _capture(session: Session) -> None:
 async def _captured(session: Session) -> None:
     await _capture(session)
     await session.until(
-        lambda values: (found := find(values, "DynamoCheckpoint", SUBJECT))
-        and found.status.phase == "Ready",
+        lambda values: (
+            (found := find(values, "DynamoCheckpoint", SUBJECT)) and found.status.phase == "Ready"
+        ),
         "the capture",
     )
 
@@ -66,8 +68,9 @@ async def _captured(session: Session) -> None:
 async def _run(session: Session) -> None:
     await session.apply(live.pod(SUBJECT, NODE))
     await session.until(
-        lambda values: (found := find(values, "Pod", SUBJECT))
-        and is_true(found.status.conditions, "Ready"),
+        lambda values: (
+            (found := find(values, "Pod", SUBJECT)) and is_true(found.status.conditions, "Ready")
+        ),
         "the worker's start",
     )
 
