@@ -127,9 +127,16 @@ class Delivery(NamedTuple):
 class Bus:
     """A connection that does not end until `close`."""
 
-    def __init__(self, url: str, name: str, *, credentials: str | None = None) -> None:
-        """Remember where to connect; `credentials` is the path of an nkey seed."""
+    def __init__(
+        self, url: str, name: str, *, credentials: str | None = None, replicas: int = 1
+    ) -> None:
+        """Remember where to connect; `credentials` is the path of an nkey seed.
+
+        `url` may name the servers of a cluster, separated by commas. Streams and buckets are kept
+        by `replicas` of them.
+        """
         self._url = url
+        self._replicas = replicas
         self._name = name
         self._credentials = credentials
         self._client: Client | None = None
@@ -149,7 +156,7 @@ class Bus:
 
     async def _open(self, *, patiently: bool) -> None:
         options: dict[str, Any] = {
-            "servers": [self._url],
+            "servers": self._url.split(","),
             "name": self._name,
             "connect_timeout": 2,
             "allow_reconnect": patiently,
@@ -253,17 +260,24 @@ class Bus:
                 await self._client.close()
 
     async def ensure_assets(self) -> None:
-        """Create what is missing of streams and buckets; change what differs. Idempotent."""
+        """Create what is missing of streams and buckets; change what differs. Idempotent.
+
+        BusUnavailable when JetStream does not answer, as while its servers choose a leader.
+        """
         stream = self.client.jetstream(timeout=REQUEST_S)
-        for config in STREAMS:
+        for wanted in STREAMS:
+            config = wanted.evolve(num_replicas=self._replicas)
             try:
                 found = (await stream.stream_info(config.name or "")).config
             except nats.js.errors.NotFoundError:
                 await _translating(stream.add_stream(config), f"create stream {config.name}")
                 continue
+            except (nats.errors.Error, nats.js.errors.Error) as error:
+                raise _unavailable(error, f"look at stream {config.name}") from error
             if _differs(config, found):
                 await _translating(stream.update_stream(config), f"update stream {config.name}")
-        for bucket in BUCKETS:
+        for wanted_bucket in BUCKETS:
+            bucket = wanted_bucket.evolve(replicas=self._replicas)
             await _translating(stream.create_key_value(bucket), f"create bucket {bucket.bucket}")
 
     async def keep_assets(self) -> None:
@@ -553,7 +567,15 @@ async def _read_all(store: Any) -> dict[str, bytes]:
 
 
 def _differs(wanted: StreamConfig, found: StreamConfig) -> bool:
-    fields = ("subjects", "max_msgs_per_subject", "max_bytes", "max_age", "discard", "max_msgs")
+    fields = (
+        "subjects",
+        "max_msgs_per_subject",
+        "max_bytes",
+        "max_age",
+        "discard",
+        "max_msgs",
+        "num_replicas",
+    )
     return any(
         getattr(wanted, field) is not None and getattr(wanted, field) != getattr(found, field)
         for field in fields

@@ -181,12 +181,15 @@ class Interpreter:
         self._wall = wall
         self._tidying: set[asyncio.Task[None]] = set()
 
-    async def apply(self, plan: Plan) -> None:
-        """Do the writes in their order; the first conflict ends it, for the plan is stale then."""
-        for write in plan.writes:
-            await self._write(write)
+    async def apply(self, plan: Plan, as_of: int) -> None:
+        """Do the writes in their order; the first conflict ends it, for the plan is stale then.
 
-    async def _write(self, write: Write) -> None:
+        The plan was made of what the store held at version `as_of`.
+        """
+        for write in plan.writes:
+            await self._write(write, as_of)
+
+    async def _write(self, write: Write, as_of: int) -> None:
         match write:
             case Create(value):
                 try:
@@ -198,7 +201,7 @@ class Interpreter:
             case Finalize(value):
                 await self._cluster.remove_finalizer(value, FINALIZER)
             case SetStatus(old, new):
-                await self._cluster.update_status(new)
+                await self._cluster.update_status(new, as_of=as_of)
                 await self._publish(new_orders(old, new))
                 self.trace(old, new)
 
@@ -327,6 +330,7 @@ class Controller:
         self._filled = asyncio.Event()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._changed_kinds: set[str] = set()
+        self._looked_as_of = cluster.as_of()
         cluster.subscribe(self._changed)
 
     def enqueue(self, key: Key) -> None:
@@ -343,6 +347,14 @@ class Controller:
         if not isinstance(value, Job):
             self._changed_kinds.add(type(value).__name__)
             self._filled.set()
+
+    async def notice(self, key: Key) -> None:
+        """Look at what another operator changed. Of what it removed only the rest can tell."""
+        value = await self._cluster.get(*key)
+        if value is None:
+            await self.look_at_all()
+        else:
+            self._changed("MODIFIED", value)
 
     async def run(self) -> None:
         """Look at everything once, then at what changes, for ever."""
@@ -400,9 +412,10 @@ class Controller:
         now = self._wall()
         if timer := self._timers.pop(key, None):
             timer.cancel()
+        as_of = self._cluster.as_of()
         try:
             plan = await self._observer.plan(key, now)
-            await self._interpreter.apply(plan)
+            await self._interpreter.apply(plan, as_of)
         except (Conflict, NotFound):
             self.enqueue(key)
         except BusUnavailable as error:
@@ -420,8 +433,14 @@ class Controller:
         self._timers[key] = loop.call_later(delay_s, self.enqueue, key)
 
     async def sweep(self, again: asyncio.Event) -> None:
-        """Publish what the store wants and the stream lacks: at start, on reconnect, every 30 s."""
+        """Publish what the store wants and the stream lacks: at start, on reconnect, every 30 s.
+
+        Where another operator has written, look at everything, too: news of it may be lost.
+        """
         while True:
+            if self._cluster.others_since(self._looked_as_of):
+                self._looked_as_of = self._cluster.as_of()
+                await self.look_at_all()
             try:
                 await self.sweep_once()
             except BusUnavailable as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -294,7 +295,9 @@ async def fold_one_presence(cluster: Cluster, presence: Presence, now: float) ->
     known = await cluster.get("Node", None, presence.node)
     wanted = node_from(presence, known if isinstance(known, Node) else None, now)
     if known is None:
-        await cluster.create(wanted)
+        # Another operator may be told the same.
+        with contextlib.suppress(AlreadyExists, Conflict):
+            await cluster.create(wanted)
     elif wanted != known:
         await _update_node(cluster, wanted)
 

@@ -6,10 +6,15 @@ import asyncio
 import contextlib
 import logging
 import sys
+import uuid
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from snapshot_operator.adapters.nats_bus import Announcer, NatsNodes, NatsOrders
 from snapshot_operator.adapters.sqlite import SqliteCluster
-from snapshot_operator.controller import Controller, Interpreter
+from snapshot_operator.controller import Controller, Interpreter, Key
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.handlers import Api, fold_one_presence, fold_presence, fold_report
 from snapshot_operator.ports import Cluster, Nodes
@@ -34,9 +39,15 @@ REPORT_ACK_S = 5.0
 PRESENCE_EVERY_S = 30.0
 
 
+class OperatorSettings(Common, frozen=True, kw_only=True):
+    """What an operator needs to know. `nats_replicas` is how many servers keep each stream."""
+
+    nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+
+
 async def serve(stop: asyncio.Event) -> None:
     """Run until `stop` is set."""
-    settings = load(Common)
+    settings = load(OperatorSettings)
     log_to_stderr("snap-operator", NODE, settings.log_level)
     clocks = system_clocks()
     telemetry = Telemetry("snap-operator", NODE, VERSION, otlp_endpoint=settings.otlp_endpoint)
@@ -44,11 +55,17 @@ async def serve(stop: asyncio.Event) -> None:
     cluster = SqliteCluster(
         settings.state_dir / "objects.sqlite", timestamp=lambda: timestamp(clocks.wall())
     )
-    bus = Bus(settings.nats_url, "snap-operator", credentials=settings.nats_credentials)
+    bus = Bus(
+        settings.nats_url,
+        "snap-operator",
+        credentials=settings.nats_credentials,
+        replicas=settings.nats_replicas,
+    )
     await bus.connect()
     try:
-        await bus.ensure_assets()
-        await _serve(stop, cluster, bus, telemetry, clocks)
+        await until_stopped(stop, _ensured(bus))
+        if not stop.is_set():
+            await _serve(stop, cluster, bus, telemetry, clocks)
     finally:
         with contextlib.suppress(BusUnavailable):
             await telemetry.flush(bus)
@@ -57,10 +74,22 @@ async def serve(stop: asyncio.Event) -> None:
         cluster.close()
 
 
+async def _ensured(bus: Bus) -> None:
+    """Wait until streams and buckets are there, however long JetStream takes to answer."""
+    again = bus.reconnections()
+    while True:
+        try:
+            return await bus.ensure_assets()
+        except BusUnavailable as error:
+            log.warning("cannot ensure streams and buckets: %s", error)
+            await bus.pause(again)
+
+
 async def _serve(
     stop: asyncio.Event, cluster: SqliteCluster, bus: Bus, telemetry: Telemetry, clocks: Clocks
 ) -> None:
-    announcer = Announcer(bus)
+    source = str(uuid.uuid4())
+    announcer = Announcer(bus, source)
     cluster.subscribe(announcer.listener)
     orders = NatsOrders(bus)
     interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
@@ -75,6 +104,7 @@ async def _serve(
         announcer.run(),
         controller.run(),
         controller.sweep(bus.reconnections()),
+        _follow_others(bus, controller, source),
         _take_reports(bus, cluster, interpreter, clocks),
         _follow_presence(bus, cluster, NatsNodes(bus), clocks),
         _publish_schemas(bus),
@@ -101,6 +131,37 @@ async def _take_reports(
             await delivery.ack()
         except BusUnavailable as error:
             log.info("report will come again: %s", error)
+
+
+async def _follow_others(bus: Bus, controller: Controller, source: str) -> None:
+    """Look at what other operators on this store change, as soon as they tell of it."""
+    async with bus.listening(f"{subjects.EVENTS}.>") as changes:
+        while True:
+            delivery = await changes.get()
+            try:
+                event = decode_json(delivery.data, _Told)
+            except InvalidMessage:
+                continue
+            if event.source != source:
+                meta = event.object.metadata
+                await controller.notice(Key(event.object.kind, meta.namespace, meta.name))
+
+
+class _Named(msgspec.Struct):
+    name: str
+    namespace: str | None = None
+
+
+class _Changed(msgspec.Struct):
+    kind: str
+    metadata: _Named
+
+
+class _Told(msgspec.Struct):
+    """What matters of an `api.ObjectEvent`: which object, and who changed it."""
+
+    object: _Changed
+    source: str = ""
 
 
 async def _follow_presence(bus: Bus, cluster: Cluster, nodes: Nodes, clocks: Clocks) -> None:
