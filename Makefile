@@ -24,9 +24,11 @@ endif
 # and the like.
 MARKERS ?= not root and not gpu and not docker and not slow
 REPEAT ?= 1
+# Not ?=, for bash itself has a variable of this name.
+CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast crash-points cover demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast crash-points chaos cover demo idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +98,9 @@ test-fast: $(STAMP) ## Unit, contract and golden tests
 
 crash-points: $(STAMP) ## Kill real services at every step of every step table (REPEAT=3)
 	CRASH_REPEAT=$(REPEAT) $(BIN)/pytest tests/integration/crash
+
+chaos: $(STAMP) ## Kill and pause real processes at random (SECONDS=120, SEED=n)
+	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(SEED),--seed $(SEED))
 
 cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from snapshot_agent.adapters.artifacts import ArtifactRoot
+from snapshot_agent.domain.control import QUIESCE
 from snapshot_agent.domain.sealing import check_proven
+from snapshot_agent.domain.spec import CONTROL_DIR
 from snapshot_agent.ports import Place
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.codec import digest
@@ -183,4 +185,13 @@ def frozen(run: str) -> list[str]:
         f"process {member.pid} is stopped: {member.command}"
         for member in processes.members(run)
         if state_of(member.pid) == "T"
+    ]
+
+
+def held(run: str) -> list[str]:
+    """Name the workers that a capture still asks to be quiet."""
+    return [
+        f"worker {pid} of pod {uid}"
+        for pid, uid in workers(run).items()
+        if (Path(processes.environment_of(pid).get(CONTROL_DIR, "")) / QUIESCE).exists()
     ]

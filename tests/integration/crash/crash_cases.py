@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ def is_of_base(value: AnyObject) -> bool:
         return value.spec.snapshot_ref.name == BASE
     return value.metadata.name == BASE or value.metadata.name.startswith(f"{BASE}-")
 
+
+_ATTEMPTS = itertools.count(1)
+"""Of the verify orders: an agent answers a repeat from its record."""
 
 Deed = Callable[[Session], Awaitable[None]]
 
@@ -99,7 +103,7 @@ async def _verify(session: Session) -> None:
             name = order_id("verify", Uid(uid))
             order = VerifyOrder(
                 order=name,
-                attempt=1,
+                attempt=next(_ATTEMPTS),
                 node=NODE,
                 owner=uid,
                 deadline_s=60.0,
