@@ -369,21 +369,24 @@ class Bus:
         """
         again = self.reconnections()
         while True:
+            elected = asyncio.Event()
             try:
                 source = await self._bind(stream, durable, filter_, max_pending, ack_wait_s)
+                watch = await self._watch_elections(stream, durable, elected)
             except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s is not available yet: %s", durable, error)
                 await self.pause(again)
                 continue
             try:
                 while not again.is_set():
-                    for message in await _fetch(source, again):
+                    for message in await _fetch(source, again, elected):
                         yield _delivery(message)
             except (nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s has to be bound again: %s", durable, error)
             finally:
-                with contextlib.suppress(Exception):
-                    await source.unsubscribe()
+                for subscription in (source, watch):
+                    with contextlib.suppress(Exception):
+                        await subscription.unsubscribe()
             await self.pause(again)
 
     async def pause(self, again: asyncio.Event) -> None:
@@ -408,6 +411,15 @@ class Bus:
         )
         await manager.add_consumer(stream, config)
         return await manager.pull_subscribe_bind(durable=durable, stream=stream)
+
+    async def _watch_elections(self, stream: str, durable: str, elected: asyncio.Event) -> Any:
+        """Set an event whenever a consumer gets a new leader, which knows of no pull."""
+
+        async def tell(_message: Msg) -> None:
+            elected.set()
+
+        subject = f"$JS.EVENT.ADVISORY.CONSUMER.LEADER_ELECTED.{stream}.{durable}"
+        return await self.client.subscribe(subject, cb=tell)
 
     async def replay(self, stream: str, filter_: str) -> list[Delivery]:
         """Read what a stream holds now on the subjects that match, oldest first."""
@@ -529,20 +541,21 @@ def _responding(handler: Handler) -> Callable[[Any], Awaitable[None]]:
     return answer
 
 
-async def _fetch(source: Any, again: asyncio.Event) -> list[Msg]:
-    """Pull one message. A pull that a reconnection has orphaned is given up at once."""
+async def _fetch(source: Any, again: asyncio.Event, elected: asyncio.Event) -> list[Msg]:
+    """Pull one message. A pull that a reconnection or an election orphaned is given up at once."""
+    elected.clear()
     pull = asyncio.ensure_future(source.fetch(1, timeout=FETCH_S))
-    reconnected = asyncio.ensure_future(again.wait())
+    orphaned = [asyncio.ensure_future(event.wait()) for event in (again, elected)]
     try:
-        await asyncio.wait({pull, reconnected}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({pull, *orphaned}, return_when=asyncio.FIRST_COMPLETED)
         if pull.done():
             return list(pull.result())
     except nats.errors.TimeoutError:
         pass
     finally:
-        for task in (pull, reconnected):
+        for task in (pull, *orphaned):
             task.cancel()
-        await asyncio.gather(pull, reconnected, return_exceptions=True)
+        await asyncio.gather(pull, *orphaned, return_exceptions=True)
     return []
 
 
