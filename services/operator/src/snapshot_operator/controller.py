@@ -180,6 +180,8 @@ class Interpreter:
         self._telemetry = telemetry
         self._wall = wall
         self._tidying: set[asyncio.Task[None]] = set()
+        self.unpublished = asyncio.Event()
+        """Set when an order of the store could not be published."""
 
     async def apply(self, plan: Plan, as_of: int) -> None:
         """Do the writes in their order; the first conflict ends it, for the plan is stale then.
@@ -212,6 +214,7 @@ class Interpreter:
             except (BusUnavailable, Conflict) as error:
                 # The store has it; the sweep publishes what the stream lacks.
                 log.warning("order %s waits for the sweep: %s", order.order, error)
+                self.unpublished.set()
 
     def trace(self, old: AnyObject, new: AnyObject) -> None:
         """Record the spans that this change ended."""
@@ -435,6 +438,8 @@ class Controller:
     async def sweep(self, again: asyncio.Event) -> None:
         """Publish what the store wants and the stream lacks: at start, on reconnect, every 30 s.
 
+        Soon, too, when an order could not be published.
+
         Where another operator has written, look at everything, too: news of it may be lost.
         """
         while True:
@@ -445,11 +450,19 @@ class Controller:
                 await self.sweep_once()
             except BusUnavailable as error:
                 log.warning("sweep: %s", error)
-            try:
-                await asyncio.wait_for(again.wait(), SWEEP_EVERY_S)
-            except TimeoutError:
-                continue
-            again.clear()
+                self._interpreter.unpublished.set()
+            await self._rest(again)
+
+    async def _rest(self, again: asyncio.Event) -> None:
+        """Wait for the time of the next sweep.
+
+        That is a reconnection or 30 s; or RETRY_S, when an order could not be published meanwhile.
+        """
+        unpublished = self._interpreter.unpublished
+        if not await _any_set(RETRY_S, again):
+            await _any_set(SWEEP_EVERY_S - RETRY_S, again, unpublished)
+        again.clear()
+        unpublished.clear()
 
     async def sweep_once(self) -> None:
         """Make the stream agree with the store: publish what it lacks, remove what nobody awaits.
@@ -476,6 +489,17 @@ class Controller:
             await self._orders.publish(order)
         except Conflict as error:
             log.warning("sweep: %s", error)
+
+
+async def _any_set(within_s: float, *events: asyncio.Event) -> bool:
+    """Wait until an event is set; False when none was in time."""
+    waiters = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        done, _ = await asyncio.wait(waiters, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for waiter in waiters:
+            waiter.cancel()
+    return bool(done)
 
 
 def _failure_of(value: AnyObject | None) -> str:
