@@ -9,6 +9,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable
 from tests.chaos.machines import SERVERS, machines
+from tests.support.agent_rig import until
 from tests.support.nats_server import running_nats_server
 
 ALONE = (
@@ -83,3 +84,27 @@ async def _stored(bus: Bus, subject: str) -> None:
                 return
             except BusUnavailable:
                 await asyncio.sleep(0.2)
+
+
+async def test_assets_that_could_not_be_ensured_are_ensured_again_soon(nats_url: str) -> None:
+    class Electing(Bus):
+        """A bus whose JetStream has no leader at the first try."""
+
+        tries = 0
+
+        async def ensure_assets(self) -> None:
+            self.tries += 1
+            if self.tries == 1:
+                raise BusUnavailable("no leader")
+            await super().ensure_assets()
+
+    bus = Electing(nats_url, "test")
+    await bus.connect()
+    keeping = asyncio.ensure_future(bus.keep_assets())
+    try:
+        await until(lambda: bus.tries == 2, "the second try", 5.0)
+        await _stored(bus, "snap.order.n.agent.stop-1")
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await bus.close()

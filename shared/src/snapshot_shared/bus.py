@@ -43,6 +43,7 @@ REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
 RETRY_S = 0.5
 ENSURE_EVERY_S = 30.0
+ENSURE_AGAIN_S = 1.0
 ACK_WAIT_S = 30.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
@@ -281,15 +282,20 @@ class Bus:
             await _translating(stream.create_key_value(bucket), f"create bucket {bucket.bucket}")
 
     async def keep_assets(self) -> None:
-        """Ensure the assets now, after each reconnection and every 30 s, for ever."""
+        """Ensure the assets now, after each reconnection and every 30 s, for ever.
+
+        What failed is tried again soon: a cluster that lost its store still chooses a leader then.
+        """
         again = self.reconnections()
         while True:
+            rest_s = ENSURE_EVERY_S
             try:
                 await self.ensure_assets()
             except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
                 log.warning("cannot ensure streams and buckets: %s", error)
+                rest_s = ENSURE_AGAIN_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(again.wait(), ENSURE_EVERY_S)
+                await asyncio.wait_for(again.wait(), rest_s)
             again.clear()
 
     async def publish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.adapters.sqlite import SqliteCluster
+from snapshot_operator.controller import Controller, Interpreter
 from snapshot_operator.handlers import fold_one_presence
 from snapshot_shared.errors import AlreadyExists, Conflict
+from snapshot_shared.telemetry import Telemetry
 from tests.support.objects import checkpoint, presence
+from tests.support.operator_world import MemoryOrders
 
 NOW = "2026-01-01T00:00:00Z"
 
@@ -124,3 +128,26 @@ async def test_a_node_that_the_other_created_first_is_no_error(
     with pytest.raises(AlreadyExists):
         await pair.first.create((await pair.second.list("Node"))[0])
     await fold_one_presence(pair.first, presence("node-1"), 1.0)
+
+
+async def test_an_operator_whose_store_is_held_goes_on_when_it_is_free(pair: Pair) -> None:
+    await pair.first.create(checkpoint())
+    telemetry = Telemetry("snap-operator", "operator", "0")
+    orders = MemoryOrders()
+    interpreter = Interpreter(pair.first, orders, telemetry, lambda: 0.0)
+    controller = Controller(pair.first, orders, interpreter, lambda: 0.0)
+    other = sqlite3.connect(pair.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    running = asyncio.ensure_future(controller.run())
+    try:
+        # The loop itself must not be held up: this comes back although the store does not.
+        await asyncio.sleep(0.3)
+        assert await pair.second.list("Job") == []
+        other.execute("ROLLBACK")
+        async with asyncio.timeout(10.0):
+            while not await pair.second.list("Job"):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.05)
+    finally:
+        other.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.ports import Change, Listener
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import AlreadyExists, Conflict, Internal, NotFound
+from snapshot_shared.errors import AlreadyExists, Conflict, Internal, NotFound, StoreBusy
 from snapshot_shared.objects import KINDS, AnyObject, ObjectMeta, kind_of
 
 _SCHEMA = """
@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS versions (one INTEGER PRIMARY KEY CHECK (one = 1), la
 INSERT OR IGNORE INTO versions VALUES (1, 0);
 """
 
-BUSY_S = 1.0
+BUSY_S = 0.25
 """How long a write waits for another operator's, in seconds; it takes milliseconds."""
 
 _DECODERS = {name: msgspec.json.Decoder(kind.type) for name, kind in KINDS.items()}
@@ -55,7 +55,7 @@ class SqliteCluster:
         """Open or create the file; None keeps everything in memory.
 
         `timestamp` gives the time for creation and deletion, as Kubernetes writes it. A write
-        that has waited `busy_s` seconds for another operator's is a Conflict.
+        that has waited `busy_s` seconds for another operator's is StoreBusy.
         """
         self._timestamp = timestamp
         self._new_uid = new_uid
@@ -239,7 +239,7 @@ class SqliteCluster:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
                 raise
-            raise Conflict("another operator is writing, or was stopped while it wrote") from error
+            raise StoreBusy("another operator is writing, or was stopped while it wrote") from error
         try:
             version = self.as_of() + 1
             self._db.execute("UPDATE versions SET last = ?", (version,))
