@@ -21,7 +21,10 @@ from pathlib import Path
 
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
+from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.frames import StatusReply
+from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import AnyObject
 from snapshotctl.adapters import processes
 from snapshotctl.adapters.processes import to_the_end
@@ -173,7 +176,23 @@ class Chaos:
             *(f"held: {line}" for line in rules.held(run)),
             *(f"doubled: {line}" for line in rules.doubled(self.traffic.reports)),
             *(f"artifact: {line}" for line in await rules.damaged(artifacts, values)),
+            *await self._memory_in_use(values),
         ]
+
+    async def _memory_in_use(self, values: list[AnyObject]) -> list[str]:
+        """Name the devices whose memory or fence outlived the pods and captures that had them."""
+        if values:
+            return []
+        found: list[str] = []
+        for node in self._machines.nodes:
+            question = subjects.rpc(NodeName(node.name), "gms", "status")
+            data = await self.traffic.persistently(lambda q=question: self._bus.request(q, b""))
+            found += [
+                f"memory: {device.used} bytes of {device.endpoint} are in use"
+                for device in decode_json(data, StatusReply).devices
+                if device.used or device.fence is not None
+            ]
+        return found
 
     def summary(self) -> str:
         lines = [f"  {count:5} {what}" for what, count in sorted(self.traffic.outcomes.items())]
