@@ -21,11 +21,15 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 SETUP_INPUTS += moved
 endif
 
-# What this machine may not offer. Such tests run with `make test MARKERS=gpu` and the like.
-MARKERS ?= not root and not gpu and not docker
+# What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
+# and the like.
+MARKERS ?= not root and not gpu and not docker and not slow
+REPEAT ?= 1
+# Not ?=, for bash itself has a variable of this name.
+CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast cover scenarios contract-servers flips hostile demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast cover chaos crash-points scenarios contract-servers flips hostile demo idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -91,7 +95,7 @@ test: $(STAMP) ## All tests that need no root, GPU or Docker
 	$(BIN)/pytest -m "$(MARKERS)"
 
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
-	$(BIN)/pytest -m "$(MARKERS) and not slow" $(wildcard tests/unit tests/contract tests/golden)
+	$(BIN)/pytest -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
 
 contract-servers: $(STAMP) ## The contract of the bus on each nats-server that is supported
 	@while read -r locked; do \
@@ -105,6 +109,12 @@ contract-servers: $(STAMP) ## The contract of the bus on each nats-server that i
 		NATS_SERVER=$$server $(BIN)/pytest -q -k "not simulated" tests/contract/test_bus.py \
 			|| status=1; \
 	done; exit $$status
+
+crash-points: $(STAMP) ## Kill real services at every step of every step table (REPEAT=3)
+	CRASH_REPEAT=$(REPEAT) $(BIN)/pytest tests/integration/crash
+
+chaos: $(STAMP) ## Kill and pause real processes at random (SECONDS=120, SEED=n)
+	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(SEED),--seed $(SEED))
 
 cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"

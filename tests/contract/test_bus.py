@@ -279,7 +279,7 @@ async def test_every_call_is_refused_at_once_while_the_server_is_down(
     await bus.announce("snap.event.x", b"nobody hears this")
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_a_publish_that_timed_out_may_be_stored(broker: Broker, bus: Bus) -> None:
     broker.freeze()
     try:
@@ -293,7 +293,7 @@ async def test_a_publish_that_timed_out_may_be_stored(broker: Broker, bus: Bus) 
     assert await bus.last(subjects.ORDERS, SUBJECT) == (1, b"unknown")
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_every_call_to_a_frozen_server_ends_in_time(broker: Broker, bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     (delivery,) = await deliveries(bus, 1)
@@ -498,7 +498,7 @@ async def test_orders_come_in_the_order_in_which_they_were_published(bus: Bus) -
     assert [int(found.data) for found in await deliveries(bus, 10)] == list(range(10))
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_an_order_comes_again_after_its_consumer_died(broker: Broker, bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     first = await broker.client("first").connect()
@@ -508,7 +508,7 @@ async def test_an_order_comes_again_after_its_consumer_died(broker: Broker, bus:
     assert again.sequence == 1
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_an_order_does_not_come_again_before_the_ack_is_overdue(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     await deliveries(bus, 1)
@@ -516,14 +516,14 @@ async def test_an_order_does_not_come_again_before_the_ack_is_overdue(bus: Bus) 
     assert len(await deliveries(bus, 1)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_an_order_without_an_ack_comes_again_and_again(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     found = await deliveries(bus, 3)
     assert [delivery.sequence for delivery in found] == [1, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_the_ack_of_an_older_delivery_settles_and_harms_nothing(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"x")
     first, second = await deliveries(bus, 2)
@@ -542,7 +542,7 @@ async def test_the_ack_of_an_older_attempt_does_not_settle_the_newer(bus: Bus) -
     assert new.data == b"two"
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_an_attempt_that_was_replaced_is_not_delivered_again(bus: Bus) -> None:
     first = await bus.publish(SUBJECT, b"one")
     await deliveries(bus, 1)
@@ -552,7 +552,7 @@ async def test_an_attempt_that_was_replaced_is_not_delivered_again(bus: Bus) -> 
     assert await nothing_comes(bus, within_s=ACK_WAIT_S * 1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_an_order_that_was_deleted_is_not_delivered_again(bus: Bus) -> None:
     first = await bus.publish(SUBJECT, b"one")
     await deliveries(bus, 1)
@@ -642,7 +642,7 @@ async def test_a_consumer_goes_on_after_a_crash_of_the_server(broker: Broker, bu
         assert (await asyncio.wait_for(waiting, 20)).data == b"x"
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_a_consumer_goes_on_after_the_store_was_wiped_and_ensured(
     broker: Broker, bus: Bus
 ) -> None:
@@ -659,7 +659,7 @@ async def test_a_consumer_goes_on_after_the_store_was_wiped_and_ensured(
         assert (await asyncio.wait_for(waiting, 20)).data == b"again"
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_a_consumer_goes_on_after_its_stream_was_deleted_and_ensured(
     broker: Broker, bus: Bus
 ) -> None:
@@ -672,7 +672,7 @@ async def test_a_consumer_goes_on_after_its_stream_was_deleted_and_ensured(
         assert (await asyncio.wait_for(waiting, 20)).data == b"x"
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_assets_that_are_kept_come_back_after_a_wipe(broker: Broker, bus: Bus) -> None:
     keeper = asyncio.create_task(bus.keep_assets())
     again = bus.reconnections()
@@ -718,7 +718,7 @@ async def test_a_reconnection_is_told_to_everybody_who_waits_for_one(
 # Buckets.
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_a_key_that_is_not_written_again_expires(bus: Bus) -> None:
     await bus.put(subjects.NODES_BUCKET, "node-1", b"x")
     await bus.put(subjects.SCHEMAS_BUCKET, "kept", b"y")
@@ -783,7 +783,7 @@ async def test_listening_begins_while_the_server_is_down_and_hears_when_it_is_ba
         assert (await asyncio.wait_for(queue.get(), 10)).data == b"heard"
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_listening_to_a_frozen_server_begins_all_the_same(broker: Broker, bus: Bus) -> None:
     broker.freeze()
     try:
@@ -818,7 +818,7 @@ async def test_a_service_answers_one_request_after_another(broker: Broker, bus: 
     await other.close()
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 async def test_a_service_that_does_not_answer_in_time_is_unavailable(
     broker: Broker, bus: Bus
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from snapshot_shared import bus as bus_module
 from snapshot_shared.bus import (
+    ACK_WAIT_S,
     ENSURE_EVERY_S,
     IMPATIENCE_S,
     REQUEST_S,
@@ -179,14 +180,20 @@ class SimBus(Bus):
         return found
 
     async def consume(
-        self, stream: str, durable: str, filter_: str, *, max_pending: int = 256
+        self,
+        stream: str,
+        durable: str,
+        filter_: str,
+        *,
+        max_pending: int = 256,
+        ack_wait_s: float = ACK_WAIT_S,
     ) -> AsyncIterator[Delivery]:
         again = self.reconnections()
         try:
             while True:
                 with contextlib.suppress(BusUnavailable):
                     await self._ask(
-                        "bind", self._server.bind, stream, durable, filter_, max_pending
+                        "bind", self._server.bind, stream, durable, filter_, max_pending, ack_wait_s
                     )
                     while not again.is_set():
                         message = await self._pull(stream, durable)

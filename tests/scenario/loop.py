@@ -98,12 +98,6 @@ class Process:
         self.loop.keep(task)
         return task
 
-    def spawn_soon(self, delay_s: float, act: Callable[..., object], *args: object) -> None:
-        """Have the process do something a little later."""
-        context = contextvars.Context()
-        context.run(CURRENT.set, self)
-        context.run(self.loop.call_later, delay_s, act, *args)
-
     def at_exit(self, key: object, act: Callable[[], None]) -> None:
         """Have the world do something when the process ends; by key, so that it can be undone."""
         self._at_exit[key] = act

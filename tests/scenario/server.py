@@ -204,10 +204,12 @@ class SimServer:
         self.stream(f"KV_{bucket}")
         return self.publish(f"$KV.{bucket}.{key}", value, headers)
 
-    def bind(self, name: str, durable: str, filter_: str, max_pending: int) -> None:
+    def bind(
+        self, name: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
+    ) -> None:
         """Create a durable, or change the settings of one."""
         self.stream(name).bind(
-            _Durable(durable, filter_, ack_wait=bus.ACK_WAIT_S, max_pending=max_pending)
+            _Durable(durable, filter_, ack_wait=ack_wait_s, max_pending=max_pending)
         )
 
     def pull(self, pull: Call) -> Any:

@@ -26,7 +26,7 @@ from snapshot_shared import subjects
 from snapshot_shared.api import ApplyReply, ApplyRequest, DeleteReply, DeleteRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
-from snapshot_shared.errors import BusUnavailable, Conflict, SnapbackError
+from snapshot_shared.errors import Conflict, SnapbackError, StoreBusy
 from snapshot_shared.objects import AnyObject, Pod
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.bus import SeededFaults, SimBus, SimServer
@@ -108,7 +108,7 @@ class World:
         self.version += 1
         self.rules.changed(change, value)
         for view in list(self.views):
-            view.tell(change, value)
+            view.stored(change, value, CURRENT.get())
 
     def bus(self, name: str, process: Process) -> Any:
         """Connect a process; the server learns of its end."""
@@ -304,29 +304,36 @@ class World:
 
 
 class StoreView:
-    """The `Cluster` port as one operator sees it: over a network, with news that may get lost."""
+    """The `Cluster` port as one operator sees it: over a network."""
 
     def __init__(self, world: World, process: Process) -> None:
         self._world = world
         self._process = process
         self._listeners: list[Listener] = []
+        self._others = world.store.as_of()
 
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
-    def tell(self, change: Change, value: AnyObject) -> None:
-        """Have the operator hear of a change, unless the news is lost."""
-        world = self._world
-        if not world.is_healed and world.rng.random() < world.settings.lost_news:
-            return
-        for listener in self._listeners:
-            self._process.spawn_soon(world.rng.random() * 0.002, listener, change, value)
+    def stored(self, change: Change, value: AnyObject, writer: Process | None) -> None:
+        """Take note of a write. An operator is told of its own; those of others it may miss."""
+        if writer is self._process:
+            for listener in self._listeners:
+                listener(change, value)
+        else:
+            self._others = self._world.store.as_of()
+
+    def as_of(self) -> int:
+        return self._world.store.as_of()
+
+    def others_since(self, as_of: int) -> bool:
+        return self._others > as_of
 
     async def _delay(self) -> None:
         world = self._world
         await asyncio.sleep(world.rng.random() * 0.002)
         if not world.is_healed and world.rng.random() < world.settings.store_errors:
-            raise BusUnavailable("the store does not answer")
+            raise StoreBusy("another operator writes")
 
     async def get(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
         await self._delay()
@@ -346,8 +353,10 @@ class StoreView:
         await self._delay()
         return await self._world.store.create(value)
 
-    async def update_status(self, value: AnyObject) -> AnyObject:
+    async def update_status(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
         await self._delay()
+        if as_of is not None and self._others > as_of:
+            raise Conflict("another operator wrote since this was decided")
         world = self._world
         if not world.is_healed and world.rng.random() < world.settings.conflicts:
             raise Conflict("somebody else wrote first")

@@ -117,7 +117,11 @@ class SimReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ObjectEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of an object, announced on `subjects.event(...)`. May be lost: re-read, too."""
+    """A change of an object, announced on `subjects.event(...)`. May be lost: re-read, too.
+
+    `source` names the process of the operator that made the change.
+    """
 
     type: Literal["ADDED", "MODIFIED", "DELETED"]
     object: Any
+    source: str = ""

@@ -45,6 +45,7 @@ RETRY_S = 0.5
 ACK_WAIT_S = 30.0
 FLUSH_S = 60
 ENSURE_EVERY_S = 30.0
+ENSURE_AGAIN_S = 1.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
 
@@ -128,9 +129,16 @@ class Delivery(NamedTuple):
 class Bus:
     """A connection that does not end until `close`."""
 
-    def __init__(self, url: str, name: str, *, credentials: str | None = None) -> None:
-        """Remember where to connect; `credentials` is the path of an nkey seed."""
+    def __init__(
+        self, url: str, name: str, *, credentials: str | None = None, replicas: int = 1
+    ) -> None:
+        """Remember where to connect; `credentials` is the path of an nkey seed.
+
+        `url` may name the servers of a cluster, separated by commas. Streams and buckets are kept
+        by `replicas` of them.
+        """
         self._url = url
+        self._replicas = replicas
         self._name = name
         self._credentials = credentials
         self._client: Client | None = None
@@ -150,7 +158,7 @@ class Bus:
 
     async def _open(self, *, patiently: bool) -> None:
         options: dict[str, Any] = {
-            "servers": [self._url],
+            "servers": self._url.split(","),
             "name": self._name,
             "connect_timeout": 2,
             "allow_reconnect": patiently,
@@ -254,9 +262,13 @@ class Bus:
                 await self._client.close()
 
     async def ensure_assets(self) -> None:
-        """Create what is missing of streams and buckets; change what differs. Idempotent."""
+        """Create what is missing of streams and buckets; change what differs. Idempotent.
+
+        BusUnavailable when JetStream does not answer, as while its servers choose a leader.
+        """
         stream = self.client.jetstream(timeout=REQUEST_S)
-        for config in STREAMS:
+        for wanted in STREAMS:
+            config = wanted.evolve(num_replicas=self._replicas)
             try:
                 found = (await stream.stream_info(config.name or "")).config
             except nats.js.errors.NotFoundError:
@@ -266,19 +278,25 @@ class Bus:
                 raise _unavailable(error, f"look at stream {config.name}") from error
             if _differs(config, found):
                 await _translating(stream.update_stream(config), f"update stream {config.name}")
-        for bucket in BUCKETS:
+        for wanted_bucket in BUCKETS:
+            bucket = wanted_bucket.evolve(replicas=self._replicas)
             await _translating(stream.create_key_value(bucket), f"create bucket {bucket.bucket}")
 
     async def keep_assets(self) -> None:
-        """Ensure the assets now, after each reconnection and every 30 s, for ever."""
+        """Ensure the assets now, after each reconnection and every 30 s, for ever.
+
+        What failed is tried again soon: a cluster that lost its store still chooses a leader then.
+        """
         again = self.reconnections()
         while True:
+            rest_s = ENSURE_EVERY_S
             try:
                 await self.ensure_assets()
             except BusUnavailable as error:
                 log.warning("cannot ensure streams and buckets: %s", error)
+                rest_s = ENSURE_AGAIN_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(again.wait(), ENSURE_EVERY_S)
+                await asyncio.wait_for(again.wait(), rest_s)
             again.clear()
 
     async def publish(
@@ -343,30 +361,39 @@ class Bus:
         return dict(info.state.subjects or {})
 
     async def consume(
-        self, stream: str, durable: str, filter_: str, *, max_pending: int = 256
+        self,
+        stream: str,
+        durable: str,
+        filter_: str,
+        *,
+        max_pending: int = 256,
+        ack_wait_s: float = ACK_WAIT_S,
     ) -> AsyncIterator[Delivery]:
         """Yield the messages of a durable pull consumer, one after another, for ever.
 
         The durable is created when it is missing. The caller acks what it has taken over; what is
-        not acked comes again after `ACK_WAIT_S`.
+        not acked comes again after `ack_wait_s` seconds.
         """
         again = self.reconnections()
         while True:
+            elected = asyncio.Event()
             try:
-                source = await self._bind(stream, durable, filter_, max_pending)
+                source = await self._bind(stream, durable, filter_, max_pending, ack_wait_s)
+                watch = await self._watch_elections(stream, durable, elected)
             except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s is not available yet: %s", durable, error)
                 await self.pause(again)
                 continue
             try:
                 while not again.is_set():
-                    for message in await _fetch(source, again):
+                    for message in await _fetch(source, again, elected):
                         yield _delivery(message)
             except (nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s has to be bound again: %s", durable, error)
             finally:
-                with contextlib.suppress(Exception):
-                    await source.unsubscribe()
+                for subscription in (source, watch):
+                    with contextlib.suppress(Exception):
+                        await subscription.unsubscribe()
             await self.pause(again)
 
     async def pause(self, again: asyncio.Event) -> None:
@@ -376,7 +403,9 @@ class Bus:
         again.clear()
         await self._connected.wait()
 
-    async def _bind(self, stream: str, durable: str, filter_: str, max_pending: int) -> Any:
+    async def _bind(
+        self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
+    ) -> Any:
         manager = self.client.jetstream(timeout=REQUEST_S)
         config = ConsumerConfig(
             name=durable,
@@ -384,11 +413,20 @@ class Bus:
             filter_subject=filter_,
             ack_policy=AckPolicy.EXPLICIT,
             deliver_policy=DeliverPolicy.ALL,
-            ack_wait=ACK_WAIT_S,
+            ack_wait=ack_wait_s,
             max_ack_pending=max_pending,
         )
         await manager.add_consumer(stream, config)
         return await manager.pull_subscribe_bind(durable=durable, stream=stream)
+
+    async def _watch_elections(self, stream: str, durable: str, elected: asyncio.Event) -> Any:
+        """Set an event whenever a consumer gets a new leader, which knows of no pull."""
+
+        async def tell(_message: Msg) -> None:
+            elected.set()
+
+        subject = f"$JS.EVENT.ADVISORY.CONSUMER.LEADER_ELECTED.{stream}.{durable}"
+        return await self.client.subscribe(subject, cb=tell)
 
     async def replay(self, stream: str, filter_: str) -> list[Delivery]:
         """Read what a stream holds now on the subjects that match, oldest first."""
@@ -525,20 +563,21 @@ def _responding(handler: Handler) -> Callable[[Any], Awaitable[None]]:
     return answer
 
 
-async def _fetch(source: Any, again: asyncio.Event) -> list[Msg]:
-    """Pull one message. A pull that a reconnection has orphaned is given up at once."""
+async def _fetch(source: Any, again: asyncio.Event, elected: asyncio.Event) -> list[Msg]:
+    """Pull one message. A pull that a reconnection or an election orphaned is given up at once."""
+    elected.clear()
     pull = asyncio.ensure_future(source.fetch(1, timeout=FETCH_S))
-    reconnected = asyncio.ensure_future(again.wait())
+    orphaned = [asyncio.ensure_future(event.wait()) for event in (again, elected)]
     try:
-        await asyncio.wait({pull, reconnected}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({pull, *orphaned}, return_when=asyncio.FIRST_COMPLETED)
         if pull.done():
             return list(pull.result())
     except nats.errors.TimeoutError:
         pass
     finally:
-        for task in (pull, reconnected):
+        for task in (pull, *orphaned):
             task.cancel()
-        await asyncio.gather(pull, reconnected, return_exceptions=True)
+        await asyncio.gather(pull, *orphaned, return_exceptions=True)
     return []
 
 
@@ -563,7 +602,15 @@ async def _read_all(store: Any) -> dict[str, bytes]:
 
 
 def _differs(wanted: StreamConfig, found: StreamConfig) -> bool:
-    fields = ("subjects", "max_msgs_per_subject", "max_bytes", "max_age", "discard", "max_msgs")
+    fields = (
+        "subjects",
+        "max_msgs_per_subject",
+        "max_bytes",
+        "max_age",
+        "discard",
+        "max_msgs",
+        "num_replicas",
+    )
     return any(
         getattr(wanted, field) is not None and getattr(wanted, field) != getattr(found, field)
         for field in fields

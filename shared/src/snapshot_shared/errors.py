@@ -134,6 +134,12 @@ class Conflict(SnapbackError):
     default_next_step = "read it again and decide again"
 
 
+class StoreBusy(Conflict):
+    """Another operator holds the store, and longer than a write takes: it may be stopped."""
+
+    default_next_step = "try again; if it lasts, look for an operator that is stopped"
+
+
 class Forbidden(SnapbackError):
     """The caller may not do this."""
 

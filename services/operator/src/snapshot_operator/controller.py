@@ -7,7 +7,6 @@ that acts on a plan. The queue holds keys, never events; a key that is queued tw
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Container
 from typing import NamedTuple
@@ -48,7 +47,7 @@ from snapshot_operator.domain.requests import (
     reconcile_snapshot,
 )
 from snapshot_operator.ports import Change, Cluster, OrderBus
-from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict, NotFound
+from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict, NotFound, StoreBusy
 from snapshot_shared.objects import (
     TRACEPARENT,
     AnyObject,
@@ -71,7 +70,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 SWEEP_EVERY_S = 30.0
-RESYNC_EVERY_S = 300.0
 
 
 class Key(NamedTuple):
@@ -182,13 +180,18 @@ class Interpreter:
         self._telemetry = telemetry
         self._wall = wall
         self._tidying: set[asyncio.Task[None]] = set()
+        self.unpublished = asyncio.Event()
+        """Set when an order of the store could not be published."""
 
-    async def apply(self, plan: Plan) -> None:
-        """Do the writes in their order; the first conflict ends it, for the plan is stale then."""
+    async def apply(self, plan: Plan, as_of: int) -> None:
+        """Do the writes in their order; the first conflict ends it, for the plan is stale then.
+
+        The plan was made of what the store held at version `as_of`.
+        """
         for write in plan.writes:
-            await self._write(write)
+            await self._write(write, as_of)
 
-    async def _write(self, write: Write) -> None:
+    async def _write(self, write: Write, as_of: int) -> None:
         match write:
             case Create(value):
                 try:
@@ -200,7 +203,7 @@ class Interpreter:
             case Finalize(value):
                 await self._cluster.remove_finalizer(value, FINALIZER)
             case SetStatus(old, new):
-                await self._cluster.update_status(new)
+                await self._cluster.update_status(new, as_of=as_of)
                 await self._publish(new_orders(old, new))
                 self.trace(old, new)
 
@@ -211,6 +214,7 @@ class Interpreter:
             except (BusUnavailable, Conflict) as error:
                 # The store has it; the sweep publishes what the stream lacks.
                 log.warning("order %s waits for the sweep: %s", order.order, error)
+                self.unpublished.set()
 
     def trace(self, old: AnyObject, new: AnyObject) -> None:
         """Record the spans that this change ended."""
@@ -329,6 +333,7 @@ class Controller:
         self._filled = asyncio.Event()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._changed_kinds: set[str] = set()
+        self._looked_as_of = cluster.as_of()
         cluster.subscribe(self._changed)
 
     def enqueue(self, key: Key) -> None:
@@ -345,6 +350,14 @@ class Controller:
         if not isinstance(value, Job):
             self._changed_kinds.add(type(value).__name__)
             self._filled.set()
+
+    async def notice(self, key: Key) -> None:
+        """Look at what another operator changed. Of what it removed only the rest can tell."""
+        value = await self._cluster.get(*key)
+        if value is None:
+            await self.look_at_all()
+        else:
+            self._changed("MODIFIED", value)
 
     async def run(self) -> None:
         """Look at everything once, then at what changes, for ever."""
@@ -402,14 +415,15 @@ class Controller:
         now = self._wall()
         if timer := self._timers.pop(key, None):
             timer.cancel()
+        as_of = self._cluster.as_of()
         try:
             plan = await self._observer.plan(key, now)
-            await self._interpreter.apply(plan)
+            await self._interpreter.apply(plan, as_of)
+        except (BusUnavailable, StoreBusy) as error:
+            log.warning("%s waits: %s", key, error)
+            self._wake(key, RETRY_S)
         except (Conflict, NotFound):
             self.enqueue(key)
-        except BusUnavailable as error:
-            log.warning("%s waits for the bus: %s", key, error)
-            self._wake(key, RETRY_S)
         except Exception:
             log.exception("reconcile %s failed", key)
             self._wake(key, RETRY_S)
@@ -421,26 +435,34 @@ class Controller:
         loop = asyncio.get_running_loop()
         self._timers[key] = loop.call_later(delay_s, self.enqueue, key)
 
-    async def resync(self) -> None:
-        """Look at everything every five minutes: news of a change may get lost."""
-        never = asyncio.Event()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(never.wait(), RESYNC_EVERY_S)
-            await self.look_at_all()
-
     async def sweep(self, again: asyncio.Event) -> None:
-        """Publish what the store wants and the stream lacks: at start, on reconnect, every 30 s."""
+        """Publish what the store wants and the stream lacks: at start, on reconnect, every 30 s.
+
+        Soon, too, when an order could not be published.
+
+        Where another operator has written, look at everything, too: news of it may be lost.
+        """
         while True:
+            if self._cluster.others_since(self._looked_as_of):
+                self._looked_as_of = self._cluster.as_of()
+                await self.look_at_all()
             try:
                 await self.sweep_once()
             except BusUnavailable as error:
                 log.warning("sweep: %s", error)
-            try:
-                await asyncio.wait_for(again.wait(), SWEEP_EVERY_S)
-            except TimeoutError:
-                continue
-            again.clear()
+                self._interpreter.unpublished.set()
+            await self._rest(again)
+
+    async def _rest(self, again: asyncio.Event) -> None:
+        """Wait for the time of the next sweep.
+
+        That is a reconnection or 30 s; or RETRY_S, when an order could not be published meanwhile.
+        """
+        unpublished = self._interpreter.unpublished
+        if not await _any_set(RETRY_S, again):
+            await _any_set(SWEEP_EVERY_S - RETRY_S, again, unpublished)
+        again.clear()
+        unpublished.clear()
 
     async def sweep_once(self) -> None:
         """Make the stream agree with the store: publish what it lacks, remove what nobody awaits.
@@ -467,6 +489,17 @@ class Controller:
             await self._orders.publish(order)
         except Conflict as error:
             log.warning("sweep: %s", error)
+
+
+async def _any_set(within_s: float, *events: asyncio.Event) -> bool:
+    """Wait until an event is set; False when none was in time."""
+    waiters = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        done, _ = await asyncio.wait(waiters, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for waiter in waiters:
+            waiter.cancel()
+    return bool(done)
 
 
 def _failure_of(value: AnyObject | None) -> str:

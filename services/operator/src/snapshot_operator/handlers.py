@@ -37,6 +37,7 @@ from snapshot_shared.errors import (
     NotFound,
     SnapbackError,
     StalePodReference,
+    StoreBusy,
     failure_of,
 )
 from snapshot_shared.ids import OrderId, owner_of
@@ -254,7 +255,7 @@ async def fold_report(
     """Fold one report into the object that its order belongs to; give it before and after.
 
     None when it changes nothing. A conflict is read and folded again: the effect is in the store
-    before the report is acked.
+    before the report is acked. StoreBusy when it has to be tried later.
     """
     owner = owner_of(OrderId(report.order))
     while True:
@@ -266,6 +267,8 @@ async def fold_report(
         new: Any = replace(value, status=status)
         try:
             return value, await cluster.update_status(new)
+        except StoreBusy:
+            raise
         except Conflict:
             continue
         except NotFound:
@@ -295,8 +298,8 @@ async def fold_one_presence(cluster: Cluster, presence: Presence, now: float) ->
     known = await cluster.get("Node", None, presence.node)
     wanted = node_from(presence, known if isinstance(known, Node) else None, now)
     if known is None:
-        # Another operator may have been quicker; the next presence makes the two agree.
-        with contextlib.suppress(AlreadyExists):
+        # Another operator may be told the same.
+        with contextlib.suppress(AlreadyExists, Conflict):
             await cluster.create(wanted)
     elif wanted != known:
         await _update_node(cluster, wanted)

@@ -6,10 +6,15 @@ import asyncio
 import contextlib
 import logging
 import sys
+import uuid
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from snapshot_operator.adapters.nats_bus import Announcer, NatsNodes, NatsOrders
 from snapshot_operator.adapters.sqlite import SqliteCluster
-from snapshot_operator.controller import Controller, Interpreter
+from snapshot_operator.controller import Controller, Interpreter, Key
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.handlers import Api, fold_one_presence, fold_presence, fold_report
 from snapshot_operator.ports import Cluster, Nodes
@@ -17,7 +22,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
-from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName
+from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName, StoreBusy
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.orders import Presence, Report
@@ -29,12 +34,20 @@ log = logging.getLogger(__name__)
 
 NODE = "operator"
 REPORTS_DURABLE = "operator"
+REPORT_ACK_S = 5.0
+"""A report is folded in milliseconds; one that an operator took with it comes again after this."""
 PRESENCE_EVERY_S = 30.0
+
+
+class OperatorSettings(Common, frozen=True, kw_only=True):
+    """What an operator needs to know. `nats_replicas` is how many servers keep each stream."""
+
+    nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
 
 
 async def serve(stop: asyncio.Event) -> None:
     """Run until `stop` is set."""
-    settings = load(Common)
+    settings = load(OperatorSettings)
     log_to_stderr("snap-operator", NODE, settings.log_level)
     clocks = system_clocks()
     telemetry = Telemetry("snap-operator", NODE, VERSION, otlp_endpoint=settings.otlp_endpoint)
@@ -42,11 +55,17 @@ async def serve(stop: asyncio.Event) -> None:
     cluster = SqliteCluster(
         settings.state_dir / "objects.sqlite", timestamp=lambda: timestamp(clocks.wall())
     )
-    bus = Bus(settings.nats_url, "snap-operator", credentials=settings.nats_credentials)
+    bus = Bus(
+        settings.nats_url,
+        "snap-operator",
+        credentials=settings.nats_credentials,
+        replicas=settings.nats_replicas,
+    )
     await bus.connect()
     try:
-        await bus.ensure_assets()
-        await _serve(stop, cluster, bus, telemetry, clocks)
+        await until_stopped(stop, _ensured(bus))
+        if not stop.is_set():
+            await _serve(stop, cluster, bus, telemetry, clocks)
     finally:
         with contextlib.suppress(BusUnavailable):
             await telemetry.flush(bus)
@@ -55,10 +74,22 @@ async def serve(stop: asyncio.Event) -> None:
         cluster.close()
 
 
+async def _ensured(bus: Bus) -> None:
+    """Wait until streams and buckets are there, however long JetStream takes to answer."""
+    again = bus.reconnections()
+    while True:
+        try:
+            return await bus.ensure_assets()
+        except BusUnavailable as error:
+            log.warning("cannot ensure streams and buckets: %s", error)
+            await bus.pause(again)
+
+
 async def _serve(
     stop: asyncio.Event, cluster: SqliteCluster, bus: Bus, telemetry: Telemetry, clocks: Clocks
 ) -> None:
-    announcer = Announcer(bus)
+    source = str(uuid.uuid4())
+    announcer = Announcer(bus, source)
     cluster.subscribe(announcer.listener)
     orders = NatsOrders(bus)
     interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
@@ -72,8 +103,8 @@ async def _serve(
         telemetry.publish_to(bus),
         announcer.run(),
         controller.run(),
-        controller.resync(),
         controller.sweep(bus.reconnections()),
+        _follow_others(bus, controller, source),
         _take_reports(bus, cluster, interpreter, clocks),
         _follow_presence(bus, cluster, NatsNodes(bus), clocks),
         _publish_schemas(bus),
@@ -84,7 +115,9 @@ async def _take_reports(
     bus: Bus, cluster: Cluster, interpreter: Interpreter, clocks: Clocks
 ) -> None:
     """Fold reports in the order of the stream; ack each when its effect is in the store."""
-    async for delivery in bus.consume(subjects.REPORTS, REPORTS_DURABLE, "snap.report.>"):
+    async for delivery in bus.consume(
+        subjects.REPORTS, REPORTS_DURABLE, "snap.report.>", ack_wait_s=REPORT_ACK_S
+    ):
         try:
             report = decode_json(delivery.data, Report)
             expected = subjects.report(NodeName(report.node), OrderId(report.order), report.kind)
@@ -92,12 +125,46 @@ async def _take_reports(
                 raise InvalidMessage(f"it says {expected}, and came on {delivery.subject}")
             if changed := await fold_report(cluster, report, clocks.wall()):
                 interpreter.trace(*changed)
+        except StoreBusy as error:
+            log.info("report will come again: %s", error)
+            continue
         except (InvalidMessage, InvalidName) as error:
             log.warning("report on %s is ignored: %s", delivery.subject, error)
         try:
             await delivery.ack()
         except BusUnavailable as error:
             log.info("report will come again: %s", error)
+
+
+async def _follow_others(bus: Bus, controller: Controller, source: str) -> None:
+    """Look at what other operators on this store change, as soon as they tell of it."""
+    async with bus.listening(f"{subjects.EVENTS}.>") as changes:
+        while True:
+            delivery = await changes.get()
+            try:
+                event = decode_json(delivery.data, _Told)
+            except InvalidMessage:
+                continue
+            if event.source != source:
+                meta = event.object.metadata
+                await controller.notice(Key(event.object.kind, meta.namespace, meta.name))
+
+
+class _Named(msgspec.Struct):
+    name: str
+    namespace: str | None = None
+
+
+class _Changed(msgspec.Struct):
+    kind: str
+    metadata: _Named
+
+
+class _Told(msgspec.Struct):
+    """What matters of an `api.ObjectEvent`: which object, and who changed it."""
+
+    object: _Changed
+    source: str = ""
 
 
 async def _follow_presence(bus: Bus, cluster: Cluster, nodes: Nodes, clocks: Clocks) -> None:

@@ -33,14 +33,26 @@ class Cluster(Protocol):
     async def create(self, value: AnyObject) -> AnyObject:
         """Store a new object and give it as stored. AlreadyExists when the name is taken."""
 
-    async def update_status(self, value: AnyObject) -> AnyObject:
-        """Replace the status. Conflict when stale, NotFound when gone."""
+    async def update_status(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
+        """Replace the status. Conflict when stale, NotFound when gone.
+
+        With `as_of` also Conflict when another operator wrote anything since that version: what
+        was decided may rest on more objects than the one that is written.
+        """
 
     async def delete(self, value: AnyObject) -> bool:
         """Mark for deletion; without finalizers the object is gone at once (True)."""
 
     async def remove_finalizer(self, value: AnyObject, finalizer: str) -> None:
         """Take one finalizer off; a deleted object without finalizers is gone."""
+
+    def as_of(self) -> int:
+        """Give the version of the store now: what is read next is at least as new."""
+        ...
+
+    def others_since(self, as_of: int) -> bool:
+        """Say whether another operator has written since that version."""
+        ...
 
     def subscribe(self, listener: Listener) -> None:
         """Have every change told, after it is durable, in the order of the writes."""

@@ -89,7 +89,9 @@ class _Node:
             control=self.control,
             drivers={Cooperative.name: Cooperative()},
             gpu_memory=self.gms,
-            guards=Guards(self.settings.state_dir / "guards", self.settings.run),
+            guards=Guards(
+                self.settings.state_dir / "guards", self.settings.run, self.settings.socket_dir
+            ),
             artifacts=self.root,
             generations=self.root,
             templates=OperatorTemplates(self.bus, self.settings.node),

@@ -135,7 +135,8 @@ class GpuMemory(Protocol):
 class Duty(NamedTuple):
     """What a guard watches, and what it does when nobody else can.
 
-    `deadline` is in seconds of the monotonic clock of boot `boot_id`.
+    `deadline` is in seconds of the monotonic clock of boot `boot_id`. `fence_token` names the fence
+    on the worker's devices; empty when it has none.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Duty(NamedTuple):
     deadline: float
     boot_id: str
     on_failure: Literal["Resume", "Kill"]
+    fence_token: str = ""
 
 
 class GuardLink(Protocol):

@@ -97,9 +97,10 @@ class NatsNodes:
 class Announcer:
     """Tells every change on `snap.event.…` and keeps the mirror for people up to date."""
 
-    def __init__(self, bus: Bus) -> None:
-        """Use a connected bus."""
+    def __init__(self, bus: Bus, source: str = "") -> None:
+        """Use a connected bus; `source` names this process."""
         self._bus = bus
+        self._source = source
         self._changes: dict[str, tuple[Change, AnyObject]] = {}
         self._filled = asyncio.Event()
 
@@ -123,8 +124,9 @@ class Announcer:
     async def _tell(self, change: Change, value: AnyObject) -> None:
         kind, meta = kind_of(value), value.metadata
         shown = _mirrored(value)
+        event = ObjectEvent(type=change, object=shown, source=self._source)
         subject = subjects.event(kind.plural, meta.namespace, meta.name)
-        await self._bus.announce(subject, encode_json(ObjectEvent(type=change, object=shown)))
+        await self._bus.announce(subject, encode_json(event))
         if not self._bus.is_connected:
             return
         key = subjects.object_key(kind.plural, meta.namespace, meta.name)

@@ -1,7 +1,9 @@
 """The object store of standalone mode: one SQLite file with the rules of the Kubernetes API.
 
 WAL with synchronous=FULL: a write that returned survives a power loss. In memory it is the
-simulated store, for there is no other.
+simulated store, for there is no other. Several operators may work on one file: versions are given
+by the file, every change is one transaction that reads what it changes, and a decision that is
+older than what another operator wrote is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.ports import Change, Listener
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import AlreadyExists, Conflict, Internal, NotFound
+from snapshot_shared.errors import AlreadyExists, Conflict, Internal, NotFound, StoreBusy
 from snapshot_shared.objects import KINDS, AnyObject, ObjectMeta, kind_of
 
 _SCHEMA = """
@@ -33,6 +35,9 @@ CREATE TABLE IF NOT EXISTS versions (one INTEGER PRIMARY KEY CHECK (one = 1), la
 INSERT OR IGNORE INTO versions VALUES (1, 0);
 """
 
+BUSY_S = 0.25
+"""How long a write waits for another operator's, in seconds; it takes milliseconds."""
+
 _DECODERS = {name: msgspec.json.Decoder(kind.type) for name, kind in KINDS.items()}
 
 
@@ -45,19 +50,25 @@ class SqliteCluster:
         *,
         timestamp: Callable[[], str],
         new_uid: Callable[[], str] = lambda: str(uuid.uuid4()),
+        busy_s: float = BUSY_S,
     ) -> None:
         """Open or create the file; None keeps everything in memory.
 
-        `timestamp` gives the time for creation and deletion, as Kubernetes writes it.
+        `timestamp` gives the time for creation and deletion, as Kubernetes writes it. A write
+        that has waited `busy_s` seconds for another operator's is StoreBusy.
         """
         self._timestamp = timestamp
         self._new_uid = new_uid
         self._listeners: list[Listener] = []
-        self._db = sqlite3.connect(str(path) if path else ":memory:", isolation_level=None)
+        self._db = sqlite3.connect(
+            str(path) if path else ":memory:", isolation_level=None, timeout=busy_s
+        )
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute("PRAGMA locking_mode=EXCLUSIVE" if path else "PRAGMA temp_store=MEMORY")
+        self._db.execute("PRAGMA temp_store=MEMORY")
         self._db.executescript(_SCHEMA)
+        self._seen = self._last()
+        self._others = self._seen
 
     def close(self) -> None:
         """Close the file."""
@@ -66,6 +77,21 @@ class SqliteCluster:
     def subscribe(self, listener: Listener) -> None:
         """Have every change told after it is durable."""
         self._listeners.append(listener)
+
+    def _last(self) -> int:
+        return int(self._db.execute("SELECT last FROM versions").fetchone()[0])
+
+    def as_of(self) -> int:
+        """Give the version of the store now."""
+        last = self._last()
+        if last != self._seen:
+            self._seen = self._others = last
+        return last
+
+    def others_since(self, as_of: int) -> bool:
+        """Say whether another operator has written since that version."""
+        self.as_of()
+        return self._others > as_of
 
     async def get(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
         """Read one object."""
@@ -95,7 +121,7 @@ class SqliteCluster:
         """Store a new object. AlreadyExists when the name is taken."""
         kind = kind_of(value)
         meta = value.metadata
-        stored = _with_meta(
+        final = stored = _with_meta(
             value,
             replace(
                 meta,
@@ -106,7 +132,8 @@ class SqliteCluster:
             ),
         )
 
-        def write(version: str) -> AnyObject:
+        def write(version: str) -> tuple[Change, AnyObject]:
+            nonlocal final
             final = _with_version(stored, version)
             try:
                 self._db.execute(
@@ -123,53 +150,70 @@ class SqliteCluster:
                 raise AlreadyExists(
                     f"{kind.name} {meta.name} exists already", kind=kind.name, name=meta.name
                 ) from None
-            return final
+            return "ADDED", final
 
-        return self._transact("ADDED", write)
+        self._transact(write)
+        return final
 
-    async def update_status(self, value: AnyObject) -> AnyObject:
+    async def update_status(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
         """Replace the status of an object that has not changed since it was read."""
+        final = value
 
-        def write(version: str) -> AnyObject:
+        def write(version: str) -> tuple[Change, AnyObject]:
+            nonlocal final
+            if as_of is not None and self._others > as_of:
+                raise Conflict("another operator wrote since this was decided", as_of=as_of)
             found = self._current(value)
             final = _with_version(replace(found, status=value.status), version)
-            self._store(final)
-            return final
+            return "MODIFIED", self._store(final)
 
-        return self._transact("MODIFIED", write)
+        self._transact(write)
+        return final
 
     async def delete(self, value: AnyObject) -> bool:
         """Mark for deletion; without finalizers the object is gone at once."""
-        found = await self.get(kind_of(value).name, value.metadata.namespace, value.metadata.name)
-        if found is None or found.metadata.uid != value.metadata.uid:
-            return True
-        if not found.metadata.finalizers:
-            self._remove(found)
-            return True
-        if found.metadata.deletion_timestamp is None:
-            stamped = _with_meta(
-                found, replace(found.metadata, deletion_timestamp=self._timestamp())
-            )
-            self._transact("MODIFIED", lambda version: self._store(_with_version(stamped, version)))
-        return False
+        stamp = self._timestamp()
+
+        def write(version: str) -> tuple[Change, AnyObject] | None:
+            found = self._found(value)
+            if found is None:
+                return None
+            if not found.metadata.finalizers:
+                return self._remove(found)
+            if found.metadata.deletion_timestamp is not None:
+                return None
+            stamped = _with_meta(found, replace(found.metadata, deletion_timestamp=stamp))
+            return "MODIFIED", self._store(_with_version(stamped, version))
+
+        self._transact(write)
+        return self._found(value) is None
 
     async def remove_finalizer(self, value: AnyObject, finalizer: str) -> None:
         """Take one finalizer off; a deleted object without finalizers is gone."""
-        found = self._current(value)
-        left = [name for name in found.metadata.finalizers if name != finalizer]
-        changed = _with_meta(found, replace(found.metadata, finalizers=left))
-        if changed.metadata.deletion_timestamp and not left:
-            self._remove(changed)
-        else:
-            self._transact("MODIFIED", lambda version: self._store(_with_version(changed, version)))
+
+        def write(version: str) -> tuple[Change, AnyObject]:
+            found = self._current(value)
+            left = [name for name in found.metadata.finalizers if name != finalizer]
+            changed = _with_meta(found, replace(found.metadata, finalizers=left))
+            if changed.metadata.deletion_timestamp and not left:
+                return self._remove(changed)
+            return "MODIFIED", self._store(_with_version(changed, version))
+
+        self._transact(write)
+
+    def _found(self, value: AnyObject) -> AnyObject | None:
+        """Read what is stored under a uid now."""
+        row = self._db.execute(
+            "SELECT body FROM objects WHERE uid=?", (value.metadata.uid,)
+        ).fetchone()
+        return _DECODERS[kind_of(value).name].decode(row[0]) if row else None
 
     def _current(self, value: AnyObject) -> AnyObject:
         """Read what is stored now. NotFound or Conflict unless it is what the caller read."""
         kind, meta = kind_of(value), value.metadata
-        row = self._db.execute("SELECT body FROM objects WHERE uid=?", (meta.uid,)).fetchone()
-        if row is None:
+        found = self._found(value)
+        if found is None:
             raise NotFound(f"{kind.name} {meta.name} is gone", kind=kind.name, name=meta.name)
-        found: AnyObject = _DECODERS[kind.name].decode(row[0])
         if found.metadata.resource_version != meta.resource_version:
             raise Conflict(
                 f"{kind.name} {meta.name} changed since it was read",
@@ -184,26 +228,30 @@ class SqliteCluster:
         )
         return value
 
-    def _remove(self, value: AnyObject) -> None:
-        def write(_version: str) -> AnyObject:
-            self._db.execute("DELETE FROM objects WHERE uid=?", (value.metadata.uid,))
-            return value
+    def _remove(self, value: AnyObject) -> tuple[Change, AnyObject]:
+        self._db.execute("DELETE FROM objects WHERE uid=?", (value.metadata.uid,))
+        return "DELETED", value
 
-        self._transact("DELETED", write)
-
-    def _transact(self, change: Change, write: Callable[[str], AnyObject]) -> AnyObject:
-        self._db.execute("BEGIN IMMEDIATE")
+    def _transact(self, write: Callable[[str], tuple[Change, AnyObject] | None]) -> None:
+        """Change one object in one transaction, then tell. Nothing is written for None."""
         try:
-            self._db.execute("UPDATE versions SET last = last + 1")
-            version = self._db.execute("SELECT last FROM versions").fetchone()[0]
-            stored = write(str(version))
-            self._db.execute("COMMIT")
+            self._db.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                raise
+            raise StoreBusy("another operator is writing, or was stopped while it wrote") from error
+        try:
+            version = self.as_of() + 1
+            self._db.execute("UPDATE versions SET last = ?", (version,))
+            done = write(str(version))
+            self._db.execute("COMMIT" if done else "ROLLBACK")
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
-        for listener in self._listeners:
-            listener(change, stored)
-        return stored
+        if done:
+            self._seen = version
+            for listener in self._listeners:
+                listener(*done)
 
 
 def _readable(value: AnyObject) -> bytes:

@@ -3,8 +3,9 @@
 It is armed before the worker is asked to be quiet. It holds the worker's pidfd and one connection
 from the agent. While that stands and the deadline has not come, it does nothing. When the
 connection ends it waits five seconds for a returning agent to connect, and then, as at the
-deadline, it kills the dump tool if one was named, lets the worker run, and writes
-`snapshot-aborted`; or kills the worker, where its duty says so. It goes when it is dismissed and
+deadline, it kills the dump tool if one was named, lets the worker run, has the fence on its devices
+ended, without which it could not reach its memory, and writes `snapshot-aborted`; or kills the
+worker, where its duty says so. It goes when it is dismissed and
 when the worker ends, and leaves no socket behind.
 
 `python -m snapshot_agent.adapters.guard <charge>`; standard library only, and of it only what
@@ -32,6 +33,8 @@ RETURN_S = 5.0
 FULL_S = 1.0
 """How long the guard waits for a returning agent, in seconds."""
 
+UNFENCE = "snapshot_agent.adapters.unfence"
+
 ARMED = b"armed"
 GONE = b"gone"
 DISMISS = b"dismiss"
@@ -47,7 +50,8 @@ class Charge:
 
     `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker go, the
     file `says` is written with `body` and the file `ends` is removed; with `kill` the worker is
-    killed too. Nothing of it is done to a worker for which the file `unless` is there.
+    killed too. Nothing of it is done to a worker for which the file `unless` is there. The fence
+    `fence` is ended at the GMS whose sockets lie in `gms`; an empty `fence` is none.
     """
 
     def __init__(  # noqa: PLR0913 - a plain record; importing dataclasses takes too long
@@ -65,6 +69,8 @@ class Charge:
         body: str,
         ends: str,
         unless: str,
+        fence: str,
+        gms: str,
     ) -> None:
         self.socket = socket
         self.link = link
@@ -78,6 +84,8 @@ class Charge:
         self.body = body
         self.ends = ends
         self.unless = unless
+        self.fence = fence
+        self.gms = gms
 
     def arguments(self) -> list[str]:
         """Write it as the arguments of the program."""
@@ -100,6 +108,8 @@ class Charge:
             body=given["body"],
             ends=given["ends"],
             unless=given["unless"],
+            fence=given["fence"],
+            gms=given["gms"],
         )
 
 
@@ -203,6 +213,8 @@ def free(charge: Charge, tool: tuple[int, int] | None) -> None:
     if tool is not None:
         for member in procfs.session_of(*tool):
             procfs.send(member, signal.SIGKILL)
+    if charge.fence:
+        _end_fence(charge)
     try:
         control = os.open(charge.control, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -218,6 +230,13 @@ def free(charge: Charge, tool: tuple[int, int] | None) -> None:
             select.select([], [], [], FULL_S)
         with contextlib.suppress(OSError):
             os.unlink(charge.ends, dir_fd=control)
+
+
+def _end_fence(charge: Charge) -> None:
+    """Have it done by a program with gRPC, and go on: the worker itself waits for the end."""
+    program = [sys.executable, "-m", UNFENCE, charge.gms, charge.fence]
+    with contextlib.suppress(OSError):
+        os.posix_spawn(program[0], program, dict(os.environ))
 
 
 def _is_written(control: int, charge: Charge) -> bool:

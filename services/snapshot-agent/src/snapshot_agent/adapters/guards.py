@@ -33,10 +33,14 @@ _ABORTED = Failure(reason="AgentLost", message="the capture was given up by its 
 class Guards:
     """The `Guard` port. Sockets and the log of all guards lie in one folder."""
 
-    def __init__(self, folder: Path, run: str) -> None:
-        """Use `folder`; `run` marks the processes of one local cluster."""
+    def __init__(self, folder: Path, run: str, gms: Path | None = None) -> None:
+        """Use `folder`; `run` marks the processes of one local cluster.
+
+        The sockets of the GMS that holds the fences lie in `gms`.
+        """
         self._folder = folder
         self._run = run
+        self._gms = gms
 
     async def start(self, duty: Duty) -> GuardLink:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,6 +85,8 @@ class Guards:
             body=control.body(duty.attempt, _ABORTED).decode(),
             ends=control.QUIESCE,
             unless=control.COMPLETE,
+            fence=duty.fence_token if self._gms else "",
+            gms=str(self._gms or ""),
         )
         with (self._folder / "log").open("ab") as output:
             child = subprocess.Popen(

@@ -92,6 +92,7 @@ class Holds:
             deadline=hold.deadline,
             boot_id=self._machine.clocks.boot_id,
             on_failure=hold.order.on_failure,
+            fence_token=hold.order.fence_token if hold.order.devices else "",
         )
 
     async def arm(self, hold: Hold) -> None:

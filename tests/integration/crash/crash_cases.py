@@ -1,0 +1,153 @@
+"""The crash points, made from the step tables, and the story that leads to each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from snapshot_operator.domain.pods import holds_devices
+from snapshot_shared import subjects
+from snapshot_shared.codec import encode_json
+from snapshot_shared.ids import NodeName, Uid, order_id
+from snapshot_shared.objects import AnyObject, Pod, SnapshotContent, is_true
+from snapshot_shared.orders import ArtifactRef, VerifyOrder
+from snapshot_shared.steps import STEPS, VERBS_OF, Place
+from tests.support import live_cluster as live
+from tests.support import rules
+from tests.support.live_cluster import Session, find
+
+NODE = "node-1"
+BASE = "base"
+SUBJECT = "subject"
+"""The name of what a case captures, restores, stops or deletes."""
+
+
+def is_of_base(value: AnyObject) -> bool:
+    """Say whether an object belongs to the artifact that all cases share."""
+    if isinstance(value, SnapshotContent):
+        return value.spec.snapshot_ref.name == BASE
+    return value.metadata.name == BASE or value.metadata.name.startswith(f"{BASE}-")
+
+
+_ATTEMPTS = itertools.count(1)
+"""Of the verify orders: an agent answers a repeat from its record."""
+
+Deed = Callable[[Session], Awaitable[None]]
+
+
+async def _nothing(_session: Session) -> None:
+    pass
+
+
+async def need_base(session: Session) -> None:
+    """Have an artifact that cases restore and check; the first that needs it makes it."""
+    if find(await session.objects(), "DynamoCheckpoint", BASE) is None:
+        await session.apply(live.checkpoint(BASE, NODE, "Terminate"))
+    await session.until(
+        lambda values: (
+            (found := find(values, "DynamoCheckpoint", BASE))
+            and found.status.phase == "Ready"
+            and not rules.unsettled(values)
+            and not any(holds_devices(value) for value in values if isinstance(value, Pod))
+        ),
+        "the base artifact",
+    )
+
+
+async def _capture(session: Session) -> None:
+    await session.apply(live.checkpoint(SUBJECT, NODE))
+
+
+async def _captured(session: Session) -> None:
+    await _capture(session)
+    await session.until(
+        lambda values: (
+            (found := find(values, "DynamoCheckpoint", SUBJECT)) and found.status.phase == "Ready"
+        ),
+        "the capture",
+    )
+
+
+async def _run(session: Session) -> None:
+    await session.apply(live.pod(SUBJECT, NODE))
+    await session.until(
+        lambda values: (
+            (found := find(values, "Pod", SUBJECT)) and is_true(found.status.conditions, "Ready")
+        ),
+        "the worker's start",
+    )
+
+
+async def _restore(session: Session) -> None:
+    await session.apply(live.pod(SUBJECT, NODE, BASE))
+
+
+async def _stop(session: Session) -> None:
+    await session.delete("Pod", SUBJECT)
+
+
+async def _delete(session: Session) -> None:
+    await session.delete("DynamoCheckpoint", SUBJECT)
+
+
+async def _save_will_fail(session: Session) -> None:
+    await session.arm(NODE, Place("gms", "save", "write"), "fail")
+
+
+async def _verify(session: Session) -> None:
+    """Nothing in the operator asks for this yet, so the order is written here."""
+    for content in await session.objects():
+        if isinstance(content, SnapshotContent) and content.status.committed is not None:
+            uid, committed = content.metadata.uid, content.status.committed
+            name = order_id("verify", Uid(uid))
+            order = VerifyOrder(
+                order=name,
+                attempt=next(_ATTEMPTS),
+                node=NODE,
+                owner=uid,
+                deadline_s=60.0,
+                artifact=ArtifactRef(
+                    namespace="default",
+                    content_uid=uid,
+                    generation=committed.generation,
+                    root_digest=committed.root_digest,
+                ),
+            )
+            subject = subjects.order(NodeName(NODE), "agent", name)
+            await session.client.bus.publish(subject, encode_json(order))
+
+
+class Story(NamedTuple):
+    """What leads to a verb: what must be there before the fault is armed, and what is done then."""
+
+    before: Deed
+    then: Deed
+
+
+CAPTURE = Story(_nothing, _capture)
+RESTORE = Story(need_base, _restore)
+STORIES: dict[str, Story] = {
+    "run": CAPTURE,
+    "prepare": CAPTURE,
+    "dump": CAPTURE,
+    "save": CAPTURE,
+    "seal": CAPTURE,
+    "release": CAPTURE,
+    "load": RESTORE,
+    "commit": RESTORE,
+    "restore": RESTORE,
+    "stop": Story(_run, _stop),
+    "drop": Story(_run, _stop),
+    "abort": Story(_save_will_fail, _capture),
+    "delete": Story(_captured, _delete),
+    "verify": Story(need_base, _verify),
+}
+
+PLACES: list[Place] = [
+    Place(service, verb, step)
+    for service, verbs in VERBS_OF.items()
+    for verb in verbs
+    for step in STEPS[verb]
+]
+"""Every step of every table, in every service that carries it out."""
