@@ -22,6 +22,7 @@ SnapbackError
 ├── TransferKilled            a process that moved bytes was killed from outside
 ├── NoSpace                   needed and free bytes
 ├── BusUnavailable            NATS does not answer
+│   └── NotPermitted          NATS refuses this user: names the subject
 ├── InjectedFault             a step that was told to fail, in the simulation
 └── Internal                  a defect of ours
 
@@ -255,6 +256,13 @@ class BusUnavailable(SnapbackError):
 
     retryable = True
     default_next_step = "check that nats-server runs with JetStream at the address given"
+
+
+class NotPermitted(BusUnavailable):
+    """NATS refuses this user, or this subject to it; `values`: subject, user."""
+
+    retryable = False
+    default_next_step = "use the nkey of a user who may; docs/architecture.md lists the users"
 
 
 class InjectedFault(SnapbackError):

@@ -94,6 +94,16 @@ def object_key(plural: str, namespace: str | None, name: str) -> str:
     return f"{check_label(plural)}.{space}.{token(name)}"
 
 
+def bucket_key(bucket: str, key: str) -> str:
+    """Subject on which a key of a bucket is written; `key` may be a wildcard to listen with."""
+    return f"$KV.{bucket}.{key}"
+
+
+def stream_of_bucket(bucket: str) -> str:
+    """Name of the stream that holds a bucket."""
+    return f"KV_{bucket}"
+
+
 def _service(service: str) -> str:
     if service not in _SERVICES:
         raise InvalidName(f"service {service!r} is not one of {', '.join(_SERVICES)}")

@@ -91,9 +91,11 @@ def test_a_context_that_is_not_there_is_refused_by_name(
 
 def test_a_context_of_ours_is_read_like_any_other(environment: dict[str, str]) -> None:
     where = Folders(environment)
-    name = where.write_context("default", "nats://127.0.0.1:9")
+    name = where.write_context(_record(where, "default", "nats://127.0.0.1:9"))
     found = Folders({**environment, "NATS_CONTEXT": name}).find_server(None, None)
     assert found.url == "nats://127.0.0.1:9"
+    assert found.credentials == str(where.state("default") / "keys" / "snapshotctl.nk")
+    assert found.inbox == "_INBOX.snapshotctl"
     where.remove_context("default")
     where.remove_context("default")
 

@@ -31,6 +31,7 @@ from snapshot_shared.faults import FaultPlan
 from snapshot_shared.frames import StatusRequest
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
+from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import NodeSettings, load
@@ -102,7 +103,12 @@ async def _serve_orders(
     transfers = _telemetry(settings, TRANSFER_SERVICE)
     settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     journal = Journal.open(settings.state_dir, now=clocks.wall())
-    bus = Bus(settings.nats_url, SERVICE, credentials=settings.nats_credentials)
+    bus = Bus(
+        settings.nats_url,
+        SERVICE,
+        credentials=settings.nats_credentials,
+        inbox=User("gms", node).inbox,
+    )
     orders = GmsOrders(
         gms,
         TransferProcesses(),

@@ -21,6 +21,7 @@ from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.orders import Presence, Report
+from snapshot_shared.permissions import User
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import Common, load
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
@@ -42,7 +43,12 @@ async def serve(stop: asyncio.Event) -> None:
     cluster = SqliteCluster(
         settings.state_dir / "objects.sqlite", timestamp=lambda: timestamp(clocks.wall())
     )
-    bus = Bus(settings.nats_url, "snap-operator", credentials=settings.nats_credentials)
+    bus = Bus(
+        settings.nats_url,
+        "snap-operator",
+        credentials=settings.nats_credentials,
+        inbox=User("operator").inbox,
+    )
     await bus.connect()
     try:
         await bus.ensure_assets()
