@@ -213,6 +213,8 @@ class Bus:
             async with asyncio.timeout(None if patiently else IMPATIENCE_S):
                 await client.connect(**options)
         except (nats.errors.Error, OSError, TimeoutError) as error:
+            with contextlib.suppress(Exception):
+                await client.close()
             if _is_refusal(error):
                 with_what = self._credentials or "no nkey"
                 raise NotPermitted(
@@ -453,8 +455,7 @@ class Bus:
             )
 
         subscription = await self.client.subscribe(subject, cb=take)
-        # nats-py stops reading when the PONG of a cancelled flush arrives, so none is cancelled.
-        await asyncio.shield(asyncio.ensure_future(self.client.flush()))
+        await self.client.flush()
         self.client.check_heard(subject)
         try:
             yield queue
@@ -531,6 +532,7 @@ class Bus:
             await service.add_endpoint(
                 name=endpoint_name, subject=subject, handler=_responding(handler)
             )
+        await self.client.flush()
         self._running.append(service)
 
 

@@ -1,7 +1,7 @@
-"""The client of nats-py with three additions that permissions call for.
+"""The client of nats-py with what permissions call for besides.
 
 A subject that the server forbids ends the request at once instead of by its timeout; a stream is
-read without a consumer; and services answer to inboxes only.
+read without a consumer; services answer to inboxes only; and a flush includes all that was sent.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 INBOXES = "_INBOX."
 
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
+FLUSH_S = 10
+
 _PAGE = 256
 _END_OF_PAGE, _NO_MESSAGES, _NO_RESPONDERS = "204", "404", "503"
 
@@ -86,6 +88,15 @@ class BusClient(Client):
         return NotPermitted(
             f"NATS user {self._user} may not {what} {subject}", subject=subject, user=self._user
         )
+
+    async def flush(self, timeout: int = FLUSH_S) -> None:
+        """Wait until the server has taken, and perhaps refused, everything that was sent before.
+
+        The PING of nats-py overtakes what still waits to be written; that of a second does not.
+        Nats-py stops reading when the PONG of a cancelled flush arrives, so none is cancelled.
+        """
+        for _ in range(2):
+            await asyncio.shield(asyncio.ensure_future(super().flush(timeout)))
 
     async def request(self, subject: str, *args: Any, **kwargs: Any) -> Msg:
         """Ask as nats-py does. NotPermitted when this user may not."""
