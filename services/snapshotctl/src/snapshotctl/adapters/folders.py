@@ -55,7 +55,7 @@ class Folders:
     def _resolve(self, choice: Choice) -> Server:
         match choice:
             case Server():
-                return choice
+                return choice if choice.credentials else self._with_key(choice)
             case ContextNamed(name, source):
                 return server_of_context(self._context(name, source), choice)
             case ClusterNamed(name, source):
@@ -68,6 +68,14 @@ class Folders:
                         + "; or name a server with --server, NATS_URL or a nats context",
                     )
                 return plans.server_of(record)
+
+    def _with_key(self, server: Server) -> Server:
+        """Add our key when the address is that of a local cluster of this user."""
+        for state in self.states.iterdir() if self.states.is_dir() else ():
+            record = read_record(state)
+            if record is not None and record.url == server.url:
+                return server._replace(credentials=plans.server_of(record).credentials)
+        return server
 
     def _selected_context(self) -> str | None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
