@@ -24,7 +24,7 @@ endif
 MARKERS ?= not root and not gpu and not docker
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast cover demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast cover killed-clients demo idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,10 @@ cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+killed-clients: $(STAMP) ## Kill a thousand clients of the GPU memory service (COUNT=1000, SEED=1)
+	KILLED_CLIENTS=$(or $(COUNT),1000) KILLED_CLIENTS_SEED=$(or $(SEED),1) \
+		$(BIN)/pytest --durations=1 tests/integration/gms/test_killed_clients.py
 
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
