@@ -279,6 +279,24 @@ async def test_the_operator_does_not_carry_a_message_where_only_it_may_send(worl
     assert await world.unchanged()
 
 
+async def test_nothing_that_answers_a_viewer_reaches_a_stream(world: World) -> None:
+    operator = await world.server.bus(User("operator"))
+
+    async def echo(data: bytes, headers: Any) -> bytes:
+        return data
+
+    await operator.serve("snap-operator", "1.0.0", {}, {subjects.api("get"): echo})
+    client = await world.server.client(User("viewer"))
+    questions = [subjects.api("get"), "$SRV.PING", f"{STREAM}.INFO.ORDERS", f"{STREAM}.NAMES"]
+    for target in (TO_B, subjects.bucket_key("snap_nodes", B_TOKEN), "_R_.x.y"):
+        for question in questions:
+            await client.publish(question, b'{"attempt": 9}', reply=target)
+    # Questions are answered one after another, so these were dealt with before.
+    assert (await client.request(subjects.api("get"), b"honest", timeout=5)).data == b"honest"
+    await operator.client.flush()
+    assert await world.unchanged()
+
+
 async def test_a_service_answers_only_who_asked_it_and_once(world: World) -> None:
     agent = await world.server.client(User("agent", A))
     cli = await world.server.client(User("snapshotctl"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from snapshot_shared.bus import Bus
 from snapshot_shared.nats_client import BusClient
-from snapshot_shared.permissions import STREAMS, User, server_users
+from snapshot_shared.permissions import MAIN, STREAMS, User, server_accounts
 from snapshotctl.adapters.nkeys import public_key
 from tests.support.nats_server import running_nats_server
 
@@ -66,11 +66,10 @@ def seed_of(folder: Path, user: User | str) -> Path:
 async def keyed_server(folder: Path, users: Sequence[User]) -> AsyncIterator[KeyedServer]:
     """Run a server for these users, and close every connection to it at the end."""
     known = [(user, public_key(seed_of(folder, user))) for user in users]
-    root = {"nkey": public_key(seed_of(folder, "root"))}
+    accounts = server_accounts(known)
+    accounts[MAIN]["users"].append({"nkey": public_key(seed_of(folder, "root"))})
     configuration = folder / "nats.conf"
-    configuration.write_text(
-        f"authorization {{ users: {json.dumps([*server_users(known), root])} }}\n"
-    )
+    configuration.write_text(f"accounts: {json.dumps(accounts)}\n")
     arguments = ["--config", str(configuration)]
     async with (
         running_nats_server(folder / "nats", arguments=arguments) as server,

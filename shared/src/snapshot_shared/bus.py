@@ -174,6 +174,7 @@ class Bus:
         self._inbox = inbox
         self._user = inbox.removeprefix(INBOXES) if inbox.startswith(INBOXES) else name
         self._client: BusClient | None = None
+        self._is_patient = True
         self._closing = False
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
@@ -189,6 +190,7 @@ class Bus:
         return self
 
     async def _open(self, *, patiently: bool) -> None:
+        self._is_patient = patiently
         options: dict[str, Any] = {
             "servers": [self._url],
             "name": self._name,
@@ -252,8 +254,10 @@ class Bus:
                 return
 
     async def _on_error(self, error: Exception) -> None:
-        is_refusal = self._client is not None and self._client.take_violation(error)
-        level = logging.WARNING if is_refusal or _is_refusal(error) else logging.INFO
+        is_told = self._client is not None and self._client.take_violation(error)
+        # A command says it itself; a daemon that may not go on has only its log.
+        is_news = "violation" in str(error).lower() and self._is_patient and not is_told
+        level = logging.WARNING if is_news else logging.INFO
         log.log(level, "NATS, as %s: %s", self._user, error or type(error).__name__)
 
     async def _on_disconnected(self) -> None:

@@ -25,6 +25,8 @@ from snapshot_shared.errors import NotPermitted
 log = logging.getLogger(__name__)
 
 INBOXES = "_INBOX."
+_IMPORTED = "_R_."
+"""Begins the replies that a server makes up between accounts; no client may choose one."""
 
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 FLUSH_S = 10
@@ -45,9 +47,9 @@ class BusClient(Client):
         self._unheard: set[str] = set()
 
     def take_violation(self, error: Exception) -> bool:
-        """End what waits for a subject that the server forbids. False when it says another thing.
+        """End what waits for a subject that the server forbids. False when nothing waited for it.
 
-        Every subscription is below a subject of its own, so its name is kept for `check_heard`.
+        The subject of a subscription is kept for `check_heard`.
         """
         found = _VIOLATION.search(str(error))
         if found is None:
@@ -55,10 +57,11 @@ class BusClient(Client):
         kind, subject = found.groups()
         if kind == "subscription":
             self._unheard.add(subject)
+        waiting = self._asking.get(subject, ())
         now = asyncio.get_running_loop().time()
-        for scope in self._asking.get(subject, ()):
+        for scope in waiting:
             scope.reschedule(now)
-        return True
+        return bool(waiting)
 
     def check_heard(self, subject: str) -> None:
         """NotPermitted when the server has refused a subscription to this subject."""
@@ -160,7 +163,7 @@ class InboxAnswers:
         """Subscribe; a question whose answer would go elsewhere is dropped."""
 
         async def take(message: Msg) -> None:
-            if cb is None or not message.reply.startswith(INBOXES):
+            if cb is None or not message.reply.startswith((INBOXES, _IMPORTED)):
                 log.warning("a question on %s wants no inbox: %s", subject, message.reply)
                 return
             await cb(message)

@@ -32,6 +32,11 @@ STREAMS = (
     ),
 )
 
+MAIN = "SNAPBACK"
+"""The account with the streams, of all users but viewers."""
+
+VIEWERS = "SNAPBACK_VIEWERS"
+
 ANSWER_S = 10
 """How long after a question its answer may be sent, in seconds."""
 
@@ -93,9 +98,34 @@ def allowed(user: User) -> Allowed:
     return found._replace(subscribe=(f"{user.inbox}.>", *found.subscribe))
 
 
-def server_users(keys: Sequence[tuple[User, str]]) -> list[dict[str, Any]]:
-    """Give the `users` of nats-server's `authorization`, from users and their public nkeys."""
-    return [_server_user(user, key) for user, key in keys]
+def server_accounts(keys: Sequence[tuple[User, str]]) -> dict[str, Any]:
+    """Give the `accounts` of nats-server, from users and their public nkeys.
+
+    Viewers have an account apart, which imports exactly what is in their lists. Whoever asks
+    chooses the reply subject, and JetStream answers to any; from an account apart the answer can
+    only go back there.
+    """
+    viewer = allowed(User("viewer"))
+    questions = [subject for subject in viewer.publish if not subject.startswith("$SYS.")]
+    told = [subject for subject in viewer.subscribe if not subject.startswith("_INBOX.")]
+    guests = [VIEWERS]
+    return {
+        MAIN: {
+            "jetstream": "enabled",
+            "users": [_server_user(user, key) for user, key in keys if user.role != "viewer"],
+            "exports": [
+                *({"service": s, "accounts": guests, "response": "stream"} for s in questions),
+                *({"stream": s, "accounts": guests} for s in told),
+            ],
+        },
+        VIEWERS: {
+            "users": [_server_user(user, key) for user, key in keys if user.role == "viewer"],
+            "imports": [
+                *({"service": {"account": MAIN, "subject": s}} for s in questions),
+                *({"stream": {"account": MAIN, "subject": s}} for s in told),
+            ],
+        },
+    }
 
 
 def _server_user(user: User, key: str) -> dict[str, Any]:

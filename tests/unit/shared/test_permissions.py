@@ -8,7 +8,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import BUCKETS, STREAMS
 from snapshot_shared.ids import NodeName
 from snapshot_shared.permissions import STREAMS as KNOWN
-from snapshot_shared.permissions import User, allowed, server_users, users_of
+from snapshot_shared.permissions import User, allowed, server_accounts, users_of
 
 A, B = NodeName("node-a"), NodeName("node.b")
 USERS = users_of([A, B])
@@ -86,7 +86,10 @@ def test_a_viewer_publishes_only_questions() -> None:
 
 
 def test_every_grant_to_publish_is_an_allowance_and_no_wildcard_of_everything() -> None:
-    for user in server_users([(user, "U") for user in USERS]):
+    accounts = server_accounts([(user, "U") for user in USERS])
+    users = [user for account in accounts.values() for user in account["users"]]
+    assert len(users) == len(USERS)
+    for user in users:
         permissions = user["permissions"]
         assert set(permissions["publish"]) == set(permissions["subscribe"]) == {"allow"}
         granted = permissions["publish"]["allow"] + permissions["subscribe"]["allow"]

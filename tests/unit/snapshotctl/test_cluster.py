@@ -81,8 +81,9 @@ def test_a_path_cannot_break_out_of_the_configuration() -> None:
 
 def test_every_user_has_a_key_and_a_list_and_nobody_else_gets_in() -> None:
     text = plans.nats_configuration("x", PLACES, KEYS)
-    users = json.loads(text.partition("users: ")[2].rpartition("}")[0])
-    assert [user["nkey"] for user in users] == [key for _, key in KEYS]
+    accounts = json.loads(text.partition("accounts: ")[2])
+    users = [user for account in accounts.values() for user in account["users"]]
+    assert {user["nkey"] for user in users} == {key for _, key in KEYS}
     assert all(user["permissions"]["publish"]["allow"] for user in users)
     assert all(user["permissions"]["subscribe"]["allow"] for user in users)
     assert "no_auth_user" not in text

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from snapshot_shared.ids import NodeName
-from snapshot_shared.permissions import User, server_users
+from snapshot_shared.permissions import User, server_accounts
 from snapshotctl.domain.servers import Server
 
 RECORD = "cluster.json"
@@ -206,7 +206,7 @@ def nats_configuration(name: str, places: Places, keys: Sequence[tuple[User, str
     `keys` has the public nkey of each user; nobody else gets in.
     """
     store, ports = (_quoted(places.nats / folder) for folder in ("store", "ports"))
-    users = msgspec.json.format(msgspec.json.encode(server_users(keys)), indent=2).decode()
+    accounts = msgspec.json.format(msgspec.json.encode(server_accounts(keys)), indent=2).decode()
     return f"""\
 server_name: {_quoted(CONTEXT_PREFIX + name)}
 listen: "127.0.0.1:-1"
@@ -218,9 +218,7 @@ jetstream {{
   max_file_store: 4GB
   max_memory_store: 256MB
 }}
-authorization {{
-  users: {users}
-}}
+accounts: {accounts}
 """
 
 
