@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from snapshot_operator.adapters.nats_bus import NatsOrders
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound, NotPermitted
 from snapshot_shared.ids import NodeName, OrderId, token
+from snapshot_shared.objects import OrderStatus
 from snapshot_shared.permissions import User, users_of
 from snapshotctl.adapters.nkeys import public_key
 from tests.support.keyed_server import KeyedServer, everything, keyed_server
@@ -277,6 +279,33 @@ async def test_the_operator_does_not_carry_a_message_where_only_it_may_send(worl
     assert answer.data == b"honest"
     await operator.client.flush()
     assert await world.unchanged()
+
+
+async def test_an_order_that_an_acknowledgement_has_replaced_is_published_again(
+    world: World,
+) -> None:
+    client = await world.server.client(User("agent", A))
+    waiting = subjects.order(B, "gms", OTHER)
+    operator = await world.server.bus(User("operator"))
+    orders = NatsOrders(operator)
+    order = OrderStatus(
+        order=OTHER,
+        verb="save",
+        attempt=1,
+        node=B,
+        service="gms",
+        payload={"attempt": 1},
+        ordered_at=0.0,
+        deadline=1.0,
+    )
+    await orders.publish(order)
+    async with asyncio.timeout(10), world.root.listening(waiting) as replaced:
+        await client.publish(subjects.report(A, ORDER, "dumped"), b"{}", reply=waiting)
+        assert b"REPORTS" in (await replaced.get()).data
+    await orders.publish(order)
+    found = await operator.last(subjects.ORDERS, waiting)
+    assert found is not None
+    assert json.loads(found[1]) == {"attempt": 1}
 
 
 async def test_nothing_that_answers_a_viewer_reaches_a_stream(world: World) -> None:
