@@ -11,8 +11,8 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -30,6 +30,9 @@ _IMPORTED = "_R_."
 
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 FLUSH_S = 10
+ANSWER_S = 5.0
+
+T = TypeVar("T")
 
 _PAGE = 256
 _END_OF_PAGE, _NO_MESSAGES, _NO_RESPONDERS = "204", "404", "503"
@@ -68,23 +71,22 @@ class BusClient(Client):
         if subject.lower() in self._unheard:
             raise self._refusal(subject, "listen to")
 
-    @contextlib.asynccontextmanager
-    async def asking(self, subject: str) -> AsyncIterator[None]:
-        """Publish and wait in the block. NotPermitted as soon as the server forbids the subject."""
+    async def _unless_refused(self, subject: str, work: Awaitable[T]) -> T:
+        """Publish and wait for answers. NotPermitted as soon as the server forbids the subject."""
         key = subject.lower()
-        scopes = self._asking.setdefault(key, set())
         scope = asyncio.timeout(None)
+        self._asking.setdefault(key, set()).add(scope)
         try:
             async with scope:
-                scopes.add(scope)
-                yield
+                return await work
         except TimeoutError:
             if scope.expired():
                 raise self._refusal(subject, "publish to") from None
             raise
         finally:
+            scopes = self._asking[key]
             scopes.discard(scope)
-            if not scopes and self._asking.get(key) is scopes:
+            if not scopes:
                 del self._asking[key]
 
     def _refusal(self, subject: str, what: str) -> NotPermitted:
@@ -103,8 +105,7 @@ class BusClient(Client):
 
     async def request(self, subject: str, *args: Any, **kwargs: Any) -> Msg:
         """Ask as nats-py does. NotPermitted when this user may not."""
-        async with self.asking(subject):
-            return await super().request(subject, *args, **kwargs)
+        return await self._unless_refused(subject, super().request(subject, *args, **kwargs))
 
     async def stored(self, stream: str, filter_: str) -> list[Msg]:
         """Read what a stream holds now on the subjects that match, oldest first.
@@ -127,24 +128,32 @@ class BusClient(Client):
         request = {"seq": sequence, "batch": _PAGE, "next_by_subj": filter_}
         inbox = self.new_inbox()
         source = await self.subscribe(inbox)
-        found: list[Msg] = []
+
+        async def ask() -> tuple[list[Msg], int]:
+            await self.publish(subject, json.dumps(request).encode(), reply=inbox)
+            return await _collect(source)
+
         try:
-            async with self.asking(subject):
-                await self.publish(subject, json.dumps(request).encode(), reply=inbox)
-                while True:
-                    message = await source.next_msg(timeout=5)
-                    status = _header(message, "Status")
-                    if not status:
-                        found.append(message)
-                    elif status in (_END_OF_PAGE, _NO_MESSAGES):
-                        return found, int(_header(message, "Nats-Num-Pending") or 0)
-                    elif status == _NO_RESPONDERS:
-                        raise nats.js.errors.NoStreamResponseError
-                    else:
-                        raise nats.errors.Error(f"{status} {_header(message, 'Description')}")
+            return await self._unless_refused(subject, ask())
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await source.unsubscribe()
+
+
+async def _collect(source: Subscription) -> tuple[list[Msg], int]:
+    """Take the messages of one page; give how many are left behind it."""
+    found: list[Msg] = []
+    while True:
+        message = await source.next_msg(timeout=ANSWER_S)
+        status = _header(message, "Status")
+        if not status:
+            found.append(message)
+        elif status in (_END_OF_PAGE, _NO_MESSAGES):
+            return found, int(_header(message, "Nats-Num-Pending") or 0)
+        elif status == _NO_RESPONDERS:
+            raise nats.js.errors.NoStreamResponseError
+        else:
+            raise nats.errors.Error(f"{status} {_header(message, 'Description')}")
 
 
 class InboxAnswers:
