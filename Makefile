@@ -29,7 +29,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast cover chaos crash-points scenarios contract-servers flips hostile demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -124,11 +124,16 @@ cover: $(STAMP) ## The same as test, with a table of the lines it missed
 scenarios: $(STAMP) ## Run seeded faults in simulated worlds (SEEDS=2000, FIRST=0, SEED=n tells one)
 	@$(BIN)/python -m tests.scenario.run $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) \
 		$(if $(FIRST),--first $(FIRST))
+
 flips: $(STAMP) ## Flip 10,000 bits of artifacts and journals (FLIPS=, SEED=)
 	FLIPS=$(or $(FLIPS),10000) $(BIN)/pytest --timeout 600 tests/scenario/test_flips.py
 
 hostile: $(STAMP) ## Read 10,000 hostile manifests, orders and frames each (EXAMPLES=)
 	EXAMPLES=$(or $(EXAMPLES),10000) $(BIN)/pytest --timeout 600 tests/scenario/test_hostile.py
+
+killed-clients: $(STAMP) ## Kill a thousand clients of the GPU memory service (COUNT=1000, SEED=1)
+	KILLED_CLIENTS=$(or $(COUNT),1000) KILLED_CLIENTS_SEED=$(or $(SEED),1) \
+		$(BIN)/pytest --durations=1 tests/integration/gms/test_killed_clients.py
 
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)

@@ -138,6 +138,35 @@ async def test_an_order_is_accepted_carried_out_and_reported(desk: Desk) -> None
     assert desk.handler.log == ["tombstone", "remove"]
 
 
+async def test_a_good_order_after_poison_of_the_same_id_and_attempt_is_heard_of(
+    desk: Desk,
+) -> None:
+    async with desk.courier():
+        await desk.send(encode_json(order(node="node-2")))
+        assert [report.kind for report in await desk.reports("rejected")] == ["rejected"]
+        await desk.send(order())
+        found = await desk.reports("deleted")
+    assert [report.kind for report in found] == ["accepted", "deleted"]
+
+
+async def test_whoever_guesses_the_number_of_a_report_cannot_keep_it_from_being_stored(
+    desk: Desk,
+) -> None:
+    elsewhere = subjects.report(NodeName("node-2"), OrderId(ORDER), "accepted")
+    guess = encode_json(
+        Report(order=ORDER, attempt=1, n=1, kind="accepted", node="node-2", service="agent", at=0.0)
+    )
+    await desk.bus.publish(elsewhere, guess, message_id=f"{ORDER}.1.1")
+    async with desk.courier():
+        await desk.send(order())
+        found = await desk.reports("deleted")
+    assert [(report.node, report.kind) for report in found] == [
+        ("node-2", "accepted"),
+        (NODE, "accepted"),
+        (NODE, "deleted"),
+    ]
+
+
 @pytest.mark.parametrize(
     "poison",
     [

@@ -1,4 +1,4 @@
-"""NATS, in one place: the only importer of `nats`.
+"""NATS, in one place: with its client the only importer of `nats`.
 
 It reconnects for ever, rebuilds a connection that was closed for any reason, buffers nothing while
 disconnected, and keeps streams, buckets and durables in existence. Everything it carries can be
@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-import nats
 import nats.errors
 import nats.js.errors
 import nats.micro
@@ -32,12 +32,21 @@ from nats.js.api import (
 from nats.micro.service import ServiceConfig
 
 from snapshot_shared import subjects
-from snapshot_shared.errors import BusUnavailable, Conflict, NotFound, SnapbackError
+from snapshot_shared.errors import (
+    BusUnavailable,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    SnapbackError,
+)
+from snapshot_shared.nats_client import INBOXES, BusClient, InboxAnswers
 
 log = logging.getLogger(__name__)
 
 WRONG_LAST_SEQUENCE = 10071
 NO_MESSAGE_FOUND = 10057
+KV_OPERATION = "KV-Operation"
 FETCH_S = 20.0
 REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
@@ -48,6 +57,8 @@ ENSURE_EVERY_S = 30.0
 ENSURE_AGAIN_S = 1.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
+DEDUPLICATE_S = 120.0
+SEED_CHARACTERS = 58
 
 Handler = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 
@@ -106,10 +117,28 @@ STREAMS: tuple[StreamConfig, ...] = (
 )
 
 BUCKETS: tuple[KeyValueConfig, ...] = (
-    KeyValueConfig(bucket=subjects.NODES_BUCKET, history=1, ttl=PRESENCE_TTL_S),
-    KeyValueConfig(bucket=subjects.OBJECTS_BUCKET, history=1),
-    KeyValueConfig(bucket=subjects.SCHEMAS_BUCKET, history=1),
+    KeyValueConfig(bucket=subjects.NODES_BUCKET, history=1, ttl=PRESENCE_TTL_S, direct=True),
+    KeyValueConfig(bucket=subjects.OBJECTS_BUCKET, history=1, direct=True),
+    KeyValueConfig(bucket=subjects.SCHEMAS_BUCKET, history=1, direct=True),
 )
+
+
+def stream_of(bucket: KeyValueConfig) -> StreamConfig:
+    """Describe the stream behind a bucket.
+
+    As nats-py does, but without rollups: with one, whoever may write one key could wipe them all.
+    """
+    return StreamConfig(
+        name=subjects.stream_of_bucket(bucket.bucket),
+        subjects=[subjects.bucket_key(bucket.bucket, ">")],
+        discard=DiscardPolicy.NEW,
+        max_msgs_per_subject=bucket.history,
+        max_age=bucket.ttl,
+        duplicate_window=min(bucket.ttl or DEDUPLICATE_S, DEDUPLICATE_S),
+        deny_delete=True,
+        allow_rollup_hdrs=False,
+        allow_direct=bucket.direct,
+    )
 
 
 class Delivery(NamedTuple):
@@ -130,18 +159,28 @@ class Bus:
     """A connection that does not end until `close`."""
 
     def __init__(
-        self, url: str, name: str, *, credentials: str | None = None, replicas: int = 1
+        self,
+        url: str,
+        name: str,
+        *,
+        credentials: str | None = None,
+        inbox: str = INBOXES.rstrip("."),
+        replicas: int = 1,
     ) -> None:
-        """Remember where to connect; `credentials` is the path of an nkey seed.
+        """Remember where to connect.
 
-        `url` may name the servers of a cluster, separated by commas. Streams and buckets are kept
-        by `replicas` of them.
+        `url` may name the servers of a cluster, separated by commas. `credentials` is the path of
+        an nkey seed, and `inbox` the prefix below which its user may hear answers
+        (`permissions.User.inbox`). Streams and buckets are kept by `replicas` of the servers.
         """
         self._url = url
         self._replicas = replicas
         self._name = name
         self._credentials = credentials
-        self._client: Client | None = None
+        self._inbox = inbox
+        self._user = inbox.removeprefix(INBOXES) if inbox.startswith(INBOXES) else name
+        self._client: BusClient | None = None
+        self._is_patient = True
         self._closing = False
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
@@ -157,6 +196,7 @@ class Bus:
         return self
 
     async def _open(self, *, patiently: bool) -> None:
+        self._is_patient = patiently
         options: dict[str, Any] = {
             "servers": self._url.split(","),
             "name": self._name,
@@ -171,18 +211,29 @@ class Bus:
             "disconnected_cb": self._on_disconnected,
             "reconnected_cb": self._on_reconnected,
             "closed_cb": self._on_closed,
+            "inbox_prefix": self._inbox,
         }
         if self._credentials:
-            options["nkeys_seed"] = self._credentials
+            options["nkeys_seed"] = _checked_seed(self._credentials)
+        client = BusClient(self._user)
         try:
             # nats-py tries for ever by itself; a command has to come back.
             async with asyncio.timeout(None if patiently else IMPATIENCE_S):
-                self._client = await nats.connect(**options)
+                await client.connect(**options)
         except (nats.errors.Error, OSError, TimeoutError) as error:
+            with contextlib.suppress(Exception):
+                await client.close()
+            if _is_refusal(error):
+                with_what = self._credentials or "no nkey"
+                raise NotPermitted(
+                    f"NATS at {self._url} does not let {self._user} in with {with_what}",
+                    user=self._user,
+                ) from error
             raise BusUnavailable(
                 f"no NATS server answers at {self._url}: {error or type(error).__name__}",
                 url=self._url,
             ) from error
+        self._client = client
         self._lost.clear()
         self._connected.set()
         for service in self._services:
@@ -209,7 +260,11 @@ class Bus:
                 return
 
     async def _on_error(self, error: Exception) -> None:
-        log.info("NATS: %s", error or type(error).__name__)
+        is_told = self._client is not None and self._client.take_violation(error)
+        # A command says it itself; a daemon that may not go on has only its log.
+        is_news = "violation" in str(error).lower() and self._is_patient and not is_told
+        level = logging.WARNING if is_news else logging.INFO
+        log.log(level, "NATS, as %s: %s", self._user, error or type(error).__name__)
 
     async def _on_disconnected(self) -> None:
         self._connected.clear()
@@ -242,7 +297,7 @@ class Bus:
         await self._connected.wait()
 
     @property
-    def client(self) -> Client:
+    def client(self) -> BusClient:
         """Give the client of nats-py. BusUnavailable before `connect`."""
         if self._client is None:
             raise BusUnavailable("not connected yet")
@@ -267,7 +322,7 @@ class Bus:
         BusUnavailable when JetStream does not answer, as while its servers choose a leader.
         """
         stream = self.client.jetstream(timeout=REQUEST_S)
-        for wanted in STREAMS:
+        for wanted in (*STREAMS, *map(stream_of, BUCKETS)):
             config = wanted.evolve(num_replicas=self._replicas)
             try:
                 found = (await stream.stream_info(config.name or "")).config
@@ -278,9 +333,6 @@ class Bus:
                 raise _unavailable(error, f"look at stream {config.name}") from error
             if _differs(config, found):
                 await _translating(stream.update_stream(config), f"update stream {config.name}")
-        for wanted_bucket in BUCKETS:
-            bucket = wanted_bucket.evolve(replicas=self._replicas)
-            await _translating(stream.create_key_value(bucket), f"create bucket {bucket.bucket}")
 
     async def keep_assets(self) -> None:
         """Ensure the assets now, after each reconnection and every 30 s, for ever.
@@ -425,27 +477,13 @@ class Bus:
         async def tell(_message: Msg) -> None:
             elected.set()
 
-        subject = f"$JS.EVENT.ADVISORY.CONSUMER.LEADER_ELECTED.{stream}.{durable}"
+        subject = subjects.elections(stream, durable)
         return await self.client.subscribe(subject, cb=tell)
 
     async def replay(self, stream: str, filter_: str) -> list[Delivery]:
         """Read what a stream holds now on the subjects that match, oldest first."""
-        if not await self.subjects_in(stream, filter_):
-            return []
-        manager = self.client.jetstream(timeout=REQUEST_S)
-        source = await manager.subscribe(filter_, stream=stream, ordered_consumer=True)
-        found: list[Delivery] = []
-        try:
-            while True:
-                message = await source.next_msg(timeout=2)
-                found.append(_delivery(message))
-                if message.metadata.num_pending == 0:
-                    return found
-        except nats.errors.TimeoutError:
-            return found
-        finally:
-            with contextlib.suppress(Exception):
-                await source.unsubscribe()
+        found = await _translating(self.client.stored(stream, filter_), f"read {stream}")
+        return [_stored_delivery(message) for message in found]
 
     @contextlib.asynccontextmanager
     async def listening(self, subject: str) -> AsyncIterator[asyncio.Queue[Delivery]]:
@@ -464,6 +502,7 @@ class Bus:
         subscription = await self.client.subscribe(subject, cb=take)
         try:
             await self._settle()
+            self.client.check_heard(subject)
             yield queue
         finally:
             with contextlib.suppress(nats.errors.Error):
@@ -482,25 +521,21 @@ class Bus:
 
     async def put(self, bucket: str, key: str, value: bytes) -> None:
         """Write a key of a bucket."""
-        store = await _translating(
-            self.client.jetstream(timeout=REQUEST_S).key_value(bucket), f"bucket {bucket}"
-        )
-        await _translating(store.put(key, value), f"put {bucket}/{key}")
+        await self.publish(subjects.bucket_key(bucket, key), value)
 
     async def remove(self, bucket: str, key: str) -> None:
         """Delete a key of a bucket; absent is success."""
-        store = await _translating(
-            self.client.jetstream(timeout=REQUEST_S).key_value(bucket), f"bucket {bucket}"
-        )
-        await _translating(store.delete(key), f"delete {bucket}/{key}")
+        await self.publish(subjects.bucket_key(bucket, key), b"", headers={KV_OPERATION: "DEL"})
 
     async def entries(self, bucket: str) -> dict[str, bytes]:
         """Read every live key of a bucket."""
-        store = await _translating(
-            self.client.jetstream(timeout=REQUEST_S).key_value(bucket), f"bucket {bucket}"
-        )
-        found: dict[str, bytes] = await _translating(_read_all(store), f"read bucket {bucket}")
-        return found
+        prefix = subjects.bucket_key(bucket, "")
+        stream = subjects.stream_of_bucket(bucket)
+        return {
+            message.subject.removeprefix(prefix): message.data
+            for message in await self.replay(stream, f"{prefix}>")
+            if KV_OPERATION not in message.headers
+        }
 
     async def watch_subjects(self, subject: str) -> AsyncIterator[Delivery]:
         """Yield core NATS messages on a subject, for ever (KV writes are seen so too)."""
@@ -546,7 +581,8 @@ class Bus:
         self, name: str, version: str, metadata: dict[str, str], endpoints: dict[str, Handler]
     ) -> None:
         config = ServiceConfig(name=name, version=version, metadata=metadata)
-        service = await nats.micro.add_service(self.client, config)
+        client = cast("Client", InboxAnswers(self.client))
+        service = await nats.micro.add_service(client, config)
         for subject, handler in endpoints.items():
             endpoint_name = subject.replace(".", "-")
             await service.add_endpoint(
@@ -586,19 +622,26 @@ def _delivery(message: Msg) -> Delivery:
     return Delivery(message.subject, sequence, message.data, message.headers or {}, message)
 
 
-async def _read_all(store: Any) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    async with asyncio.timeout(REQUEST_S):
-        watcher = await store.watchall(ignore_deletes=True)
-        try:
-            async for entry in watcher:
-                if entry is None:
-                    break
-                found[entry.key] = entry.value or b""
-        finally:
-            with contextlib.suppress(Exception):
-                await watcher.stop()
-    return found
+def _stored_delivery(message: Msg) -> Delivery:
+    """Read the headers that a stored message comes with; it cannot be acked."""
+    headers = dict(message.headers or {})
+    subject, sequence = headers["Nats-Subject"], int(headers["Nats-Sequence"])
+    return Delivery(subject, sequence, message.data, headers, message)
+
+
+def _checked_seed(path: str) -> str:
+    """Give back the path of an nkey seed. InvalidInput when it cannot be used."""
+    try:
+        seed = Path(path).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the nkey seed {path} cannot be read: {error}", path=path) from error
+    if not seed.startswith("SU") or len(seed) != SEED_CHARACTERS:
+        raise InvalidInput(f"{path} holds no nkey seed of a user", path=path)
+    return path
+
+
+def _is_refusal(error: BaseException) -> bool:
+    return "authorization violation" in str(error).lower()
 
 
 def _differs(wanted: StreamConfig, found: StreamConfig) -> bool:
@@ -610,6 +653,8 @@ def _differs(wanted: StreamConfig, found: StreamConfig) -> bool:
         "discard",
         "max_msgs",
         "num_replicas",
+        "allow_direct",
+        "allow_rollup_hdrs",
     )
     return any(
         getattr(wanted, field) is not None and getattr(wanted, field) != getattr(found, field)

@@ -31,7 +31,7 @@ from snapshot_shared.errors import (
     WrongNode,
     failure_of,
 )
-from snapshot_shared.ids import NodeName, OrderId, owner_of, verb_of
+from snapshot_shared.ids import NodeName, OrderId, owner_of, short_hash, verb_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import (
     Accepted,
@@ -420,10 +420,14 @@ class Courier:
                         self._outbox.put_nowait(report)
 
     async def _publish(self, report: Report, *, again: str = "") -> None:
+        payload = encode_json(report)
+        # The ids of a stream are those of all nodes. With what it says in it, an id can neither be
+        # taken by another node nor by the refusal of a bad order.
+        said = short_hash(payload.decode())
         await self.bus.publish(
             subjects.report(self.node, OrderId(report.order), report.kind),
-            encode_json(report),
-            message_id=f"{report.order}.{report.attempt}.{report.n}{again}",
+            payload,
+            message_id=f"{report.order}.{report.attempt}.{report.n}.{said}{again}",
         )
 
     async def tombstone(self, subject: str, attempt: int) -> None:

@@ -23,6 +23,7 @@ SnapbackError
 ├── NoSpace                   needed and free bytes
 ├── StorageFailed             the disk does not read or write any more
 ├── BusUnavailable            NATS does not answer
+│   └── NotPermitted          NATS refuses this user: names the subject
 ├── InjectedFault             a step that was told to fail, in the simulation
 └── Internal                  a defect of ours
 
@@ -269,6 +270,13 @@ class BusUnavailable(SnapbackError):
 
     retryable = True
     default_next_step = "check that nats-server runs with JetStream at the address given"
+
+
+class NotPermitted(BusUnavailable):
+    """NATS refuses this user, or this subject to it; `values`: subject, user."""
+
+    retryable = False
+    default_next_step = "use the nkey of a user who may; docs/architecture.md lists the users"
 
 
 class InjectedFault(SnapbackError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -26,8 +27,10 @@ def run(main: Main) -> int:
     """Run a service until SIGTERM or SIGINT and give its exit status.
 
     `main` gets an event that is set when the service has to stop. A SnapbackError ends with one
-    line on standard error and status 1.
+    line on standard error and status 1. What the service writes is for its own user alone, unless
+    it says otherwise.
     """
+    os.umask(0o077)
     try:
         asyncio.run(_with_signals(main))
     except SnapbackError as error:

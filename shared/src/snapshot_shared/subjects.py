@@ -46,6 +46,11 @@ def durable(node: NodeName, service: str) -> str:
     return f"{_service(service)}-{token(node)}"
 
 
+def elections(stream: str, durable_name: str) -> str:
+    """Subject on which the servers tell that a durable has a new leader."""
+    return f"$JS.EVENT.ADVISORY.CONSUMER.LEADER_ELECTED.{stream}.{durable_name}"
+
+
 def report(node: NodeName, order_id: OrderId, kind: str) -> str:
     """Subject of one report."""
     return f"snap.report.{token(node)}.{check_order_id(order_id)}.{kind}"
@@ -92,6 +97,16 @@ def object_key(plural: str, namespace: str | None, name: str) -> str:
     """Key of an object in the mirror for people."""
     space = check_label(namespace) if namespace else "-"
     return f"{check_label(plural)}.{space}.{token(name)}"
+
+
+def bucket_key(bucket: str, key: str) -> str:
+    """Subject on which a key of a bucket is written; `key` may be a wildcard to listen with."""
+    return f"$KV.{bucket}.{key}"
+
+
+def stream_of_bucket(bucket: str) -> str:
+    """Name of the stream that holds a bucket."""
+    return f"KV_{bucket}"
 
 
 def _service(service: str) -> str:

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from gms.adapters.admission import LeasePolicy
 from gms.adapters.grpc_api import GrpcServer
-from gms.adapters.lease_socket import LeasePolicy, LeaseServer
+from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import GRANULARITY, SimulatedDevice
 from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms

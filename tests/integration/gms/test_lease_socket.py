@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gms.adapters.lease_socket import LeasePolicy, LeaseServer
+from gms.adapters.admission import LeasePolicy
+from gms.adapters.lease_socket import LeaseServer
 from gms.handlers.sessions import LeaseSessions
 from gms.lease import Lease
 from gms.wire import Inbox, close_all, prepare, send
@@ -431,11 +433,19 @@ def test_a_client_too_many_is_told_so(launch: Any) -> None:
     first.detach()
 
 
-def test_the_sockets_are_for_the_owner_and_the_group_only(service: Any) -> None:
+def test_the_sockets_are_for_their_owner_alone(service: Any) -> None:
     for name in ("gms.sock", "gms-grpc.sock"):
         mode = (service.folder / name).stat().st_mode
         assert stat.S_ISSOCK(mode)
-        assert stat.S_IMODE(mode) == 0o660
+        assert stat.S_IMODE(mode) == 0o600
+
+
+def test_only_the_lease_socket_is_opened_to_a_shared_group(launch: Any) -> None:
+    service = launch(policy=LeasePolicy(group=os.getgid()))
+    lease, grpc = (service.folder / name for name in ("gms.sock", "gms-grpc.sock"))
+    assert stat.S_IMODE(lease.stat().st_mode) == 0o660
+    assert lease.stat().st_gid == os.getgid()
+    assert stat.S_IMODE(grpc.stat().st_mode) == 0o600
 
 
 @pytest.mark.root
@@ -451,6 +461,111 @@ def test_a_process_of_another_user_is_refused(service: Any) -> None:
 
     with in_background(as_nobody) as outcome, pytest.raises(Forbidden):
         outcome()
+
+
+def as_user(uid: int, groups: list[int], work: Callable[[], Any]) -> Any:
+    """Do something in a process of another user, whose exit status is the answer."""
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            os.setgroups(groups)
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            status = work()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.root
+def test_another_user_gets_in_only_by_the_shared_group(launch: Any) -> None:
+    service = launch(policy=LeasePolicy(group=61_000))
+    service.folder.chmod(0o711)
+    (service.folder / "gms.sock").chmod(0o666)
+
+    def connect() -> int:
+        try:
+            attach(service).detach()
+        except Forbidden:
+            return 13
+        return 0
+
+    assert as_user(65_534, [], connect) == 13
+    assert as_user(65_534, [61_001], connect) == 13
+    assert as_user(65_534, [61_000], connect) == 0
+    assert as_user(61_000, [], connect) == 0
+
+
+def test_ten_thousand_connections_leave_those_that_are_served_alone(launch: Any) -> None:
+    service = launch(policy=LeasePolicy(max_connections=32, max_of_user=24, handshake_s=30.0))
+    good = attach(service)
+    before = open_descriptors()
+    held: list[socket.socket] = []
+    refused = 0
+    for number in range(10_000):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(10)
+        sock.connect(str(service.folder / "gms.sock"))
+        if len(held) < 23:
+            held.append(sock)
+            continue
+        if number % 100 == 0:
+            reply = answer(sock)
+            assert isinstance(reply, ErrorReply)
+            assert (reply.reason, reply.retryable) == ("TooManySessions", True)
+            refused += 1
+        sock.close()
+    assert refused == 100 - 1
+    assert good.allocations() == []
+    for sock in held:
+        sock.close()
+    until(lambda: open_descriptors() <= before)
+    good.detach()
+    attach(service).detach()
+
+
+def test_sessions_that_may_still_have_memory_mapped_count_for_their_user(launch: Any) -> None:
+    service = launch(policy=LeasePolicy(max_of_user=3))
+    commit_one(service)
+    for _ in range(3):
+        lease = attach(service, "RO")
+        for run in lease.export(["a0"], Access.RO):
+            assert len(run) == 1
+        lease.close()
+    with pytest.raises(SnapbackError) as caught:
+        attach(service, "RO")
+    assert caught.value.to_failure().reason == "TooManySessions"
+
+
+def test_a_client_that_is_silent_or_stops_in_the_middle_has_two_seconds(service: Any) -> None:
+    begun = time.monotonic()
+    cut = encode_frame(
+        Attach(device=service.uuids[0], domain=MemoryDomain.KV, lock=LockMode.RO, deadline_s=9.0)
+    )[:-5]
+    with raw(service) as silent, raw(service) as halved:
+        send(halved, cut)
+        reply = answer(halved)
+        assert isinstance(reply, ErrorReply)
+        assert reply.reason == "InvalidMessage"
+        assert answer(halved) is None
+        reply = answer(silent)
+        assert isinstance(reply, ErrorReply)
+        assert reply.values == {"step": "handshake", "budget_s": 2.0}
+    assert 1.9 <= time.monotonic() - begun < 5.0
+
+
+def test_a_frame_over_the_limit_ends_the_connection_and_costs_no_memory(service: Any) -> None:
+    good = attach(service)
+    with raw(service) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * MIB)
+        with contextlib.suppress(OSError):
+            send(sock, b"x" * (MIB + 1))
+            reply = answer(sock)
+            assert isinstance(reply, ErrorReply)
+            assert reply.reason == "InvalidMessage"
+    assert good.allocations() == []
+    good.detach()
 
 
 def test_a_folder_has_one_server(service: Any) -> None:

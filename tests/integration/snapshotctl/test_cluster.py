@@ -43,6 +43,33 @@ def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> 
     assert cli.left(record["run"]) == []
 
 
+def test_every_user_has_a_seed_of_its_own_that_stays_in_its_file(cli: Cli) -> None:
+    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+    folder = cli.state() / "keys"
+    seeds = {path.stem: path.read_text().strip() for path in folder.iterdir()}
+    assert set(seeds) == {"operator", "agent-node-1", "gms-node-1", "snapshotctl", "viewer"}
+    assert len(set(seeds.values())) == len(seeds)
+    written = "".join(path.read_text() for path in cli.state().glob("**/*.conf"))
+    written += "".join(path.read_text() for path in (cli.state() / "logs").iterdir())
+    written += (cli.state() / "cluster.json").read_text()
+    assert not [name for name, seed in seeds.items() if seed in written]
+    # What nats-server says of its port is its own; the folder above it is closed.
+    others = [
+        path
+        for path in (cli.state(), *cli.state().rglob("*"))
+        if path.parent.name != "ports" and not path.is_symlink() and path.stat().st_mode & 0o077
+    ]
+    assert others == []
+
+    url = cli.record()["url"]
+    assert cli.ok("--server", url, "nodes").out
+    cli.environment |= {"NATS_NKEY": str(folder / "viewer.nk"), "NATS_URL": url}
+    cli.environment |= {"NATS_INBOX_PREFIX": "_INBOX.viewer"}
+    assert [node["node"]["metadata"]["name"] for node in cli.ok("nodes", "-o", "json").value()]
+    refused = cli.run("delete", "node", "node-1")
+    assert (refused.code, "viewer may not publish to snap.api.delete" in refused.err) == (4, True)
+
+
 def test_a_cluster_whose_processes_died_starts_again_on_the_same_state(cli: Cli) -> None:
     cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
     manifest = """

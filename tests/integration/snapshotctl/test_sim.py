@@ -14,6 +14,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import check_node
+from snapshot_shared.permissions import User
 from snapshotctl.adapters import processes
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain.cluster import ProcessRecord
@@ -60,7 +61,9 @@ def _status(cli: Cli) -> dict[str, Any]:
     """Ask the agent what it holds."""
 
     async def ask() -> bytes:
-        bus = Bus(cli.record()["url"], "test")
+        user = User("snapshotctl")
+        key = str(cli.state() / "keys" / f"{user.name}.nk")
+        bus = Bus(cli.record()["url"], "test", credentials=key, inbox=user.inbox)
         await bus.connect(patiently=False)
         try:
             return await bus.request(subjects.rpc(check_node("node-1"), "agent", "status"), b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from snapshot_shared.objects import is_true
 from snapshot_shared.orders import VectorEntry
@@ -231,6 +232,16 @@ async def test_the_sweep_publishes_what_the_stream_has_lost(world: World) -> Non
     world.orders.stream.clear()
     await world.controller.sweep_once()
     assert prepare.order in world.orders.stream
+
+
+async def test_the_sweep_looks_behind_the_subject_of_an_order_that_nobody_has_accepted(
+    world: World,
+) -> None:
+    await capturing(world)
+    (prepare,) = world.open("prepare")
+    world.orders.stream[prepare.order] = replace(prepare, attempt=0)
+    await world.controller.sweep_once()
+    assert world.orders.stream[prepare.order].attempt == prepare.attempt
 
 
 async def test_a_snapshot_deleted_while_it_waits_goes_and_lets_the_next_one_run(

@@ -1,9 +1,12 @@
 """A local cluster as values: its processes, its record, what it leaves behind."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from snapshot_shared.ids import NodeName
+from snapshot_shared.permissions import users_of
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterRecord, Found, Member, NodeSpec, Places, ProcessRecord
 
@@ -21,6 +24,7 @@ SETTING = plans.Setting(
         "SNAPBACK_OTLP_ENDPOINT": "http://otlp",
     },
 )
+KEYS = [(user, f"U{n}") for n, user in enumerate(users_of([NodeName("node-1")]))]
 NODE = NodeSpec(name="node-1", gpus=2, gpu_memory=1024)
 
 
@@ -65,14 +69,34 @@ def test_services_have_states_of_their_own_and_nodes_share_the_artifacts() -> No
 
 
 def test_the_bus_syncs_every_write_and_listens_on_loopback_alone() -> None:
-    text = plans.nats_configuration("x", PLACES)
+    text = plans.nats_configuration("x", PLACES, KEYS)
     assert "sync_interval: always" in text
     assert 'listen: "127.0.0.1:-1"' in text
 
 
 def test_a_path_cannot_break_out_of_the_configuration() -> None:
-    text = plans.nats_configuration("x", Places(Path('/a" b\n}'), Path("/k")))
+    text = plans.nats_configuration("x", Places(Path('/a" b\n}'), Path("/k")), KEYS)
     assert r'"/a\" b\n}/nats/store"' in text
+
+
+def test_every_user_has_a_key_and_a_list_and_nobody_else_gets_in() -> None:
+    text = plans.nats_configuration("x", PLACES, KEYS)
+    accounts = json.loads(text.partition("accounts: ")[2])
+    users = [user for account in accounts.values() for user in account["users"]]
+    assert {user["nkey"] for user in users} == {key for _, key in KEYS}
+    assert all(user["permissions"]["publish"]["allow"] for user in users)
+    assert all(user["permissions"]["subscribe"]["allow"] for user in users)
+    assert "no_auth_user" not in text
+
+
+def test_every_service_gets_the_seed_of_its_own_user() -> None:
+    programs = [plans.operator_program(SETTING), *plans.node_programs(SETTING, NODE)]
+    seeds = [program.environment["SNAPBACK_NATS_CREDENTIALS"] for program in programs]
+    assert seeds == [
+        "/s/keys/operator.nk",
+        "/s/keys/gms-node-1.nk",
+        "/s/keys/agent-node-1.nk",
+    ]
 
 
 def test_the_operator_ends_first_and_the_bus_last() -> None:

@@ -57,6 +57,19 @@ def test_the_default_cluster_is_found_by_its_record(environment: dict[str, str])
     assert where.find_server(None, None).url == record.url
 
 
+def test_the_address_of_a_local_cluster_is_reached_with_its_key(
+    environment: dict[str, str],
+) -> None:
+    where = Folders(environment)
+    _record(where, "other", "nats://127.0.0.1:8")
+    _record(where, "mine", "nats://127.0.0.1:9")
+    key = str(where.state("mine") / "keys" / "snapshotctl.nk")
+    assert where.find_server("127.0.0.1:9", None).credentials == key
+    assert where.find_server("127.0.0.1:7", None).credentials is None
+    named = Folders({**environment, "NATS_NKEY": "/k"})
+    assert named.find_server("127.0.0.1:9", None).credentials == "/k"
+
+
 def test_a_stopped_cluster_has_no_server(environment: dict[str, str]) -> None:
     where = Folders(environment)
     _record(where, "default", "")
@@ -91,9 +104,11 @@ def test_a_context_that_is_not_there_is_refused_by_name(
 
 def test_a_context_of_ours_is_read_like_any_other(environment: dict[str, str]) -> None:
     where = Folders(environment)
-    name = where.write_context("default", "nats://127.0.0.1:9")
+    name = where.write_context(_record(where, "default", "nats://127.0.0.1:9"))
     found = Folders({**environment, "NATS_CONTEXT": name}).find_server(None, None)
     assert found.url == "nats://127.0.0.1:9"
+    assert found.credentials == str(where.state("default") / "keys" / "snapshotctl.nk")
+    assert found.inbox == "_INBOX.snapshotctl"
     where.remove_context("default")
     where.remove_context("default")
 

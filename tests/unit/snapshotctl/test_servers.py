@@ -95,6 +95,22 @@ def test_the_nkey_of_a_context_is_used() -> None:
     assert _context(url="nats://a:1", nkey="/k").credentials == "/k"
 
 
+def test_an_address_is_reached_with_the_key_that_the_environment_names() -> None:
+    keys = {"NATS_NKEY": "/k", "NATS_INBOX_PREFIX": "_INBOX.viewer"}
+    expected = ("/k", "_INBOX.viewer")
+    for found in (
+        choose("a:1", None, keys, None),
+        choose(None, None, keys | {"NATS_URL": "a"}, ""),
+    ):
+        assert isinstance(found, Server)
+        assert (found.credentials, found.inbox) == expected
+
+
+def test_a_context_says_where_its_user_hears_answers() -> None:
+    assert _context(inbox_prefix="_INBOX.viewer").inbox == "_INBOX.viewer"
+    assert _context().inbox == "_INBOX.snapshotctl"
+
+
 def test_a_context_that_we_cannot_use_says_why() -> None:
     with pytest.raises(WrongArguments, match="creds"):
         _context(url="nats://a:1", creds="/c")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import sys
 import uuid
@@ -14,6 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from gms.adapters.admission import LeasePolicy
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
@@ -31,6 +33,7 @@ from snapshot_shared.faults import FaultPlan
 from snapshot_shared.frames import StatusRequest
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
+from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import NodeSettings, load
@@ -45,10 +48,15 @@ FLUSH_S = 2.0
 
 
 class GmsSettings(NodeSettings, frozen=True, kw_only=True):
-    """What GMS needs to know: how many simulated devices there are, and the bytes of each."""
+    """What GMS needs to know: how many simulated devices there are, and the bytes of each.
+
+    Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
+    other socket.
+    """
 
     devices: Annotated[int, Meta(ge=0, le=64)] = 2
     device_bytes: Annotated[int, Meta(ge=2**21, le=2**50)] = 4 * 2**30
+    lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -63,9 +71,10 @@ async def serve(stop: asyncio.Event) -> None:
     ]
     gms = Gms(node=settings.node, incarnation=str(uuid.uuid4()), devices=devices)
     telemetry = _telemetry(settings, SERVICE)
-    settings.socket_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_socket_folder(settings)
     control = GmsControl(gms)
-    lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry))
+    policy = LeasePolicy(group=settings.lease_group)
+    lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy)
     grpc = GrpcServer(settings.socket_dir, control)
     lease.start()
     try:
@@ -78,6 +87,14 @@ async def serve(stop: asyncio.Event) -> None:
         await gms.settled()
         for device in devices:
             device.close()
+
+
+def _make_socket_folder(settings: GmsSettings) -> None:
+    folder = settings.socket_dir
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if settings.lease_group is not None:
+        os.chown(folder, -1, settings.lease_group)
+        folder.chmod(0o750)
 
 
 def _allow_many_descriptors() -> None:
@@ -102,7 +119,12 @@ async def _serve_orders(
     transfers = _telemetry(settings, TRANSFER_SERVICE)
     settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     journal = Journal.open(settings.state_dir, now=clocks.wall())
-    bus = Bus(settings.nats_url, SERVICE, credentials=settings.nats_credentials)
+    bus = Bus(
+        settings.nats_url,
+        SERVICE,
+        credentials=settings.nats_credentials,
+        inbox=User("gms", node).inbox,
+    )
     orders = GmsOrders(
         gms,
         TransferProcesses(),

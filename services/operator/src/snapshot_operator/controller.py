@@ -482,8 +482,12 @@ class Controller:
                 await self._orders.remove(subject)
 
     async def _publish_again(self, order: OrderStatus, published: Container[str]) -> None:
-        """Publish what is missing; a later attempt may hide behind an earlier one's message."""
-        if order.order in published and order.attempt == 1:
+        """Publish what is missing.
+
+        A later attempt may hide behind an earlier one's message, and an order that nobody has
+        accepted behind one that is none.
+        """
+        if order.order in published and order.attempt == 1 and order.state != "ordered":
             return
         try:
             await self._orders.publish(order)

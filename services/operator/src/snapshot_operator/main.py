@@ -26,6 +26,7 @@ from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName, 
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.orders import Presence, Report
+from snapshot_shared.permissions import User
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import Common, load
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
@@ -60,6 +61,7 @@ async def serve(stop: asyncio.Event) -> None:
         "snap-operator",
         credentials=settings.nats_credentials,
         replicas=settings.nats_replicas,
+        inbox=User("operator").inbox,
     )
     await bus.connect()
     try:

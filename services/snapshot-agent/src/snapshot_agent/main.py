@@ -33,6 +33,7 @@ from snapshot_shared.faults import FaultPlan
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.orders import Presence, PresenceDevice
+from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import NodeSettings, load
@@ -63,7 +64,12 @@ class _Node:
             SERVICE, settings.node, VERSION, otlp_endpoint=settings.otlp_endpoint
         )
         self.journal = Journal.open(settings.state_dir, now=self.clocks.wall())
-        self.bus = Bus(settings.nats_url, SERVICE, credentials=settings.nats_credentials)
+        self.bus = Bus(
+            settings.nats_url,
+            SERVICE,
+            credentials=settings.nats_credentials,
+            inbox=User("agent", self.name).inbox,
+        )
         self.root = ArtifactRoot(settings.artifact_root)
         self.runtime = LocalProcesses()
         self.control = ControlDirectories()

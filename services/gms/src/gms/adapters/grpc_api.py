@@ -74,7 +74,7 @@ class GrpcServer:
         await self._server.start()
         if self._group is not None:
             os.chown(self.path, -1, self._group)
-        self.path.chmod(0o660)
+        self.path.chmod(0o600 if self._group is None else 0o660)
         for name in ("", GRPC_SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 

@@ -12,19 +12,17 @@ import fcntl
 import logging
 import os
 import socket
-import struct
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gms.adapters.admission import Admission, LeasePolicy, credentials
 from gms.domain.sessions import Peer, Session
 from gms.ports import Message, Sessions
 from gms.wire import Inbox, close_all, prepare, send
 from snapshot_shared.errors import (
     AlreadyExists,
     DeadlineExceeded,
-    Forbidden,
     InvalidMessage,
     SnapbackError,
     failure_of,
@@ -45,26 +43,12 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _SO_PEERPIDFD = 77
-_UCRED = struct.Struct("3i")
 
 T = TypeVar("T")
 
 
 class _ClientGone(Exception):
     """The other end closed the connection."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeasePolicy:
-    """Who may connect, and how many at once. Root and the server's own user always may.
-
-    `handshake_s` is how long a client may take to send Attach, `send_s` to read an answer.
-    """
-
-    group: int | None = None
-    max_connections: int = 1024
-    handshake_s: float = 2.0
-    send_s: float = 10.0
 
 
 class LeaseServer:
@@ -75,6 +59,7 @@ class LeaseServer:
         self.path = folder / LEASE_SOCKET
         self._sessions = sessions
         self._policy = policy or LeasePolicy()
+        self._admission = Admission(self._policy)
         self._listener: socket.socket | None = None
         self._lock = -1
         self._spare = -1
@@ -95,7 +80,7 @@ class LeaseServer:
         listener.bind(str(self.path))
         if self._policy.group is not None:
             os.chown(self.path, -1, self._policy.group)
-        self.path.chmod(0o660)
+        self.path.chmod(0o600 if self._policy.group is None else 0o660)
         listener.listen(_BACKLOG)
         self._listener = listener
         self._spare = _spare_descriptor()
@@ -148,8 +133,12 @@ class LeaseServer:
         try:
             prepare(sock)
             peer = process.of(sock)
-            self._check_admission(sock, peer)
-            await self._session(connection, peer, process)
+            self._admission.enter(sock, peer.uid)
+            try:
+                await self._session(connection, peer, process)
+            finally:
+                if not process.is_watched:
+                    self._admission.leave(peer.uid)
         except _ClientGone:
             pass
         except SnapbackError as error:
@@ -160,16 +149,6 @@ class LeaseServer:
         finally:
             sock.close()
             process.close()
-
-    def _check_admission(self, sock: socket.socket, peer: Peer) -> None:
-        gid = _UCRED.unpack(_peercred(sock))[2]
-        if peer.uid not in (0, os.geteuid()) and gid != self._policy.group:
-            raise Forbidden(f"user {peer.uid} may not use this GPU memory service", uid=peer.uid)
-        if len(self._clients) > self._policy.max_connections:
-            raise _TooManySessions(
-                f"{self._policy.max_connections} clients are connected already",
-                limit=self._policy.max_connections,
-            )
 
     async def _session(self, connection: _Connection, peer: Peer, process: _Process) -> None:
         request = await connection.handshake()
@@ -210,6 +189,7 @@ class LeaseServer:
             # The process was gone before we could take hold of it.
             self._sessions.process_ended(session)
             return
+        process.is_watched = True
         self._lingering[pidfd] = session
         asyncio.get_running_loop().add_reader(pidfd, self._process_ended, pidfd)
 
@@ -220,25 +200,21 @@ class LeaseServer:
     def _stop_watching(self, pidfd: int) -> Session:
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
-        return self._lingering.pop(pidfd)
-
-
-class _TooManySessions(SnapbackError):
-    """The server serves as many clients as it may."""
-
-    reason = "TooManySessions"
-    retryable = True
+        session = self._lingering.pop(pidfd)
+        self._admission.leave(session.peer.uid)
+        return session
 
 
 class _Process:
     """A pidfd of the process at the other end, until somebody takes it or it is closed."""
 
     def __init__(self) -> None:
+        self.is_watched = False
         self._pidfd = -1
 
     def of(self, sock: socket.socket) -> Peer:
         """Take hold of whoever connected."""
-        pid, uid, _ = _UCRED.unpack(_peercred(sock))
+        pid, uid, _ = credentials(sock)
         try:
             # Names the very process that connected, where the kernel (6.5) can; pids are reused.
             self._pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -353,10 +329,6 @@ class _Connection:
 def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _peercred(sock: socket.socket) -> bytes:
-    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
 
 
 def _spare_descriptor() -> int:

@@ -55,7 +55,7 @@ class Folders:
     def _resolve(self, choice: Choice) -> Server:
         match choice:
             case Server():
-                return choice
+                return choice if choice.credentials else self._with_key(choice)
             case ContextNamed(name, source):
                 return server_of_context(self._context(name, source), choice)
             case ClusterNamed(name, source):
@@ -67,7 +67,15 @@ class Folders:
                         + ("" if name == "default" else f" --name {name}")
                         + "; or name a server with --server, NATS_URL or a nats context",
                     )
-                return Server(record.url, f"local cluster {name}")
+                return plans.server_of(record)
+
+    def _with_key(self, server: Server) -> Server:
+        """Add our key when the address is that of a local cluster of this user."""
+        for state in self.states.iterdir() if self.states.is_dir() else ():
+            record = read_record(state)
+            if record is not None and record.url == server.url:
+                return server._replace(credentials=plans.server_of(record).credentials)
+        return server
 
     def _selected_context(self) -> str | None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -90,13 +98,19 @@ class Folders:
                 next_step="list the contexts with: nats context ls",
             ) from error
 
-    def write_context(self, cluster: str, url: str) -> str:
+    def write_context(self, record: ClusterRecord) -> str:
         """Describe a cluster to the nats CLI; give the name of the context."""
-        name = plans.CONTEXT_PREFIX + cluster
+        name = plans.CONTEXT_PREFIX + record.name
+        server = plans.server_of(record)
         path = self._context_file(name)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        body = {"description": f"Snapback local cluster {cluster}", "url": url}
-        _replace(path, msgspec.json.format(msgspec.json.encode(body), indent=2))
+        body = {
+            "description": f"Snapback local cluster {record.name}",
+            "url": server.url,
+            "nkey": server.credentials,
+            "inbox_prefix": server.inbox,
+        }
+        replace_file(path, msgspec.json.format(msgspec.json.encode(body), indent=2))
         return name
 
     def remove_context(self, cluster: str) -> None:
@@ -160,6 +174,13 @@ class Folders:
                         yield folder, run, Path(state) if state.startswith("/") else None
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder and all that is missing above it, for its owner alone."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def mark(sockets: Path, run: str, state: Path) -> None:
     """Say in a folder of sockets whose it is."""
     (sockets / plans.MARKER).write_text(f"{run}\n{state}\n", "utf-8")
@@ -177,7 +198,7 @@ def read_record(state: Path) -> ClusterRecord | None:
 def write_record(record: ClusterRecord) -> None:
     """Write `cluster.json` whole or not at all."""
     path = Path(record.state_dir) / plans.RECORD
-    _replace(path, msgspec.json.format(msgspec.json.encode(record), indent=2))
+    replace_file(path, msgspec.json.format(msgspec.json.encode(record), indent=2))
 
 
 def is_this_boot(record: ClusterRecord) -> bool:
@@ -242,7 +263,8 @@ def log_tail(log: Path) -> list[str]:
         return []
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, for its owner alone."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

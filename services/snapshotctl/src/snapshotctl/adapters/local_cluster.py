@@ -22,14 +22,14 @@ from msgspec.structs import replace
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound, SnapbackError
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, Node, is_true
-from snapshotctl.adapters import folders, inotify, processes
+from snapshot_shared.permissions import users_of
+from snapshotctl.adapters import folders, inotify, nkeys, processes
 from snapshotctl.adapters.folders import Folders
 from snapshotctl.adapters.operator_client import OperatorClient, connected
 from snapshotctl.adapters.processes import to_the_end
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec, Places, ProcessRecord, Program
 from snapshotctl.domain.exits import AlreadyRunning, StartFailed
-from snapshotctl.domain.servers import Server
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ class LocalCluster:
 
     async def _start_all(self, nodes: Sequence[NodeSpec]) -> None:
         since = time.time()
-        await self._start_nats()
+        await self._start_nats(nodes)
         self._say(f"nats-server listens at {self.record.url}")
         self._start(plans.operator_program(self._setting()))
         for node in nodes:
@@ -143,10 +143,13 @@ class LocalCluster:
         self._say("the operator answers")
         for node in nodes:
             self._announce(node)
-        self._where.write_context(self._name, self.record.url)
+        self._where.write_context(self.record)
 
     async def add_node(self, node: NodeSpec) -> None:
         since = time.time()
+        self._admit([*self.record.nodes, node])
+        if bus := self.record.process(plans.NATS):
+            processes.hang_up(bus)
         self._start_gms(node)
         await self._start_agent(node)
         await self._ready(node.name, self._nodes_ready([node], since), NODES_S)
@@ -193,7 +196,7 @@ class LocalCluster:
 
     async def _answers(self, node: str, service: str) -> None:
         """Wait until a service answers; what it asks of JetStream first says when to look."""
-        server = Server(self.record.url, f"local cluster {self._name}")
+        server = plans.server_of(self.record)
         async with connected(server, patiently=True) as client, client.api_used() as changes:
             while not await client.answers(node, service):
                 await changes.wait()
@@ -202,13 +205,23 @@ class LocalCluster:
         memory = node.gpu_memory // (1024 * 1024)
         self._say(f"{node.name} is ready: {node.gpus} simulated GPUs of {memory} MiB")
 
-    async def _start_nats(self) -> None:
+    def _admit(self, nodes: Sequence[NodeSpec]) -> Path:
+        """Write the configuration of nats-server, with the users of these nodes and no others."""
+        places = self._places
+        users = users_of(NodeName(node.name) for node in nodes)
+        keys = [(user, nkeys.public_key(places.key(user))) for user in users]
+        configuration = places.nats / "nats.conf"
+        folders.replace_file(
+            configuration, plans.nats_configuration(self._name, places, keys).encode()
+        )
+        return configuration
+
+    async def _start_nats(self, nodes: Sequence[NodeSpec]) -> None:
         places = self._places
         ports = places.nats / "ports"
         shutil.rmtree(ports, ignore_errors=True)
-        ports.mkdir(mode=0o700, parents=True)
-        configuration = places.nats / "nats.conf"
-        configuration.write_text(plans.nats_configuration(self._name, places), "utf-8")
+        folders.make_private(ports)
+        configuration = self._admit(nodes)
         environment = plans.base_environment(self._environment, self.record.run)
         program = Program(plans.NATS, (nats_server_binary(), "-c", str(configuration)), environment)
         async with inotify.watching(ports) as changes:
@@ -246,7 +259,7 @@ class LocalCluster:
 
     def _start(self, program: Program) -> None:
         if state := program.environment.get("SNAPBACK_STATE_DIR"):
-            Path(state).mkdir(mode=0o700, parents=True, exist_ok=True)
+            folders.make_private(Path(state))
         log = self._places.log(program.name)
         started = processes.spawn(program.name, program.arguments, program.environment, log)
         others = [known for known in self.record.processes if known.name != program.name]
@@ -257,7 +270,7 @@ class LocalCluster:
 
         Presence counts because the store of an older run may call a node ready that is not.
         """
-        server = Server(self.record.url, f"local cluster {self._name}")
+        server = plans.server_of(self.record)
         async with (
             connected(server, patiently=True) as client,
             client.buckets_changing() as changes,

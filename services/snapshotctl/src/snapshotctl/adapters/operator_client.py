@@ -26,6 +26,7 @@ from snapshot_shared.errors import (
     InvalidInput,
     InvalidMessage,
     NotFound,
+    NotPermitted,
     RemoteFailure,
 )
 from snapshot_shared.ids import NodeName, check_node, name_of
@@ -216,12 +217,18 @@ async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator
 
     With `patiently` the connection is built again whenever it is lost later on.
     """
-    bus = Bus(server.url, "snapshotctl", credentials=server.credentials)
+    bus = _bus(server)
     try:
         async with asyncio.timeout(CONNECT_S):
             await _open(bus, server, patiently=patiently)
     except TimeoutError:
         raise _unreachable(server, f"no answer within {CONNECT_S:.0f} s") from None
+    except NotPermitted as error:
+        raise NotPermitted(
+            f"{error.message.replace(server.url, shown(server.url))} (from {server.source})",
+            next_step="set NATS_NKEY to the path of a seed, or use --cluster or a nats context",
+            **error.values,
+        ) from error
     except BusUnavailable as error:
         raise _unreachable(server, error.message) from error
     try:
@@ -230,10 +237,14 @@ async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator
         await bus.close()
 
 
+def _bus(server: Server) -> Bus:
+    return Bus(server.url, "snapshotctl", credentials=server.credentials, inbox=server.inbox)
+
+
 async def _open(bus: Bus, server: Server, *, patiently: bool) -> None:
     if patiently:
         # A patient connection waits for ever; a first look tells at once that nobody is there.
-        probe = Bus(server.url, "snapshotctl", credentials=server.credentials)
+        probe = _bus(server)
         await probe.connect(patiently=False)
         await probe.close()
     await bus.connect(patiently=patiently)

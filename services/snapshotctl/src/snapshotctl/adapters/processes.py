@@ -177,6 +177,13 @@ def _opened(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
     return None
 
 
+def hang_up(record: ProcessRecord) -> None:
+    """Have a process read its configuration again; one that is gone is no error."""
+    if handle := opened(record):
+        handle.send(signal.SIGHUP)
+        handle.close()
+
+
 async def end(handles: Iterable[Handle], *, grace_s: float) -> None:
     """SIGTERM, then SIGKILL for whatever still runs after the grace; wait, and close all.
 

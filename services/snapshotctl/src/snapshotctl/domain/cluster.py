@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
+from snapshot_shared.ids import NodeName
+from snapshot_shared.permissions import User, server_accounts
+from snapshotctl.domain.servers import Server
 
 RECORD = "cluster.json"
 MARKER = "cluster"
@@ -62,6 +66,13 @@ class ClusterRecord(
         return next((found for found in self.processes if found.name == name), None)
 
 
+def server_of(record: ClusterRecord) -> Server:
+    """Say where the bus of a running cluster is, and how a person gets in."""
+    places = Places(Path(record.state_dir), Path(record.socket_dir))
+    seed = places.key(User("snapshotctl"))
+    return Server(record.url, f"local cluster {record.name}", str(seed))
+
+
 class Program(NamedTuple):
     """One process to start."""
 
@@ -90,6 +101,10 @@ class Places(NamedTuple):
     def nats(self) -> Path:
         """The folder of nats-server."""
         return self.state / "nats"
+
+    def key(self, user: User) -> Path:
+        """The nkey seed of one user of NATS."""
+        return self.state / "keys" / f"{user.name}.nk"
 
     @property
     def record(self) -> Path:
@@ -148,13 +163,13 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
 
 def operator_program(setting: Setting) -> Program:
     """Describe the operator."""
-    environment = _service(setting, setting.places.state / OPERATOR)
+    environment = _service(setting, User("operator"), setting.places.state / OPERATOR)
     return Program(OPERATOR, (setting.python, "-P", "-m", "snapshot_operator.main"), environment)
 
 
 def node_programs(setting: Setting, node: NodeSpec) -> tuple[Program, Program]:
     """Describe a node: its GPU memory service and its agent."""
-    places = setting.places
+    places, name = setting.places, NodeName(node.name)
     shared = {
         "SNAPBACK_NODE": node.name,
         "SNAPBACK_ARTIFACT_ROOT": str(places.artifacts),
@@ -167,26 +182,31 @@ def node_programs(setting: Setting, node: NodeSpec) -> tuple[Program, Program]:
     gms = Program(
         gms_of(node.name),
         (setting.python, "-P", "-m", "gms.main"),
-        _service(setting, places.node(node.name, "gms")) | shared,
+        _service(setting, User("gms", name), places.node(node.name, "gms")) | shared,
     )
     agent = Program(
         agent_of(node.name),
         (setting.python, "-P", "-m", "snapshot_agent.main"),
-        _service(setting, places.node(node.name, "agent")) | shared,
+        _service(setting, User("agent", name), places.node(node.name, "agent")) | shared,
     )
     return gms, agent
 
 
-def _service(setting: Setting, state: Path) -> dict[str, str]:
+def _service(setting: Setting, user: User, state: Path) -> dict[str, str]:
     return base_environment(setting.inherited, setting.run) | {
         "SNAPBACK_NATS_URL": setting.url,
+        "SNAPBACK_NATS_CREDENTIALS": str(setting.places.key(user)),
         "SNAPBACK_STATE_DIR": str(state),
     }
 
 
-def nats_configuration(name: str, places: Places) -> str:
-    """Write the configuration of nats-server: loopback, a free port, every write synced."""
+def nats_configuration(name: str, places: Places, keys: Sequence[tuple[User, str]]) -> str:
+    """Write the configuration of nats-server: loopback, a free port, every write synced.
+
+    `keys` has the public nkey of each user; nobody else gets in.
+    """
     store, ports = (_quoted(places.nats / folder) for folder in ("store", "ports"))
+    accounts = msgspec.json.format(msgspec.json.encode(server_accounts(keys)), indent=2).decode()
     return f"""\
 server_name: {_quoted(CONTEXT_PREFIX + name)}
 listen: "127.0.0.1:-1"
@@ -198,6 +218,7 @@ jetstream {{
   max_file_store: 4GB
   max_memory_store: 256MB
 }}
+accounts: {accounts}
 """
 
 

@@ -195,7 +195,7 @@ def twins(names: Names) -> list[Twin]:
         Twin(
             "orders and reports",
             f"{ours} get pod {names.pod} -o yaml",
-            f"{stock} stream view {subjects.REPORTS}",
+            f"{stock} stream subjects {subjects.REPORTS}",
         ),
         Twin(
             "trace",

@@ -42,6 +42,7 @@ REASONS: dict[str, Exit] = {
     "InvalidMessage": Exit.REFUSED,
     "InvalidName": Exit.REFUSED,
     "NotFound": Exit.NOT_FOUND,
+    "NotPermitted": Exit.REFUSED,
     "Rejected": Exit.REFUSED,
     "UnsupportedVersion": Exit.REFUSED,
     "WrongArguments": Exit.USAGE,

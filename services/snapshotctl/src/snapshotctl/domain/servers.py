@@ -1,7 +1,8 @@
 """Which NATS server a command talks to, decided from what the user said and the environment.
 
 Flags beat the environment. Then, in this order: NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the
-selected nats context, the local cluster `default`.
+selected nats context, the local cluster `default`. A server that is named by its address is reached
+with NATS_NKEY and NATS_INBOX_PREFIX, which the nats CLI reads as well.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from snapshot_shared.errors import InvalidName
 from snapshot_shared.ids import check_label
+from snapshot_shared.permissions import User
 from snapshotctl.domain.exits import WrongArguments
 
 DEFAULT_CLUSTER = "default"
@@ -21,11 +23,16 @@ MAX_CONTEXT_BYTES = 64 * 1024
 
 
 class Server(NamedTuple):
-    """Where to connect, the path of an nkey seed if one is needed, and who said so."""
+    """Where to connect, and who said so.
+
+    `credentials` is the path of an nkey seed, if one is needed, and `inbox` the prefix below which
+    its user may hear answers.
+    """
 
     url: str
     source: str
     credentials: str | None = None
+    inbox: str = User("snapshotctl").inbox
 
 
 class ContextNamed(NamedTuple):
@@ -50,11 +57,11 @@ def choose(
 ) -> Choice:
     """Decide where the server is looked for. `selected` is the selected nats context."""
     if server:
-        return Server(address(server, "--server"), "--server")
+        return _server(server, "--server", environment)
     if cluster:
         return ClusterNamed(cluster_name(cluster), "--cluster")
     if url := environment.get("NATS_URL"):
-        return Server(address(url, "NATS_URL"), "NATS_URL")
+        return _server(url, "NATS_URL", environment)
     if name := environment.get("SNAPBACK_CLUSTER"):
         return ClusterNamed(cluster_name(name), "SNAPBACK_CLUSTER")
     if name := environment.get("NATS_CONTEXT"):
@@ -62,6 +69,12 @@ def choose(
     if selected:
         return ContextNamed(selected, "the selected nats context")
     return ClusterNamed(DEFAULT_CLUSTER, "the default")
+
+
+def _server(url: str, source: str, environment: Mapping[str, str]) -> Server:
+    nkey = environment.get("NATS_NKEY") or None
+    inbox = environment.get("NATS_INBOX_PREFIX") or User("snapshotctl").inbox
+    return Server(address(url, source), source, nkey, inbox)
 
 
 def address(text: str, source: str) -> str:
@@ -98,6 +111,7 @@ class ContextFile(msgspec.Struct, frozen=True, kw_only=True):
     token: str = ""
     nkey: str = ""
     creds: str = ""
+    inbox_prefix: str = ""
 
 
 def server_of_context(data: bytes, choice: ContextNamed) -> Server:
@@ -120,7 +134,8 @@ def server_of_context(data: bytes, choice: ContextNamed) -> Server:
     if login and "@" not in url:
         scheme, _, rest = url.partition("://")
         url = f"{scheme}://{login}@{rest}"
-    return Server(url, source, found.nkey or None)
+    inbox = found.inbox_prefix or User("snapshotctl").inbox
+    return Server(url, source, found.nkey or None, inbox)
 
 
 def shown(url: str) -> str:

@@ -27,7 +27,7 @@ from snapshotctl.adapters.operator_client import OperatorClient, connected
 from snapshotctl.adapters.render import Output, Terminal
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import documents
-from snapshotctl.domain.cluster import DEMO_PREFIX
+from snapshotctl.domain.cluster import DEMO_PREFIX, server_of
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
@@ -109,8 +109,7 @@ class Tools:
         cluster = self._cluster(name, examples.parent.parent, run, is_demo=True)
 
         def connect() -> AbstractAsyncContextManager[OperatorClient]:
-            server = Server(cluster.record.url, f"local cluster {name}")
-            return self.operator_at(server, patiently=True)
+            return self.operator_at(server_of(cluster.record), patiently=True)
 
         return Stage(
             screen=self.screen,

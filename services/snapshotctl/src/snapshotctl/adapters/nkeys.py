@@ -1,0 +1,29 @@
+"""Nkeys (Ed25519): a seed in a file of its owner, of which only the public half goes elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from pathlib import Path
+
+import nkeys
+
+from snapshotctl.adapters.folders import make_private, replace_file
+
+
+def public_key(seed: Path) -> str:
+    """Give the public key of a user (`U...`), whose seed is made when there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return _public(seed.read_bytes().strip())
+    make_private(seed.parent)
+    made = nkeys.encode_seed(secrets.token_bytes(32), prefix=nkeys.PREFIX_BYTE_USER)
+    replace_file(seed, made + b"\n")
+    return _public(made)
+
+
+def _public(seed: bytes) -> str:
+    pair = nkeys.from_seed(bytearray(seed))
+    try:
+        return str(pair.public_key.decode())
+    finally:
+        pair.wipe()

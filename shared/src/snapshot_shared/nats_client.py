@@ -1,0 +1,188 @@
+"""The client of nats-py with what permissions call for besides.
+
+A subject that the server forbids ends the request at once instead of by its timeout; a stream is
+read without a consumer; services answer to inboxes only; and a flush includes all that was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from snapshot_shared.errors import NotPermitted
+
+log = logging.getLogger(__name__)
+
+INBOXES = "_INBOX."
+_IMPORTED = "_R_."
+"""Begins the replies that a server makes up between accounts; no client may choose one."""
+
+_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
+FLUSH_S = 10
+ANSWER_S = 5.0
+
+T = TypeVar("T")
+
+_PAGE = 256
+_END_OF_PAGE, _NO_MESSAGES, _NO_RESPONDERS = "204", "404", "503"
+
+
+class BusClient(Client):
+    """A connection of one user; `user` is its name in messages."""
+
+    def __init__(self, user: str) -> None:
+        """Connect with `connect`; its `error_cb` must call `take_violation`."""
+        super().__init__()
+        self._user = user
+        # In lower case, because nats-py writes all that the server complains about so.
+        self._asking: dict[str, set[asyncio.Timeout]] = {}
+        self._unheard: set[str] = set()
+
+    def take_violation(self, error: Exception) -> bool:
+        """End what waits for a subject that the server forbids. False when nothing waited for it.
+
+        The subject of a subscription is kept for `check_heard`.
+        """
+        found = _VIOLATION.search(str(error))
+        if found is None:
+            return False
+        kind, subject = found.groups()
+        if kind == "subscription":
+            self._unheard.add(subject)
+        waiting = self._asking.get(subject, ())
+        now = asyncio.get_running_loop().time()
+        for scope in waiting:
+            scope.reschedule(now)
+        return bool(waiting)
+
+    def check_heard(self, subject: str) -> None:
+        """NotPermitted when the server has refused a subscription to this subject."""
+        if subject.lower() in self._unheard:
+            raise self._refusal(subject, "listen to")
+
+    async def _unless_refused(self, subject: str, work: Awaitable[T]) -> T:
+        """Publish and wait for answers. NotPermitted as soon as the server forbids the subject."""
+        key = subject.lower()
+        scope = asyncio.timeout(None)
+        self._asking.setdefault(key, set()).add(scope)
+        try:
+            async with scope:
+                return await work
+        except TimeoutError:
+            if scope.expired():
+                raise self._refusal(subject, "publish to") from None
+            raise
+        finally:
+            scopes = self._asking[key]
+            scopes.discard(scope)
+            if not scopes:
+                del self._asking[key]
+
+    def _refusal(self, subject: str, what: str) -> NotPermitted:
+        return NotPermitted(
+            f"NATS user {self._user} may not {what} {subject}", subject=subject, user=self._user
+        )
+
+    async def flush(self, timeout: int = FLUSH_S) -> None:
+        """Wait until the server has taken, and perhaps refused, everything that was sent before.
+
+        The PING of nats-py overtakes what still waits to be written; that of a second does not.
+        Nats-py stops reading when the PONG of a cancelled flush arrives, so none is cancelled.
+        """
+        for _ in range(2):
+            await asyncio.shield(asyncio.ensure_future(super().flush(timeout)))
+
+    async def request(self, subject: str, *args: Any, **kwargs: Any) -> Msg:
+        """Ask as nats-py does. NotPermitted when this user may not."""
+        return await self._unless_refused(subject, super().request(subject, *args, **kwargs))
+
+    async def stored(self, stream: str, filter_: str) -> list[Msg]:
+        """Read what a stream holds now on the subjects that match, oldest first.
+
+        Subject and sequence stand in the headers `Nats-Subject` and `Nats-Sequence`. Any replica
+        answers, so the newest may be missing for a moment.
+        """
+        found: list[Msg] = []
+        sequence, pending = 1, 1
+        while pending:
+            page, pending = await self._page(stream, filter_, sequence)
+            if not page:
+                break
+            found += page
+            sequence = int(_header(page[-1], "Nats-Sequence")) + 1
+        return found
+
+    async def _page(self, stream: str, filter_: str, sequence: int) -> tuple[list[Msg], int]:
+        subject = f"$JS.API.DIRECT.GET.{stream}"
+        request = {"seq": sequence, "batch": _PAGE, "next_by_subj": filter_}
+        inbox = self.new_inbox()
+        source = await self.subscribe(inbox)
+
+        async def ask() -> tuple[list[Msg], int]:
+            await self.publish(subject, json.dumps(request).encode(), reply=inbox)
+            return await _collect(source)
+
+        try:
+            return await self._unless_refused(subject, ask())
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await source.unsubscribe()
+
+
+async def _collect(source: Subscription) -> tuple[list[Msg], int]:
+    """Take the messages of one page; give how many are left behind it."""
+    found: list[Msg] = []
+    while True:
+        message = await source.next_msg(timeout=ANSWER_S)
+        status = _header(message, "Status")
+        if not status:
+            found.append(message)
+        elif status in (_END_OF_PAGE, _NO_MESSAGES):
+            return found, int(_header(message, "Nats-Num-Pending") or 0)
+        elif status == _NO_RESPONDERS:
+            raise nats.js.errors.NoStreamResponseError
+        else:
+            raise nats.errors.Error(f"{status} {_header(message, 'Description')}")
+
+
+class InboxAnswers:
+    """A client whose subscribers see only what they can answer to an inbox.
+
+    Whoever asks chooses the reply subject, and it could be one that only we may publish to.
+    """
+
+    def __init__(self, client: Client) -> None:
+        """Pass everything on to a client."""
+        self._client = client
+
+    async def subscribe(
+        self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None
+    ) -> Subscription:
+        """Subscribe; a question whose answer would go elsewhere is dropped."""
+
+        async def take(message: Msg) -> None:
+            if cb is None or not message.reply.startswith((INBOXES, _IMPORTED)):
+                log.warning("a question on %s wants no inbox: %s", subject, message.reply)
+                return
+            await cb(message)
+
+        return await self._client.subscribe(subject, queue=queue, cb=take)
+
+    def __getattr__(self, name: str) -> Any:
+        """Be the client in all other things."""
+        return getattr(self._client, name)
+
+
+def _header(message: Msg, name: str) -> str:
+    return str((message.headers or {}).get(name, ""))

@@ -1,0 +1,115 @@
+"""Clients killed at every point of their lives leave nothing behind in the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gms.lease import Lease
+from snapshot_shared.frames import (
+    Access,
+    AllocationSpec,
+    Attach,
+    Attached,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+)
+from tests.support.doomed_clients import ANY_TIME, POINTS, SIZE
+
+MIB = 1024 * 1024
+COUNT = int(os.environ.get("KILLED_CLIENTS", "100"))
+SEED = os.environ.get("KILLED_CLIENTS_SEED", "1")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _attach(service: Any, device: int, lock: LockMode, **more: Any) -> Lease:
+    request = Attach(
+        device=service.uuids[device],
+        domain=MemoryDomain.WEIGHTS,
+        lock=lock,
+        deadline_s=10.0,
+        **more,
+    )
+    return Lease.attach(str(service.folder), request)
+
+
+def _commit(service: Any, device: int, content: bytes) -> None:
+    lease = _attach(service, device, LockMode.RW)
+    lease.allocate([AllocationSpec(id="a0", size=SIZE)])
+    for [(_, descriptor)] in lease.export(["a0"], Access.RW):
+        os.pwrite(descriptor, content, 0)
+    lease.commit(if_match=None)
+    lease.detach()
+
+
+def _served(service: Any, device: int) -> tuple[Attached, bytes]:
+    lease = _attach(service, device, LockMode.RO)
+    found = b""
+    for [(_, descriptor)] in lease.export(["a0"], Access.RO):
+        found = os.pread(descriptor, 6, 0)
+    lease.detach()
+    return lease.attached, found
+
+
+def _descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def _until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
+    expires = threading.Event()
+    timer = threading.Timer(10, expires.set)
+    timer.start()
+    try:
+        while not condition():
+            assert not expires.wait(0.01), what()
+    finally:
+        timer.cancel()
+
+
+def _held(service: Any) -> list[Any]:
+    """What the server holds for its clients, of each device."""
+    devices = [service.device(index) for index in (0, 1)]
+    return [
+        (d.used, d.retired, [(x.sessions, x.waiting, x.lock) for x in d.domains]) for d in devices
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_bytes_and_descriptors_return_to_where_they_were(service: Any) -> None:
+    for device in (0, 1):
+        _commit(service, device, b"intact")
+    first, _ = _served(service, 0)
+    _served(service, 1)
+    held, descriptors = _held(service), _descriptors()
+
+    arguments = (str(service.folder), *service.uuids, str(COUNT), SEED)
+    command = [sys.executable, "-m", "tests.support.doomed_clients", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=110)
+    assert ended.returncode == 0, ended.stderr.decode()
+    died = json.loads(ended.stdout)
+    assert sum(died.values()) == COUNT
+    assert set(died) == {*POINTS, ANY_TIME}
+
+    _until(lambda: _held(service) == held, lambda: (held, _held(service)))
+    _until(lambda: _descriptors() <= descriptors, lambda: (descriptors, _descriptors()))
+
+    again, content = _served(service, 0)
+    assert (again.generation, again.layout_id) == (first.generation, first.layout_id)
+    assert content == b"intact"
+    last, content = _served(service, 1)
+    assert last.generation > 1, "no writer lived to commit"
+    assert (last.bytes, content[:4]) == (first.bytes, b"mine")
+    _attach(service, 0, LockMode.RW, if_match=_ref(again)).close()
+
+
+def _ref(found: Attached) -> GenerationRef:
+    return GenerationRef(incarnation=found.incarnation, generation=found.generation)
