@@ -183,7 +183,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"this machine mounts nothing: {made.stderr.strip()}")
     yield where
-    subprocess.run(["umount", where], check=True)
+    # Lazily: a test that failed may have left files open.
+    subprocess.run(["umount", "--lazy", where], check=True)
 
 
 @pytest.mark.root
