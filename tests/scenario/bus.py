@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from snapshot_shared import bus as bus_module
+from snapshot_shared import bus as real
 from snapshot_shared.bus import (
-    ACK_WAIT_S,
     ENSURE_EVERY_S,
     IMPATIENCE_S,
     REQUEST_S,
@@ -28,6 +28,7 @@ from snapshot_shared.bus import (
     Handler,
 )
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
+from snapshot_shared.subjects import check_key
 from tests.scenario.network import (
     UNANSWERED,
     Call,
@@ -47,7 +48,6 @@ WRONG_LAST_SEQUENCE = 10071
 LATE = Refused(0, "timeout")
 NOBODY = Refused(503, "no responders")
 
-_KEY = re.compile(r"[-/_=\.a-zA-Z0-9]+")
 _DELETED = {"KV-Operation": "DEL"}
 
 
@@ -186,14 +186,20 @@ class SimBus(Bus):
         filter_: str,
         *,
         max_pending: int = 256,
-        ack_wait_s: float = ACK_WAIT_S,
+        ack_wait_s: float | None = None,
     ) -> AsyncIterator[Delivery]:
         again = self.reconnections()
         try:
             while True:
                 with contextlib.suppress(BusUnavailable):
                     await self._ask(
-                        "bind", self._server.bind, stream, durable, filter_, max_pending, ack_wait_s
+                        "bind",
+                        self._server.bind,
+                        stream,
+                        durable,
+                        filter_,
+                        max_pending,
+                        ack_wait_s or real.ACK_WAIT_S,
                     )
                     while not again.is_set():
                         message = await self._pull(stream, durable)
@@ -261,8 +267,7 @@ class SimBus(Bus):
         self, bucket: str, key: str, value: bytes, headers: Mapping[str, str], what: str
     ) -> None:
         self._check_connected()
-        if not _KEY.fullmatch(key) or key.startswith(".") or key.endswith("."):
-            raise BusUnavailable(f"{what}: nats: invalid key")
+        check_key(key)
         _check(key, value)
         await self._ask(what, self._server.write, bucket, key, value, headers)
 

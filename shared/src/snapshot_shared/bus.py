@@ -419,18 +419,20 @@ class Bus:
         filter_: str,
         *,
         max_pending: int = 256,
-        ack_wait_s: float = ACK_WAIT_S,
+        ack_wait_s: float | None = None,
     ) -> AsyncIterator[Delivery]:
         """Yield the messages of a durable pull consumer, one after another, for ever.
 
         The durable is created when it is missing. The caller acks what it has taken over; what is
-        not acked comes again after `ack_wait_s` seconds.
+        not acked comes again after `ack_wait_s` seconds, ACK_WAIT_S when it is None.
         """
         again = self.reconnections()
         while True:
             elected = asyncio.Event()
             try:
-                source = await self._bind(stream, durable, filter_, max_pending, ack_wait_s)
+                source = await self._bind(
+                    stream, durable, filter_, max_pending, ack_wait_s or ACK_WAIT_S
+                )
                 watch = await self._watch_elections(stream, durable, elected)
             except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s is not available yet: %s", durable, error)
@@ -520,12 +522,13 @@ class Bus:
             log.info("the server does not answer a subscription")
 
     async def put(self, bucket: str, key: str, value: bytes) -> None:
-        """Write a key of a bucket."""
-        await self.publish(subjects.bucket_key(bucket, key), value)
+        """Write a key of a bucket. InvalidName for what is no key."""
+        await self.publish(subjects.bucket_key(bucket, subjects.check_key(key)), value)
 
     async def remove(self, bucket: str, key: str) -> None:
-        """Delete a key of a bucket; absent is success."""
-        await self.publish(subjects.bucket_key(bucket, key), b"", headers={KV_OPERATION: "DEL"})
+        """Delete a key of a bucket; absent is success. InvalidName for what is no key."""
+        subject = subjects.bucket_key(bucket, subjects.check_key(key))
+        await self.publish(subject, b"", headers={KV_OPERATION: "DEL"})
 
     async def entries(self, bucket: str) -> dict[str, bytes]:
         """Read every live key of a bucket."""

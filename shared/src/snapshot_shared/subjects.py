@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from snapshot_shared.errors import InvalidName
 from snapshot_shared.ids import NodeName, OrderId, check_label, check_order_id, name_of, token
 
@@ -21,6 +23,7 @@ EVENTS = "snap.event"
 """Core NATS: `snap.event.<plural>.<namespace or ->.<name>`, one message a change of an object."""
 
 _SERVICES = ("agent", "gms")
+_KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 
 
 def order(node: NodeName, service: str, order_id: OrderId) -> str:
@@ -102,6 +105,13 @@ def object_key(plural: str, namespace: str | None, name: str) -> str:
 def bucket_key(bucket: str, key: str) -> str:
     """Subject on which a key of a bucket is written; `key` may be a wildcard to listen with."""
     return f"$KV.{bucket}.{key}"
+
+
+def check_key(key: str) -> str:
+    """Return a key of a bucket: words of letters, digits and -/_=, with dots between them."""
+    if not _KEY.fullmatch(key):
+        raise InvalidName(f"{key[:80]!r} is not a key of a bucket", value=key[:80])
+    return key
 
 
 def stream_of_bucket(bucket: str) -> str:
