@@ -123,6 +123,7 @@ WEIGHTS = {
     "bus-leader": 1,
     "bus-wipe": 1,
     "power": 1,
+    "retire": 1,
     "jump": 1,
     "full": 1,
     "eio": 1,
@@ -139,7 +140,16 @@ def _target(kind: str, rng: random.Random, settings: Settings) -> str:
         case "crash" | "fuse" | "pause" | "partition":
             operator = f"operator-{rng.randrange(settings.operators)}"
             return rng.choice((f"{node}/agent", f"{node}/agent", f"{node}/gms", operator))
-        case "power" | "jump" | "full" | "eio" | "kill-worker" | "kill-transfer" | "poison":
+        case (
+            "power"
+            | "retire"
+            | "jump"
+            | "full"
+            | "eio"
+            | "kill-worker"
+            | "kill-transfer"
+            | "poison"
+        ):
             return node
         case _:
             return ""
@@ -259,6 +269,15 @@ def _power(world: World, fault: Fault) -> None:
         )
 
 
+def _retire(world: World, fault: Fault) -> None:
+    """Lose a node for good; sooner or later somebody deletes its Node object."""
+    node = world.node(fault.target)
+    if node.machine.is_on and sum(not other.is_retired for other in world.nodes) > 1:
+        node.lose_power()
+        node.is_retired = True
+        world.ask_to_delete(100 * fault.amount, "Node", node.name)
+
+
 def _jump(world: World, fault: Fault) -> None:
     world.node(fault.target).machine.jump += (fault.amount - 0.5) * 7200
 
@@ -324,6 +343,7 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "bus-leader": lambda world, fault: world.server.stall(fault.amount * 8),
     "bus-wipe": lambda world, _: world.server.wipe(),
     "power": _power,
+    "retire": _retire,
     "jump": _jump,
     "full": _full,
     "eio": _eio,

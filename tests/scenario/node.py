@@ -82,7 +82,7 @@ class SimNode:
         self.gms_is_up = asyncio.Event()
         self.agent: Process | None = None
         self.running: dict[Process, None] = {}
-        self.is_held_down = False
+        self.is_retired = False
 
     def process(self, name: str) -> Process:
         """Start a process of this node, with nothing to do yet."""

@@ -256,7 +256,10 @@ class Rules:
         yield from self._workers_left(pods)
         yield from self._memory_left(pods)
         yield from self._artifacts_left(values)
+        retired = {node.name for node in self._world.nodes if node.is_retired}
         for name, journal in self.journals.items():
+            if name.partition("@")[2] in retired:
+                continue
             for entry in journal.ledger.unfinished():
                 yield f"{name}: {entry.order} attempt {entry.attempt} was accepted and has no end"
 
@@ -282,7 +285,7 @@ class Rules:
             for device in pod.status.devices
         }
         for node in self._world.nodes:
-            for device in node.gms.devices if node.gms else ():
+            for device in node.gms.devices if node.gms and node.machine.is_on else ():
                 state = node.gms.gms.table.devices[device.info.uuid]  # type: ignore[union-attr]
                 if node.gms.gms.table.fences.on(device.info.uuid):  # type: ignore[union-attr]
                     yield f"{device.info.uuid} is fenced"

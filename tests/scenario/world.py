@@ -205,9 +205,13 @@ class World:
             self.note(f"apply {document['metadata']['name']}: {reply.failure}")
 
     async def delete(self, kind: str, name: str) -> None:
-        """Delete one object."""
-        request = DeleteRequest(kind=kind, namespace="default", name=name)
+        """Delete one object; a node may be deleted only when it has been away for long."""
+        space = None if kind == "Node" else "default"
+        request = DeleteRequest(kind=kind, namespace=space, name=name)
         reply = await self.ask_for("delete", request, DeleteReply)
+        while kind == "Node" and reply.failure is not None and reply.failure.reason == "Forbidden":
+            await asyncio.sleep(20.0)
+            reply = await self.ask_for("delete", request, DeleteReply)
         self.note(f"delete {kind} {name}: {reply.failure or 'ok'}")
 
     # The run.
@@ -237,21 +241,25 @@ class World:
                 self.start_operator(index)
             for node in self.nodes:
                 node.boot()
-            people = Process(self.loop, Machine("desk"), "people")
-            self.user = self.bus("people", people)
-            await people.spawn(self.user.connect())
+            self.people = Process(self.loop, Machine("desk"), "people")
+            self.user = self.bus("people", self.people)
+            await self.people.spawn(self.user.connect())
             for at, document in self.settings.applied:
-                self._later(at, people, lambda d=document: self.apply(d))
+                self._later(at, lambda d=document: self.apply(d))
             for at, kind, name in self.settings.deleted:
-                self._later(at, people, lambda k=kind, n=name: self.delete(k, n))
+                self.ask_to_delete(at, kind, name)
             for fault in self.faults:
                 self.loop.in_world(fault.at, act, self, fault)
             await self._until(self.settings.fault_s)
             self.heal()
             await self._settle()
 
-    def _later(self, at: float, people: Process, make: Callable[[], Any]) -> None:
-        self.loop.in_world(at, lambda: people.spawn(make()))
+    def _later(self, delay_s: float, make: Callable[[], Any]) -> None:
+        self.loop.in_world(delay_s, lambda: self.people.spawn(make()))
+
+    def ask_to_delete(self, delay_s: float, kind: str, name: str) -> None:
+        """Have somebody delete an object later."""
+        self._later(delay_s, lambda: self.delete(kind, name))
 
     async def _until(self, end: float) -> None:
         while self.loop.now < end:
@@ -271,12 +279,11 @@ class World:
         self.disk.heal()
         self.is_healed = True
         for node in self.nodes:
-            node.is_held_down = False
             for process in list(node.running):
                 if not any(process is worker.process for worker in node.workers.values()):
                     process.resume()
                 process.fuse = None
-            if not node.machine.is_on:
+            if not node.machine.is_on and not node.is_retired:
                 node.boot()
         for operator in self.operators:
             if operator is not None:
