@@ -172,8 +172,10 @@ async def test_a_poison_order_is_rejected_kept_and_the_next_is_served(
 async def test_a_repeat_is_answered_from_the_record_and_does_nothing_again(desk: Desk) -> None:
     async with desk.courier():
         await desk.send(order())
-        await desk.reports("deleted")
+        first = await desk.reports("deleted")
         await desk.send(order())
+        # Not swallowed as a copy: who asks again has lost or ignored the first answer.
+        assert await desk.reports("deleted") == first
         other = order_id("delete", OWNER, "gen-2")
         await desk.send(order(order=other, generation=2), other)
         await desk.reports("deleted")

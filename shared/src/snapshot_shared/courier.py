@@ -269,10 +269,14 @@ class Courier:
         await delivery.ack()
 
     async def _repeat(self, known: Entry, order: Order) -> None:
-        """Answer from the record; a lower attempt than the known one gets no answer at all."""
+        """Answer from the record; a lower attempt than the known one gets no answer at all.
+
+        Without a message id, for the server would drop the answer as a copy of the first, which
+        the operator may have ignored: it came before the order, if the agent had released alone.
+        """
         if known.attempt == order.attempt:
             for report in known.reports:
-                await self._publish(report)
+                await self._publish(report, is_copy=True)
 
     async def _accept(self, order: Order) -> Entry:
         await self.journal.append(
@@ -410,11 +414,11 @@ class Courier:
                     for report in entry.reports:
                         self._outbox.put_nowait(report)
 
-    async def _publish(self, report: Report) -> None:
+    async def _publish(self, report: Report, *, is_copy: bool = False) -> None:
         await self.bus.publish(
             subjects.report(self.node, OrderId(report.order), report.kind),
             encode_json(report),
-            message_id=f"{report.order}.{report.attempt}.{report.n}",
+            message_id=None if is_copy else f"{report.order}.{report.attempt}.{report.n}",
         )
 
     async def tombstone(self, subject: str, attempt: int) -> None:
