@@ -159,6 +159,10 @@ class LiveCluster:
     async def restart(self, node: str, *services: str) -> None:
         await self._cluster().restart(node, services)
 
+    async def kill_node(self, node: str) -> None:
+        """End a node, its workers included, as a power cut does."""
+        await self._cluster().kill_node(node)
+
     def start_operator(self) -> None:
         """Start the operator again on its state; who waits sees it answer."""
         cluster = self._cluster()

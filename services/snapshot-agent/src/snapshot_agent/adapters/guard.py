@@ -277,6 +277,8 @@ def _boot_id() -> str:
 def main(arguments: list[str]) -> int:
     """Keep one charge to its end. The working directory is where the socket goes."""
     charge = Charge.read(arguments)
+    # What ends the fence must not keep our connection open.
+    os.set_inheritable(charge.link, False)  # noqa: FBT003 - its only form
     worker = procfs.open_pidfd(charge.pid, charge.start)
     if worker is None or charge.boot_id != _boot_id():
         with socket.socket(fileno=charge.link) as link:
