@@ -143,6 +143,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._rng = rng
         self._pids = 100
         self._numbers = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._kept: list[asyncio.Task[Any]] = []
         self._clock_resolution = 1e-9
         self.after_step: Callable[[], None] | None = None
@@ -177,18 +178,24 @@ class VirtualLoop(asyncio.BaseEventLoop):
         process = CURRENT.get()
         if process is not None:
             when /= process.machine.rate
-        return super().call_at(max(when, self.now), callback, *args, context=context)
+        if context is None:
+            context = contextvars.copy_context()
+        return self._schedule(when, callback, args, context)
 
     def in_world(
         self, delay_s: float, act: Callable[..., object], *args: object
     ) -> asyncio.TimerHandle:
         """Do something later that belongs to no process."""
-        timer = asyncio.TimerHandle(
-            self.now + max(delay_s, 0.0), act, args, self, contextvars.Context()
-        )
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True  # type: ignore[attr-defined]
+        return self._schedule(self.now + delay_s, act, args, contextvars.Context())
+
+    def _schedule(self, when: float, act: Any, args: Any, context: Any) -> asyncio.TimerHandle:
+        when = max(when, self.now)
+        timer = asyncio.TimerHandle(when, act, args, self, context)
+        heapq.heappush(self._timers, (when, self.next_number(), timer))
         return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is left out when its time comes."""
 
     def requeue(self, handles: deque[asyncio.Handle]) -> None:
         """Run callbacks that a stopped process could not run."""
@@ -237,16 +244,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self.after_step()
 
     def _advance(self, ready: deque[asyncio.Handle]) -> None:
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        while scheduled and scheduled[0].cancelled():
-            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
-        if not scheduled:
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not timers:
             raise Quiet
-        self.now = max(self.now, scheduled[0].when())
-        while scheduled and scheduled[0].when() <= self.now:
-            timer = heapq.heappop(scheduled)
-            timer._scheduled = False  # type: ignore[attr-defined]
-            ready.append(timer)
+        self.now = timers[0][0]
+        while timers and timers[0][0] <= self.now:
+            ready.append(heapq.heappop(timers)[2])
 
     def _process_events(self, event_list: Any) -> None:
         """There are none."""

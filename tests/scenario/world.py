@@ -45,6 +45,7 @@ EPOCH = 1_800_000_000.0
 SETTLE_S = 1800.0
 """How long after the last fault everything must be settled, in seconds of virtual time."""
 LOOK_S = 1.0
+READS_THAT_TAKE_TIME = 0.1
 AGAIN_S = 15.0
 """How often to look when nothing has changed, in seconds."""
 
@@ -336,6 +337,11 @@ class StoreView:
     def others_since(self, as_of: int) -> bool:
         return self._others > as_of
 
+    async def _look(self) -> None:
+        """Reading takes no time worth a turn of the loop, most of the time."""
+        if self._world.rng.random() < READS_THAT_TAKE_TIME:
+            await self._delay()
+
     async def _delay(self) -> None:
         world = self._world
         await asyncio.sleep(world.rng.random() * 0.002)
@@ -343,17 +349,17 @@ class StoreView:
             raise StoreBusy("another operator writes")
 
     async def get(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
-        await self._delay()
+        await self._look()
         return await self._world.store.get(kind, namespace, name)
 
     async def by_uid(self, uid: str) -> AnyObject | None:
-        await self._delay()
+        await self._look()
         return await self._world.store.by_uid(uid)
 
     async def list(
         self, kind: str, namespace: str | None = None, *, after: str = "", limit: int = 100_000
     ) -> list[AnyObject]:
-        await self._delay()
+        await self._look()
         return await self._world.store.list(kind, namespace, after=after, limit=limit)
 
     async def create(self, value: AnyObject) -> AnyObject:
