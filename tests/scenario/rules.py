@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from snapshot_agent.ports import Worker
 from snapshot_operator.domain import fold
@@ -32,7 +32,7 @@ from snapshot_shared.objects import (
     condition,
     kind_of,
 )
-from snapshot_shared.orders import Report
+from snapshot_shared.orders import AnyOrder, Report
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SHARED
@@ -41,6 +41,14 @@ from tests.scenario.worker import Saved, SimWorker
 if TYPE_CHECKING:
     from tests.scenario.node import SimNode
     from tests.scenario.world import World
+
+Kind = Literal["lost", "doubled", "half", "stale", "frozen", "leaked", "defect"]
+"""What a broken rule comes down to.
+
+Work that never ends or is forgotten; done twice; visible though not whole; an older attempt over a
+newer one; a worker that is kept from its work; something left behind; and anything else of ours.
+"""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 REASON = re.compile(r"^[A-Z][A-Za-z0-9]+$")
 FROZEN_S = 640.0
@@ -53,17 +61,20 @@ class Rules:
     def __init__(self, world: World) -> None:
         self._world = world
         self.broken: list[str] = []
+        self.kinds: set[Kind] = set()
         self.journals: dict[str, Journal] = {}
         self.saved: set[Saved] = set()
         self.restores = 0
         self.captures = 0
         self._dumps: dict[tuple[str, int], Process] = {}
         self._terminal: dict[tuple[str, str, str, int], str] = {}
+        self._attempts: dict[str, int] = {}
         self._seen: dict[str, AnyObject] = {}
 
-    def fail(self, what: str) -> None:
+    def fail(self, kind: Kind, what: str) -> None:
         """Note a broken rule and end the world."""
-        self.broken.append(f"{self._world.loop.now:9.3f} {what}")
+        self.kinds.add(kind)
+        self.broken.append(f"{self._world.loop.now:9.3f} {kind}: {what}")
         self._world.stop()
 
     # While it runs.
@@ -79,7 +90,9 @@ class Rules:
         assert me is not None
         other = self._dumps.get(key)
         if other is not None and other.is_alive:
-            self.fail(f"two dumps of {worker.process} on {node.name}: by {other} and by {me}")
+            self.fail(
+                "doubled", f"two dumps of {worker.process} on {node.name}: by {other} and by {me}"
+            )
         self._dumps[key] = me
         try:
             yield
@@ -99,14 +112,30 @@ class Rules:
         """A restored worker has a state and weights that belong together and were captured."""
         self.restores += 1
         if saved not in self.saved:
-            self.fail(f"{worker.process} was given a state that nobody saved: {saved}")
+            self.fail("half", f"{worker.process} was given a state that nobody saved: {saved}")
         if weights != saved.weights:
-            self.fail(f"{worker.process} has other weights than its state belongs to")
+            self.fail("half", f"{worker.process} has other weights than its state belongs to")
 
     def published(self, subject: str, data: bytes) -> None:
-        """Look at what a stream has taken: one distinct end per order and attempt."""
-        if not subject.startswith("snap.report."):
+        """Look at what a stream has taken."""
+        if subject.startswith("snap.order."):
+            self._ordered(subject, data)
+        elif subject.startswith("snap.report."):
+            self._reported(data)
+
+    def _ordered(self, subject: str, data: bytes) -> None:
+        """No order is published over a later attempt of it."""
+        try:
+            order: Any = decode_json(data, AnyOrder)  # type: ignore[arg-type]
+        except InvalidMessage:
             return
+        newest = self._attempts.setdefault(subject, order.attempt)
+        if order.attempt < newest:
+            self.fail("stale", f"{subject} went from attempt {newest} to {order.attempt}")
+        self._attempts[subject] = order.attempt
+
+    def _reported(self, data: bytes) -> None:
+        """An order has one distinct end an attempt."""
         try:
             report = decode_json(data, Report)
         except InvalidMessage:
@@ -118,7 +147,7 @@ class Rules:
         value += f" {report.root_digest}"
         known = self._terminal.setdefault(key, value)
         if known != value:
-            self.fail(f"{key} ended twice: {known}; {value}")
+            self.fail("doubled", f"{key} ended twice: {known}; {value}")
 
     def changed(self, change: str, value: AnyObject) -> None:
         """Look at one write of the store."""
@@ -138,15 +167,17 @@ class Rules:
     def _capture(self, before: SnapshotContent, after: SnapshotContent) -> None:
         name, old, new = after.metadata.name, before.status, after.status
         if new.attempt < old.attempt:
-            self.fail(f"{name}: the attempt went from {old.attempt} to {new.attempt}")
+            self.fail("stale", f"{name}: the attempt went from {old.attempt} to {new.attempt}")
         if old.committed is not None and new.committed != old.committed:
-            self.fail(f"{name}: what was committed changed")
+            self.fail("stale", f"{name}: what was committed changed")
         if old.capture is not new.capture and not _leads(CAPTURE, old.capture, new.capture):
-            self.fail(f"{name}: {old.capture} to {new.capture}")
+            self.fail("defect", f"{name}: {old.capture} to {new.capture}")
         if old.committed is None and new.committed is not None:
             self.captures += 1
             if new.committed.generation != new.attempt:
-                self.fail(f"{name}: generation {new.committed.generation} of {new.attempt}")
+                self.fail(
+                    "stale", f"{name}: generation {new.committed.generation} of {new.attempt}"
+                )
             self._verify(after)
 
     def _restore(self, before: Pod, after: Pod) -> None:
@@ -154,16 +185,16 @@ class Rules:
         if old is None or new is None:
             return
         if new.attempt < old.attempt:
-            self.fail(f"{after.metadata.name}: the attempt of its restore fell")
+            self.fail("stale", f"{after.metadata.name}: the attempt of its restore fell")
         if old.state is not new.state and not _leads(RESTORE, old.state, new.state):
-            self.fail(f"{after.metadata.name}: {old.state} to {new.state}")
+            self.fail("defect", f"{after.metadata.name}: {old.state} to {new.state}")
 
     def _failure(self, value: AnyObject) -> None:
         found = getattr(value.status, "failure", None)
         if found is not None and not REASON.match(found.reason):
-            self.fail(f"{value.metadata.name} failed without a reason: {found}")
+            self.fail("defect", f"{value.metadata.name} failed without a reason: {found}")
         if found is not None and found.reason == "Internal":
-            self.fail(f"{value.metadata.name} failed by a defect: {found}")
+            self.fail("defect", f"{value.metadata.name} failed by a defect: {found}")
 
     def _verify(self, content: SnapshotContent) -> None:
         """What becomes visible is whole, and durable on the disk that all share."""
@@ -171,7 +202,7 @@ class Rules:
         assert committed is not None
         problem = self.artifact_problem(content)
         if problem and not self._world.has_flipped_bits:
-            self.fail(f"{content.metadata.name} was committed and is not whole: {problem}")
+            self.fail("half", f"{content.metadata.name} was committed and is not whole: {problem}")
 
     def artifact_problem(self, content: SnapshotContent) -> str:
         """Say what is wrong with a committed artifact, or nothing."""
@@ -211,7 +242,7 @@ class Rules:
         for worker in self._world.workers():
             process = worker.process
             if process.is_stopped and self._world.loop.now - process.stopped_at > FROZEN_S:
-                self.fail(f"{process} was frozen for {FROZEN_S} s")
+                self.fail("frozen", f"{process} was frozen for {FROZEN_S} s")
 
     # At the end.
 
@@ -250,7 +281,7 @@ class Rules:
                 if value.status.phase == "Pending" and not self._world.may_wait(value):
                     yield "Pending"
 
-    def left_behind(self, values: list[AnyObject]) -> Iterator[str]:
+    def left_behind(self, values: list[AnyObject]) -> Iterator[tuple[Kind, str]]:
         """Name what must not be there once everything is settled."""
         pods = {value.metadata.uid: value for value in values if isinstance(value, Pod)}
         yield from self._workers_left(pods)
@@ -261,23 +292,26 @@ class Rules:
             if name.partition("@")[2] in retired:
                 continue
             for entry in journal.ledger.unfinished():
-                yield f"{name}: {entry.order} attempt {entry.attempt} was accepted and has no end"
+                yield (
+                    "lost",
+                    f"{name}: {entry.order} attempt {entry.attempt} was accepted and has no end",
+                )
 
-    def _workers_left(self, pods: dict[str, Pod]) -> Iterator[str]:
+    def _workers_left(self, pods: dict[str, Pod]) -> Iterator[tuple[Kind, str]]:
         for worker in self._world.workers():
             pod = pods.get(worker.pod)
             if worker.process.is_stopped:
-                yield f"{worker.process} is frozen"
+                yield "frozen", f"{worker.process} is frozen"
             elif pod is None or pod.status.phase not in ("Running", "Pending"):
-                yield f"{worker.process} of pod {pod and pod.status.phase} runs"
+                yield "leaked", f"{worker.process} of pod {pod and pod.status.phase} runs"
             elif not worker.serves and not worker.habits.never_quiet:
-                yield f"{worker.process} of pod {pod.metadata.name} does not serve"
+                yield "frozen", f"{worker.process} of pod {pod.metadata.name} does not serve"
         for pod in pods.values():
             lives = any(worker.pod == pod.metadata.uid for worker in self._world.workers())
             if pod.status.phase == "Running" and not lives:
-                yield f"pod {pod.metadata.name} is Running without a process"
+                yield "lost", f"pod {pod.metadata.name} is Running without a process"
 
-    def _memory_left(self, pods: dict[str, Pod]) -> Iterator[str]:
+    def _memory_left(self, pods: dict[str, Pod]) -> Iterator[tuple[Kind, str]]:
         used = {
             device.uuid
             for pod in pods.values()
@@ -288,11 +322,11 @@ class Rules:
             for device in node.gms.devices if node.gms and node.machine.is_on else ():
                 state = node.gms.gms.table.devices[device.info.uuid]  # type: ignore[union-attr]
                 if node.gms.gms.table.fences.on(device.info.uuid):  # type: ignore[union-attr]
-                    yield f"{device.info.uuid} is fenced"
+                    yield "leaked", f"{device.info.uuid} is fenced"
                 if device.info.uuid not in used and (device.used or state.hidden):
-                    yield f"{device.info.uuid} keeps {device.used} bytes that nobody uses"
+                    yield "leaked", f"{device.info.uuid} keeps {device.used} bytes that nobody uses"
 
-    def _artifacts_left(self, values: list[AnyObject]) -> Iterator[str]:
+    def _artifacts_left(self, values: list[AnyObject]) -> Iterator[tuple[Kind, str]]:
         contents = {
             value.metadata.uid: value for value in values if isinstance(value, SnapshotContent)
         }
@@ -300,7 +334,7 @@ class Rules:
             if content.status.committed is None or self._world.has_flipped_bits:
                 continue
             if problem := self.artifact_problem(content):
-                yield f"{content.metadata.name} is not whole any more: {problem}"
+                yield "half", f"{content.metadata.name} is not whole any more: {problem}"
         for uid, seen in self._seen.items():
             if not isinstance(seen, SnapshotContent) or uid in contents:
                 continue
@@ -309,7 +343,7 @@ class Rules:
                 where = f"/shared/{seen.spec.source.namespace}/{uid}/"
                 tree = self._world.disk.tree()
                 if any(path.startswith(where) and content for path, content in tree.items()):
-                    yield f"{seen.metadata.name} is deleted and its files are left"
+                    yield "leaked", f"{seen.metadata.name} is deleted and its files are left"
 
 
 def _shown(value: AnyObject) -> str:

@@ -10,11 +10,13 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.scenario.faults import Fault, faults_of, settings_of
+from tests.scenario.rules import KINDS, Kind
 from tests.scenario.world import World
 
 REGRESSIONS = Path(__file__).with_name("regressions.txt")
@@ -25,6 +27,7 @@ class Outcome(NamedTuple):
 
     seed: int
     broken: list[str]
+    kinds: set[Kind]
     captures: int
     restores: int
     virtual_s: float
@@ -49,7 +52,9 @@ def _world(seed: int, faults: Sequence[Fault] | None) -> World:
 
 def _outcome(world: World) -> Outcome:
     rules, loop = world.rules, world.loop
-    return Outcome(world.seed, rules.broken, rules.captures, rules.restores, loop.now, loop.steps)
+    return Outcome(
+        world.seed, rules.broken, rules.kinds, rules.captures, rules.restores, loop.now, loop.steps
+    )
 
 
 def shortened(seed: int) -> list[Fault]:
@@ -121,18 +126,25 @@ def _many(options: argparse.Namespace) -> int:
                 rate = len(done) / (time.monotonic() - began)
                 sys.stdout.write(f"{len(done)} of {len(seeds)}, {rate:.0f} a second\n")
                 sys.stdout.flush()
-    took = time.monotonic() - began
+    _sum_up(done, time.monotonic() - began, options.jobs)
     for seed in failed[:5]:
         sys.stdout.write(explain(seed) + "\n")
-    captures, restores = sum(o.captures for o in done), sum(o.restores for o in done)
-    virtual = sum(o.virtual_s for o in done)
-    sys.stdout.write(
-        f"{len(done)} schedules, {captures} captures committed, {restores} workers restored, "
-        f"{virtual / 3600:.1f} virtual hours in {took:.1f} s\n"
-        f"{len(done) / took / options.jobs:.1f} schedules a second a core ({options.jobs} cores)\n"
-        f"{len(failed)} broke a rule{': ' + ' '.join(map(str, failed[:50])) if failed else ''}\n"
-    )
     return 1 if failed else 0
+
+
+def _sum_up(done: Sequence[Outcome], took: float, jobs: int) -> None:
+    captures, restores = sum(o.captures for o in done), sum(o.restores for o in done)
+    virtual = sum(o.virtual_s for o in done) / 3600
+    counts = Counter(kind for outcome in done for kind in outcome.kinds)
+    broken = sorted(outcome.seed for outcome in done if outcome.broken)
+    sys.stdout.write(
+        f"{len(done)} schedules: {captures} captures committed, {restores} workers restored\n"
+        f"{', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}\n"
+        f"{virtual:.1f} virtual hours in {took:.1f} s, "
+        f"{len(done) / took / jobs:.1f} schedules a second a core ({jobs} cores)\n"
+    )
+    if broken:
+        sys.stdout.write(f"seeds that broke a rule: {' '.join(map(str, broken))}\n")
 
 
 if __name__ == "__main__":

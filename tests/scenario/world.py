@@ -35,7 +35,7 @@ from tests.scenario.disk import SimDisk
 from tests.scenario.faults import Fault, Settings, act
 from tests.scenario.loop import CURRENT, Machine, Process, Quiet, VirtualLoop
 from tests.scenario.node import MOUNT, SimNode, owner_of
-from tests.scenario.rules import Rules
+from tests.scenario.rules import Kind, Rules
 from tests.scenario.worker import Habits, SimWorker
 
 log = logging.getLogger(__name__)
@@ -148,12 +148,12 @@ class World:
     def defect(self, task: asyncio.Task[None]) -> None:
         """Note that a part of the world itself is broken."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.rules.fail(f"{task.get_name()}: {error!r}")
+            self.rules.fail("defect", f"{task.get_name()}: {error!r}")
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not self.is_over and error is not None:
-            self.rules.fail(f"{context['message']}: {error!r}")
+            self.rules.fail("defect", f"{context['message']}: {error!r}")
 
     def stop(self) -> None:
         """End the run."""
@@ -223,7 +223,7 @@ class World:
         try:
             self.loop.run_until_complete(self._main())
         except Quiet:
-            self.rules.fail("nothing can happen any more")
+            self.rules.fail("lost", "nothing can happen any more")
         except RuntimeError as error:
             if not self.is_over:
                 raise
@@ -293,7 +293,8 @@ class World:
 
     async def _settle(self) -> None:
         """Wait until nothing is left to do, and nothing is left behind."""
-        end, left = self.loop.now + SETTLE_S, ["nothing was looked at"]
+        end = self.loop.now + SETTLE_S
+        left: list[tuple[Kind, str]] = [("lost", "nothing was looked at")]
         seen, again_at = -1, 0.0
         while left and not self.is_over:
             await asyncio.sleep(LOOK_S)
@@ -302,9 +303,11 @@ class World:
                 continue
             seen, again_at = self.version, self.loop.now + AGAIN_S
             values = await self.everything()
-            left = self.rules.unsettled(values) or list(self.rules.left_behind(values))
-            if left and self.loop.now > end:
-                self.rules.fail(f"{SETTLE_S} s after the last fault: {'; '.join(left)}")
+            left = [("lost", line) for line in self.rules.unsettled(values)]
+            left = left or list(self.rules.left_behind(values))
+            if self.loop.now > end:
+                for kind, line in left:
+                    self.rules.fail(kind, f"{SETTLE_S} s after the last fault: {line}")
 
     async def everything(self) -> list[AnyObject]:
         """Read the whole store."""
