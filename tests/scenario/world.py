@@ -209,8 +209,9 @@ class World:
         """Delete one object; a node may be deleted only when it has been away for long."""
         space = None if kind == "Node" else "default"
         request = DeleteRequest(kind=kind, namespace=space, name=name)
+        again = ("StoreBusy", "Conflict", "Forbidden")
         reply = await self.ask_for("delete", request, DeleteReply)
-        while kind == "Node" and reply.failure is not None and reply.failure.reason == "Forbidden":
+        while reply.failure is not None and reply.failure.reason in again:
             await asyncio.sleep(20.0)
             reply = await self.ask_for("delete", request, DeleteReply)
         self.note(f"delete {kind} {name}: {reply.failure or 'ok'}")
