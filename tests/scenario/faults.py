@@ -275,7 +275,7 @@ def _retire(world: World, fault: Fault) -> None:
     if node.machine.is_on and sum(not other.is_retired for other in world.nodes) > 1:
         node.lose_power()
         node.is_retired = True
-        world.ask_to_delete(100 * fault.amount, "Node", node.name)
+        world.ask_to_delete(30 + 100 * fault.amount, "Node", node.name)
 
 
 def _jump(world: World, fault: Fault) -> None:
