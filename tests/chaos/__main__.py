@@ -221,7 +221,7 @@ async def chaos(seconds: float, seed: int, keep: Path | None) -> int:
     """Run, print, and leave nothing behind; 1 when a rule is broken."""
     broken: list[str] = []
     with machines(NODES) as found:
-        bus = Bus(found.url, "chaos")
+        bus = Bus(found.url, "chaos", credentials=found.root)
         try:
             found.start_all()
             await bus.connect()

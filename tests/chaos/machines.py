@@ -15,10 +15,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from snapshot_shared.ids import NodeName
+from snapshot_shared.permissions import users_of
 from snapshotctl.adapters import folders, processes
 from snapshotctl.adapters.local_cluster import nats_server_binary
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import NodeSpec, Places, ProcessRecord, Program
+from tests.support.keyed_server import keyed_accounts, seed_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ("nats-0", "nats-1", "nats-2")
@@ -60,6 +63,8 @@ class Machines:
     def _described(self) -> Iterator[Program]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("NATS_", "XDG_"))}
         setting = plans.Setting(sys.executable, self.places, self.run, self.url, ROOT, inherited)
+        users = users_of(NodeName(node.name) for node in self.nodes)
+        accounts = keyed_accounts(self.places.state, users)
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes.values())
         for name in SERVERS:
             folder = self.places.nats / name
@@ -73,6 +78,7 @@ class Machines:
                     routes=routes,
                     store=folder / "store",
                 )
+                + accounts
             )
             environment = plans.base_environment(inherited, self.run)
             yield Program(name, (nats_server_binary(), "-c", str(configuration)), environment)
@@ -82,6 +88,11 @@ class Machines:
             yield operator._replace(name=name, environment=environment)
         for node in self.nodes:
             yield from plans.node_programs(setting, node)
+
+    @property
+    def root(self) -> str:
+        """The nkey seed of a user whom no list binds."""
+        return str(seed_of(self.places.state, "root"))
 
     @property
     def services(self) -> list[str]:

@@ -62,14 +62,19 @@ def seed_of(folder: Path, user: User | str) -> Path:
     return folder / "keys" / f"{name}.nk"
 
 
-@asynccontextmanager
-async def keyed_server(folder: Path, users: Sequence[User]) -> AsyncIterator[KeyedServer]:
-    """Run a server for these users, and close every connection to it at the end."""
+def keyed_accounts(folder: Path, users: Sequence[User]) -> str:
+    """Write the accounts of these users, and of a root whom no list binds, for a configuration."""
     known = [(user, public_key(seed_of(folder, user))) for user in users]
     accounts = server_accounts(known)
     accounts[MAIN]["users"].append({"nkey": public_key(seed_of(folder, "root"))})
+    return f"accounts: {json.dumps(accounts)}\n"
+
+
+@asynccontextmanager
+async def keyed_server(folder: Path, users: Sequence[User]) -> AsyncIterator[KeyedServer]:
+    """Run a server for these users, and close every connection to it at the end."""
     configuration = folder / "nats.conf"
-    configuration.write_text(f"accounts: {json.dumps(accounts)}\n")
+    configuration.write_text(keyed_accounts(folder, users))
     arguments = ["--config", str(configuration)]
     async with (
         running_nats_server(folder / "nats", arguments=arguments) as server,
