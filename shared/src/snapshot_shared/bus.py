@@ -19,6 +19,7 @@ import nats.js.errors
 import nats.micro
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js.api import (
     AckPolicy,
     ConsumerConfig,
@@ -155,6 +156,23 @@ class Delivery(NamedTuple):
         await _translating(self.raw.ack_sync(timeout=REQUEST_S), "ack")
 
 
+class _Hearing:
+    """A subject that is listened to, on whatever connection there is."""
+
+    def __init__(self, subject: str, take: Callable[[Msg], Awaitable[None]]) -> None:
+        self._subject = subject
+        self._take = take
+        self._subscription: Subscription | None = None
+
+    async def begin(self, client: Client) -> None:
+        self._subscription = await client.subscribe(self._subject, cb=self._take)
+
+    async def end(self) -> None:
+        if self._subscription is not None:
+            with contextlib.suppress(nats.errors.Error):
+                await self._subscription.unsubscribe()
+
+
 class Bus:
     """A connection that does not end until `close`."""
 
@@ -188,6 +206,7 @@ class Bus:
         self._services: list[tuple[str, str, dict[str, str], dict[str, Handler]]] = []
         self._running: list[Any] = []
         self._rebuilt: list[asyncio.Event] = []
+        self._hearings: list[_Hearing] = []
 
     async def connect(self, *, patiently: bool = True) -> Bus:
         """Connect; a daemon waits for ever, a command (`patiently=False`) gives up at once."""
@@ -236,6 +255,8 @@ class Bus:
         self._client = client
         self._lost.clear()
         self._connected.set()
+        for hearing in tuple(self._hearings):
+            await hearing.begin(client)
         for service in self._services:
             await self._start_service(*service)
 
@@ -492,7 +513,7 @@ class Bus:
         """Collect core NATS messages on a subject in a queue for the length of the block.
 
         The server has the subscription when the block begins, unless it does not answer: then it
-        gets it later.
+        gets it later. So does each connection that is built after this one was closed.
         """
         queue: asyncio.Queue[Delivery] = asyncio.Queue()
 
@@ -501,14 +522,16 @@ class Bus:
                 Delivery(message.subject, 0, message.data, message.headers or {}, message)
             )
 
-        subscription = await self.client.subscribe(subject, cb=take)
+        hearing = _Hearing(subject, take)
+        await hearing.begin(self.client)
+        self._hearings.append(hearing)
         try:
             await self._settle()
             self.client.check_heard(subject)
             yield queue
         finally:
-            with contextlib.suppress(nats.errors.Error):
-                await subscription.unsubscribe()
+            self._hearings.remove(hearing)
+            await hearing.end()
 
     async def _settle(self) -> None:
         """Wait until the server has our subscriptions, if it answers at all.
