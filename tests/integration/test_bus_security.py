@@ -377,7 +377,7 @@ async def test_nobody_gets_in_without_a_key_that_the_server_knows(
 
 async def test_a_seed_that_cannot_be_used_is_named(world: World, tmp_path: Path) -> None:
     broken = tmp_path / "broken.nk"
-    for content in (None, "", "SUA", "nonsense"):
+    for content in (None, "", "SUA", "nonsense", "SU" + "a" * 56):
         if content is not None:
             broken.write_text(content)
         with pytest.raises(InvalidInput, match=r"broken\.nk"):

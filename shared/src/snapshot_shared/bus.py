@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -59,7 +60,8 @@ ENSURE_AGAIN_S = 1.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
 DEDUPLICATE_S = 120.0
-SEED_CHARACTERS = 58
+
+_SEED = re.compile(r"SU[A-Z2-7]{56}")
 
 Handler = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 
@@ -661,7 +663,7 @@ def _checked_seed(path: str) -> str:
         seed = Path(path).read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the nkey seed {path} cannot be read: {error}", path=path) from error
-    if not seed.startswith("SU") or len(seed) != SEED_CHARACTERS:
+    if not _SEED.fullmatch(seed):
         raise InvalidInput(f"{path} holds no nkey seed of a user", path=path)
     return path
 
