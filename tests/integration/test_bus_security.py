@@ -384,6 +384,18 @@ async def test_a_seed_that_cannot_be_used_is_named(world: World, tmp_path: Path)
             await Bus(world.server.url, "x", credentials=str(broken)).connect(patiently=False)
 
 
+async def test_a_key_with_the_inbox_of_another_user_is_told_so_at_once(world: World) -> None:
+    seed = world.server.seed(User("viewer"))
+    bus = Bus(world.server.url, "x", credentials=seed, inbox=User("snapshotctl").inbox)
+    await bus.connect()
+    try:
+        async with asyncio.timeout(2):
+            with pytest.raises(NotPermitted, match=r"answers below _INBOX\.snapshotctl"):
+                await bus.request(subjects.rpc(A, "agent", "status"), b"")
+    finally:
+        await bus.close()
+
+
 async def test_a_refused_subject_is_named_at_once_with_the_user(world: World) -> None:
     agent = await world.server.bus(User("agent", A))
     subject = subjects.report(B, ORDER, "dumped")
