@@ -104,12 +104,6 @@ class Journal:
             for record in records:
                 self.ledger.apply(record)
 
-    def append_now(self, *records: Record) -> None:
-        """Do the same without an event loop."""
-        self._write(b"".join(_line(record) for record in records))
-        for record in records:
-            self.ledger.apply(record)
-
     async def until_broken(self) -> None:
         """Wait until the disk fails and raise StorageFailed: the service has to end then."""
         await self._breaks.wait()
