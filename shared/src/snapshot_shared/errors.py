@@ -261,7 +261,7 @@ class NoSpace(SnapbackError):
 
 
 class StorageFailed(SnapbackError):
-    """The disk does not read or write any more; `values`: path and errno."""
+    """The disk does not read or write any more; `values`: errno, and path where it is known."""
 
     default_next_step = "look at the kernel's log of this node, and at its disk"
 

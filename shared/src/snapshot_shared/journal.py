@@ -98,7 +98,9 @@ class Journal:
             try:
                 await asyncio.to_thread(self._write, data)
             except OSError as error:
-                self._broken = StorageFailed(f"the journal cannot be written: {error}")
+                self._broken = StorageFailed(
+                    f"the journal cannot be written: {error}", errno=error.errno
+                )
                 self._breaks.set()
                 raise self._broken from error
             for record in records:
