@@ -514,8 +514,9 @@ class Bus:
     async def listening(self, subject: str) -> AsyncIterator[asyncio.Queue[Delivery]]:
         """Collect core NATS messages on a subject in a queue for the length of the block.
 
-        The server has the subscription when the block begins, unless it does not answer: then it
-        gets it later. So does each connection that is built after this one was closed.
+        What is written to streams and buckets is seen so, too. The server has the subscription
+        when the block begins, unless it does not answer: then it gets it later. So does each
+        connection that is built after this one was closed.
         """
         queue: asyncio.Queue[Delivery] = asyncio.Queue()
 
@@ -564,12 +565,6 @@ class Bus:
             for message in await self.replay(stream, f"{prefix}>")
             if KV_OPERATION not in message.headers
         }
-
-    async def watch_subjects(self, subject: str) -> AsyncIterator[Delivery]:
-        """Yield core NATS messages on a subject, for ever (KV writes are seen so too)."""
-        async with self.listening(subject) as queue:
-            while True:
-                yield await queue.get()
 
     async def request(
         self,
