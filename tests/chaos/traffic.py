@@ -44,8 +44,9 @@ class Traffic:
 
     async def listen(self) -> None:
         """Collect reports, for ever."""
-        async for delivery in self._bus.watch_subjects("snap.report.>"):
-            self.reports.append(decode_json(delivery.data, Report))
+        async with self._bus.listening("snap.report.>") as heard:
+            while True:
+                self.reports.append(decode_json((await heard.get()).data, Report))
 
     async def replay(self) -> None:
         """Add what the stream holds and we may have missed."""

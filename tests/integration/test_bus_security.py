@@ -377,11 +377,23 @@ async def test_nobody_gets_in_without_a_key_that_the_server_knows(
 
 async def test_a_seed_that_cannot_be_used_is_named(world: World, tmp_path: Path) -> None:
     broken = tmp_path / "broken.nk"
-    for content in (None, "", "SUA", "nonsense"):
+    for content in (None, "", "SUA", "nonsense", "SU" + "a" * 56):
         if content is not None:
             broken.write_text(content)
         with pytest.raises(InvalidInput, match=r"broken\.nk"):
             await Bus(world.server.url, "x", credentials=str(broken)).connect(patiently=False)
+
+
+async def test_a_key_with_the_inbox_of_another_user_is_told_so_at_once(world: World) -> None:
+    seed = world.server.seed(User("viewer"))
+    bus = Bus(world.server.url, "x", credentials=seed, inbox=User("snapshotctl").inbox)
+    await bus.connect()
+    try:
+        async with asyncio.timeout(2):
+            with pytest.raises(NotPermitted, match=r"answers below _INBOX\.snapshotctl"):
+                await bus.request(subjects.rpc(A, "agent", "status"), b"")
+    finally:
+        await bus.close()
 
 
 async def test_a_refused_subject_is_named_at_once_with_the_user(world: World) -> None:

@@ -108,3 +108,21 @@ async def test_assets_that_could_not_be_ensured_are_ensured_again_soon(nats_url:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         await bus.close()
+
+
+async def test_who_listens_hears_on_a_connection_that_was_built_again(nats_url: str) -> None:
+    bus, other = Bus(nats_url, "test"), Bus(nats_url, "other")
+    await bus.connect()
+    await other.connect()
+    try:
+        async with bus.listening("snap.event.>") as heard, asyncio.timeout(10.0):
+            again = bus.reconnections()
+            # As nats-py does it when the server says that a user is revoked or too much was sent.
+            await bus.client.close()
+            await again.wait()
+            await bus.client.flush()
+            await other.announce("snap.event.pods.default.x", b"news")
+            assert (await heard.get()).data == b"news"
+    finally:
+        await bus.close()
+        await other.close()

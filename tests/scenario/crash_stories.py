@@ -270,19 +270,16 @@ class Journaling(Story):
         self._append(accepted(2))
 
     def append_at_start(self) -> None:
-        self._append(Began(order=order(2), attempt=1, step="freeze"), now=True)
+        self._append(Began(order=order(2), attempt=1, step="freeze"))
 
     def append_more(self) -> None:
         self._append(Ended(order=order(2), attempt=1, step="freeze"), accepted(3))
 
-    def _append(self, *records: Record, now: bool = False) -> None:
+    def _append(self, *records: Record) -> None:
         assert self.journal is not None
         before = list(self.promises["records"])
         self.promises = {"records": before, "under way": list(records)}
-        if now:
-            self.journal.append_now(*records)
-        else:
-            run(self.journal.append(*records))
+        run(self.journal.append(*records))
         self.promises = {"records": [*before, *records], "under way": []}
 
     def check(self, promises: dict[str, Any]) -> None:
@@ -294,7 +291,7 @@ class Journaling(Story):
             for count in range(len(under_way) + 1)
         ]
         assert found in allowed, f"{len(found)} records are there, promised {len(allowed[0])}"
-        journal.append_now(accepted(9))
+        run(journal.append(accepted(9)))
         journal.close()
         again = Journal.open(self.folder, now=NOW)
         wanted = folded([*(_DECODER.decode(line) for line in found), accepted(9)])
@@ -317,7 +314,7 @@ class OlderJournal(Journaling):
 
     def prepare(self) -> None:
         journal = Journal.open(self.folder, now=NOW)
-        journal.append_now(accepted(7), *finished(8))
+        run(journal.append(accepted(7), *finished(8)))
         journal.close()
 
     def known(self, ledger: Ledger) -> list[bytes]:

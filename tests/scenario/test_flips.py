@@ -127,7 +127,7 @@ def test_a_flipped_bit_of_a_journal_is_refused_with_its_line() -> None:
     with mounted(disk):
         story.open()
         assert story.journal is not None
-        story.journal.append_now(*records)
+        run(story.journal.append(*records))
         story.journal.close()
     path = "/sim/nodes/state/agent/journal"
     text = disk.tree()[path.removeprefix("/sim")]

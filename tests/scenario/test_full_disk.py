@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import os
@@ -13,10 +14,24 @@ import pytest
 
 from snapshot_agent.ports import Place
 from snapshot_shared import files
+from snapshot_shared.bus import Bus
+from snapshot_shared.courier import Clocks, Courier
 from snapshot_shared.errors import NoSpace, StorageFailed
 from snapshot_shared.files import free_bytes, open_root, opened
+from snapshot_shared.ids import NodeName
+from snapshot_shared.runner import Runner
+from snapshot_shared.telemetry import Telemetry
 from tests.scenario.crash_rig import mounted, run
-from tests.scenario.crash_stories import UID, OlderJournal, Service, accepted, verify, visible
+from tests.scenario.crash_stories import (
+    NOW,
+    UID,
+    Journaling,
+    OlderJournal,
+    Service,
+    accepted,
+    verify,
+    visible,
+)
 from tests.scenario.disk import SimDisk
 
 OFFSETS = 50
@@ -115,6 +130,38 @@ def test_a_disk_that_is_full_at_any_byte_refuses_cleanly() -> None:
             disk.heal()
             _check_journal(service.log)
     assert min(kinds.values()) >= 5, kinds
+
+
+def test_an_outcome_is_written_when_there_is_room_again_though_nats_is_away() -> None:
+    story, disk = Journaling(), SimDisk()
+    telemetry = Telemetry("snap-agent", "node-1", "0")
+
+    async def report() -> None:
+        assert story.journal is not None
+        courier = Courier(
+            node=NodeName("node-1"),
+            service="agent",
+            bus=Bus("nats://127.0.0.1:1", "test"),
+            journal=story.journal,
+            telemetry=telemetry,
+            runner=Runner(story.journal, telemetry),
+            clocks=Clocks(lambda: 0.0, lambda: NOW, "boot"),
+            handlers={},
+        )
+        await story.journal.append(accepted(1))
+        (entry,) = story.journal.ledger.entries.values()
+        disk.capacity = disk.used
+        reporting = asyncio.ensure_future(courier.report(entry, "staged"))
+        await asyncio.wait({reporting}, timeout=0.1)
+        assert not reporting.done()
+        disk.heal()
+        async with asyncio.timeout(5.0):
+            await reporting
+        assert entry.terminal is not None
+
+    with mounted(disk):
+        story.open()
+        run(report())
 
 
 def test_the_space_of_a_refused_capture_comes_back() -> None:

@@ -193,14 +193,17 @@ class Rig:
         self._tasks.append(asyncio.create_task(self._answer_templates()))
 
     async def _collect(self) -> None:
-        async for delivery in self.bus.watch_subjects(f"snap.report.{self.node}.>"):
-            async with self._news:
-                self.reports.append(decode_json(delivery.data, Report))
-                self._news.notify_all()
+        async with self.bus.listening(f"snap.report.{self.node}.>") as heard:
+            while True:
+                delivery = await heard.get()
+                async with self._news:
+                    self.reports.append(decode_json(delivery.data, Report))
+                    self._news.notify_all()
 
     async def _answer_templates(self) -> None:
-        async for delivery in self.bus.watch_subjects(subjects.api("template")):
-            await self._answer(delivery)
+        async with self.bus.listening(subjects.api("template")) as asked:
+            while True:
+                await self._answer(await asked.get())
 
     async def _answer(self, delivery: Delivery) -> None:
         request = decode_json(delivery.data, TemplateRequest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,6 +20,7 @@ import nats.js.errors
 import nats.micro
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js.api import (
     AckPolicy,
     ConsumerConfig,
@@ -58,7 +60,8 @@ ENSURE_AGAIN_S = 1.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
 DEDUPLICATE_S = 120.0
-SEED_CHARACTERS = 58
+
+_SEED = re.compile(r"SU[A-Z2-7]{56}")
 
 Handler = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 
@@ -155,6 +158,23 @@ class Delivery(NamedTuple):
         await _translating(self.raw.ack_sync(timeout=REQUEST_S), "ack")
 
 
+class _Hearing:
+    """A subject that is listened to, on whatever connection there is."""
+
+    def __init__(self, subject: str, take: Callable[[Msg], Awaitable[None]]) -> None:
+        self._subject = subject
+        self._take = take
+        self._subscription: Subscription | None = None
+
+    async def begin(self, client: Client) -> None:
+        self._subscription = await client.subscribe(self._subject, cb=self._take)
+
+    async def end(self) -> None:
+        if self._subscription is not None:
+            with contextlib.suppress(nats.errors.Error):
+                await self._subscription.unsubscribe()
+
+
 class Bus:
     """A connection that does not end until `close`."""
 
@@ -188,6 +208,7 @@ class Bus:
         self._services: list[tuple[str, str, dict[str, str], dict[str, Handler]]] = []
         self._running: list[Any] = []
         self._rebuilt: list[asyncio.Event] = []
+        self._hearings: list[_Hearing] = []
 
     async def connect(self, *, patiently: bool = True) -> Bus:
         """Connect; a daemon waits for ever, a command (`patiently=False`) gives up at once."""
@@ -236,6 +257,8 @@ class Bus:
         self._client = client
         self._lost.clear()
         self._connected.set()
+        for hearing in tuple(self._hearings):
+            await hearing.begin(client)
         for service in self._services:
             await self._start_service(*service)
 
@@ -491,8 +514,9 @@ class Bus:
     async def listening(self, subject: str) -> AsyncIterator[asyncio.Queue[Delivery]]:
         """Collect core NATS messages on a subject in a queue for the length of the block.
 
-        The server has the subscription when the block begins, unless it does not answer: then it
-        gets it later.
+        What is written to streams and buckets is seen so, too. The server has the subscription
+        when the block begins, unless it does not answer: then it gets it later. So does each
+        connection that is built after this one was closed.
         """
         queue: asyncio.Queue[Delivery] = asyncio.Queue()
 
@@ -501,14 +525,16 @@ class Bus:
                 Delivery(message.subject, 0, message.data, message.headers or {}, message)
             )
 
-        subscription = await self.client.subscribe(subject, cb=take)
+        hearing = _Hearing(subject, take)
+        await hearing.begin(self.client)
+        self._hearings.append(hearing)
         try:
             await self._settle()
             self.client.check_heard(subject)
             yield queue
         finally:
-            with contextlib.suppress(nats.errors.Error):
-                await subscription.unsubscribe()
+            self._hearings.remove(hearing)
+            await hearing.end()
 
     async def _settle(self) -> None:
         """Wait until the server has our subscriptions, if it answers at all.
@@ -539,12 +565,6 @@ class Bus:
             for message in await self.replay(stream, f"{prefix}>")
             if KV_OPERATION not in message.headers
         }
-
-    async def watch_subjects(self, subject: str) -> AsyncIterator[Delivery]:
-        """Yield core NATS messages on a subject, for ever (KV writes are seen so too)."""
-        async with self.listening(subject) as queue:
-            while True:
-                yield await queue.get()
 
     async def request(
         self,
@@ -638,7 +658,7 @@ def _checked_seed(path: str) -> str:
         seed = Path(path).read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the nkey seed {path} cannot be read: {error}", path=path) from error
-    if not seed.startswith("SU") or len(seed) != SEED_CHARACTERS:
+    if not _SEED.fullmatch(seed):
         raise InvalidInput(f"{path} holds no nkey seed of a user", path=path)
     return path
 

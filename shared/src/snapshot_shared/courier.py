@@ -59,6 +59,8 @@ from snapshot_shared.telemetry import Attributes, Telemetry
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.5
+FULL_S = 0.5
+"""How long a full disk is left alone, in seconds."""
 RETELL_S = 3600.0
 """How old an order's last report may be to be told again after a reconnection, in seconds."""
 
@@ -381,13 +383,17 @@ class Courier:
             self._outbox.put_nowait(report)
 
     async def _append_however_full(self, record: Record) -> None:
-        """Write a record down however long the disk is full: an outcome is never dropped."""
+        """Write a record down however long the disk is full: an outcome is never dropped.
+
+        NATS may be away meanwhile.
+        """
         while True:
             try:
                 return await self.journal.append(record)
             except NoSpace as error:
                 log.warning("the journal waits: %s", error)
-                await self.bus.pause(self._again)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.journal.until_broken(), FULL_S)
 
     async def _deliver(self) -> None:
         while True:

@@ -7,6 +7,7 @@ SnapbackError
 │   ├── InvalidName           a name, id or path outside its alphabet
 │   └── UnsupportedVersion    a version that this program does not speak
 ├── NotFound / AlreadyExists / Conflict / Forbidden
+│   └── StoreBusy             a Conflict: another operator holds the store
 ├── Rejected                  an order that must not be carried out here
 │   ├── WrongNode / StalePodReference / Superseded / NotEligible
 ├── DeadlineExceeded          time ran out: names the step and the budget in seconds
@@ -260,7 +261,7 @@ class NoSpace(SnapbackError):
 
 
 class StorageFailed(SnapbackError):
-    """The disk does not read or write any more; `values`: path and errno."""
+    """The disk does not read or write any more; `values`: errno, and path where it is known."""
 
     default_next_step = "look at the kernel's log of this node, and at its disk"
 

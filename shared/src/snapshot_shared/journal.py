@@ -98,17 +98,13 @@ class Journal:
             try:
                 await asyncio.to_thread(self._write, data)
             except OSError as error:
-                self._broken = StorageFailed(f"the journal cannot be written: {error}")
+                self._broken = StorageFailed(
+                    f"the journal cannot be written: {error}", errno=error.errno
+                )
                 self._breaks.set()
                 raise self._broken from error
             for record in records:
                 self.ledger.apply(record)
-
-    def append_now(self, *records: Record) -> None:
-        """Do the same without an event loop."""
-        self._write(b"".join(_line(record) for record in records))
-        for record in records:
-            self.ledger.apply(record)
 
     async def until_broken(self) -> None:
         """Wait until the disk fails and raise StorageFailed: the service has to end then."""

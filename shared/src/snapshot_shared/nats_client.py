@@ -48,19 +48,24 @@ class BusClient(Client):
         # In lower case, because nats-py writes all that the server complains about so.
         self._asking: dict[str, set[asyncio.Timeout]] = {}
         self._unheard: set[str] = set()
+        self._is_deaf = False
 
     def take_violation(self, error: Exception) -> bool:
         """End what waits for a subject that the server forbids. False when nothing waited for it.
 
-        The subject of a subscription is kept for `check_heard`.
+        The subject of a subscription is kept for `check_heard`. Without an inbox nothing is ever
+        answered, so its refusal ends all that waits.
         """
         found = _VIOLATION.search(str(error))
         if found is None:
             return False
         kind, subject = found.groups()
+        waiting = tuple(self._asking.get(subject, ()))
         if kind == "subscription":
             self._unheard.add(subject)
-        waiting = self._asking.get(subject, ())
+            if self._is_inbox(subject):
+                self._is_deaf = True
+                waiting = tuple(scope for scopes in self._asking.values() for scope in scopes)
         now = asyncio.get_running_loop().time()
         for scope in waiting:
             scope.reschedule(now)
@@ -80,9 +85,10 @@ class BusClient(Client):
             async with scope:
                 return await work
         except TimeoutError:
-            if scope.expired():
-                raise self._refusal(subject, "publish to") from None
-            raise
+            if not scope.expired():
+                raise
+            refusal = self._deafness() if self._is_deaf else self._refusal(subject, "publish to")
+            raise refusal from None
         finally:
             scopes = self._asking[key]
             scopes.discard(scope)
@@ -92,6 +98,18 @@ class BusClient(Client):
     def _refusal(self, subject: str, what: str) -> NotPermitted:
         return NotPermitted(
             f"NATS user {self._user} may not {what} {subject}", subject=subject, user=self._user
+        )
+
+    def _is_inbox(self, subject: str) -> bool:
+        return subject.startswith(self._inbox_prefix.decode().lower() + ".")
+
+    def _deafness(self) -> NotPermitted:
+        inbox = self._inbox_prefix.decode()
+        return NotPermitted(
+            f"this nkey may not hear the answers below {inbox}",
+            next_step="use the inbox of its user, _INBOX.<user>; NATS_INBOX_PREFIX names it",
+            subject=f"{inbox}.>",
+            user=self._user,
         )
 
     async def flush(self, timeout: int = FLUSH_S) -> None:

@@ -158,10 +158,12 @@ class Operator:
         self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
-        async for delivery in self.bus.watch_subjects("snap.report.>"):
-            async with self._news:
-                self.reports.append(decode_json(delivery.data, Report))
-                self._news.notify_all()
+        async with self.bus.listening("snap.report.>") as heard:
+            while True:
+                delivery = await heard.get()
+                async with self._news:
+                    self.reports.append(decode_json(delivery.data, Report))
+                    self._news.notify_all()
 
     async def carry_out(self, order: Order) -> Report:
         subject = subjects.order(NodeName("n1"), "gms", OrderId(order.order))

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter
 from snapshot_operator.handlers import fold_one_presence
-from snapshot_shared.errors import AlreadyExists, Conflict
+from snapshot_shared.errors import AlreadyExists, Conflict, NoSpace, StoreBusy
 from snapshot_shared.telemetry import Telemetry
 from tests.support.objects import checkpoint, presence
 from tests.support.operator_world import MemoryOrders
@@ -114,6 +114,33 @@ async def test_a_store_whose_writer_was_paused_is_a_conflict_and_not_a_hang(pair
     other.execute("ROLLBACK")
     other.close()
     await pair.first.update_status(said(stored, "mine"))
+
+
+def test_an_operator_that_starts_while_the_store_is_held_says_so(pair: Pair) -> None:
+    other = sqlite3.connect(pair.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreBusy):
+        SqliteCluster(pair.path, timestamp=lambda: NOW, busy_s=0.1)
+    other.close()
+
+
+async def test_a_store_without_room_says_so_and_goes_on_when_there_is_some(pair: Pair) -> None:
+    stored = await pair.first.create(checkpoint())
+    database = pair.first._db
+    (pages,) = database.execute("PRAGMA page_count").fetchone()
+    database.execute(f"PRAGMA max_page_count={pages}")
+    fillers = [pair.first.create(checkpoint(f"filler-{number}")) for number in range(100)]
+    done = await asyncio.gather(*fillers, return_exceptions=True)
+    assert isinstance(done[-1], NoSpace)
+    with pytest.raises(NoSpace):
+        await pair.first.update_status(said(stored, "x" * 10_000))
+    await fold_one_presence(pair.first, presence("node-1"), 0.0)
+    assert await pair.second.get("Node", None, "node-1") is None
+    assert await pair.second.by_uid(stored.metadata.uid) == stored
+    database.execute("PRAGMA max_page_count=1000000")
+    await pair.first.update_status(said(stored, "x" * 10_000))
+    await fold_one_presence(pair.first, presence("node-1"), 1.0)
+    assert await pair.second.get("Node", None, "node-1") is not None
 
 
 async def test_a_node_that_the_other_created_first_is_no_error(

@@ -64,7 +64,8 @@ def test_the_address_of_a_local_cluster_is_reached_with_its_key(
     _record(where, "other", "nats://127.0.0.1:8")
     _record(where, "mine", "nats://127.0.0.1:9")
     key = str(where.state("mine") / "keys" / "snapshotctl.nk")
-    assert where.find_server("127.0.0.1:9", None).credentials == key
+    for address in ("127.0.0.1:9", "nats://127.0.0.1:9/", "localhost:9"):
+        assert where.find_server(address, None).credentials == key
     assert where.find_server("127.0.0.1:7", None).credentials is None
     named = Folders({**environment, "NATS_NKEY": "/k"})
     assert named.find_server("127.0.0.1:9", None).credentials == "/k"

@@ -47,7 +47,14 @@ from snapshot_operator.domain.requests import (
     reconcile_snapshot,
 )
 from snapshot_operator.ports import Change, Cluster, OrderBus
-from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict, NotFound, StoreBusy
+from snapshot_shared.errors import (
+    AlreadyExists,
+    BusUnavailable,
+    Conflict,
+    NoSpace,
+    NotFound,
+    StoreBusy,
+)
 from snapshot_shared.objects import (
     TRACEPARENT,
     AnyObject,
@@ -419,7 +426,7 @@ class Controller:
         try:
             plan = await self._observer.plan(key, now)
             await self._interpreter.apply(plan, as_of)
-        except (BusUnavailable, StoreBusy) as error:
+        except (BusUnavailable, NoSpace, StoreBusy) as error:
             log.warning("%s waits: %s", key, error)
             self._wake(key, RETRY_S)
         except (Conflict, NotFound):

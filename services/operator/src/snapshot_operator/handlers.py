@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,6 +33,7 @@ from snapshot_shared.errors import (
     Forbidden,
     InvalidManifest,
     InvalidMessage,
+    NoSpace,
     NotFound,
     SnapbackError,
     StalePodReference,
@@ -255,7 +255,7 @@ async def fold_report(
     """Fold one report into the object that its order belongs to; give it before and after.
 
     None when it changes nothing. A conflict is read and folded again: the effect is in the store
-    before the report is acked. StoreBusy when it has to be tried later.
+    before the report is acked. StoreBusy and NoSpace when it has to be tried later.
     """
     owner = owner_of(OrderId(report.order))
     while True:
@@ -290,23 +290,20 @@ async def fold_presence(
     for node, absent_s in absences(found, present, last_seen, monotonic):
         changed = node_absent(node, absent_s, now)
         if changed != node:
-            await _update_node(cluster, changed)
+            await _write_node(cluster, changed, is_new=False)
 
 
 async def fold_one_presence(cluster: Cluster, presence: Presence, now: float) -> None:
     """Make one Node object agree with what its agent says; equal values make no write."""
     known = await cluster.get("Node", None, presence.node)
     wanted = node_from(presence, known if isinstance(known, Node) else None, now)
-    if known is None:
-        # Another operator may be told the same.
-        with contextlib.suppress(AlreadyExists, Conflict):
-            await cluster.create(wanted)
-    elif wanted != known:
-        await _update_node(cluster, wanted)
+    if wanted != known:
+        await _write_node(cluster, wanted, is_new=known is None)
 
 
-async def _update_node(cluster: Cluster, node: Node) -> None:
+async def _write_node(cluster: Cluster, node: Node, *, is_new: bool) -> None:
+    """Store a node. Another operator may be told the same, and the next presence repeats it."""
     try:
-        await cluster.update_status(node)
-    except (Conflict, NotFound):
-        log.info("node %s changed meanwhile; the next presence repeats it", node.metadata.name)
+        await (cluster.create(node) if is_new else cluster.update_status(node))
+    except (AlreadyExists, Conflict, NoSpace, NotFound) as error:
+        log.info("node %s is not written: %s", node.metadata.name, error)

@@ -22,7 +22,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
-from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName, StoreBusy
+from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName, NoSpace, StoreBusy
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.orders import Presence, Report
@@ -127,8 +127,8 @@ async def _take_reports(
                 raise InvalidMessage(f"it says {expected}, and came on {delivery.subject}")
             if changed := await fold_report(cluster, report, clocks.wall()):
                 interpreter.trace(*changed)
-        except StoreBusy as error:
-            log.info("report will come again: %s", error)
+        except (NoSpace, StoreBusy) as error:
+            log.warning("report will come again: %s", error)
             continue
         except (InvalidMessage, InvalidName) as error:
             log.warning("report on %s is ignored: %s", delivery.subject, error)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -57,11 +56,10 @@ _OPTIONS = (
 class GrpcServer:
     """Listens in a folder until it is closed."""
 
-    def __init__(self, folder: Path, control: Control, *, group: int | None = None) -> None:
-        """Prepare to serve `<folder>/gms-grpc.sock`, which `group` may use too."""
+    def __init__(self, folder: Path, control: Control) -> None:
+        """Prepare to serve `<folder>/gms-grpc.sock`, for our own user alone."""
         self.path = folder / GRPC_SOCKET
         self._control = control
-        self._group = group
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
 
@@ -72,9 +70,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_insecure_port(f"unix:{self.path}")
         await self._server.start()
-        if self._group is not None:
-            os.chown(self.path, -1, self._group)
-        self.path.chmod(0o600 if self._group is None else 0o660)
+        self.path.chmod(0o600)
         for name in ("", GRPC_SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 

@@ -8,9 +8,10 @@ older than what another operator wrote is refused.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.ports import Change, Listener
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import AlreadyExists, Conflict, Internal, NotFound, StoreBusy
+from snapshot_shared.errors import AlreadyExists, Conflict, Internal, NoSpace, NotFound, StoreBusy
 from snapshot_shared.objects import KINDS, AnyObject, ObjectMeta, kind_of
 
 _SCHEMA = """
@@ -55,7 +56,8 @@ class SqliteCluster:
         """Open or create the file; None keeps everything in memory.
 
         `timestamp` gives the time for creation and deletion, as Kubernetes writes it. A write
-        that has waited `busy_s` seconds for another operator's is StoreBusy.
+        that has waited `busy_s` seconds for another operator's is StoreBusy, and one that the disk
+        has no room for is NoSpace.
         """
         self._timestamp = timestamp
         self._new_uid = new_uid
@@ -63,10 +65,11 @@ class SqliteCluster:
         self._db = sqlite3.connect(
             str(path) if path else ":memory:", isolation_level=None, timeout=busy_s
         )
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute("PRAGMA temp_store=MEMORY")
-        self._db.executescript(_SCHEMA)
+        with _translated():
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute("PRAGMA temp_store=MEMORY")
+            self._db.executescript(_SCHEMA)
         self._seen = self._last()
         self._others = self._seen
 
@@ -234,24 +237,43 @@ class SqliteCluster:
 
     def _transact(self, write: Callable[[str], tuple[Change, AnyObject] | None]) -> None:
         """Change one object in one transaction, then tell. Nothing is written for None."""
-        try:
+        with _translated():
             self._db.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+            try:
+                version = self.as_of() + 1
+                self._db.execute("UPDATE versions SET last = ?", (version,))
+                done = write(str(version))
+                self._db.execute("COMMIT" if done else "ROLLBACK")
+            except BaseException:
+                # SQLite has done it already when the disk is full.
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
                 raise
-            raise StoreBusy("another operator is writing, or was stopped while it wrote") from error
-        try:
-            version = self.as_of() + 1
-            self._db.execute("UPDATE versions SET last = ?", (version,))
-            done = write(str(version))
-            self._db.execute("COMMIT" if done else "ROLLBACK")
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
         if done:
             self._seen = version
             for listener in self._listeners:
                 listener(*done)
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Give the errors of SQLite that are not our defects their names."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        # The low byte is the kind; the rest tells more of it.
+        match error.sqlite_errorcode & 0xFF:
+            case sqlite3.SQLITE_BUSY:
+                raise StoreBusy(
+                    "another operator is writing, or was stopped while it wrote"
+                ) from error
+            case sqlite3.SQLITE_FULL:
+                raise NoSpace(
+                    "no space left for the object store",
+                    next_step="free space where the operator keeps its state",
+                ) from error
+            case _:
+                raise
 
 
 def _readable(value: AnyObject) -> bytes:

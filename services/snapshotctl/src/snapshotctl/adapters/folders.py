@@ -24,6 +24,7 @@ from snapshotctl.domain.servers import (
     ContextNamed,
     Server,
     choose,
+    endpoint,
     server_of_context,
 )
 
@@ -73,7 +74,7 @@ class Folders:
         """Add our key when the address is that of a local cluster of this user."""
         for state in self.states.iterdir() if self.states.is_dir() else ():
             record = read_record(state)
-            if record is not None and record.url == server.url:
+            if record and record.url and endpoint(record.url) == endpoint(server.url):
                 return server._replace(credentials=plans.server_of(record).credentials)
         return server
 

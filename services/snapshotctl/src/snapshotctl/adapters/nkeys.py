@@ -8,17 +8,36 @@ from pathlib import Path
 
 import nkeys
 
+from snapshot_shared.errors import InvalidInput
 from snapshotctl.adapters.folders import make_private, replace_file
 
 
 def public_key(seed: Path) -> str:
-    """Give the public key of a user (`U...`), whose seed is made when there is none."""
+    """Give the public key of a user (`U...`), whose seed is made when there is none.
+
+    Nobody else may read the seed afterwards. InvalidInput when something else stands there.
+    """
     with contextlib.suppress(FileNotFoundError):
-        return _public(seed.read_bytes().strip())
+        seed.chmod(0o600)
+        return _known(seed)
     make_private(seed.parent)
     made = nkeys.encode_seed(secrets.token_bytes(32), prefix=nkeys.PREFIX_BYTE_USER)
     replace_file(seed, made + b"\n")
     return _public(made)
+
+
+def _known(seed: Path) -> str:
+    try:
+        found = _public(seed.read_bytes().strip())
+    except (nkeys.NkeysError, ValueError):
+        found = ""
+    if not found.startswith("U"):
+        raise InvalidInput(
+            f"{seed} holds no nkey seed of a user",
+            next_step="remove it, and another one is made",
+            path=str(seed),
+        )
+    return found
 
 
 def _public(seed: bytes) -> str:

@@ -19,6 +19,7 @@ from snapshot_shared.permissions import User
 from snapshotctl.domain.exits import WrongArguments
 
 DEFAULT_CLUSTER = "default"
+_LOOPBACK, _PORT = "127.0.0.1", 4222
 MAX_CONTEXT_BYTES = 64 * 1024
 
 
@@ -92,6 +93,13 @@ def address(text: str, source: str) -> str:
             next_step="write it as nats://127.0.0.1:4222",
         )
     return url
+
+
+def endpoint(url: str) -> tuple[str, int]:
+    """Give host and port of a URL of NATS, so that two ways to write one place are the same."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return _LOOPBACK if host == "localhost" else host, parts.port or _PORT
 
 
 def cluster_name(text: str) -> str:

@@ -1,0 +1,26 @@
+"""The nkeys of a local cluster in their files."""
+
+from pathlib import Path
+
+import pytest
+
+from snapshot_shared.errors import InvalidInput
+from snapshotctl.adapters.nkeys import public_key
+
+
+def test_a_seed_is_made_once_and_kept_from_others(tmp_path: Path) -> None:
+    seed = tmp_path / "state" / "keys" / "viewer.nk"
+    made = public_key(seed)
+    assert (made[0], len(made)) == ("U", 56)
+    seed.chmod(0o644)
+    assert public_key(seed) == made
+    assert (seed.stat().st_mode & 0o777, seed.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@pytest.mark.parametrize("content", ["", "junk", "SU", "SU" + "a" * 56, "SA" + "A" * 56, "\0"])
+def test_what_is_no_seed_of_a_user_is_named_and_left_alone(tmp_path: Path, content: str) -> None:
+    seed = tmp_path / "operator.nk"
+    seed.write_text(content)
+    with pytest.raises(InvalidInput, match=r"operator\.nk"):
+        public_key(seed)
+    assert seed.read_text() == content
