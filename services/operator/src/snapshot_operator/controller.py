@@ -301,6 +301,8 @@ class Interpreter:
 def _span_over(owner: AnyObject, item: OrderStatus) -> str:
     """Give the span that an order's own span hangs below: it was the order's trace argument."""
     match owner:
+        case SnapshotContent() if item.verb == "verify":
+            return capture_span(owner, owner.status.attempt)
         case SnapshotContent():
             return capture_span(owner, item.attempt)
         case Pod() if owner.status.restore is not None:
@@ -523,4 +525,5 @@ def _may_wait(content: SnapshotContent) -> bool:
         content.status.capture is Capture.PENDING
         or content.metadata.deletion_timestamp
         or content.status.obligations
+        or content.status.verifications > content.status.verified
     )

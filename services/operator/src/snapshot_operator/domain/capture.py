@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from snapshot_operator.domain import conditions, fold, ordering
+from snapshot_operator.domain import conditions, fold, ordering, quarantine
 from snapshot_operator.domain.nodes import lost_nodes
 from snapshot_operator.domain.plan import Finalize, Plan, status_plan
 from snapshot_shared.errors import Failure
@@ -64,7 +64,7 @@ def reconcile_content(view: CaptureView, now: float) -> Plan:
         case Capture.ABORTING:
             return _aborting(view, now)
         case Capture.READY:
-            return _release(content, now)
+            return _ready(view, now)
         case Capture.FAILED:
             return _clean(view, now)
 
@@ -161,7 +161,9 @@ def _is_queued_behind(content: SnapshotContent, siblings: Sequence[SnapshotConte
 def is_settled(content: SnapshotContent) -> bool:
     """Say whether the capture is over and the worker no longer held for it."""
     return content.status.capture in _SETTLED and all(
-        fold.is_answered(item) for item in content.status.orders if item.verb != "delete"
+        fold.is_answered(item)
+        for item in content.status.orders
+        if item.verb not in ("delete", "verify")
     )
 
 
@@ -257,14 +259,23 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
         parts=sorted(parts, key=lambda part: part.part),
         vector=content.status.vector,
     )
-    message = f"generation {committed.generation}, {committed.bytes} bytes, {final.root_digest}"
     status = _moved(
         content,
         CaptureEvent.SEALED,
         committed=committed,
-        conditions=conditions.ready(content.status.conditions, content, now, "Captured", message),
+        conditions=conditions.captured(content.status.conditions, content, committed, now),
     )
     return _plan(content, status, now)
+
+
+def _ready(view: CaptureView, now: float) -> Plan:
+    """The worker first, then whoever wants to know whether the artifact is whole."""
+    content = view.content
+    released = _release(content, now)
+    if released.writes:
+        return released
+    checked = quarantine.verification(content, _reading_node(view), now)
+    return released if checked == content.status else _plan(content, checked, now)
 
 
 def _release(content: SnapshotContent, now: float) -> Plan:
@@ -346,7 +357,7 @@ def _deletion(view: CaptureView, now: float) -> Plan:
     if readers:
         message = f"restored by {', '.join(readers)}"
         return _deletion_waits(content, "ReadersRegistered", message, now)
-    owed = [item for item in _current(content) if item.node not in lost]
+    owed = [i for i in _current(content) if i.node not in lost and i.verb != "verify"]
     if not all(fold.is_answered(item) or now >= item.deadline for item in owed):
         return _plan(content, status, now)
     return _removal(view, now)
@@ -396,7 +407,7 @@ def _remove(view: CaptureView, generation: int, now: float) -> Plan:
         message = cause.message if cause else f"node {last.node} is gone"
         waiting = _deletion_waits(content, "DeleteFailed", message, now)
         return Plan(waiting.writes, fold.retry_at(orders))
-    node = _deleting_node(view)
+    node = _reading_node(view)
     if node is None:
         return _deletion_waits(content, "NoNode", "no node is ready to remove the artifact", now)
     order = ordering.delete(
@@ -405,7 +416,7 @@ def _remove(view: CaptureView, generation: int, now: float) -> Plan:
     return _plan(content, replace(content.status, orders=[*content.status.orders, order]), now)
 
 
-def _deleting_node(view: CaptureView) -> str | None:
+def _reading_node(view: CaptureView) -> str | None:
     ready = [node.metadata.name for node in view.nodes if is_true(node.status.conditions, "Ready")]
     home = view.content.spec.source.node_name
     return home if home in ready else next(iter(sorted(ready)), None)

@@ -99,8 +99,10 @@ def reconcile_checkpoint(view: CheckpointView, now: float) -> Plan:
         children = [child for child in (view.snapshot, view.job) if owned_by(child, checkpoint)]
         return _delete_children(checkpoint, children)
     status = checkpoint.status
-    if status.phase in ("Ready", "Failed"):
+    if status.phase == "Failed":
         return NOTHING
+    if status.phase == "Ready":
+        return _checkpoint_captured(view, now)
     base = replace(status, checkpoint_id=identity_hash(checkpoint), phase="Creating")
     if view.job is None:
         if status.job_name:
@@ -110,6 +112,25 @@ def reconcile_checkpoint(view: CheckpointView, now: float) -> Plan:
     if not owned_by(view.job, checkpoint):
         return _checkpoint_failed(checkpoint, base, _taken("Job", view.job), now)
     return _checkpoint_capture(view, base, now)
+
+
+def _checkpoint_captured(view: CheckpointView, now: float) -> Plan:
+    """Mirror whether what was captured may be used; that it was captured stays true."""
+    checkpoint, snapshot = view.checkpoint, view.snapshot
+    ready = condition(snapshot.status.conditions, "Ready") if snapshot is not None else None
+    if ready is None or not owned_by(snapshot, checkpoint):
+        return NOTHING
+    is_usable = ready.status == "True"
+    rows = conditions.with_conditions(
+        checkpoint.status.conditions,
+        checkpoint,
+        now,
+        ("Ready", is_usable, ready.reason, ready.message),
+    )
+    message = "" if is_usable else ready.message
+    return _checkpoint_status(
+        checkpoint, replace(checkpoint.status, conditions=rows, message=message)
+    )
 
 
 def _checkpoint_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: float) -> Plan:
