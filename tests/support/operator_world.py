@@ -12,6 +12,7 @@ import msgspec
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter
 from snapshot_operator.domain.conditions import timestamp
+from snapshot_operator.domain.retention import Limits
 from snapshot_operator.handlers import Api, fold_presence, fold_report
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.errors import Failure
@@ -57,13 +58,15 @@ class MemoryOrders:
 class World:
     """Time, store, orders, and the means to let the operator settle."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 - an immutable value
         self.now = 1_000_000.0
         self.cluster = SqliteCluster(None, timestamp=lambda: timestamp(self.now))
         self.orders = MemoryOrders()
         telemetry = Telemetry("snap-operator", "operator", "0")
         self.interpreter = Interpreter(self.cluster, self.orders, telemetry, lambda: self.now)
-        self.controller = Controller(self.cluster, self.orders, self.interpreter, lambda: self.now)
+        self.controller = Controller(
+            self.cluster, self.orders, self.interpreter, lambda: self.now, limits
+        )
         self.api = Api(self.cluster)
         self.present: dict[str, Presence] = {}
         self.answered: set[tuple[str, int]] = set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from snapshot_operator.domain import fold
 from snapshot_operator.domain.capture import (
@@ -46,6 +46,7 @@ from snapshot_operator.domain.requests import (
     reconcile_job,
     reconcile_snapshot,
 )
+from snapshot_operator.domain.retention import Holdings, Limits, to_let_go
 from snapshot_operator.ports import Change, Cluster, OrderBus
 from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict, NotFound, StoreBusy
 from snapshot_shared.objects import (
@@ -67,6 +68,8 @@ from snapshot_shared.telemetry import Telemetry
 from snapshot_shared.transitions import Capture, Restore
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_S = 1.0
 SWEEP_EVERY_S = 30.0
@@ -324,13 +327,15 @@ class Controller:
         orders: OrderBus,
         interpreter: Interpreter,
         wall: Callable[[], float],
+        limits: Limits = Limits(),  # noqa: B008 - an immutable value
     ) -> None:
-        """Listen to the store; nothing runs before `run`."""
+        """Listen to the store; nothing runs before `run`. `limits` say what is kept."""
         self._cluster = cluster
         self._orders = orders
         self._observer = Observer(cluster)
         self._interpreter = interpreter
         self._wall = wall
+        self._limits = limits
         self._queue: dict[Key, None] = {}
         self._filled = asyncio.Event()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
@@ -453,6 +458,7 @@ class Controller:
             except BusUnavailable as error:
                 log.warning("sweep: %s", error)
                 self._interpreter.unpublished.set()
+            await self.retain()
             await self._rest(again)
 
     async def _rest(self, again: asyncio.Event) -> None:
@@ -482,6 +488,30 @@ class Controller:
         for order_id, subject in published.items():
             if order_id not in awaited:
                 await self._orders.remove(subject)
+
+    async def retain(self) -> None:
+        """Let go what the limits do not keep; what stands in the way now is tried next time."""
+        if self._limits.is_off:
+            return
+        as_of = self._cluster.as_of()
+        try:
+            holdings = Holdings(
+                await self._all(DynamoCheckpoint),
+                await self._all(Snapshot),
+                await self._all(SnapshotContent),
+                await self._all(Pod),
+            )
+            for value, why in to_let_go(holdings, self._limits, self._wall()):
+                meta = value.metadata
+                name = f"{kind_of(value).name} {meta.namespace}/{meta.name}"
+                log.warning("retention deletes %s: %s", name, why)
+                await self._interpreter.apply(Plan((Delete(value),)), as_of)
+        except (Conflict, NotFound) as error:
+            log.info("retention waits for the next sweep: %s", error)
+
+    async def _all(self, type_: type[T]) -> list[T]:
+        found = await self._cluster.list(type_.__name__)
+        return [value for value in found if isinstance(value, type_)]
 
     async def _publish_again(self, order: OrderStatus, published: Container[str]) -> None:
         """Publish what is missing.

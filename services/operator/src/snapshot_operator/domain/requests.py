@@ -171,7 +171,7 @@ def _checkpoint_before_capture(
     if base.snapshot_name:
         return _checkpoint_failed(checkpoint, base, _gone("Snapshot", base.snapshot_name), now)
     limit = checkpoint.spec.job.active_deadline_seconds
-    deadline = _seconds(checkpoint.metadata.creation_timestamp) + limit
+    deadline = seconds(checkpoint.metadata.creation_timestamp) + limit
     if job is not None and is_true(job.status.conditions, "Failed"):
         found = condition(job.status.conditions, "Failed")
         failure = Failure(
@@ -205,7 +205,8 @@ def _pod_wait(pod: Pod | None) -> tuple[str, str]:
     return "WorkerStarting", "the worker is not ready for a snapshot yet"
 
 
-def _seconds(stamp: str) -> float:
+def seconds(stamp: str) -> float:
+    """Read a time stamp as seconds since the epoch; what is none is never reached."""
     try:
         return datetime.fromisoformat(stamp).timestamp()
     except ValueError:
@@ -338,7 +339,7 @@ def _job_mirrors(job: Job, pod: Pod, now: float) -> Plan:
     limit = job.spec.active_deadline_seconds
     wake_at = None
     if limit is not None:
-        wake_at = _seconds(job.metadata.creation_timestamp) + limit
+        wake_at = seconds(job.metadata.creation_timestamp) + limit
         if now >= wake_at:
             message = f"active for longer than activeDeadlineSeconds ({limit})"
             before = [] if pod.metadata.deletion_timestamp else [Delete(pod)]
