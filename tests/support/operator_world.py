@@ -36,6 +36,8 @@ class MemoryOrders:
     def __init__(self) -> None:
         self.stream: dict[str, OrderStatus] = {}
         self.history: list[OrderStatus] = []
+        self.taken = 0.0
+        """The share of the room that orders of others take."""
 
     async def publish(self, order: OrderStatus) -> None:
         known = self.stream.get(order.order)
@@ -50,6 +52,9 @@ class MemoryOrders:
 
     async def published(self) -> dict[str, str]:
         return {order: f"snap.order.x.y.{order}" for order in self.stream}
+
+    async def fill(self) -> float:
+        return self.taken + len(self.stream) / 100_000
 
     async def remove(self, subject: str) -> None:
         self.stream.pop(subject.rpartition(".")[2], None)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Container
 from typing import NamedTuple, TypeVar
 
-from snapshot_operator.domain import fold
+from snapshot_operator.domain import backpressure, fold
 from snapshot_operator.domain.capture import (
     CaptureView,
     capture_span,
@@ -92,8 +92,9 @@ class Observer:
     """Reads, once and up front, all that a decision about a key looks at."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Use the object store."""
+        """Use the object store. `is_full` says whether the stream of orders was, last seen."""
         self._cluster = cluster
+        self.is_full = False
 
     async def plan(self, key: Key, now: float) -> Plan:
         """Observe a key and decide."""
@@ -138,7 +139,7 @@ class Observer:
         contents = await self._cluster.list("SnapshotContent")
         siblings = [found for found in contents if isinstance(found, SnapshotContent)]
         pods = {pod.metadata.uid for pod in await self._cluster.list("Pod")}
-        return CaptureView(value, siblings, await self._nodes(), pods)
+        return CaptureView(value, siblings, await self._nodes(), pods, self.is_full)
 
     async def _nodes(self) -> list[Node]:
         return [found for found in await self._cluster.list("Node") if isinstance(found, Node)]
@@ -149,7 +150,7 @@ class Observer:
             if isinstance(other, Pod) and other != pod and holds_devices(other):
                 mine = used.setdefault(other.status.node_name, set())
                 mine.update(device.uuid for device in other.status.devices)
-        return PodView(pod, await self._nodes(), used, await self._source(pod))
+        return PodView(pod, await self._nodes(), used, await self._source(pod), self.is_full)
 
     async def _source(self, pod: Pod) -> Source | None:
         name = restore_source(pod)
@@ -488,6 +489,16 @@ class Controller:
         for order_id, subject in published.items():
             if order_id not in awaited:
                 await self._orders.remove(subject)
+        await self._measure()
+
+    async def _measure(self) -> None:
+        """See whether there is room for new work; when there is again, look at who waits."""
+        fill = await self._orders.fill()
+        was_full, self._observer.is_full = self._observer.is_full, backpressure.is_full(fill)
+        if self._observer.is_full:
+            log.warning("the stream of orders is %.0f%% full: nothing new begins", 100 * fill)
+        elif was_full:
+            await self.look_at_all()
 
     async def retain(self) -> None:
         """Let go what the limits do not keep; what stands in the way now is tried next time."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from snapshot_operator.domain import conditions, fold, ordering, quarantine
+from snapshot_operator.domain import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.domain.nodes import lost_nodes
 from snapshot_operator.domain.plan import Finalize, Plan, status_plan
 from snapshot_shared.errors import Failure
@@ -35,12 +35,16 @@ _SETTLED = (Capture.READY, Capture.FAILED)
 
 
 class CaptureView(NamedTuple):
-    """What a decision about a content looks at. `pods` are the uids of all pods."""
+    """What a decision about a content looks at. `pods` are the uids of all pods.
+
+    While `is_full` nothing new begins: the stream of orders has room only for what cleans up.
+    """
 
     content: SnapshotContent
     siblings: Sequence[SnapshotContent]
     nodes: Sequence[Node]
     pods: Container[str]
+    is_full: bool = False
 
 
 def reconcile_content(view: CaptureView, now: float) -> Plan:
@@ -111,14 +115,10 @@ def _plan(content: SnapshotContent, status: SnapshotContentStatus, now: float) -
 def _begin(view: CaptureView, now: float) -> Plan:
     content = view.content
     if _is_queued_behind(content, view.siblings):
-        waiting = conditions.pending(
-            content.status.conditions,
-            content,
-            now,
-            "WaitingForCapture",
-            "an older capture of the same container is not settled yet",
-        )
-        return _plan(content, replace(content.status, conditions=waiting), now)
+        message = "an older capture of the same container is not settled yet"
+        return _waits(content, "WaitingForCapture", message, now)
+    if view.is_full:
+        return _waits(content, backpressure.REASON, backpressure.MESSAGE, now)
     attempt = content.status.attempt + 1
     trace = capture_span(content, attempt)
     status = _moved(
@@ -135,6 +135,11 @@ def _begin(view: CaptureView, now: float) -> Plan:
         ),
     )
     return _plan(content, status, now)
+
+
+def _waits(content: SnapshotContent, reason: str, message: str, now: float) -> Plan:
+    waiting = conditions.pending(content.status.conditions, content, now, reason, message)
+    return _plan(content, replace(content.status, conditions=waiting), now)
 
 
 def _is_queued_behind(content: SnapshotContent, siblings: Sequence[SnapshotContent]) -> bool:
@@ -274,8 +279,15 @@ def _ready(view: CaptureView, now: float) -> Plan:
     released = _release(content, now)
     if released.writes:
         return released
-    checked = quarantine.verification(content, _reading_node(view), now)
+    checked = quarantine.verification(content, _reader(view), now)
     return released if checked == content.status else _plan(content, checked, now)
+
+
+def _reader(view: CaptureView) -> str | quarantine.Wait:
+    if view.is_full:
+        return quarantine.Wait(backpressure.REASON, backpressure.MESSAGE)
+    wait = quarantine.Wait("NoNode", "no node is ready to read the artifact")
+    return _reading_node(view) or wait
 
 
 def _release(content: SnapshotContent, now: float) -> Plan:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from snapshot_operator.domain import conditions, fold, ordering, quarantine
+from snapshot_operator.domain import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.domain.nodes import lost_nodes
 from snapshot_operator.domain.plan import (
     NOTHING,
@@ -51,12 +51,16 @@ class Source(NamedTuple):
 
 
 class PodView(NamedTuple):
-    """What a decision about a pod looks at. `used` gives device uuids in use by node."""
+    """What a decision about a pod looks at. `used` gives device uuids in use by node.
+
+    While `is_full` no pod is placed: the stream of orders has room only for what cleans up.
+    """
 
     pod: Pod
     nodes: Sequence[Node]
     used: Mapping[str, set[str]]
     source: Source | None
+    is_full: bool = False
 
 
 def reconcile_pod(view: PodView, now: float) -> Plan:
@@ -178,6 +182,8 @@ def _schedule(view: PodView, now: float) -> Plan:
         return _fail(view, answer, now)
     if isinstance(answer, Waiting):
         return _wait(pod, answer.reason, answer.message, now)
+    if view.is_full:
+        return _wait(pod, backpressure.REASON, backpressure.MESSAGE, now)
     return _placed(view, answer, now)
 
 

@@ -8,6 +8,7 @@ one that was asked for after the last damage was found, and that found none, lif
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -29,6 +30,13 @@ DAMAGE = frozenset({"ArtifactCorrupt", "ArtifactMissing", "ArtifactError"})
 
 _READING = ("load", "restore", "verify")
 _LATE = "AgentUnresponsive"
+
+
+class Wait(NamedTuple):
+    """Why a verification cannot begin yet."""
+
+    reason: str
+    message: str
 
 
 def is_quarantined(content: SnapshotContent) -> bool:
@@ -91,8 +99,11 @@ def asked(content: SnapshotContent) -> SnapshotContentStatus:
     return replace(status, verifications=status.verifications + 1)
 
 
-def verification(content: SnapshotContent, node: str | None, now: float) -> SnapshotContentStatus:
-    """Give the status after the next step of a verification; `node` is one that can read."""
+def verification(content: SnapshotContent, node: str | Wait, now: float) -> SnapshotContentStatus:
+    """Give the status after the next step of a verification.
+
+    `node` is one that can read now, or why there is none.
+    """
     status = content.status
     last = _last(status)
     if last is not None and not _is_judged(status, last):
@@ -103,8 +114,8 @@ def verification(content: SnapshotContent, node: str | None, now: float) -> Snap
         return status
     if status.committed is None:
         return status
-    if node is None:
-        return _told(content, "Unknown", "NoNode", "no node is ready to read the artifact", now)
+    if isinstance(node, Wait):
+        return _told(content, "Unknown", node.reason, node.message, now)
     order = ordering.verify(content, status.committed, node, now, attempt=status.verifications)
     begun = _told(content, "Unknown", "Verifying", f"{node} reads all bytes", now)
     others = [item for item in status.orders if item.verb != "verify"]
