@@ -386,6 +386,23 @@ async def test_a_stream_of_orders_that_is_full_by_bytes_refuses_too(
     assert await bus.subjects_in(subjects.ORDERS, ">") == {SUBJECT: 1}
 
 
+async def test_the_share_of_a_stream_that_is_taken_counts_messages_or_bytes(
+    broker: Broker, bus: Bus
+) -> None:
+    assert await bus.fill(subjects.ORDERS) == 0.0
+    await broker.limit(subjects.ORDERS, max_msgs=4)
+    await bus.publish(SUBJECT, b"one")
+    await bus.publish(OTHER, b"two")
+    assert await bus.fill(subjects.ORDERS) == 0.5
+    found = await bus.last(subjects.ORDERS, OTHER)
+    assert found is not None
+    await bus.delete(subjects.ORDERS, found[0])
+    assert await bus.fill(subjects.ORDERS) == 0.25
+    await broker.limit(subjects.ORDERS, max_bytes=2000)
+    await bus.publish(OTHER, b"x" * 1000)
+    assert 0.5 < await bus.fill(subjects.ORDERS) < 1.0
+
+
 async def test_a_full_stream_of_reports_drops_the_oldest(broker: Broker, bus: Bus) -> None:
     await broker.limit(subjects.REPORTS, max_msgs=2)
     for word in (b"one", b"two", b"three"):

@@ -83,6 +83,14 @@ REQUESTS: dict[str, Request] = {
     "attach_kv": frames.Attach(
         device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW_OR_RO, deadline_s=0.5
     ),
+    "attach_again": frames.Attach(
+        device=DEVICE,
+        domain=MemoryDomain.WEIGHTS,
+        lock=LockMode.RO,
+        deadline_s=60.0,
+        client="worker",
+        incarnation=INCARNATION,
+    ),
     "allocate_many": frames.AllocateMany(
         allocations=[
             AllocationSpec(id=_id(n), size=4096 * (n + 1), tag="array") for n in range(MANY)

@@ -179,6 +179,12 @@ class SimBus(Bus):
         )
         return found
 
+    async def fill(self, stream: str) -> float:
+        found: float = await self._ask(
+            f"measure {stream}", lambda: self._server.stream(stream).fill()
+        )
+        return found
+
     async def consume(
         self,
         stream: str,

@@ -6,7 +6,7 @@ A fault is a value, so that a list of them can be printed, shortened and run aga
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -53,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True):
     habits: dict[str, Habits] = {}
     applied: tuple[tuple[float, dict[str, Any]], ...] = ()
     deleted: tuple[tuple[float, str, str], ...] = ()
+    verified: tuple[tuple[float, str, str], ...] = ()
 
     def rate(self, index: int) -> float:
         """Give the rate of the clocks of a node."""
@@ -97,7 +98,15 @@ def settings_of(seed: int) -> Settings:
         habits=habits,
         applied=tuple(applied),
         deleted=tuple(deleted),
+        verified=tuple(_verifications(seed, names)),
     )
+
+
+def _verifications(seed: int, names: list[str]) -> Iterator[tuple[float, str, str]]:
+    rng = random.Random(f"verifications {seed}")
+    for name in names:
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            yield 5 + rng.random() * 60, rng.choice(("DynamoCheckpoint", "Snapshot")), name
 
 
 def faults_of(seed: int) -> list[Fault]:

@@ -29,7 +29,9 @@ from snapshot_shared.objects import (
     Pod,
     Snapshot,
     SnapshotContent,
+    SnapshotContentStatus,
     condition,
+    is_true,
     kind_of,
 )
 from snapshot_shared.orders import AnyOrder, Report
@@ -161,6 +163,7 @@ class Rules:
         match before, value:
             case SnapshotContent(), SnapshotContent():
                 self._capture(before, value)
+                self._doubt(before, value)
             case Pod(), Pod():
                 self._restore(before, value)
 
@@ -180,8 +183,24 @@ class Rules:
                 )
             self._verify(after)
 
+    def _doubt(self, before: SnapshotContent, after: SnapshotContent) -> None:
+        """Only what is damaged is doubted, and verifications are counted upwards."""
+        old, new = before.status, after.status
+        if new.verified < old.verified or new.verifications < old.verifications:
+            self.fail(f"{after.metadata.name}: a verification was forgotten")
+        is_new = is_true(new.conditions, "Quarantined") and not is_true(
+            old.conditions, "Quarantined"
+        )
+        if is_new and not self.artifact_problem(after):
+            self.fail(f"{after.metadata.name} is in quarantine and whole")
+
     def _restore(self, before: Pod, after: Pod) -> None:
         old, new = before.status.restore, after.status.restore
+        if old is None and new is not None:
+            contents = [v for v in self._seen.values() if isinstance(v, SnapshotContent)]
+            source = next(c for c in contents if c.metadata.name == new.content_name)
+            if is_true(source.status.conditions, "Quarantined"):
+                self.fail(f"{after.metadata.name} began to restore what is in quarantine")
         if old is None or new is None:
             return
         if new.attempt < old.attempt:
@@ -264,13 +283,10 @@ class Rules:
     def _pending(self, value: AnyObject) -> Iterator[str]:
         match value:
             case SnapshotContent():
-                if value.status.capture not in (Capture.READY, Capture.FAILED):
-                    yield value.status.capture
-                if value.status.obligations:
-                    yield f"owes {value.status.obligations}"
+                yield from _awaited(value.status)
             case DynamoCheckpoint() if value.status.phase not in ("Ready", "Failed"):
                 yield value.status.phase
-            case Snapshot() if not _is_decided(value.status.conditions):
+            case Snapshot() if not value.status.bytes and not _is_decided(value.status.conditions):
                 yield "neither ready nor failed"
             case Pod():
                 if value.status.obligations:
@@ -375,6 +391,15 @@ def _leads(table: Any, before: Any, after: Any) -> bool:
         seen.add(state)
         reached |= {target for (source, _), target in table.rows.items() if source is state}
     return after in reached
+
+
+def _awaited(status: SnapshotContentStatus) -> Iterator[str]:
+    if status.capture not in (Capture.READY, Capture.FAILED):
+        yield status.capture
+    if status.obligations:
+        yield f"owes {status.obligations}"
+    if status.verified < status.verifications:
+        yield "is to be verified"
 
 
 def _is_decided(conditions: Any) -> bool:

@@ -257,6 +257,14 @@ class Stream:
             if matches(filter_, subject)
         }
 
+    def fill(self) -> float:
+        """Give the share of the room that is taken, by messages or by bytes."""
+        taken = (
+            (len(self.messages), self.config.max_msgs),
+            (self._bytes, self.config.max_bytes),
+        )
+        return max((used / most for used, most in taken if most and _limits(most)), default=0.0)
+
     def select(self, filter_: str) -> Iterator[Stored]:
         """Go through the messages that match, oldest first."""
         return (found for found in self.messages.values() if matches(filter_, found.subject))

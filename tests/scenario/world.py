@@ -23,7 +23,14 @@ from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.main import _serve as serve_operator
 from snapshot_operator.ports import Change, Listener
 from snapshot_shared import subjects
-from snapshot_shared.api import ApplyReply, ApplyRequest, DeleteReply, DeleteRequest
+from snapshot_shared.api import (
+    ApplyReply,
+    ApplyRequest,
+    DeleteReply,
+    DeleteRequest,
+    VerifyReply,
+    VerifyRequest,
+)
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import Conflict, SnapbackError, StoreBusy
@@ -216,6 +223,12 @@ class World:
             reply = await self.ask_for("delete", request, DeleteReply)
         self.note(f"delete {kind} {name}: {reply.failure or 'ok'}")
 
+    async def verify(self, kind: str, name: str) -> None:
+        """Ask for a verification."""
+        request = VerifyRequest(kind=kind, namespace="default", name=name)
+        reply = await self.ask_for("verify", request, VerifyReply)
+        self.note(f"verify {kind} {name}: {reply.failure or reply.verification}")
+
     # The run.
 
     def run(self) -> list[str]:
@@ -250,6 +263,8 @@ class World:
                 self._later(at, lambda d=document: self.apply(d))
             for at, kind, name in self.settings.deleted:
                 self.ask_to_delete(at, kind, name)
+            for at, kind, name in self.settings.verified:
+                self._later(at, lambda k=kind, n=name: self.verify(k, n))
             for fault in self.faults:
                 self.loop.in_world(fault.at, act, self, fault)
             await self._until(self.settings.fault_s)

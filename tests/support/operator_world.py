@@ -12,6 +12,7 @@ import msgspec
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter
 from snapshot_operator.domain.conditions import timestamp
+from snapshot_operator.domain.retention import Limits
 from snapshot_operator.handlers import Api, fold_presence, fold_report
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.errors import Failure
@@ -35,6 +36,8 @@ class MemoryOrders:
     def __init__(self) -> None:
         self.stream: dict[str, OrderStatus] = {}
         self.history: list[OrderStatus] = []
+        self.taken = 0.0
+        """The share of the room that orders of others take."""
 
     async def publish(self, order: OrderStatus) -> None:
         known = self.stream.get(order.order)
@@ -50,6 +53,9 @@ class MemoryOrders:
     async def published(self) -> dict[str, str]:
         return {order: f"snap.order.x.y.{order}" for order in self.stream}
 
+    async def fill(self) -> float:
+        return self.taken + len(self.stream) / 100_000
+
     async def remove(self, subject: str) -> None:
         self.stream.pop(subject.rpartition(".")[2], None)
 
@@ -57,13 +63,15 @@ class MemoryOrders:
 class World:
     """Time, store, orders, and the means to let the operator settle."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 - an immutable value
         self.now = 1_000_000.0
         self.cluster = SqliteCluster(None, timestamp=lambda: timestamp(self.now))
         self.orders = MemoryOrders()
         telemetry = Telemetry("snap-operator", "operator", "0")
         self.interpreter = Interpreter(self.cluster, self.orders, telemetry, lambda: self.now)
-        self.controller = Controller(self.cluster, self.orders, self.interpreter, lambda: self.now)
+        self.controller = Controller(
+            self.cluster, self.orders, self.interpreter, lambda: self.now, limits
+        )
         self.api = Api(self.cluster)
         self.present: dict[str, Presence] = {}
         self.answered: set[tuple[str, int]] = set()

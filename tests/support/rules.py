@@ -58,6 +58,8 @@ def _why_unsettled(value: AnyObject) -> str:
         case SnapshotContent():
             if value.status.capture not in (Capture.READY, Capture.FAILED):
                 return f"capture {value.status.capture}"
+            if value.status.verified < value.status.verifications:
+                return "is to be verified"
             return _owing(value) or _without_reason(value)
         case Pod():
             return _pod_unsettled(value)

@@ -13,7 +13,7 @@ import msgspec
 
 from snapshot_shared.errors import Failure
 
-VERBS = ("apply", "get", "delete", "template")
+VERBS = ("apply", "get", "delete", "verify", "template")
 
 
 class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +71,26 @@ class DeleteReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """`gone` says whether it is gone already."""
 
     gone: bool = False
+    failure: Failure | None = None
+
+
+class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Have every byte read of what a checkpoint, snapshot or content holds."""
+
+    kind: str
+    namespace: str | None = None
+    name: str
+
+
+class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The content, and the number of the verification.
+
+    It has ended when the content's `status.verified` is no longer below that; the result is the
+    condition `Verified`.
+    """
+
+    content: str = ""
+    verification: int = 0
     failure: Failure | None = None
 
 

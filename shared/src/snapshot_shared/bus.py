@@ -435,6 +435,14 @@ class Bus:
         )
         return dict(info.state.subjects or {})
 
+    async def fill(self, stream: str) -> float:
+        """Give the share of a stream's room that is taken, by messages or by bytes, from 0 to 1."""
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        info = await _translating(manager.stream_info(stream), f"measure {stream}")
+        state, limits = info.state, info.config
+        taken = ((state.messages, limits.max_msgs), (state.bytes, limits.max_bytes))
+        return max((used / most for used, most in taken if most and most > 0), default=0.0)
+
     async def consume(
         self,
         stream: str,

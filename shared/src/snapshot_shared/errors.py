@@ -176,6 +176,12 @@ class SourceExited(SnapbackError):
     """The worker ended while it was needed; `values` has the exit code."""
 
 
+class ControlFolderBroken(SnapbackError):
+    """A worker's control directory is not as the agent made it; nothing is said of artifacts."""
+
+    default_next_step = "the worker must not replace or remove its control directory"
+
+
 class OutcomeUnknown(SnapbackError):
     """A step that must not run twice was interrupted; nobody can tell how it ended."""
 

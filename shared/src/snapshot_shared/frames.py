@@ -121,6 +121,7 @@ class Attach(_Frame, frozen=True, kw_only=True, tag="attach"):
     `if_match` is the generation that a writer replaces, None when nothing is committed. `replace`
     frees that generation before the writer begins, for devices too small for two. `fence_token`
     makes the session the save of a fence, `load_token` a loader that builds a hidden layout.
+    `incarnation` is said by a reader that comes back: that of the server which held its layout.
     """
 
     device: DeviceUuid
@@ -133,6 +134,7 @@ class Attach(_Frame, frozen=True, kw_only=True, tag="attach"):
     load_token: Token | None = None
     client: ShortText = ""
     traceparent: ShortText = ""
+    incarnation: ShortText | msgspec.UnsetType = msgspec.UNSET
 
 
 class AllocateMany(_Frame, frozen=True, kw_only=True, tag="allocate_many"):

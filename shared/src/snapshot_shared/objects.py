@@ -315,6 +315,8 @@ class SnapshotContentStatus(
 
     `attempt` is the fencing token. `obligations` are the verbs that still have to be answered
     before this object is settled. `readers` are uids of pods that restore from it.
+    `verifications` counts what was asked for and `verified` what has ended; `doubted` is the
+    number that had been asked for when damage was last found.
     """
 
     capture: Capture = Capture.PENDING
@@ -325,6 +327,9 @@ class SnapshotContentStatus(
     obligations: list[str] = []
     committed: Committed | None = None
     readers: list[str] = []
+    verifications: int = 0
+    verified: int = 0
+    doubted: int = 0
     failure: Failure | None = None
     traceparent: str = ""
     conditions: list[Condition] = []
@@ -386,7 +391,10 @@ class ContainerStatus(
 
 
 class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """A restore's progress. `attempt` is the fencing token of this pod's restore."""
+    """A restore's progress. `attempt` is the fencing token of this pod's restore.
+
+    `damaged` says that it found the artifact damaged, and that the content was told so.
+    """
 
     state: Restore = Restore.PENDING
     attempt: int = 0
@@ -395,6 +403,7 @@ class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", o
     started_at: float = 0.0
     failure: Failure | None = None
     traceparent: str = ""
+    damaged: bool = False
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -215,6 +215,7 @@ def _snapshotctl() -> Allowed:
         *viewer.publish,
         subjects.api("apply"),
         subjects.api("delete"),
+        subjects.api("verify"),
         "snap.rpc.*.*.sim",
         "snap.span.cli.*",
         *(subject for stream in _WITHOUT_DURABLES for subject in _consumers(stream)),

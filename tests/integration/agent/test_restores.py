@@ -87,6 +87,19 @@ async def test_a_file_that_became_a_link_is_refused_before_the_worker_is_touched
         untouched(pod)
 
 
+async def test_a_worker_that_spoils_its_own_folder_does_not_speak_ill_of_the_artifact(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        artifact, _ = await artifact_of(rig)
+        pod = await rig.running(standby=True)
+        elsewhere = pod.control.with_name("elsewhere")
+        pod.control.rename(elsewhere)
+        pod.control.symlink_to(elsewhere)
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
+        assert failure.reason == "ControlFolderBroken"
+
+
 async def test_another_number_of_devices_is_refused_with_both_values(rig: Rig) -> None:
     async with rig.agent():
         artifact, _ = await artifact_of(rig)

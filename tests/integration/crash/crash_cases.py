@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from snapshot_operator.domain.pods import holds_devices
-from snapshot_shared import subjects
-from snapshot_shared.codec import encode_json
-from snapshot_shared.ids import NodeName, Uid, order_id
-from snapshot_shared.objects import AnyObject, Pod, SnapshotContent, is_true
-from snapshot_shared.orders import ArtifactRef, VerifyOrder
+from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotContent, is_true
 from snapshot_shared.steps import STEPS, VERBS_OF, Place
+from snapshotctl.domain.targets import Target
 from tests.support import live_cluster as live
 from tests.support import rules
 from tests.support.live_cluster import Session, find
@@ -29,9 +25,6 @@ def is_of_base(value: AnyObject) -> bool:
         return value.spec.snapshot_ref.name == BASE
     return value.metadata.name == BASE or value.metadata.name.startswith(f"{BASE}-")
 
-
-_ATTEMPTS = itertools.count(1)
-"""Of the verify orders: an agent answers a repeat from its record."""
 
 Deed = Callable[[Session], Awaitable[None]]
 
@@ -96,26 +89,7 @@ async def _save_will_fail(session: Session) -> None:
 
 
 async def _verify(session: Session) -> None:
-    """Nothing in the operator asks for this yet, so the order is written here."""
-    for content in await session.objects():
-        if isinstance(content, SnapshotContent) and content.status.committed is not None:
-            uid, committed = content.metadata.uid, content.status.committed
-            name = order_id("verify", Uid(uid))
-            order = VerifyOrder(
-                order=name,
-                attempt=next(_ATTEMPTS),
-                node=NODE,
-                owner=uid,
-                deadline_s=60.0,
-                artifact=ArtifactRef(
-                    namespace="default",
-                    content_uid=uid,
-                    generation=committed.generation,
-                    root_digest=committed.root_digest,
-                ),
-            )
-            subject = subjects.order(NodeName(NODE), "agent", name)
-            await session.client.bus.publish(subject, encode_json(order))
+    await session.client.verify(Target(KINDS["DynamoCheckpoint"], "default", BASE))
 
 
 class Story(NamedTuple):

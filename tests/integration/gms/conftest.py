@@ -61,6 +61,22 @@ class RunningGms:
         self.grpc = GrpcServer(self.folder, self.control)
         await self.grpc.start()
 
+    def restart(self) -> None:
+        """End the service with all its memory, and start another in its place."""
+        self.run(self._close())
+        for device in self.devices:
+            device.close()
+        self.devices = [
+            SimulatedDevice(
+                node="n1",
+                index=index,
+                capacity=device.info.capacity,
+                granularity=device.info.granularity,
+            )
+            for index, device in enumerate(self.devices)
+        ]
+        self.run(self._start())
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine where the service runs."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
@@ -78,10 +94,13 @@ class RunningGms:
         for device in self.devices:
             device.close()
 
-    async def _stop(self) -> None:
+    async def _close(self) -> None:
         await self.lease.close()
         await self.grpc.close()
         await self.gms.settled()
+
+    async def _stop(self) -> None:
+        await self._close()
         await self._loop.shutdown_default_executor()
 
 

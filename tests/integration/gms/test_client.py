@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,52 @@ def test_a_wake_waits_for_a_layout_and_gives_up_at_its_deadline(service: Any) ->
         with pytest.raises(client.DeadlineExceeded):
             pool.wake(0.05)
         assert pool.is_asleep
+
+
+def test_a_wake_after_the_service_was_restarted_is_refused_at_once(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)
+        before = pool.commit()
+        pool.sleep()
+        service.restart()
+        began = time.monotonic()
+        with pytest.raises(client.StaleLayout) as caught:
+            pool.wake()
+        assert time.monotonic() - began < 5.0
+        assert caught.value.values["expected"] == before.incarnation
+        assert caught.value.values["found"] == service.gms.incarnation
+        assert pool.is_asleep
+
+
+def test_a_wake_after_a_restart_takes_the_same_layout_when_it_was_loaded_again(
+    service: Any,
+) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)[:] = 4
+        pool.commit(layout_id="one")
+        pool.sleep()
+        service.restart()
+        loaded = run_worker(
+            "from gms import client\n"
+            "with client.connect(lock='RW') as writer:\n"
+            "    writer.allocate('w', 10, 'uint8')[:] = 4\n"
+            "    writer.commit(layout_id='one')\n"
+        )
+        assert loaded.returncode == 0, loaded.stderr.decode()
+        pool.wake()
+        assert pool["w"].tolist() == [4] * 10
+        assert pool.generation is not None
+        assert pool.generation.incarnation == service.gms.incarnation
+
+
+def test_a_pool_that_moved_waits_for_its_layout_whatever_served_it_before(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)
+        pool.commit()
+        state = pool.save_state()
+    service.restart()
+    with pytest.raises(client.DeadlineExceeded):
+        client.restore(state, deadline_s=0.05)
 
 
 async def drop(service: Any) -> None:

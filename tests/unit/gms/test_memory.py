@@ -669,3 +669,51 @@ def test_a_save_that_goes_on_after_its_fence_ended_keeps_its_layout(world: World
     assert world.freed() == set()
     world.end(save)
     assert world.freed() == {100}
+
+
+def test_a_reader_of_a_lost_layout_is_refused_at_once_with_both_incarnations(
+    world: World,
+) -> None:
+    with pytest.raises(StaleLayout) as caught:
+        world.ask(lock=RO, incarnation="before")
+    assert caught.value.values == {"expected": "before", "found": "inc"}
+    assert world.table.devices[A].rooms[WEIGHTS].queue == {}
+
+
+@pytest.mark.parametrize("fields", [{}, {"incarnation": ""}, {"incarnation": "inc"}])
+def test_a_reader_that_lost_nothing_waits_for_a_layout(
+    world: World, fields: dict[str, str]
+) -> None:
+    reader = world.ask(lock=RO, **fields)
+    assert world.granted(reader) is None
+    world.committed()
+    assert world.granted(reader)
+
+
+def test_a_reader_of_a_lost_layout_is_served_what_is_committed_now(world: World) -> None:
+    world.committed()
+    assert world.attach(lock=RO, incarnation="before").access is Access.RO
+
+
+def test_a_reader_of_a_lost_layout_waits_for_a_writer(world: World) -> None:
+    writer = world.attach()
+    reader = world.ask(lock=RO, incarnation="before")
+    world.allocate(writer, "w")
+    world.commit(writer)
+    assert world.granted(reader)
+
+
+def test_a_reader_of_a_lost_layout_waits_for_a_load_that_is_not_published_yet(
+    world: World,
+) -> None:
+    _load(world)
+    reader = world.ask(lock=RO, incarnation="before")
+    assert world.granted(reader) is None
+    world.take(world.table.publish(A, "t")[1])
+    assert world.granted(reader)
+
+
+def test_a_load_onto_another_device_brings_nothing_back(world: World) -> None:
+    world.attach(B, load_token="t")
+    with pytest.raises(StaleLayout):
+        world.ask(lock=RO, incarnation="before")

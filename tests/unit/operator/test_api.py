@@ -9,6 +9,7 @@ import pytest
 
 from snapshot_operator.handlers import Api
 from snapshot_shared.api import (
+    VERBS,
     ApplyReply,
     ApplyRequest,
     DeleteReply,
@@ -17,10 +18,19 @@ from snapshot_shared.api import (
     GetRequest,
     TemplateReply,
     TemplateRequest,
+    VerifyReply,
 )
 from snapshot_shared.codec import digest, encode_json
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
+
+REPLIES = {
+    "apply": ApplyReply,
+    "get": GetReply,
+    "delete": DeleteReply,
+    "verify": VerifyReply,
+    "template": TemplateReply,
+}
 
 
 async def ask(world: World, verb: str, request: Any, reply: type[Any]) -> Any:
@@ -88,11 +98,10 @@ async def test_the_trace_of_apply_is_kept_on_the_object_and_its_children() -> No
         assert value.metadata.annotations["nvidia.com/traceparent"].startswith("00-aaaa")
 
 
-@pytest.mark.parametrize("verb", ["apply", "get", "delete", "template"])
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7}'])
 async def test_noise_is_answered_with_a_reason(verb: str, data: bytes) -> None:
-    reply = {"apply": ApplyReply, "get": GetReply, "delete": DeleteReply, "template": TemplateReply}
-    answer = await ask(World(), verb, data, reply[verb])
+    answer = await ask(World(), verb, data, REPLIES[verb])
     assert answer.failure.reason == "InvalidMessage"
 
 

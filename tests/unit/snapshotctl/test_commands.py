@@ -8,7 +8,7 @@ import pytest
 from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 
-OBJECTS = ["apply", "get", "delete", "wait", "nodes", "trace"]
+OBJECTS = ["apply", "get", "delete", "wait", "verify", "nodes", "trace"]
 COMMANDS = [*OBJECTS, "up", "down", "demo", "leftovers", "sim"]
 SIM = ["crash", "stall", "fail", "restart"]
 
@@ -75,6 +75,9 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["up", "--name", "../x"], "lower-case"),
         (["demo", "--size-mib", "1"], "between"),
         (["trace"], "NAME"),
+        (["verify"], "NAME"),
+        (["verify", "pod/x"], "a Pod holds no artifact"),
+        (["verify", "x", "--timeout", "soon"], "5m"),
         (["sim"], "restart"),
         (["sim", "crash"], "snapshotctl sim crash node-1 --at copy-state"),
         (["sim", "crash", "node-1"], "--at STEP is missing"),
@@ -116,6 +119,7 @@ def test_nothing_at_all_is_answered_with_the_help(
         ["trace", "x"],
         ["delete", "pod/x"],
         ["wait", "pod/x"],
+        ["verify", "x"],
         ["sim", "fail", "n", "--at", "gate"],
     ],
 )

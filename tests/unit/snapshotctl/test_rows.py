@@ -21,6 +21,8 @@ CONTENT = {
 }
 IDENTITY = {"model": "m", "backendFramework": "b"}
 DEVICE = {"index": 0, "uuid": "GPU-0", "product": "p", "capacity_bytes": 4 * 1024**3}
+DOUBTED = {"type": "Ready", "status": "False", "reason": "ArtifactCorrupt"}
+QUARANTINED = {"type": "Quarantined", "status": "True", "reason": "ArtifactCorrupt"}
 
 
 def _object(kind: str, spec: dict[str, Any], status: dict[str, Any]) -> AnyObject:
@@ -46,6 +48,18 @@ def _shown(table: Table) -> dict[str, str]:
             {"identity": IDENTITY, "job": {"podTemplateSpec": {"spec": POD_SPEC}}},
             {"phase": "Ready", "snapshotName": "s", "bytes": 2 * 1024**2},
             {"PHASE": "Ready", "MODEL": "m", "SNAPSHOT": "s", "SIZE": "2 MiB"},
+        ),
+        (
+            "DynamoCheckpoint",
+            {"identity": IDENTITY, "job": {"podTemplateSpec": {"spec": POD_SPEC}}},
+            {"phase": "Ready", "conditions": [DOUBTED]},
+            {"PHASE": "Ready (ArtifactCorrupt)"},
+        ),
+        (
+            "SnapshotContent",
+            CONTENT,
+            {"capture": "Ready", "conditions": [QUARANTINED]},
+            {"CAPTURE": "Ready (Quarantined)"},
         ),
         (
             "Snapshot",

@@ -3,7 +3,7 @@
 import pytest
 
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.domain.targets import everywhere, one_target, target, traced
+from snapshotctl.domain.targets import everywhere, one_target, target, traced, verified
 
 
 @pytest.mark.parametrize("words", [["pod", "w"], ["pod/w"], ["pods/w"], ["Pod", "w"], ["po/w"]])
@@ -64,3 +64,16 @@ def test_a_bare_name_is_traced_as_checkpoint_snapshot_content_and_pod() -> None:
 
 def test_a_kind_and_a_name_are_traced_as_they_are() -> None:
     assert [str(t) for t in traced("pod/x", "ns")] == ["pod/x"]
+
+
+def test_a_bare_name_is_verified_as_checkpoint_snapshot_and_content() -> None:
+    assert [(t.kind.name, t.namespace) for t in verified("x", "ns")] == [
+        ("DynamoCheckpoint", "ns"),
+        ("Snapshot", "ns"),
+        ("SnapshotContent", None),
+    ]
+
+
+def test_what_holds_no_artifact_cannot_be_verified() -> None:
+    with pytest.raises(WrongArguments, match="holds no artifact"):
+        verified("pod/x", "ns")

@@ -23,6 +23,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self
 
+from msgspec import UNSET
 from numpy.typing import DTypeLike, NDArray
 
 from gms.arena import DOMAIN_BYTES, AddressTaken, Arena, address_of
@@ -258,11 +259,12 @@ class MemoryPool:
     def wake(self, deadline_s: float = DEADLINE_S) -> None:
         """Map everything again at the same addresses.
 
-        StaleLayout, with both values, when another layout is committed now; the pool still sleeps.
+        StaleLayout, with both values, when another layout is committed now, and at once when the
+        service was restarted meanwhile and nobody loads one; the pool still sleeps.
         """
         self._require(_Mode.ASLEEP)
         lock = LockMode.RO if self._is_weights else LockMode.RW
-        lease = self._attach(lock, deadline_s)
+        lease = self._attach(lock, deadline_s, known=self.generation)
         self._lease = lease
         try:
             if self._is_weights:
@@ -353,6 +355,7 @@ class MemoryPool:
         if_match: GenerationRef | None = None,
         *,
         replace: bool = False,
+        known: GenerationRef | None = None,
     ) -> Lease:
         request = Attach(
             device=self.device,
@@ -363,6 +366,7 @@ class MemoryPool:
             replace=replace,
             client=self._name,
             traceparent=os.environ.get("TRACEPARENT", ""),
+            incarnation=known.incarnation if known is not None else UNSET,
         )
         return Lease.attach(self._folder, request)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from snapshot_operator.domain import fold
+from snapshot_operator.domain import backpressure, fold
 from snapshot_operator.domain.capture import (
     CaptureView,
     capture_span,
@@ -46,6 +46,7 @@ from snapshot_operator.domain.requests import (
     reconcile_job,
     reconcile_snapshot,
 )
+from snapshot_operator.domain.retention import Holdings, Limits, to_let_go
 from snapshot_operator.ports import Change, Cluster, OrderBus
 from snapshot_shared.errors import (
     AlreadyExists,
@@ -75,6 +76,8 @@ from snapshot_shared.transitions import Capture, Restore
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RETRY_S = 1.0
 SWEEP_EVERY_S = 30.0
 
@@ -96,8 +99,9 @@ class Observer:
     """Reads, once and up front, all that a decision about a key looks at."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Use the object store."""
+        """Use the object store. `is_full` says whether the stream of orders was, last seen."""
         self._cluster = cluster
+        self.is_full = False
 
     async def plan(self, key: Key, now: float) -> Plan:
         """Observe a key and decide."""
@@ -142,7 +146,7 @@ class Observer:
         contents = await self._cluster.list("SnapshotContent")
         siblings = [found for found in contents if isinstance(found, SnapshotContent)]
         pods = {pod.metadata.uid for pod in await self._cluster.list("Pod")}
-        return CaptureView(value, siblings, await self._nodes(), pods)
+        return CaptureView(value, siblings, await self._nodes(), pods, self.is_full)
 
     async def _nodes(self) -> list[Node]:
         return [found for found in await self._cluster.list("Node") if isinstance(found, Node)]
@@ -153,7 +157,7 @@ class Observer:
             if isinstance(other, Pod) and other != pod and holds_devices(other):
                 mine = used.setdefault(other.status.node_name, set())
                 mine.update(device.uuid for device in other.status.devices)
-        return PodView(pod, await self._nodes(), used, await self._source(pod))
+        return PodView(pod, await self._nodes(), used, await self._source(pod), self.is_full)
 
     async def _source(self, pod: Pod) -> Source | None:
         name = restore_source(pod)
@@ -308,6 +312,8 @@ class Interpreter:
 def _span_over(owner: AnyObject, item: OrderStatus) -> str:
     """Give the span that an order's own span hangs below: it was the order's trace argument."""
     match owner:
+        case SnapshotContent() if item.verb == "verify":
+            return capture_span(owner, owner.status.attempt)
         case SnapshotContent():
             return capture_span(owner, item.attempt)
         case Pod() if owner.status.restore is not None:
@@ -329,13 +335,15 @@ class Controller:
         orders: OrderBus,
         interpreter: Interpreter,
         wall: Callable[[], float],
+        limits: Limits = Limits(),  # noqa: B008 - an immutable value
     ) -> None:
-        """Listen to the store; nothing runs before `run`."""
+        """Listen to the store; nothing runs before `run`. `limits` say what is kept."""
         self._cluster = cluster
         self._orders = orders
         self._observer = Observer(cluster)
         self._interpreter = interpreter
         self._wall = wall
+        self._limits = limits
         self._queue: dict[Key, None] = {}
         self._filled = asyncio.Event()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
@@ -458,6 +466,7 @@ class Controller:
             except BusUnavailable as error:
                 log.warning("sweep: %s", error)
                 self._interpreter.unpublished.set()
+            await self.retain()
             await self._rest(again)
 
     async def _rest(self, again: asyncio.Event) -> None:
@@ -487,6 +496,40 @@ class Controller:
         for order_id, subject in published.items():
             if order_id not in awaited:
                 await self._orders.remove(subject)
+        await self._measure()
+
+    async def _measure(self) -> None:
+        """See whether there is room for new work; when there is again, look at who waits."""
+        fill = await self._orders.fill()
+        was_full, self._observer.is_full = self._observer.is_full, backpressure.is_full(fill)
+        if self._observer.is_full:
+            log.warning("the stream of orders is %.0f%% full: nothing new begins", 100 * fill)
+        elif was_full:
+            await self.look_at_all()
+
+    async def retain(self) -> None:
+        """Let go what the limits do not keep; what stands in the way now is tried next time."""
+        if self._limits.is_off:
+            return
+        as_of = self._cluster.as_of()
+        try:
+            holdings = Holdings(
+                await self._all(DynamoCheckpoint),
+                await self._all(Snapshot),
+                await self._all(SnapshotContent),
+                await self._all(Pod),
+            )
+            for value, why in to_let_go(holdings, self._limits, self._wall()):
+                meta = value.metadata
+                name = f"{kind_of(value).name} {meta.namespace}/{meta.name}"
+                log.warning("retention deletes %s: %s", name, why)
+                await self._interpreter.apply(Plan((Delete(value),)), as_of)
+        except (Conflict, NotFound) as error:
+            log.info("retention waits for the next sweep: %s", error)
+
+    async def _all(self, type_: type[T]) -> list[T]:
+        found = await self._cluster.list(type_.__name__)
+        return [value for value in found if isinstance(value, type_)]
 
     async def _publish_again(self, order: OrderStatus, published: Container[str]) -> None:
         """Publish what is missing.
@@ -530,4 +573,5 @@ def _may_wait(content: SnapshotContent) -> bool:
         content.status.capture is Capture.PENDING
         or content.metadata.deletion_timestamp
         or content.status.obligations
+        or content.status.verifications > content.status.verified
     )

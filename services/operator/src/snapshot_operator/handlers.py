@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_operator.domain import fold
+from snapshot_operator.domain import fold, quarantine
 from snapshot_operator.domain.nodes import absences, node_absent, node_from
 from snapshot_operator.domain.ordering import template_digest
 from snapshot_operator.domain.plan import FINALIZER, orders_of
@@ -25,6 +25,8 @@ from snapshot_shared.api import (
     GetRequest,
     TemplateReply,
     TemplateRequest,
+    VerifyReply,
+    VerifyRequest,
 )
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
@@ -34,6 +36,7 @@ from snapshot_shared.errors import (
     InvalidManifest,
     InvalidMessage,
     NoSpace,
+    NotEligible,
     NotFound,
     SnapbackError,
     StalePodReference,
@@ -45,9 +48,12 @@ from snapshot_shared.manifests import parse
 from snapshot_shared.objects import (
     TRACEPARENT,
     AnyObject,
+    DynamoCheckpoint,
     Kind,
     Node,
     Pod,
+    Snapshot,
+    SnapshotContent,
     find_kind,
     is_true,
     kind_of,
@@ -75,6 +81,7 @@ class Api:
             "apply": _answering(ApplyRequest, ApplyReply, self.apply),
             "get": _answering(GetRequest, GetReply, self.get),
             "delete": _answering(DeleteRequest, DeleteReply, self.delete),
+            "verify": _answering(VerifyRequest, VerifyReply, self.verify),
             "template": _answering(TemplateRequest, TemplateReply, self.template),
         }
 
@@ -147,6 +154,45 @@ class Api:
                 next_step="stop its agent first; after 90 s without presence it may be deleted",
             )
         return DeleteReply(gone=await self._cluster.delete(value))
+
+    async def verify(self, request: VerifyRequest) -> VerifyReply:
+        """Ask for a verification. NotFound, and NotEligible where nothing is captured (any more).
+
+        The wish stands in the status of the content, so that no restart can forget it.
+        """
+        kind = find_kind(request.kind)
+        while True:
+            content = await self._content(await self._one(kind, request.namespace, request.name))
+            wanted = replace(content, status=quarantine.asked(content))
+            try:
+                if wanted != content:
+                    await self._cluster.update_status(wanted)
+            except StoreBusy:
+                raise
+            except Conflict:
+                continue
+            number = wanted.status.verifications
+            return VerifyReply(content=content.metadata.name, verification=number)
+
+    async def _content(self, value: AnyObject) -> SnapshotContent:
+        """Find the committed content behind an object that people name."""
+        match value:
+            case DynamoCheckpoint():
+                name = value.status.content_name
+            case Snapshot():
+                name = value.status.bound_snapshot_content_name or ""
+            case _:
+                name = value.metadata.name
+        found = await self._cluster.get("SnapshotContent", None, name) if name else None
+        kind = kind_of(value).name
+        if not isinstance(found, SnapshotContent) or found.status.committed is None:
+            raise NotEligible(
+                f"{kind} {value.metadata.name} holds no captured artifact",
+                next_step="name a checkpoint, snapshot or content that is Ready",
+            )
+        if found.metadata.deletion_timestamp:
+            raise NotEligible(f"{kind} {value.metadata.name} is being deleted")
+        return found
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
         """Give an agent the spec of a pod that was placed on its node."""

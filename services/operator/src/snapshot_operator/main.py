@@ -16,6 +16,7 @@ from snapshot_operator.adapters.nats_bus import Announcer, NatsNodes, NatsOrders
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter, Key
 from snapshot_operator.domain.conditions import timestamp
+from snapshot_operator.domain.retention import Limits
 from snapshot_operator.handlers import Api, fold_one_presence, fold_presence, fold_report
 from snapshot_operator.ports import Cluster, Nodes
 from snapshot_shared import subjects
@@ -41,9 +42,20 @@ PRESENCE_EVERY_S = 30.0
 
 
 class OperatorSettings(Common, frozen=True, kw_only=True):
-    """What an operator needs to know. `nats_replicas` is how many servers keep each stream."""
+    """What an operator needs to know. `nats_replicas` is how many servers keep each stream.
+
+    `keep_*` bound what a namespace keeps of captured artifacts; unset, nothing is let go.
+    """
 
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+    keep_count: Annotated[int, Meta(ge=1)] | None = None
+    keep_days: Annotated[float, Meta(gt=0)] | None = None
+    keep_bytes: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What a namespace may keep."""
+        return Limits(self.keep_count, self.keep_days, self.keep_bytes)
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -67,7 +79,7 @@ async def serve(stop: asyncio.Event) -> None:
     try:
         await until_stopped(stop, _ensured(bus))
         if not stop.is_set():
-            await _serve(stop, cluster, bus, telemetry, clocks)
+            await _serve(stop, cluster, bus, telemetry, clocks, settings.limits)
     finally:
         with contextlib.suppress(BusUnavailable):
             await telemetry.flush(bus)
@@ -88,14 +100,19 @@ async def _ensured(bus: Bus) -> None:
 
 
 async def _serve(
-    stop: asyncio.Event, cluster: SqliteCluster, bus: Bus, telemetry: Telemetry, clocks: Clocks
+    stop: asyncio.Event,
+    cluster: SqliteCluster,
+    bus: Bus,
+    telemetry: Telemetry,
+    clocks: Clocks,
+    limits: Limits = Limits(),  # noqa: B008 - an immutable value
 ) -> None:
     source = str(uuid.uuid4())
     announcer = Announcer(bus, source)
     cluster.subscribe(announcer.listener)
     orders = NatsOrders(bus)
     interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
-    controller = Controller(cluster, orders, interpreter, clocks.wall)
+    controller = Controller(cluster, orders, interpreter, clocks.wall, limits)
     endpoints = {subjects.api(verb): handler for verb, handler in Api(cluster).endpoints().items()}
     await bus.serve("snap-operator", VERSION, {"node": NODE}, endpoints)
     log.info("the operator serves")

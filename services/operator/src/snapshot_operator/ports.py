@@ -70,6 +70,10 @@ class OrderBus(Protocol):
     async def published(self) -> dict[str, str]:
         """List the subjects of all orders that the stream holds now, by order id."""
 
+    async def fill(self) -> float:
+        """Give the share of the stream's room that is taken, from 0 to 1."""
+        ...
+
     async def remove(self, subject: str) -> None:
         """Delete the message on a subject; absent is success."""
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from snapshot_shared.api import Applied, Fault
+from snapshot_shared.api import Applied, Fault, VerifyReply
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import AnyObject, Kind
@@ -42,6 +42,9 @@ class Operator(Protocol):
 
     async def delete(self, target: Target) -> bool:
         """Mark for deletion; True when it is gone already. NotFound."""
+
+    async def verify(self, target: Target) -> VerifyReply:
+        """Ask for a verification of what an object holds. NotFound, NotEligible."""
 
     def watching(self, target: Target) -> AbstractAsyncContextManager[Changes]:
         """Follow one object for the length of the block."""

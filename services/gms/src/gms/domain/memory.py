@@ -13,7 +13,7 @@ from typing import TypeVar
 from gms.domain.device import DeviceTable, check_generation
 from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
 from gms.domain.layout import Allocation, Layout, aligned
-from gms.domain.locks import USES, LockEvent, Operation, Verdict
+from gms.domain.locks import USES, LockEvent, Operation, Verdict, Wish
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -54,6 +54,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _REMEMBERED = 4096
+_WRITES = (Wish.WRITE, Wish.REPLACE, Wish.EITHER)
 """Load tokens whose outcome is still known, so that a repeated order gets the same answer."""
 
 
@@ -90,6 +91,7 @@ class MemoryTable:
         waiter = Waiter(ticket=ticket, request=request, peer=peer)
         if request.fence_token is not None:
             return self._attach_save(device, waiter, request.fence_token)
+        self._check_incarnation(device, room, request)
         room.queue[ticket] = waiter
         return self._settle(device)
 
@@ -314,6 +316,26 @@ class MemoryTable:
         if self.loaded(device.uuid, request.load_token):
             raise LayoutConflict(
                 "a layout was loaded under this token already", token=request.load_token
+            )
+
+    def _check_incarnation(self, device: DeviceTable, room: Room, request: Attach) -> None:
+        """Refuse a reader whose layout is lost with an earlier server. StaleLayout names both.
+
+        Whoever writes or loads may bring the layout back: that is worth waiting for.
+        """
+        known = request.incarnation
+        if not known or known == self.incarnation or request.lock is not LockMode.RO:
+            return
+        is_coming = (
+            room.writer or device.hidden or any(w.wish in _WRITES for w in room.queue.values())
+        )
+        if room.committed is None and not is_coming:
+            raise StaleLayout(
+                f"{device.uuid} was served by incarnation {known}, now by {self.incarnation}: the "
+                "layout is lost, and nobody loads one",
+                next_step="close this pool, connect again and load the weights",
+                expected=known,
+                found=self.incarnation,
             )
 
     def _attach_save(self, device: DeviceTable, waiter: Waiter, token: str) -> list[Effect]:

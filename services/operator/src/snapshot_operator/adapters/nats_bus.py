@@ -66,6 +66,10 @@ class NatsOrders:
         names = await self._bus.subjects_in(subjects.ORDERS, "snap.order.>")
         return {name.rpartition(".")[2]: name for name in names}
 
+    async def fill(self) -> float:
+        """Give the share of the stream's room that is taken, from 0 to 1."""
+        return await self._bus.fill(subjects.ORDERS)
+
     async def remove(self, subject: str) -> None:
         """Delete the message on a subject by its exact sequence."""
         found = await self._bus.last(subjects.ORDERS, subject)

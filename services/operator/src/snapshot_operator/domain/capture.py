@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from snapshot_operator.domain import conditions, fold, ordering
+from snapshot_operator.domain import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.domain.nodes import lost_nodes
 from snapshot_operator.domain.plan import Finalize, Plan, status_plan
 from snapshot_shared.errors import Failure
@@ -35,12 +35,16 @@ _SETTLED = (Capture.READY, Capture.FAILED)
 
 
 class CaptureView(NamedTuple):
-    """What a decision about a content looks at. `pods` are the uids of all pods."""
+    """What a decision about a content looks at. `pods` are the uids of all pods.
+
+    While `is_full` nothing new begins: the stream of orders has room only for what cleans up.
+    """
 
     content: SnapshotContent
     siblings: Sequence[SnapshotContent]
     nodes: Sequence[Node]
     pods: Container[str]
+    is_full: bool = False
 
 
 def reconcile_content(view: CaptureView, now: float) -> Plan:
@@ -64,7 +68,7 @@ def reconcile_content(view: CaptureView, now: float) -> Plan:
         case Capture.ABORTING:
             return _aborting(view, now)
         case Capture.READY:
-            return _release(content, now)
+            return _ready(view, now)
         case Capture.FAILED:
             return _clean(view, now)
 
@@ -111,14 +115,10 @@ def _plan(content: SnapshotContent, status: SnapshotContentStatus, now: float) -
 def _begin(view: CaptureView, now: float) -> Plan:
     content = view.content
     if _is_queued_behind(content, view.siblings):
-        waiting = conditions.pending(
-            content.status.conditions,
-            content,
-            now,
-            "WaitingForCapture",
-            "an older capture of the same container is not settled yet",
-        )
-        return _plan(content, replace(content.status, conditions=waiting), now)
+        message = "an older capture of the same container is not settled yet"
+        return _waits(content, "WaitingForCapture", message, now)
+    if view.is_full:
+        return _waits(content, backpressure.REASON, backpressure.MESSAGE, now)
     attempt = content.status.attempt + 1
     trace = capture_span(content, attempt)
     status = _moved(
@@ -135,6 +135,11 @@ def _begin(view: CaptureView, now: float) -> Plan:
         ),
     )
     return _plan(content, status, now)
+
+
+def _waits(content: SnapshotContent, reason: str, message: str, now: float) -> Plan:
+    waiting = conditions.pending(content.status.conditions, content, now, reason, message)
+    return _plan(content, replace(content.status, conditions=waiting), now)
 
 
 def _is_queued_behind(content: SnapshotContent, siblings: Sequence[SnapshotContent]) -> bool:
@@ -161,7 +166,9 @@ def _is_queued_behind(content: SnapshotContent, siblings: Sequence[SnapshotConte
 def is_settled(content: SnapshotContent) -> bool:
     """Say whether the capture is over and the worker no longer held for it."""
     return content.status.capture in _SETTLED and all(
-        fold.is_answered(item) for item in content.status.orders if item.verb != "delete"
+        fold.is_answered(item)
+        for item in content.status.orders
+        if item.verb not in ("delete", "verify")
     )
 
 
@@ -257,14 +264,30 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
         parts=sorted(parts, key=lambda part: part.part),
         vector=content.status.vector,
     )
-    message = f"generation {committed.generation}, {committed.bytes} bytes, {final.root_digest}"
     status = _moved(
         content,
         CaptureEvent.SEALED,
         committed=committed,
-        conditions=conditions.ready(content.status.conditions, content, now, "Captured", message),
+        conditions=conditions.captured(content.status.conditions, content, committed, now),
     )
     return _plan(content, status, now)
+
+
+def _ready(view: CaptureView, now: float) -> Plan:
+    """The worker first, then whoever wants to know whether the artifact is whole."""
+    content = view.content
+    released = _release(content, now)
+    if released.writes:
+        return released
+    checked = quarantine.verification(content, _reader(view), now)
+    return released if checked == content.status else _plan(content, checked, now)
+
+
+def _reader(view: CaptureView) -> str | quarantine.Wait:
+    if view.is_full:
+        return quarantine.Wait(backpressure.REASON, backpressure.MESSAGE)
+    wait = quarantine.Wait("NoNode", "no node is ready to read the artifact")
+    return _reading_node(view) or wait
 
 
 def _release(content: SnapshotContent, now: float) -> Plan:
@@ -346,7 +369,7 @@ def _deletion(view: CaptureView, now: float) -> Plan:
     if readers:
         message = f"restored by {', '.join(readers)}"
         return _deletion_waits(content, "ReadersRegistered", message, now)
-    owed = [item for item in _current(content) if item.node not in lost]
+    owed = [i for i in _current(content) if i.node not in lost and i.verb != "verify"]
     if not all(fold.is_answered(item) or now >= item.deadline for item in owed):
         return _plan(content, status, now)
     return _removal(view, now)
@@ -396,7 +419,7 @@ def _remove(view: CaptureView, generation: int, now: float) -> Plan:
         message = cause.message if cause else f"node {last.node} is gone"
         waiting = _deletion_waits(content, "DeleteFailed", message, now)
         return Plan(waiting.writes, fold.retry_at(orders))
-    node = _deleting_node(view)
+    node = _reading_node(view)
     if node is None:
         return _deletion_waits(content, "NoNode", "no node is ready to remove the artifact", now)
     order = ordering.delete(
@@ -405,7 +428,7 @@ def _remove(view: CaptureView, generation: int, now: float) -> Plan:
     return _plan(content, replace(content.status, orders=[*content.status.orders, order]), now)
 
 
-def _deleting_node(view: CaptureView) -> str | None:
+def _reading_node(view: CaptureView) -> str | None:
     ready = [node.metadata.name for node in view.nodes if is_true(node.status.conditions, "Ready")]
     home = view.content.spec.source.node_name
     return home if home in ready else next(iter(sorted(ready)), None)

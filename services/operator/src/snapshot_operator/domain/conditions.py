@@ -6,7 +6,9 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import AnyObject, Condition, set_condition
+from snapshot_shared.objects import AnyObject, Committed, Condition, set_condition
+
+Truth = Literal["True", "False", "Unknown"]
 
 
 def timestamp(now: float) -> str:
@@ -22,16 +24,29 @@ def with_conditions(
 ) -> list[Condition]:
     """Set several conditions, each a row of type, status, reason, message."""
     for type_, is_true, reason, message in rows:
-        status: Literal["True", "False"] = "True" if is_true else "False"
-        new = Condition(
-            type=type_,
-            status=status,
-            reason=reason,
-            message=message[:4096],
-            observed_generation=owner.metadata.generation,
-        )
-        conditions = set_condition(conditions, new, timestamp(now))
+        truth: Truth = "True" if is_true else "False"
+        conditions = with_truth(conditions, owner, now, type_, truth, reason, message)
     return conditions
+
+
+def with_truth(
+    conditions: list[Condition],
+    owner: AnyObject,
+    now: float,
+    type_: str,
+    truth: Truth,
+    reason: str,
+    message: str,
+) -> list[Condition]:
+    """Set one condition, which may also be unknown."""
+    new = Condition(
+        type=type_,
+        status=truth,
+        reason=reason,
+        message=message[:4096],
+        observed_generation=owner.metadata.generation,
+    )
+    return set_condition(conditions, new, timestamp(now))
 
 
 def ready(
@@ -64,3 +79,14 @@ def failed(
         ("Ready", False, failure.reason, message),
         ("Failed", True, failure.reason, message),
     )
+
+
+def captured(
+    conditions: list[Condition], owner: AnyObject, committed: Committed | None, now: float
+) -> list[Condition]:
+    """Say that an artifact is committed and may be used."""
+    if committed is None:
+        return conditions
+    size, digest = committed.bytes, committed.root_digest
+    message = f"generation {committed.generation}, {size} bytes, {digest}"
+    return ready(conditions, owner, now, "Captured", message)

@@ -8,7 +8,7 @@ import msgspec
 
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.ids import Uid, order_id
-from snapshot_shared.objects import OrderStatus, Pod, SnapshotContent
+from snapshot_shared.objects import Committed, OrderStatus, Pod, SnapshotContent
 from snapshot_shared.orders import (
     AbortOrder,
     ArtifactRef,
@@ -30,6 +30,7 @@ from snapshot_shared.orders import (
     Service,
     StopOrder,
     VectorEntry,
+    VerifyOrder,
     service_of,
 )
 from snapshot_shared.spans import derived_context, parse_traceparent
@@ -262,6 +263,28 @@ def delete(
         content_uid=uid,
         generation=generation,
         **_common("delete", uid, attempt, node, trace, f"gen-{generation}"),
+    )
+    return status_of(order, "agent", now)
+
+
+def artifact_ref(content: SnapshotContent, committed: Committed) -> ArtifactRef:
+    """Name the committed artifact of a content."""
+    return ArtifactRef(
+        namespace=content.spec.source.namespace,
+        content_uid=content.metadata.uid,
+        generation=committed.generation,
+        root_digest=committed.root_digest,
+    )
+
+
+def verify(
+    content: SnapshotContent, committed: Committed, node: str, now: float, *, attempt: int
+) -> OrderStatus:
+    """Read all of a committed artifact."""
+    trace = content.status.traceparent
+    order = VerifyOrder(
+        artifact=artifact_ref(content, committed),
+        **_common("verify", content.metadata.uid, attempt, node, trace),
     )
     return status_of(order, "agent", now)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from snapshot_operator.domain import conditions, fold, ordering
+from snapshot_operator.domain import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.domain.nodes import lost_nodes
 from snapshot_operator.domain.plan import (
     NOTHING,
@@ -34,7 +34,7 @@ from snapshot_shared.objects import (
     RestoreStatus,
     SnapshotContent,
 )
-from snapshot_shared.orders import ArtifactRef, DeviceRef, VectorEntry
+from snapshot_shared.orders import DeviceRef, VectorEntry
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
 
@@ -51,16 +51,22 @@ class Source(NamedTuple):
 
 
 class PodView(NamedTuple):
-    """What a decision about a pod looks at. `used` gives device uuids in use by node."""
+    """What a decision about a pod looks at. `used` gives device uuids in use by node.
+
+    While `is_full` no pod is placed: the stream of orders has room only for what cleans up.
+    """
 
     pod: Pod
     nodes: Sequence[Node]
     used: Mapping[str, set[str]]
     source: Source | None
+    is_full: bool = False
 
 
 def reconcile_pod(view: PodView, now: float) -> Plan:
     """Give the next step of a pod. Same input, same plan."""
+    if told := _tells_of_damage(view, now):
+        return told
     if settled := _settled_by_loss(view, now):
         return settled
     pod = view.pod
@@ -78,6 +84,24 @@ def reconcile_pod(view: PodView, now: float) -> Plan:
 def _is_restoring(pod: Pod) -> bool:
     restore = pod.status.restore
     return restore is not None and restore.state in (*_FAILING, Restore.DROPPING)
+
+
+def _tells_of_damage(view: PodView, now: float) -> Plan | None:
+    """Put the artifact in quarantine, once, when this pod's restore found it damaged."""
+    pod, restore = view.pod, view.pod.status.restore
+    if restore is None or restore.damaged:
+        return None
+    item = quarantine.damage_in(pod.status.orders)
+    if item is None:
+        return None
+    content = view.source.content if view.source else None
+    marked: list[Write] = []
+    if content is not None:
+        finder = f"pod {pod.metadata.namespace}/{pod.metadata.name}"
+        status = quarantine.quarantined(content, item, finder, now)
+        marked.append(SetStatus(content, replace(content, status=status)))
+    told = replace(pod.status, restore=replace(restore, damaged=True))
+    return _plan(pod, told, now, *marked)
 
 
 def _settled_by_loss(view: PodView, now: float) -> Plan | None:
@@ -149,12 +173,17 @@ def _schedule(view: PodView, now: float) -> Plan:
         content = view.source.content
         if not _is_usable(content) or content is None or content.status.committed is None:
             return _wait(pod, "WaitingForSnapshot", view.source.waiting, now)
+        name = restore_source(pod) or content.metadata.name
+        if refusal := quarantine.refusal(content, name):
+            return _fail(view, refusal, now)
         vector = content.status.committed.vector
     answer = place(pod, view.nodes, view.used, vector)
     if isinstance(answer, Failure):
         return _fail(view, answer, now)
     if isinstance(answer, Waiting):
         return _wait(pod, answer.reason, answer.message, now)
+    if view.is_full:
+        return _wait(pod, backpressure.REASON, backpressure.MESSAGE, now)
     return _placed(view, answer, now)
 
 
@@ -201,12 +230,7 @@ def _begin_restore(pod: Pod, status: PodStatus, content: SnapshotContent, now: f
     if committed is None:
         return NOTHING
     trace = restoration_span(pod)
-    artifact = ArtifactRef(
-        namespace=content.spec.source.namespace,
-        content_uid=content.metadata.uid,
-        generation=committed.generation,
-        root_digest=committed.root_digest,
-    )
+    artifact = ordering.artifact_ref(content, committed)
     restore = RestoreStatus(
         state=RESTORE.next(Restore.PENDING, RestoreEvent.BEGIN),
         attempt=1,

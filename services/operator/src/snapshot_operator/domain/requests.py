@@ -99,8 +99,10 @@ def reconcile_checkpoint(view: CheckpointView, now: float) -> Plan:
         children = [child for child in (view.snapshot, view.job) if owned_by(child, checkpoint)]
         return _delete_children(checkpoint, children)
     status = checkpoint.status
-    if status.phase in ("Ready", "Failed"):
+    if status.phase == "Failed":
         return NOTHING
+    if status.phase == "Ready":
+        return _checkpoint_captured(view, now)
     base = replace(status, checkpoint_id=identity_hash(checkpoint), phase="Creating")
     if view.job is None:
         if status.job_name:
@@ -110,6 +112,25 @@ def reconcile_checkpoint(view: CheckpointView, now: float) -> Plan:
     if not owned_by(view.job, checkpoint):
         return _checkpoint_failed(checkpoint, base, _taken("Job", view.job), now)
     return _checkpoint_capture(view, base, now)
+
+
+def _checkpoint_captured(view: CheckpointView, now: float) -> Plan:
+    """Mirror whether what was captured may be used; that it was captured stays true."""
+    checkpoint, snapshot = view.checkpoint, view.snapshot
+    ready = condition(snapshot.status.conditions, "Ready") if snapshot is not None else None
+    if ready is None or not owned_by(snapshot, checkpoint):
+        return NOTHING
+    is_usable = ready.status == "True"
+    rows = conditions.with_conditions(
+        checkpoint.status.conditions,
+        checkpoint,
+        now,
+        ("Ready", is_usable, ready.reason, ready.message),
+    )
+    message = "" if is_usable else ready.message
+    return _checkpoint_status(
+        checkpoint, replace(checkpoint.status, conditions=rows, message=message)
+    )
 
 
 def _checkpoint_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: float) -> Plan:
@@ -150,7 +171,7 @@ def _checkpoint_before_capture(
     if base.snapshot_name:
         return _checkpoint_failed(checkpoint, base, _gone("Snapshot", base.snapshot_name), now)
     limit = checkpoint.spec.job.active_deadline_seconds
-    deadline = _seconds(checkpoint.metadata.creation_timestamp) + limit
+    deadline = seconds(checkpoint.metadata.creation_timestamp) + limit
     if job is not None and is_true(job.status.conditions, "Failed"):
         found = condition(job.status.conditions, "Failed")
         failure = Failure(
@@ -184,7 +205,8 @@ def _pod_wait(pod: Pod | None) -> tuple[str, str]:
     return "WorkerStarting", "the worker is not ready for a snapshot yet"
 
 
-def _seconds(stamp: str) -> float:
+def seconds(stamp: str) -> float:
+    """Read a time stamp as seconds since the epoch; what is none is never reached."""
     try:
         return datetime.fromisoformat(stamp).timestamp()
     except ValueError:
@@ -317,7 +339,7 @@ def _job_mirrors(job: Job, pod: Pod, now: float) -> Plan:
     limit = job.spec.active_deadline_seconds
     wake_at = None
     if limit is not None:
-        wake_at = _seconds(job.metadata.creation_timestamp) + limit
+        wake_at = seconds(job.metadata.creation_timestamp) + limit
         if now >= wake_at:
             message = f"active for longer than activeDeadlineSeconds ({limit})"
             before = [] if pod.metadata.deletion_timestamp else [Delete(pod)]

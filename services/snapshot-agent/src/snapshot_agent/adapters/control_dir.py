@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncinotify import Inotify, Mask
 
 from snapshot_agent.domain import control
-from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
+from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, ControlFolderBroken
 from snapshot_shared.files import (
     open_dir,
     open_root,
@@ -42,7 +42,11 @@ class ControlDirectories:
         where.chmod(0o700)
 
     def put(self, where: Path, name: str, data: bytes) -> None:
-        with contextlib.suppress(ArtifactMissing, FileNotFoundError), _opened(where) as directory:
+        with (
+            workers_own(),
+            contextlib.suppress(ArtifactMissing, FileNotFoundError),
+            _opened(where) as directory,
+        ):
             write_replacing(directory, name, data)
 
     def get(self, where: Path, name: str) -> bytes | None:
@@ -53,7 +57,11 @@ class ControlDirectories:
             return None
 
     def remove(self, where: Path, *names: str) -> None:
-        with contextlib.suppress(ArtifactMissing, FileNotFoundError), _opened(where) as directory:
+        with (
+            workers_own(),
+            contextlib.suppress(ArtifactMissing, FileNotFoundError),
+            _opened(where) as directory,
+        ):
             for name in names:
                 _remove(directory, name)
             if control.STATE in names:
@@ -102,6 +110,18 @@ class ControlDirectories:
             await asyncio.gather(self._pump, return_exceptions=True)
         if self._inotify is not None:
             self._inotify.close()
+
+
+@contextlib.contextmanager
+def workers_own() -> Iterator[None]:
+    """Tell errors about what belongs to a worker apart from those about artifacts.
+
+    ControlFolderBroken: or else a worker could bring a sound artifact into quarantine.
+    """
+    try:
+        yield
+    except (ArtifactCorrupt, ArtifactMissing) as error:
+        raise ControlFolderBroken(error.message, **error.values) from error
 
 
 @contextlib.contextmanager

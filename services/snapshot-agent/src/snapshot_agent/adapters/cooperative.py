@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 
 from snapshot_agent.adapters import procfs, procwait
+from snapshot_agent.adapters.control_dir import workers_own
 from snapshot_agent.adapters.copying import Counter, copy_in, in_thread, listed, read_checked
 from snapshot_agent.domain import control
 from snapshot_agent.ports import Progress, Worker
@@ -51,7 +52,7 @@ class Cooperative:
     async def fill(
         self, worker: Worker, part: int, files: Sequence[FileEntry], progress: Progress
     ) -> None:
-        with opened(open_root(str(worker.places.control))) as folder:
+        with workers_own(), opened(open_root(str(worker.places.control))) as folder:
             await in_thread(remove_tree, folder, control.STATE)
             state = make_dir(folder, [control.STATE], exclusive=True)
         with opened(state):

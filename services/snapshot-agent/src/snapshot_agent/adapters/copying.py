@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 import xxhash
 
+from snapshot_agent.adapters.control_dir import workers_own
 from snapshot_agent.ports import Progress
 from snapshot_shared.artifact import MAX_FILES, PART_MANIFEST, FileEntry, FileName
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
@@ -131,7 +132,9 @@ async def read_checked(
             if target is None:
                 await _read_entry(reading, entry, counter, None)
             else:
-                with opened(create_file(target, entry.name)) as sink:
+                with workers_own():
+                    created = create_file(target, entry.name)
+                with opened(created) as sink:
                     await _read_entry(reading, entry, counter, sink)
 
 

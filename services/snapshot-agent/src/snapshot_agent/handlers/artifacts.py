@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 from snapshot_agent.domain.sealing import check_part, check_plan, check_proven, root_manifest
 from snapshot_agent.ports import Machine, Orders, Place
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.courier import OrderContext, Result
+from snapshot_shared.errors import ArtifactError
 from snapshot_shared.ids import Uid, order_id
 from snapshot_shared.orders import ArtifactRef, DeleteOrder, SealOrder, VerifyOrder
 from snapshot_shared.runner import Step
@@ -78,12 +81,23 @@ class Artifacts:
                     await ctx.progress(name, "read-all", base + done, root.bytes)
 
                 place = Place(ref.namespace, ref.content_uid, ref.generation)
-                await self._machine.artifacts.check_bytes(place, manifest, tell)
+                with naming(manifest.part):
+                    await self._machine.artifacts.check_bytes(place, manifest, tell)
                 counted += manifest.bytes
 
         async with self._slots:
             await ctx.steps("verify", [Step("read-all", read_all, order.deadline_s)])
         return {"bytes": counted}
+
+
+@contextlib.contextmanager
+def naming(part: str) -> Iterator[None]:
+    """Have errors about the artifact say which part they are about."""
+    try:
+        yield
+    except ArtifactError as error:
+        error.values.setdefault("part", part)
+        raise
 
 
 async def proven_parts(
@@ -93,7 +107,8 @@ async def proven_parts(
     place = Place(ref.namespace, ref.content_uid, ref.generation)
     found: list[PartManifest] = []
     for row in root.parts:
-        manifest, digest = await machine.artifacts.read_part(place, row.part)
-        check_proven(root, row, manifest, digest)
+        with naming(row.part):
+            manifest, digest = await machine.artifacts.read_part(place, row.part)
+            check_proven(root, row, manifest, digest)
         found.append(manifest)
     return found

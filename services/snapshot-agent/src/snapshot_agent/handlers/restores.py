@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.gate import COMPATIBILITY_CHECKS, RESTORE_CHECKS, Target, refuse
-from snapshot_agent.handlers.artifacts import proven_parts
+from snapshot_agent.handlers.artifacts import naming, proven_parts
 from snapshot_agent.handlers.opening import device_product
 from snapshot_agent.handlers.pods import Pods
 from snapshot_agent.ports import Machine, Orders, Place, Worker
@@ -117,9 +117,10 @@ class _Filling:
             await self._ctx.progress(PROCESS, "fill-state", done, part.bytes)
 
         try:
-            await self._pods.while_alive(
-                self.worker, self._driver.fill(self.worker, directory, part.files, tell)
-            )
+            with naming(PROCESS):
+                await self._pods.while_alive(
+                    self.worker, self._driver.fill(self.worker, directory, part.files, tell)
+                )
         finally:
             os.close(directory)
 

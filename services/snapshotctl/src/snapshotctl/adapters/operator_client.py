@@ -18,6 +18,8 @@ from snapshot_shared.api import (
     DeleteRequest,
     GetReply,
     GetRequest,
+    VerifyReply,
+    VerifyRequest,
 )
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
@@ -44,7 +46,7 @@ MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
 MAX_PAGES = 10_000
 
-Reply = TypeVar("Reply", ApplyReply, GetReply, DeleteReply)
+Reply = TypeVar("Reply", ApplyReply, GetReply, DeleteReply, VerifyReply)
 
 
 class OperatorClient:
@@ -86,6 +88,12 @@ class OperatorClient:
             kind=target.kind.name, namespace=target.namespace, name=target.name or ""
         )
         return (await self._ask("delete", request, DeleteReply)).gone
+
+    async def verify(self, target: Target) -> VerifyReply:
+        request = VerifyRequest(
+            kind=target.kind.name, namespace=target.namespace, name=target.name or ""
+        )
+        return await self._ask("verify", request, VerifyReply)
 
     @contextlib.asynccontextmanager
     async def watching(self, target: Target) -> AsyncIterator[_Changes]:

@@ -41,6 +41,7 @@ REASONS: dict[str, Exit] = {
     "InvalidManifest": Exit.REFUSED,
     "InvalidMessage": Exit.REFUSED,
     "InvalidName": Exit.REFUSED,
+    "NotEligible": Exit.REFUSED,
     "NotFound": Exit.NOT_FOUND,
     "NotPermitted": Exit.REFUSED,
     "Rejected": Exit.REFUSED,
@@ -56,6 +57,14 @@ class WrongArguments(InvalidInput):
 
 class NeverTrue(SnapbackError):
     """The condition that was waited for cannot come true any more."""
+
+
+class Unsound(SnapbackError):
+    """An artifact is damaged; `values` has the content and the reason."""
+
+
+class Unverified(SnapbackError):
+    """Nobody could read all of an artifact; whether it is sound is not known."""
 
 
 class AlreadyRunning(SnapbackError):

@@ -72,7 +72,10 @@ def table_of_nodes(nodes: Sequence[Node], presence: dict[NodeName, Presence], no
 def _checkpoint(item: DynamoCheckpoint) -> tuple[str, ...]:
     status = item.status
     size = formats.size(status.bytes) if status.bytes else "-"
-    return (status.phase, item.spec.identity.model, status.snapshot_name or "-", size)
+    ready = condition(status.conditions, "Ready")
+    is_doubted = status.phase == "Ready" and ready is not None and ready.status == "False"
+    phase = f"Ready ({ready.reason})" if is_doubted and ready else status.phase
+    return (phase, item.spec.identity.model, status.snapshot_name or "-", size)
 
 
 def _snapshot(item: Snapshot) -> tuple[str, ...]:
@@ -88,8 +91,9 @@ def _snapshot(item: Snapshot) -> tuple[str, ...]:
 def _content(item: SnapshotContent) -> tuple[str, ...]:
     status = item.status
     committed = status.committed
+    is_quarantined = is_true(status.conditions, "Quarantined")
     return (
-        status.capture.value,
+        f"{status.capture.value} (Quarantined)" if is_quarantined else status.capture.value,
         str(status.attempt),
         item.spec.source.node_name,
         f"{item.spec.snapshot_ref.namespace}/{item.spec.snapshot_ref.name}",

@@ -9,6 +9,8 @@ from snapshot_shared.ids import check_label, check_name
 from snapshot_shared.objects import KINDS, Kind, find_kind
 from snapshotctl.domain.exits import WrongArguments
 
+_VERIFIABLE = ("DynamoCheckpoint", "Snapshot", "SnapshotContent")
+
 
 class Target(NamedTuple):
     """One object, or all of a kind. `namespace` is None for a kind that has none, or for all."""
@@ -80,6 +82,20 @@ def traced(name: str, namespace: str) -> list[Target]:
     if "/" in name:
         return [one_target([name], namespace)]
     kinds = (KINDS[kind] for kind in ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod"))
+    return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
+
+
+def verified(name: str, namespace: str) -> list[Target]:
+    """Give what a name may mean to `verify`, in the order in which it is looked up."""
+    if "/" in name:
+        found = one_target([name], namespace)
+        if found.kind.name not in _VERIFIABLE:
+            raise WrongArguments(
+                f"a {found.kind.name} holds no artifact",
+                next_step="name a checkpoint, a snapshot or a snapshotcontent",
+            )
+        return [found]
+    kinds = (KINDS[kind] for kind in _VERIFIABLE)
     return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
 
 

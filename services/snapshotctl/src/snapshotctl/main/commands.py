@@ -17,7 +17,7 @@ from snapshotctl.domain import arguments, exits, formats, targets
 from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
-from snapshotctl.handlers import clusters, demo, objects, traces
+from snapshotctl.handlers import clusters, demo, objects, traces, verifying
 from snapshotctl.main import sim
 from snapshotctl.main.running import example, failed
 from snapshotctl.main.wiring import Tools, read_documents, run_work
@@ -163,6 +163,39 @@ def wait(
         wanted, within_s = parse_goal(goal), formats.parse_duration(timeout)
         async with tools.operator(patiently=True) as operator:
             await objects.wait(operator, tools.screen, target, wanted, within_s=within_s)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl verify demo-llm",
+        "snapshotctl verify snapshot/demo-llm --timeout 10m -o json",
+    )
+)
+def verify(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A checkpoint, snapshot or content; KIND/NAME."),
+    ],
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="How long at most: 90s, 5m, 1h30m.")
+    ] = "1h",
+    namespace: Namespace = "default",
+) -> None:
+    """Have every byte of a captured artifact read and compared.
+
+    Damage brings it into quarantine, where nobody begins to restore from it; a verification that
+    finds none lifts that. Damage, and an artifact that nobody could read to its end, are failures
+    (exit code 1).
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        wanted, within_s = targets.verified(name, namespace), formats.parse_duration(timeout)
+        async with tools.operator(patiently=True) as operator:
+            await verifying.verify(operator, tools.screen, wanted, within_s=within_s)
 
     run_work(tools, work())
 

@@ -1,0 +1,112 @@
+"""A stream of orders that is nearly full takes nothing new, and all that cleans up."""
+
+from __future__ import annotations
+
+import pytest
+
+from snapshot_operator.domain.backpressure import is_full
+from snapshot_shared.api import VerifyRequest
+from snapshot_shared.objects import condition
+from snapshot_shared.transitions import Capture, Restore
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"), presence("node-3"))
+    return world
+
+
+async def fill(world: World, share: float) -> None:
+    """Have the next sweep see a stream that is as full as that."""
+    world.orders.taken = share
+    await world.controller.sweep_once()
+    await world.settle()
+
+
+@pytest.mark.parametrize(
+    ("taken", "full"), [(0.0, False), (0.79, False), (0.8, True), (0.81, True), (1.0, True)]
+)
+def test_nothing_new_begins_from_80_percent_on(taken: float, full: bool) -> None:
+    assert is_full(taken) is full
+
+
+async def test_a_pod_waits_with_a_reason_and_starts_when_there_is_room(world: World) -> None:
+    await world.apply(checkpoint_document("first"))
+    await fill(world, 0.8)
+    await world.apply(checkpoint_document("second"))
+    assert len(world.open("run")) == 1
+    second = await world.get("DynamoCheckpoint", "second")
+    ready = condition(second.status.conditions, "Ready")
+    assert ready is not None
+    assert ready.reason == "BusFull"
+    await fill(world, 0.0)
+    assert len(world.open("run")) == 2
+
+
+async def test_a_capture_that_has_begun_goes_on_and_a_new_one_waits(world: World) -> None:
+    await world.apply(checkpoint_document("first"), checkpoint_document("second"))
+    first, second = world.open("run")
+    await world.answer_well(first)
+    await fill(world, 0.8)
+    await world.answer_well(second)
+    states = [c.status.capture for c in await world.cluster.list("SnapshotContent")]
+    assert sorted(states) == [Capture.PENDING, Capture.PREPARING]
+    waiting = next(
+        condition(content.status.conditions, "Ready")
+        for content in await world.cluster.list("SnapshotContent")
+        if content.status.capture is Capture.PENDING
+    )
+    assert waiting is not None
+    assert waiting.reason == "BusFull"
+    await world.answer_all()
+    states = [c.status.capture for c in await world.cluster.list("SnapshotContent")]
+    assert sorted(states) == [Capture.PENDING, Capture.READY]
+    await fill(world, 0.0)
+    await world.answer_all()
+    states = [c.status.capture for c in await world.cluster.list("SnapshotContent")]
+    assert states == [Capture.READY] * 2
+
+
+async def test_a_restore_waits_without_a_side_effect(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    await fill(world, 0.8)
+    await world.apply(restore_document(node="node-2"))
+    pod = await world.get("Pod", "restored")
+    assert (pod.status.phase, pod.status.reason, pod.status.orders) == ("Pending", "BusFull", [])
+    assert (await world.content()).status.readers == []
+    await fill(world, 0.0)
+    await world.answer_all()
+    assert (await world.get("Pod", "restored")).status.restore.state is Restore.RESTORED
+
+
+async def test_a_verification_waits(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    await fill(world, 0.8)
+    await world.api.verify(VerifyRequest(kind="Snapshot", name="llm"))
+    await world.settle()
+    assert not world.open("verify")
+    found = condition((await world.content()).status.conditions, "Verified")
+    assert found is not None
+    assert found.reason == "BusFull"
+    await fill(world, 0.0)
+    assert world.open("verify")
+
+
+async def test_what_cleans_up_goes_out_however_full_the_stream_is(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+    await world.answer_well(world.open("prepare")[0])
+    await fill(world, 0.8)
+    await world.fail(world.open("dump")[0], "NoSpace")
+    assert len(world.open("abort")) == 2
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    await world.answer_all()
+    verbs = {order.verb for order in world.orders.history}
+    assert verbs >= {"abort", "stop", "drop", "delete"}
+    assert not await world.cluster.list("Pod")

@@ -1,0 +1,264 @@
+"""A committed artifact that is found damaged is doubted by all, until it was read whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from snapshot_shared.api import VerifyReply, VerifyRequest
+from snapshot_shared.errors import Failure, NotEligible, NotFound
+from snapshot_shared.objects import Condition, condition, is_true
+from snapshot_shared.transitions import Restore
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World
+
+DAMAGE = Failure(
+    reason="ArtifactCorrupt",
+    message="chunk 3 of shard-0 is damaged",
+    values={"file": "shard-0", "chunk": 3},
+)
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    return world
+
+
+async def damage_found(world: World, name: str = "restored", verb: str = "load") -> None:
+    """Have a restore find damage."""
+    await world.apply(restore_document(name=name, node="node-2"))
+    while not world.open(verb):
+        await world.answer_well(world.open()[0])
+    await world.report(world.open(verb)[0], "failed", failure=DAMAGE)
+    await world.answer_all()
+
+
+async def ask(world: World, kind: str = "DynamoCheckpoint", name: str = "llm") -> VerifyReply:
+    reply = await world.api.verify(VerifyRequest(kind=kind, name=name))
+    await world.settle()
+    return reply
+
+
+async def row(world: World, type_: str) -> Condition:
+    found = condition((await world.content()).status.conditions, type_)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("verb", "part"), [("load", "gpu-0"), ("restore", "")])
+async def test_damage_that_a_restore_finds_brings_the_content_into_quarantine(
+    world: World, verb: str, part: str
+) -> None:
+    await damage_found(world, verb=verb)
+    found = await row(world, "Quarantined")
+    assert (found.status, found.reason) == ("True", "ArtifactCorrupt")
+    for word in (part, "chunk 3 of shard-0", "pod default/restored", "node-2"):
+        assert word in found.message
+
+
+async def test_all_who_use_a_damaged_content_say_so_and_stay_captured(world: World) -> None:
+    await damage_found(world)
+    for kind in ("DynamoCheckpoint", "Snapshot"):
+        value = await world.get(kind, "llm")
+        ready = condition(value.status.conditions, "Ready")
+        assert ready is not None
+        assert (ready.status, ready.reason) == ("False", "ArtifactCorrupt")
+        assert "chunk 3 of shard-0" in ready.message
+        assert not is_true(value.status.conditions, "Failed")
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
+
+
+async def test_a_new_restore_of_a_damaged_content_is_refused_before_any_side_effect(
+    world: World,
+) -> None:
+    await damage_found(world)
+    before = len(world.orders.history)
+    await world.apply(restore_document(name="late"))
+    pod = await world.get("Pod", "late")
+    assert (pod.status.phase, pod.status.reason) == ("Failed", "Quarantined")
+    assert "chunk 3 of shard-0" in pod.status.message
+    assert (pod.status.node_name, pod.status.orders) == ("", [])
+    assert len(world.orders.history) == before
+    assert (await world.content()).status.readers == []
+
+
+async def test_quarantine_deletes_nothing_and_does_not_stand_in_the_way_of_a_deletion(
+    world: World,
+) -> None:
+    await damage_found(world)
+    assert not [order for order in world.orders.history if order.verb == "delete"]
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    await world.answer_all()
+    assert not await world.cluster.list("SnapshotContent")
+
+
+@pytest.mark.parametrize("reason", ["Incompatible", "DeviceTooSmall", "NoSpace", "Internal"])
+async def test_what_only_the_target_lacks_is_no_reason_for_a_quarantine(
+    world: World, reason: str
+) -> None:
+    await world.apply(restore_document())
+    await world.fail(world.open("load")[0], reason)
+    await world.answer_all()
+    content = await world.content()
+    assert condition(content.status.conditions, "Quarantined") is None
+    assert is_true(content.status.conditions, "Ready")
+
+
+async def test_damage_that_a_second_device_finds_after_the_restore_has_failed_counts(
+    world: World,
+) -> None:
+    await world.apply(restore_document())
+    first, second = world.open("load")
+    await world.fail(first, "NoSpace")
+    await world.report(second, "failed", failure=DAMAGE)
+    await world.answer_all()
+    assert (await row(world, "Quarantined")).status == "True"
+
+
+async def test_a_verification_reads_the_committed_generation_on_a_ready_node(
+    world: World,
+) -> None:
+    content = await world.content()
+    reply = await ask(world)
+    assert (reply.content, reply.verification) == (content.metadata.name, 1)
+    (order,) = world.open("verify")
+    assert order.node == "node-1"
+    assert order.payload["artifact"]["root_digest"] == content.status.committed.root_digest
+    assert (await row(world, "Verified")).reason == "Verifying"
+    await world.answer_well(order)
+    assert (await row(world, "Verified")).status == "True"
+    assert (await world.content()).status.verified == 1
+
+
+@pytest.mark.parametrize("kind", ["DynamoCheckpoint", "Snapshot", "SnapshotContent"])
+async def test_a_verification_may_be_asked_for_by_any_of_the_three_names(
+    world: World, kind: str
+) -> None:
+    name = (await world.content()).metadata.name if kind == "SnapshotContent" else "llm"
+    await ask(world, kind, name)
+    assert world.open("verify")
+
+
+async def test_a_verification_under_way_is_joined(world: World) -> None:
+    assert (await ask(world)).verification == 1
+    assert (await ask(world)).verification == 1
+    await world.answer_all()
+    assert (await ask(world)).verification == 2
+    assert [order.attempt for order in world.orders.history if order.verb == "verify"] == [1, 2]
+
+
+async def test_a_verification_that_finds_damage_brings_into_quarantine(world: World) -> None:
+    await ask(world)
+    failure = Failure(reason="ArtifactMissing", message="shard-0 does not exist")
+    await world.report(world.open("verify")[0], "failed", failure=failure)
+    assert (await row(world, "Verified")).status == "False"
+    found = await row(world, "Quarantined")
+    assert (found.status, found.reason) == ("True", "ArtifactMissing")
+    assert "node-1" in found.message
+
+
+async def test_a_verification_that_finds_nothing_lifts_the_quarantine_everywhere(
+    world: World,
+) -> None:
+    before = await world.get("DynamoCheckpoint", "llm")
+    await damage_found(world)
+    await ask(world)
+    await world.answer_all()
+    assert (await row(world, "Quarantined")).status == "False"
+    after = await world.get("DynamoCheckpoint", "llm")
+    assert is_true(after.status.conditions, "Ready")
+    assert after.status.message == ""
+    ready = condition(before.status.conditions, "Ready")
+    shown = condition(after.status.conditions, "Ready")
+    assert ready is not None
+    assert shown is not None
+    assert (shown.reason, shown.message) == (ready.reason, ready.message)
+    await world.join(presence("node-3"))
+    await world.apply(restore_document(name="again", node="node-3"))
+    await world.answer_all()
+    assert (await world.get("Pod", "again")).status.restore.state is Restore.RESTORED
+    await world.advance(60.0)
+    assert (await row(world, "Quarantined")).status == "False"
+
+
+async def test_damage_found_while_a_verification_reads_is_not_lifted_by_that_one(
+    world: World,
+) -> None:
+    reply = await ask(world)
+    (early,) = world.open("verify")
+    await world.apply(restore_document(name="restored", node="node-2"))
+    await world.report(world.open("load")[0], "failed", failure=DAMAGE)
+    await world.answer_well(early)
+    assert (await row(world, "Quarantined")).status == "True"
+    (late,) = world.open("verify")
+    assert late.attempt == reply.verification + 1
+    await world.answer_all()
+    assert (await row(world, "Quarantined")).status == "False"
+
+
+@pytest.mark.parametrize("reason", ["StorageFailed", "DeadlineExceeded"])
+async def test_a_verification_that_could_not_read_says_that_nothing_is_known(
+    world: World, reason: str
+) -> None:
+    await ask(world)
+    await world.fail(world.open("verify")[0], reason)
+    found = await row(world, "Verified")
+    assert (found.status, found.reason) == ("Unknown", reason)
+    content = await world.content()
+    assert condition(content.status.conditions, "Quarantined") is None
+    assert content.status.verified == 1
+
+
+async def test_an_answer_after_the_deadline_still_counts(world: World) -> None:
+    await ask(world)
+    (order,) = world.open("verify")
+    await world.advance(4000.0)
+    found = await row(world, "Verified")
+    assert (found.status, found.reason) == ("Unknown", "AgentUnresponsive")
+    await world.report(order, "failed", failure=DAMAGE)
+    assert (await row(world, "Quarantined")).status == "True"
+
+
+async def test_a_verification_waits_for_a_node_that_can_read(world: World) -> None:
+    back = dict(world.present)
+    world.present.clear()
+    await world.see(absent_s=10.0)
+    await ask(world)
+    assert not world.open("verify")
+    assert (await row(world, "Verified")).reason == "NoNode"
+    await world.join(back["node-2"])
+    (order,) = world.open("verify")
+    assert order.node == "node-2"
+
+
+async def test_a_verification_does_not_hold_up_a_deletion(world: World) -> None:
+    await ask(world)
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    for order in world.open("delete"):
+        await world.answer_well(order)
+    assert world.open("verify")
+    assert [o for o in world.orders.history if o.verb == "delete"]
+
+
+async def test_only_what_is_captured_can_be_verified(world: World) -> None:
+    with pytest.raises(NotFound):
+        await ask(world, name="none")
+    await world.apply(checkpoint_document("young"))
+    with pytest.raises(NotEligible, match="young holds no captured artifact"):
+        await ask(world, name="young")
+
+
+async def test_settled_quarantine_and_verification_plan_nothing_more(world: World) -> None:
+    await damage_found(world)
+    await ask(world)
+    await world.answer_all()
+    before: Any = await world.everything()
+    await world.advance(60.0)
+    assert await world.everything() == before

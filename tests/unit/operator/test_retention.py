@@ -1,0 +1,261 @@
+"""What is let go when a namespace holds more than it may, and what never is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_operator.domain.conditions import timestamp
+from snapshot_operator.domain.retention import DAY_S, Holdings, Limits, to_let_go
+from snapshot_operator.main import OperatorSettings
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects import (
+    Committed,
+    Condition,
+    ContentSource,
+    DynamoCheckpoint,
+    ObjectMeta,
+    OrderStatus,
+    OwnerReference,
+    Pod,
+    PodSource,
+    RestoreStatus,
+    Snapshot,
+    SnapshotContent,
+    SnapshotContentSpec,
+    SnapshotContentStatus,
+    SnapshotRef,
+    SnapshotSource,
+    SnapshotSpec,
+    SnapshotStatus,
+)
+from snapshot_shared.settings import load
+from snapshot_shared.transitions import Capture, Restore
+from tests.support.objects import checkpoint, checkpoint_document, presence, restore_document
+from tests.support.operator_world import DIGEST, World
+
+NOW = 10_000_000.0
+SIZE = 100
+
+
+def content_of(name: str, namespace: str, pod: str, age_days: float) -> SnapshotContent:
+    committed = Committed(generation=1, root_digest=DIGEST, bytes=SIZE, parts=[], vector=[])
+    source = PodSource(name=pod, uid=derived_uid("pod", pod))
+    reference = SnapshotRef(namespace=namespace, name=name, uid=derived_uid("snapshot", name))
+    return SnapshotContent(
+        metadata=ObjectMeta(
+            name=f"content-{namespace}-{name}",
+            uid=derived_uid("content", namespace, name),
+            creation_timestamp=timestamp(NOW - age_days * DAY_S),
+        ),
+        spec=SnapshotContentSpec(
+            snapshot_ref=reference,
+            source=ContentSource(pod_ref=source, namespace=namespace, node_name="node-1"),
+        ),
+        status=SnapshotContentStatus(capture=Capture.READY, attempt=1, committed=committed),
+    )
+
+
+def snapshot_of(content: SnapshotContent) -> Snapshot:
+    reference = content.spec.snapshot_ref
+    return Snapshot(
+        metadata=ObjectMeta(name=reference.name, namespace=reference.namespace, uid=reference.uid),
+        spec=SnapshotSpec(source=SnapshotSource(pod_ref=content.spec.source.pod_ref)),
+        status=SnapshotStatus(bound_snapshot_content_name=content.metadata.name),
+    )
+
+
+def contents(*names: str, pod: str = "worker", namespace: str = "default") -> list[SnapshotContent]:
+    """Give contents of one pod, the first ten days older than the second, and so on."""
+    ages = range(10 * len(names), 0, -10)
+    return [content_of(name, namespace, pod, age) for name, age in zip(names, ages, strict=True)]
+
+
+def chosen(found: list[SnapshotContent], limits: Limits, *pods: Pod) -> list[str]:
+    holdings = Holdings([], [snapshot_of(content) for content in found], found, pods)
+    return [item.value.metadata.name for item in to_let_go(holdings, limits, NOW)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (Limits(), []),
+        (Limits(count=4), []),
+        (Limits(count=3), ["a"]),
+        (Limits(count=2), ["a", "b"]),
+        (Limits(count=1), ["a", "b", "c"]),
+        (Limits(days=45.0), []),
+        (Limits(days=25.0), ["a", "b"]),
+        (Limits(days=1.0), ["a", "b", "c"]),
+        (Limits(bytes=400), []),
+        (Limits(bytes=399), ["a"]),
+        (Limits(bytes=150), ["a", "b", "c"]),
+        (Limits(count=3, days=25.0), ["a", "b"]),
+        (Limits(count=2, bytes=350), ["a", "b"]),
+    ],
+)
+def test_the_oldest_are_let_go_until_every_limit_is_kept_but_never_the_newest(
+    limits: Limits, expected: list[str]
+) -> None:
+    assert chosen(contents("a", "b", "c", "d"), limits) == expected
+
+
+def test_each_namespace_has_limits_of_its_own() -> None:
+    found = contents("a", "b") + contents("a", "b", "c", namespace="other")
+    holdings = Holdings([], [snapshot_of(content) for content in found], found, [])
+    gone = to_let_go(holdings, Limits(count=2), NOW)
+    assert [(item.value.metadata.namespace, item.value.metadata.name) for item in gone] == [
+        ("other", "a")
+    ]
+
+
+def test_the_newest_of_every_identity_stays() -> None:
+    found = contents("a", "b") + contents("x", pod="another")
+    assert chosen(found, Limits(count=1)) == ["a"]
+
+
+def condition_of(type_: str) -> list[Condition]:
+    return [Condition(type=type_, status="True", reason="r")]
+
+
+def with_status(content: SnapshotContent, **changes: Any) -> SnapshotContent:
+    return replace(content, status=replace(content.status, **changes))
+
+
+OPEN_RELEASE = OrderStatus(
+    order="release-x",
+    verb="release",
+    attempt=1,
+    node="node-1",
+    service="agent",
+    payload={},
+    ordered_at=0.0,
+    deadline=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"readers": ["somebody"]},
+        {"orders": [OPEN_RELEASE]},
+        {"conditions": condition_of("Quarantined")},
+        {"verifications": 1},
+    ],
+)
+def test_what_is_read_under_way_or_in_quarantine_stays_and_the_next_goes(
+    change: dict[str, Any],
+) -> None:
+    oldest, *others = contents("a", "b", "c")
+    assert chosen([with_status(oldest, **change), *others], Limits(count=2)) == ["b"]
+
+
+def test_what_is_to_be_retained_stays() -> None:
+    oldest, *others = contents("a", "b", "c")
+    kept = replace(oldest, spec=replace(oldest.spec, deletion_policy="Retain"))
+    assert chosen([kept, *others], Limits(count=1)) == ["b"]
+
+
+def test_a_quarantined_one_is_not_the_newest_that_is_kept_for_an_identity() -> None:
+    *others, newest = contents("a", "b", "c")
+    spoiled = with_status(newest, conditions=condition_of("Quarantined"))
+    assert chosen([*others, spoiled], Limits(count=1)) == ["a"]
+
+
+def test_what_is_being_captured_or_deleted_is_not_counted() -> None:
+    a, b, c = contents("a", "b", "c")
+    staging = with_status(c, capture=Capture.STAGING, committed=None)
+    going = replace(a, metadata=replace(a.metadata, deletion_timestamp=timestamp(NOW)))
+    assert chosen([going, b, staging], Limits(count=1)) == []
+
+
+def asking(source: str, **status: Any) -> Pod:
+    from snapshot_shared.manifests import parse
+
+    pod = parse(restore_document(source))
+    assert isinstance(pod, Pod)
+    return replace(pod, status=replace(pod.status, **status))
+
+
+@pytest.mark.parametrize(
+    ("pod", "expected"),
+    [
+        (asking("a"), []),
+        (asking("b"), ["a"]),
+        (asking("a", restore=RestoreStatus(state=Restore.LOADING)), []),
+        (asking("a", restore=RestoreStatus(state=Restore.RESTORED)), ["a"]),
+        (asking("a", phase="Failed"), ["a"]),
+    ],
+)
+def test_what_a_pod_asks_for_stays_until_it_has_it(pod: Pod, expected: list[str]) -> None:
+    assert chosen(contents("a", "b"), Limits(count=1), pod) == expected
+
+
+def owned(name: str, content: SnapshotContent) -> tuple[DynamoCheckpoint, Snapshot]:
+    value = checkpoint(name)
+    assert isinstance(value, DynamoCheckpoint)
+    value = replace(value, metadata=replace(value.metadata, uid=derived_uid("checkpoint", name)))
+    owner = OwnerReference(
+        api_version="nvidia.com/v1alpha1",
+        kind="DynamoCheckpoint",
+        name=name,
+        uid=value.metadata.uid,
+    )
+    snapshot = snapshot_of(content)
+    return value, replace(snapshot, metadata=replace(snapshot.metadata, owner_references=[owner]))
+
+
+@pytest.mark.parametrize(("phase", "expected"), [("Running", []), ("Succeeded", ["a"])])
+def test_a_checkpoint_goes_as_a_whole_and_not_before_its_worker_has_ended(
+    phase: str, expected: list[str]
+) -> None:
+    found = [*contents("a", pod="pod-a"), *contents("b", pod="pod-b")]
+    found[1] = replace(
+        found[1], metadata=replace(found[1].metadata, creation_timestamp=timestamp(NOW))
+    )
+    pairs = [owned(content.spec.snapshot_ref.name, content) for content in found]
+    worker = asking("none", phase=phase)
+    worker = replace(worker, metadata=replace(worker.metadata, uid=derived_uid("pod", "pod-a")))
+    holdings = Holdings([c for c, _ in pairs], [s for _, s in pairs], found, [worker])
+    gone = to_let_go(holdings, Limits(count=1), NOW)
+    assert [item.value.metadata.name for item in gone] == expected
+    assert all(isinstance(item.value, DynamoCheckpoint) for item in gone)
+
+
+async def test_a_checkpoint_over_the_limit_is_deleted_with_its_artifact_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(Limits(count=1))
+    await world.join(presence("node-1", gpus=4))
+    for name in ("old", "new"):
+        await world.apply(checkpoint_document(name, sourcePolicy="Terminate"))
+        await world.answer_all()
+        run = next(o for o in reversed(world.orders.history) if o.verb == "run")
+        await world.report(run, "exited", exit_code=0)
+        await world.answer_all()
+        world.now += 60
+    with caplog.at_level(logging.WARNING):
+        await world.controller.retain()
+    assert "DynamoCheckpoint default/old: the namespace holds 2 artifacts" in caplog.text
+    await world.settle()
+    await world.answer_all()
+    assert [c.metadata.name for c in await world.cluster.list("DynamoCheckpoint")] == ["new"]
+    assert (await world.content()).spec.snapshot_ref.name == "new"
+    assert [o.verb for o in world.orders.history if o.verb == "delete"] == ["delete"]
+    caplog.clear()
+    await world.controller.retain()
+    assert not caplog.text
+
+
+def test_limits_are_read_from_the_environment_and_are_off_without() -> None:
+    unset = {"SNAPBACK_STATE_DIR": "x"}
+    assert load(OperatorSettings, unset).limits.is_off
+    given = unset | {
+        "SNAPBACK_KEEP_COUNT": "3",
+        "SNAPBACK_KEEP_DAYS": "1.5",
+        "SNAPBACK_KEEP_BYTES": "4096",
+    }
+    assert load(OperatorSettings, given).limits == Limits(count=3, days=1.5, bytes=4096)
