@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.ports import Worker
 from snapshot_operator.domain import fold
 from snapshot_operator.domain.plan import orders_of
@@ -22,6 +23,7 @@ from snapshot_shared.artifact import (
 )
 from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.errors import InvalidMessage, InvalidTransition
+from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.objects import (
     AnyObject,
@@ -32,7 +34,8 @@ from snapshot_shared.objects import (
     condition,
     kind_of,
 )
-from snapshot_shared.orders import Report
+from snapshot_shared.orders import AnyOrder, Order, Report
+from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SHARED
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 REASON = re.compile(r"^[A-Z][A-Za-z0-9]+$")
 FROZEN_S = 640.0
 """How long a worker may be stopped: the hold of a capture whose agent hangs, and a margin."""
+ALONE_S = 3.0
+"""How much longer than a guard waits for its agent a worker may be held without one."""
 
 
 class Rules:
@@ -60,6 +65,9 @@ class Rules:
         self._dumps: dict[tuple[str, int], Process] = {}
         self._terminal: dict[tuple[str, str, str, int], str] = {}
         self._seen: dict[str, AnyObject] = {}
+        self._gone: set[str] = set()
+        self._held: set[Process] = set()
+        self._alone: dict[str, float] = {}
 
     def fail(self, what: str) -> None:
         """Note a broken rule and end the world."""
@@ -88,11 +96,13 @@ class Rules:
                 del self._dumps[key]
 
     def quiesced(self, worker: SimWorker, saved: Saved) -> None:
-        """Remember what a worker saved."""
+        """Remember what a worker saved. From now on it is held."""
         self.saved.add(saved)
+        self._held.add(worker.process)
 
     def let_go(self, worker: SimWorker, how: str) -> None:
         """Note that a worker goes on."""
+        self._held.discard(worker.process)
         self._world.note(f"{worker.process} goes on after {how}")
 
     def restored(self, worker: SimWorker, saved: Saved, weights: str) -> None:
@@ -104,13 +114,20 @@ class Rules:
             self.fail(f"{worker.process} has other weights than its state belongs to")
 
     def published(self, subject: str, data: bytes) -> None:
-        """Look at what a stream has taken: one distinct end per order and attempt."""
-        if not subject.startswith("snap.report."):
-            return
-        try:
-            report = decode_json(data, Report)
-        except InvalidMessage:
-            return
+        """Look at what a stream has taken: an order of the store, or one end of an attempt."""
+        with contextlib.suppress(InvalidMessage):
+            if subject.startswith("snap.order."):
+                self._ordered(decode_json(data, cast("type[Any]", AnyOrder)))
+            elif subject.startswith("snap.report."):
+                self._reported(decode_json(data, Report))
+
+    def _ordered(self, order: Order) -> None:
+        owner = order.owner
+        known = [(item.order, item.attempt) for item in orders_of(self._seen.get(owner))]
+        if owner not in self._gone and (order.order, order.attempt) not in known:
+            self.fail(f"{order.order} attempt {order.attempt} went out and is not in the store")
+
+    def _reported(self, report: Report) -> None:
         if not report.is_terminal:
             return
         key = (report.node, report.service, report.order, report.attempt)
@@ -120,6 +137,26 @@ class Rules:
         if known != value:
             self.fail(f"{key} ended twice: {known}; {value}")
 
+    def acked(self, subject: str, data: bytes) -> None:
+        """Look at what was acked: an order is in the journal then, a report in the store."""
+        with contextlib.suppress(InvalidMessage):
+            if subject.startswith("snap.order."):
+                self._acked_order(subject, decode_json(data, cast("type[Any]", AnyOrder)))
+            elif subject.startswith("snap.report."):
+                self._acked_report(decode_json(data, Report))
+
+    def _acked_order(self, subject: str, order: Order) -> None:
+        node, service, _ = parse_order(subject)
+        entry = self.journals[f"{service}@{node}"].ledger.entries.get(order.order)
+        if entry is None or entry.attempt < order.attempt:
+            self.fail(f"{order.order} attempt {order.attempt} was acked and is in no journal")
+
+    def _acked_report(self, report: Report) -> None:
+        owner = owner_of(OrderId(report.order))
+        known = orders_of(self._seen.get(owner))
+        if owner not in self._gone and fold.fold(known, report, 0.0) is not None:
+            self.fail(f"{report.kind} of {report.order} was acked and is not in the store")
+
     def changed(self, change: str, value: AnyObject) -> None:
         """Look at one write of the store."""
         before = self._seen.get(value.metadata.uid)
@@ -127,6 +164,7 @@ class Rules:
         if (line := _shown(value)) != (before and _shown(before)) or change != "MODIFIED":
             self._world.note(f"{change.lower()} {line}")
         if change == "DELETED":
+            self._gone.add(value.metadata.uid)
             return
         self._failure(value)
         match before, value:
@@ -207,11 +245,26 @@ class Rules:
         return ""
 
     def look(self) -> None:
-        """Look at what time may break: nobody is frozen for too long."""
+        """Look at what time may break: nobody is frozen for too long, or held by nobody."""
+        now = self._world.loop.now
         for worker in self._world.workers():
             process = worker.process
-            if process.is_stopped and self._world.loop.now - process.stopped_at > FROZEN_S:
+            if process.is_stopped and now - process.stopped_at > FROZEN_S:
                 self.fail(f"{process} was frozen for {FROZEN_S} s")
+        for node in self._world.nodes:
+            if node.agent is not None and node.agent.is_alive:
+                self._alone.pop(node.name, None)
+                continue
+            since = self._alone.setdefault(node.name, now)
+            if now - since > RETURN_S / node.machine.rate + ALONE_S:
+                self._free_of_agents(node)
+
+    def _free_of_agents(self, node: SimNode) -> None:
+        """An agent has been away for so long that its guards must have let everybody go."""
+        for worker in node.workers.values():
+            process = worker.process
+            if process.is_alive and (process.is_stopped or process in self._held):
+                self.fail(f"{process} is held although its agent is gone")
 
     # At the end.
 

@@ -117,6 +117,20 @@ def test_a_disk_that_is_full_at_any_byte_refuses_cleanly() -> None:
     assert min(kinds.values()) >= 5, kinds
 
 
+def test_a_record_that_found_no_room_does_not_count() -> None:
+    log, disk = OlderJournal(), SimDisk()
+    with mounted(disk):
+        log.prepare()
+        log.open()
+        assert log.journal is not None
+        before = log.known(log.journal.ledger)
+        disk.capacity = disk.used
+        with pytest.raises(NoSpace):
+            run(log.journal.append(accepted(3)))
+        assert log.known(log.journal.ledger) == before
+        log.journal.close()
+
+
 def test_the_space_of_a_refused_capture_comes_back() -> None:
     _, service, disk = _refused_at(9000)
     with mounted(disk):
