@@ -29,7 +29,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -115,6 +115,9 @@ crash-points: $(STAMP) ## Kill real services at every step of every step table (
 
 chaos: $(STAMP) ## Kill and pause real processes at random (SECONDS=120, SEED=n)
 	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(SEED),--seed $(SEED))
+
+mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, ONLY="name ...")
+	@$(BIN)/python -m tests.mutants $(if $(JOBS),--jobs $(JOBS)) $(if $(ONLY),--only $(ONLY))
 
 cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"

@@ -109,14 +109,18 @@ class Desk:
     async def reports(self, until: str) -> list[Report]:
         """Collect reports up to and with one of this kind."""
         found: list[Report] = []
-        async with asyncio.timeout(10):
-            source = self.bus.consume("REPORTS", "test", "snap.report.>")
-            async for delivery in source:
-                await delivery.ack()
-                found.append(msgspec.json.decode(delivery.data, type=Report))
-                if found[-1].kind == until:
-                    break
-            await source.aclose()  # type: ignore[attr-defined]
+        try:
+            async with asyncio.timeout(10):
+                source = self.bus.consume("REPORTS", "test", "snap.report.>")
+                async for delivery in source:
+                    await delivery.ack()
+                    found.append(msgspec.json.decode(delivery.data, type=Report))
+                    if found[-1].kind == until:
+                        break
+                await source.aclose()  # type: ignore[attr-defined]
+        except TimeoutError:
+            kinds = [report.kind for report in found]
+            raise AssertionError(f"no {until} in {kinds}; done: {self.handler.log}") from None
         return found
 
 
@@ -218,6 +222,31 @@ async def test_a_lower_attempt_after_a_higher_one_has_no_effect(desk: Desk) -> N
         found = await desk.reports("deleted")
     assert {report.order for report in found} == {other}
     assert len(desk.handler.log) == 4
+
+
+async def test_a_higher_attempt_is_carried_out_and_not_answered_for_the_lower(desk: Desk) -> None:
+    async with desk.courier():
+        await desk.send(order(attempt=1))
+        await desk.reports("deleted")
+        await desk.send(order(attempt=2))
+        found = await desk.reports("deleted")
+    assert [(report.kind, report.attempt) for report in found] == [("accepted", 2), ("deleted", 2)]
+    assert desk.handler.log == ["tombstone", "remove"] * 2
+
+
+async def test_an_order_that_has_ended_does_not_end_otherwise(desk: Desk) -> None:
+    async with desk.courier() as courier:
+        await desk.send(order())
+        await desk.reports("deleted")
+        (entry,) = courier.journal.ledger.entries.values()
+        await courier.report(entry, "failed")
+        other = order_id("delete", OWNER, "gen-2")
+        await desk.send(order(order=other), other)
+        found = await desk.reports("deleted")
+    assert [(report.order, report.kind) for report in found] == [
+        (other, "accepted"),
+        (other, "deleted"),
+    ]
 
 
 async def test_a_failed_step_undoes_the_begun_ones_newest_first_and_names_the_reason(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.ports import Worker
 from snapshot_operator.domain import fold
 from snapshot_operator.domain.plan import orders_of
@@ -22,6 +23,7 @@ from snapshot_shared.artifact import (
 )
 from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.errors import InvalidMessage, InvalidTransition
+from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.objects import (
     AnyObject,
@@ -34,7 +36,8 @@ from snapshot_shared.objects import (
     is_true,
     kind_of,
 )
-from snapshot_shared.orders import AnyOrder, Report
+from snapshot_shared.orders import AnyOrder, Order, Report
+from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SHARED
@@ -55,6 +58,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 REASON = re.compile(r"^[A-Z][A-Za-z0-9]+$")
 FROZEN_S = 640.0
 """How long a worker may be stopped: the hold of a capture whose agent hangs, and a margin."""
+ALONE_S = 3.0
+"""How much longer than a guard waits for its agent a worker may be held without one."""
 
 
 class Rules:
@@ -72,6 +77,9 @@ class Rules:
         self._terminal: dict[tuple[str, str, str, int], str] = {}
         self._attempts: dict[str, int] = {}
         self._seen: dict[str, AnyObject] = {}
+        self._gone: set[str] = set()
+        self._held: set[Process] = set()
+        self._alone: dict[str, float] = {}
 
     def fail(self, kind: Kind, what: str) -> None:
         """Note a broken rule and end the world."""
@@ -103,11 +111,13 @@ class Rules:
                 del self._dumps[key]
 
     def quiesced(self, worker: SimWorker, saved: Saved) -> None:
-        """Remember what a worker saved."""
+        """Remember what a worker saved. From now on it is held."""
         self.saved.add(saved)
+        self._held.add(worker.process)
 
     def let_go(self, worker: SimWorker, how: str) -> None:
         """Note that a worker goes on."""
+        self._held.discard(worker.process)
         self._world.note(f"{worker.process} goes on after {how}")
 
     def restored(self, worker: SimWorker, saved: Saved, weights: str) -> None:
@@ -119,29 +129,24 @@ class Rules:
             self.fail("half", f"{worker.process} has other weights than its state belongs to")
 
     def published(self, subject: str, data: bytes) -> None:
-        """Look at what a stream has taken."""
-        if subject.startswith("snap.order."):
-            self._ordered(subject, data)
-        elif subject.startswith("snap.report."):
-            self._reported(data)
+        """Look at what a stream has taken: an order of the store, or one end of an attempt."""
+        with contextlib.suppress(InvalidMessage):
+            if subject.startswith("snap.order."):
+                self._ordered(subject, decode_json(data, cast("type[Any]", AnyOrder)))
+            elif subject.startswith("snap.report."):
+                self._reported(decode_json(data, Report))
 
-    def _ordered(self, subject: str, data: bytes) -> None:
-        """No order is published over a later attempt of it."""
-        try:
-            order: Any = decode_json(data, AnyOrder)  # type: ignore[arg-type]
-        except InvalidMessage:
-            return
+    def _ordered(self, subject: str, order: Order) -> None:
+        owner, which = order.owner, f"{order.order} attempt {order.attempt}"
+        known = [(item.order, item.attempt) for item in orders_of(self._seen.get(owner))]
+        if owner not in self._gone and (order.order, order.attempt) not in known:
+            self.fail("stale", f"{which} went out and is not in the store")
         newest = self._attempts.setdefault(subject, order.attempt)
         if order.attempt < newest:
-            self.fail("stale", f"{subject} went from attempt {newest} to {order.attempt}")
+            self.fail("stale", f"{which} went out over attempt {newest}")
         self._attempts[subject] = order.attempt
 
-    def _reported(self, data: bytes) -> None:
-        """An order has one distinct end an attempt."""
-        try:
-            report = decode_json(data, Report)
-        except InvalidMessage:
-            return
+    def _reported(self, report: Report) -> None:
         if not report.is_terminal:
             return
         key = (report.node, report.service, report.order, report.attempt)
@@ -151,6 +156,27 @@ class Rules:
         if known != value:
             self.fail("doubled", f"{key} ended twice: {known}; {value}")
 
+    def acked(self, subject: str, data: bytes) -> None:
+        """Look at what was acked: an order is in the journal then, a report in the store."""
+        with contextlib.suppress(InvalidMessage):
+            if subject.startswith("snap.order."):
+                self._acked_order(subject, decode_json(data, cast("type[Any]", AnyOrder)))
+            elif subject.startswith("snap.report."):
+                self._acked_report(decode_json(data, Report))
+
+    def _acked_order(self, subject: str, order: Order) -> None:
+        node, service, _ = parse_order(subject)
+        entry = self.journals[f"{service}@{node}"].ledger.entries.get(order.order)
+        if entry is None or entry.attempt < order.attempt:
+            which = f"{order.order} attempt {order.attempt}"
+            self.fail("lost", f"{which} was acked and is in no journal")
+
+    def _acked_report(self, report: Report) -> None:
+        owner = owner_of(OrderId(report.order))
+        known = orders_of(self._seen.get(owner))
+        if owner not in self._gone and fold.fold(known, report, 0.0) is not None:
+            self.fail("lost", f"{report.kind} of {report.order} was acked and is not in the store")
+
     def changed(self, change: str, value: AnyObject) -> None:
         """Look at one write of the store."""
         before = self._seen.get(value.metadata.uid)
@@ -158,6 +184,7 @@ class Rules:
         if (line := _shown(value)) != (before and _shown(before)) or change != "MODIFIED":
             self._world.note(f"{change.lower()} {line}")
         if change == "DELETED":
+            self._gone.add(value.metadata.uid)
             return
         self._failure(value)
         match before, value:
@@ -187,12 +214,12 @@ class Rules:
         """Only what is damaged is doubted, and verifications are counted upwards."""
         old, new = before.status, after.status
         if new.verified < old.verified or new.verifications < old.verifications:
-            self.fail(f"{after.metadata.name}: a verification was forgotten")
+            self.fail("lost", f"{after.metadata.name}: a verification was forgotten")
         is_new = is_true(new.conditions, "Quarantined") and not is_true(
             old.conditions, "Quarantined"
         )
         if is_new and not self.artifact_problem(after):
-            self.fail(f"{after.metadata.name} is in quarantine and whole")
+            self.fail("defect", f"{after.metadata.name} is in quarantine and whole")
 
     def _restore(self, before: Pod, after: Pod) -> None:
         old, new = before.status.restore, after.status.restore
@@ -200,7 +227,7 @@ class Rules:
             contents = [v for v in self._seen.values() if isinstance(v, SnapshotContent)]
             source = next(c for c in contents if c.metadata.name == new.content_name)
             if is_true(source.status.conditions, "Quarantined"):
-                self.fail(f"{after.metadata.name} began to restore what is in quarantine")
+                self.fail("half", f"{after.metadata.name} began to restore what is in quarantine")
         if old is None or new is None:
             return
         if new.attempt < old.attempt:
@@ -257,11 +284,26 @@ class Rules:
         return ""
 
     def look(self) -> None:
-        """Look at what time may break: nobody is frozen for too long."""
+        """Look at what time may break: nobody is frozen for too long, or held by nobody."""
+        now = self._world.loop.now
         for worker in self._world.workers():
             process = worker.process
-            if process.is_stopped and self._world.loop.now - process.stopped_at > FROZEN_S:
+            if process.is_stopped and now - process.stopped_at > FROZEN_S:
                 self.fail("frozen", f"{process} was frozen for {FROZEN_S} s")
+        for node in self._world.nodes:
+            if node.agent is not None and node.agent.is_alive:
+                self._alone.pop(node.name, None)
+                continue
+            since = self._alone.setdefault(node.name, now)
+            if now - since > RETURN_S / node.machine.rate + ALONE_S:
+                self._free_of_agents(node)
+
+    def _free_of_agents(self, node: SimNode) -> None:
+        """An agent has been away for so long that its guards must have let everybody go."""
+        for worker in node.workers.values():
+            process = worker.process
+            if process.is_alive and (process.is_stopped or process in self._held):
+                self.fail("frozen", f"{process} is held although its agent is gone")
 
     # At the end.
 

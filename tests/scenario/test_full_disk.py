@@ -164,6 +164,20 @@ def test_an_outcome_is_written_when_there_is_room_again_though_nats_is_away() ->
         run(report())
 
 
+def test_a_record_that_found_no_room_does_not_count() -> None:
+    log, disk = OlderJournal(), SimDisk()
+    with mounted(disk):
+        log.prepare()
+        log.open()
+        assert log.journal is not None
+        before = log.known(log.journal.ledger)
+        disk.capacity = disk.used
+        with pytest.raises(NoSpace):
+            run(log.journal.append(accepted(3)))
+        assert log.known(log.journal.ledger) == before
+        log.journal.close()
+
+
 def test_the_space_of_a_refused_capture_comes_back() -> None:
     _, service, disk = _refused_at(9000)
     with mounted(disk):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
+from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_operator.domain.ordering import HOLD_S
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of
 from tests.scenario.run import regressions, run_seed
 from tests.scenario.world import World
@@ -87,9 +90,27 @@ def test_the_same_seed_tells_the_same_story() -> None:
 
 
 def test_a_worker_whose_agent_hangs_is_let_go_by_its_guard_at_the_deadline() -> None:
-    world = World(1, CALM, [Fault(2.0, "pause", "node-0/agent", 0.99)])
+    settings = msgspec.structs.replace(CALM, fault_s=2 * HOLD_S)
+    hangs = [Fault(1.2, "pause", f"node-{index}/agent", 5.0) for index in range(2)]
+    world = World(1, settings, hangs)
     assert world.run() == []
-    assert world.rules.restores == 1
+    (let_go,) = [line for line in world.notes if "goes on after snapshot-aborted" in line]
+    assert HOLD_S < float(let_go.split()[0]) < HOLD_S + 2 * MARGIN_S
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_and_answers_that_are_lost_delay_a_capture_and_end_none(seed: int) -> None:
+    world = World(seed, msgspec.structs.replace(CALM, lost_answers=0.2), [])
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+
+
+@pytest.mark.parametrize("tenth", range(10, 14))
+def test_a_worker_whose_agent_stays_away_is_let_go_by_its_guard(tenth: int) -> None:
+    settings = msgspec.structs.replace(CALM, restart_s=200.0)
+    crashes = [Fault(tenth / 10 + 0.05, "crash", f"node-{index}/agent") for index in range(2)]
+    world = World(1, settings, crashes)
+    assert world.run() == []
 
 
 @pytest.mark.parametrize("seed", regressions())

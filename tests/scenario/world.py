@@ -414,3 +414,8 @@ class _Server(SimServer):
         sequence = super().publish(subject, data, headers)
         self._rules.published(subject, data)
         return sequence
+
+    def ack(self, name: str, durable: str, sequence: int) -> None:
+        super().ack(name, durable, sequence)
+        if message := self.stream(name).messages.get(sequence):
+            self._rules.acked(message.subject, message.data)

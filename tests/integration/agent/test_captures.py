@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
@@ -267,10 +269,13 @@ async def test_a_worker_that_nobody_releases_goes_on_at_the_deadline_of_the_hold
         pod = await rig.running()
         content = fresh_uid()
         order = rig.prepare_order(pod, content, hold_s=1.0)
+        begin = time.monotonic()
         prepared = await rig.carry_out(order)
         await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
         release = rig.release_order(pod, content)
         report = await rig.answer(release)
+        # By the agent itself, then, and not by its guard.
+        assert time.monotonic() - begin < order.hold_s + MARGIN_S
         assert report.kind == "released"
         assert report.unconfirmed
         await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
@@ -410,6 +415,21 @@ async def test_delete_removes_one_generation_and_nothing_beside_it(rig: Rig) -> 
         assert beside.exists()
         assert rig.generation(other).exists()
         assert (await rig.carry_out(deletion(2))).kind == "deleted"
+
+
+async def test_what_was_deleted_is_not_written_again_by_an_order_that_comes_late(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        common = rig.common("delete", content)
+        common["order"] += "-gen-1"
+        deletion = DeleteOrder(namespace="default", content_uid=content, generation=1, **common)
+        assert (await rig.carry_out(deletion)).kind == "deleted"
+        late = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
+        assert late.failure is not None
+        assert late.failure.reason == "Superseded"
+        assert not rig.generation(content).exists()
 
 
 @pytest.mark.parametrize("payload", [b"\xff\xfe not json", b"{}", b'{"type":"snapback.v1.run"}'])

@@ -11,6 +11,7 @@ from snapshot_shared.errors import Failure
 def test_a_body_belongs_to_its_attempt_alone() -> None:
     assert control.is_of(control.body(3), 3)
     assert not control.is_of(control.body(3), 2)
+    assert not control.is_of(control.body(3), 4)
 
 
 def test_a_failure_is_told_with_reason_and_message() -> None:

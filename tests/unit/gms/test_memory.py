@@ -540,6 +540,7 @@ def test_a_held_fence_ends_and_those_who_waited_go_on(world: World) -> None:
     world.committed()
     world.fence()
     late = world.ask(lock=RO)
+    assert world.granted(late) is None
     world.take(world.table.end_fence("f"))
     assert world.granted(late) is not None
     assert world.said(FenceEnded) == [FenceEnded("f")]

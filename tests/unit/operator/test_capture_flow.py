@@ -152,6 +152,16 @@ async def test_a_report_of_an_older_attempt_changes_nothing(world: World) -> Non
     assert await world.content() == before
 
 
+async def test_an_order_that_has_ended_does_not_end_otherwise(world: World) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    (dump,) = world.open("dump")
+    await world.answer_well(dump)
+    before = await world.content()
+    await world.fail(dump, "NoSpace")
+    assert await world.content() == before
+
+
 async def test_two_snapshots_of_one_pod_are_captured_one_after_another(world: World) -> None:
     await capturing(world)
     pod = (await world.cluster.list("Pod"))[0]
@@ -275,6 +285,19 @@ async def test_snapshots_of_one_second_never_run_at_once(world: World) -> None:
                 await world.answer_well(order)
     contents = await world.cluster.list("SnapshotContent")
     assert {content.status.capture for content in contents} == {Capture.READY}
+
+
+async def test_a_capture_that_has_begun_is_waited_for_by_one_that_comes_before_it_by_name(
+    world: World,
+) -> None:
+    await capturing(world)
+    pod = (await world.cluster.list("Pod"))[0]
+    uids = (f"00000000-0000-0000-0000-{number:012}" for number in range(99, 0, -1))
+    world.cluster._new_uid = lambda: next(uids)
+    await world.answer_all()
+    for name in ("second", "third", "fourth"):
+        await world.apply(snapshot_document(name, pod.metadata.name))
+    assert len(world.open("prepare")) == 1
 
 
 @pytest.mark.parametrize(

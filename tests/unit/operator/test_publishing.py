@@ -1,0 +1,60 @@
+"""Orders on the stream: a higher attempt always wins, whoever publishes it and however late."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from snapshot_operator.adapters.nats_bus import NatsOrders
+from snapshot_shared import subjects
+from snapshot_shared.ids import NodeName, OrderId
+from snapshot_shared.objects import OrderStatus
+from tests.scenario.bus import SimBus, SimServer
+from tests.support.brokers import VirtualLoop
+
+ORDER = "prepare-00000000-0000-0000-0000-000000000001"
+SUBJECT = subjects.order(NodeName("node-1"), "agent", OrderId(ORDER))
+
+
+def order(attempt: int) -> OrderStatus:
+    return OrderStatus(
+        order=ORDER,
+        verb="prepare",
+        attempt=attempt,
+        node="node-1",
+        service="agent",
+        payload={"order": ORDER, "attempt": attempt},
+        ordered_at=0.0,
+        deadline=1.0,
+    )
+
+
+async def attempts_left_by(*published: int) -> tuple[int, int]:
+    """Publish attempts one after another; the one on the stream, and how many were stored."""
+    bus = await SimBus(SimServer(), "operator").connect()
+    await bus.ensure_assets()
+    orders = NatsOrders(bus)  # type: ignore[arg-type]
+    for attempt in published:
+        await orders.publish(order(attempt))
+    found = await bus.last(subjects.ORDERS, SUBJECT)
+    assert found is not None
+    sequence, data = found
+    return msgspec.json.decode(data)["attempt"], sequence
+
+
+def run(*published: int) -> tuple[int, int]:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(attempts_left_by(*published))
+
+
+def test_an_older_attempt_that_is_published_late_does_not_replace_the_newer() -> None:
+    assert run(2, 1) == (2, 1)
+
+
+def test_a_newer_attempt_replaces_the_older() -> None:
+    assert run(1, 2) == (2, 2)
+
+
+def test_the_same_attempt_is_stored_once() -> None:
+    assert run(1, 1) == (1, 1)

@@ -1,0 +1,139 @@
+"""The runner of one-line bugs says so when a bug survives, and when it has shown nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutants.__main__ import LIST, ROOT, main
+from tests.mutants.trials import read_list
+
+PRODUCT = """\
+def limit(value):
+    return min(value, 10)
+
+
+def twice(value):
+    return 2 * value
+"""
+TESTS = """\
+from product import limit, twice
+
+
+def test_a_small_value_stays():
+    assert limit(3) == 3
+
+
+def test_twice_is_more():
+    assert twice(2) == 4
+"""
+
+
+def bug(name: str, **changes: Any) -> dict[str, Any]:
+    base = {
+        "what": "twice is once",
+        "file": "shared/src/product.py",
+        "find": "return 2 * value",
+        "replace": "return value",
+        "caught_by": ["tests/test_product.py::test_twice_is_more"],
+        "shows": "assert 2 == 4",
+    }
+    return {"name": name, **base, **changes}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small product with its tests."""
+    root = tmp_path / "tree"
+    for name, text in (("shared/src/product.py", PRODUCT), ("tests/test_product.py", TESTS)):
+        path = root / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    (root / "pyproject.toml").write_text("")
+    return root
+
+
+def run(tree: Path, *bugs: dict[str, Any]) -> int:
+    found = tree.parent / "bugs.toml"
+    # A table of strings and of lists of them reads the same in TOML as in Python.
+    lines = [f"{key} = {value!r}" for one in bugs for key, value in (("", ""), *one.items())]
+    found.write_text("\n".join("[[mutant]]" if line == " = ''" else line for line in lines))
+    return main(["--root", str(tree), "--list", str(found)])
+
+
+@pytest.mark.waits
+def test_bugs_that_are_caught_are_told_with_their_tests(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tree, bug("once")) == 0
+    table = capsys.readouterr().out
+    assert "test_product: test_twice_is_more" in table
+    assert "1 of 1 bugs were caught" in table
+    assert (tree / "shared/src/product.py").read_text() == PRODUCT
+
+
+@pytest.mark.waits
+def test_a_bug_that_survives_fails_the_run_and_the_others_are_still_tried(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unseen = bug("unseen", find="min(value, 10)", replace="value")
+    unseen["caught_by"] = ["tests/test_product.py::test_a_small_value_stays"]
+    assert run(tree, unseen, bug("once")) == 1
+    shown = capsys.readouterr()
+    assert "survived" in shown.out
+    assert "1 of 2 bugs were caught" in shown.out
+    assert "unseen: twice is once" in shown.err
+
+
+SHOWS_NOTHING: dict[str, tuple[dict[str, Any], str]] = {
+    "not-there": (
+        {"find": "return 3 * value"},
+        "shared/src/product.py has this text 0 times, not once: 'return 3 * value'",
+    ),
+    "many-places": (
+        {"find": "value"},
+        "shared/src/product.py has this text 4 times, not once: 'value'",
+    ),
+    "no-file": ({"file": "shared/src/gone.py"}, "shared/src/gone.py has this text 0 times"),
+    "no-python": ({"replace": "return 2 *"}, "shared/src/product.py is no Python any more"),
+    "not-collected": (
+        {"find": "def twice(", "replace": "def thrice("},
+        "its tests cannot be run: pytest ended with",
+    ),
+    "another-reason": ({"shows": "assert 5 == 4"}, "fails, but does not show 'assert 5 == 4'"),
+}
+
+
+@pytest.mark.waits
+def test_bugs_that_show_nothing_fail_the_run_each_with_its_reason(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bugs = [bug(name, **changes) for name, (changes, _) in SHOWS_NOTHING.items()]
+    assert run(tree, *bugs) == 1
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    for name, (_, reason) in SHOWS_NOTHING.items():
+        assert rows[name].startswith("broken")
+        assert reason in rows[name]
+
+
+def test_tests_that_fail_without_any_bug_are_named(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "shared/src/product.py").write_text(PRODUCT.replace("2 * value", "3 * value"))
+    assert run(tree, bug("once", find="min(value, 10)", replace="value")) == 1
+    assert "FAILED tests/test_product.py::test_twice_is_more" in capsys.readouterr().err
+
+
+def test_the_list_holds_many_bugs_that_can_be_put_in() -> None:
+    mutants = read_list(LIST)
+    assert len(mutants) >= 24
+    files = {mutant.file: (ROOT / mutant.file).read_text("utf-8") for mutant in mutants}
+    assert [m.name for m in mutants if files[m.file].count(m.find) != 1] == []
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(SystemExit) as refusal:
+        main(["--only", "no-such-bug"])
+    assert refusal.value.code == 2
