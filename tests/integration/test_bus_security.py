@@ -57,6 +57,7 @@ SENT: dict[str, tuple[str, Any]] = {
     "apply": (subjects.api("apply"), {"documents": []}),
     "delete": (subjects.api("delete"), {"kind": "Pod", "name": "x"}),
     "get": (subjects.api("get"), {"kind": "Pod"}),
+    "the specs of b": (subjects.template(B), {"name": "x"}),
     "fault in b": (subjects.rpc(B, "agent", "sim"), {"arm": {"action": "crash", "step": "seal"}}),
     "question to b": (subjects.rpc(B, "agent", "status"), None),
     "discovery": ("$SRV.INFO", None),
@@ -117,7 +118,7 @@ HEARD: dict[str, tuple[str, str]] = {
     "answers to all": ("_INBOX.>", f"{User('operator').inbox}.x"),
     "reports": ("snap.report.>", subjects.report(B, ORDER, "dumped")),
     "requests of people": ("snap.api.>", subjects.api("apply")),
-    "requests for specs": (subjects.api("template"), subjects.api("template")),
+    "requests for specs": (f"{subjects.API}.template.*", subjects.template(B)),
     "questions to b": (f"snap.rpc.agent.{B_TOKEN}.*", subjects.rpc(B, "agent", "status")),
     "buckets": ("$KV.>", subjects.bucket_key("snap_objects", "pods.default.x")),
     "events": ("snap.event.>", "snap.event.pods.default.x"),
@@ -270,12 +271,12 @@ async def test_the_operator_does_not_carry_a_message_where_only_it_may_send(worl
     async def echo(data: bytes, headers: Any) -> bytes:
         return data
 
-    await operator.serve("snap-operator", "1.0.0", {}, {subjects.api("template"): echo})
+    await operator.serve("snap-operator", "1.0.0", {}, {f"{subjects.API}.template.*": echo})
     client = await world.server.client(User("agent", A))
     for target in (TO_B, subjects.bucket_key("snap_objects", "pods.default.x")):
-        await client.publish(subjects.api("template"), b'{"attempt": 9}', reply=target)
+        await client.publish(subjects.template(A), b'{"attempt": 9}', reply=target)
     # Questions are answered one after another, so these were dealt with before.
-    answer = await client.request(subjects.api("template"), b"honest", timeout=5)
+    answer = await client.request(subjects.template(A), b"honest", timeout=5)
     assert answer.data == b"honest"
     await operator.client.flush()
     assert await world.unchanged()
@@ -450,9 +451,9 @@ async def test_a_service_of_a_node_can_do_all_its_work(
     await bus.publish(subjects.span(A, TRACE), b"{}")
     await bus.publish(subjects.dead(A), b"{}")
     if role == "agent":
-        await operator.serve("snap-operator", "1.0.0", {}, {subjects.api("template"): echo})
+        await operator.serve("snap-operator", "1.0.0", {}, {f"{subjects.API}.template.*": echo})
         await bus.put(subjects.NODES_BUCKET, "node-a", b"there")
-        assert await bus.request(subjects.api("template"), b"which?") == b"which?"
+        assert await bus.request(subjects.template(A), b"which?") == b"which?"
     question = subjects.rpc(A, user.role, "status")  # type: ignore[arg-type]
     await bus.serve(f"snap-{role}", "1.0.0", {"node": A}, {question: echo})
     assert await cli.request(question, b"how?") == b"how?"

@@ -405,7 +405,8 @@ class _Endpoint:
             while self._backlog:
                 request = self._backlog.popleft()
                 try:
-                    answer = await self._handler(request.data, request.headers)
+                    headers = {**request.headers, real.ASKED: request.subject}
+                    answer = await self._handler(request.data, headers)
                 except Exception:  # noqa: BLE001 - as nats.micro, which answers with an error
                     answer = b""
                 await request.raw.respond(answer)

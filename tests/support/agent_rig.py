@@ -201,7 +201,7 @@ class Rig:
                     self._news.notify_all()
 
     async def _answer_templates(self) -> None:
-        async with self.bus.listening(subjects.api("template")) as asked:
+        async with self.bus.listening(subjects.template(self.node)) as asked:
             while True:
                 await self._answer(await asked.get())
 

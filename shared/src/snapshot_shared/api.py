@@ -13,7 +13,6 @@ import msgspec
 
 from snapshot_shared.errors import Failure
 
-VERBS = ("apply", "get", "delete", "verify", "template")
 
 
 class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,6 +61,9 @@ PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
 DEDUPLICATE_S = 120.0
 
+ASKED = "Snapback-Asked"
+"""The header by which a handler is told the subject of a request, whatever its sender wrote."""
+
 _SEED = re.compile(r"SU[A-Z2-7]{56}")
 
 Handler = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
@@ -615,7 +618,7 @@ class Bus:
         client = cast("Client", InboxAnswers(self.client))
         service = await nats.micro.add_service(client, config)
         for subject, handler in endpoints.items():
-            endpoint_name = subject.replace(".", "-")
+            endpoint_name = subject.replace(".", "-").replace("*", "any")
             await service.add_endpoint(
                 name=endpoint_name, subject=subject, handler=_responding(handler)
             )
@@ -625,7 +628,8 @@ class Bus:
 
 def _responding(handler: Handler) -> Callable[[Any], Awaitable[None]]:
     async def answer(request: Any) -> None:
-        await request.respond(await handler(request.data, request.headers or {}))
+        headers = {**(request.headers or {}), ASKED: request.subject}
+        await request.respond(await handler(request.data, headers))
 
     return answer
 

@@ -155,6 +155,7 @@ def _operator() -> Allowed:
     )
     listen = (
         f"{subjects.API}.*",
+        f"{subjects.API}.template.*",
         f"{subjects.EVENTS}.>",
         subjects.bucket_key(subjects.NODES_BUCKET, "*"),
         subjects.elections(subjects.REPORTS, "operator"),
@@ -175,7 +176,7 @@ def _service(node: NodeName, service: Service) -> Allowed:
     ]
     if service == "agent":
         publish += [
-            subjects.api("template"),
+            subjects.template(node),
             subjects.bucket_key(subjects.NODES_BUCKET, name),
         ]
     listen = (

@@ -86,6 +86,11 @@ def api(verb: str) -> str:
     return f"{API}.{verb}"
 
 
+def template(node: NodeName) -> str:
+    """Subject on which the agent of a node, and no other, asks for the specs of its pods."""
+    return f"{API}.template.{token(node)}"
+
+
 def rpc(node: NodeName, service: str, question: str) -> str:
     """Subject of one quick question to a service of one node."""
     return f"snap.rpc.{_service(service)}.{token(node)}.{question}"

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from snapshot_operator.handlers import Api
+from snapshot_shared import subjects
 from snapshot_shared.api import (
-    VERBS,
     ApplyReply,
     ApplyRequest,
     DeleteReply,
@@ -20,7 +20,9 @@ from snapshot_shared.api import (
     TemplateRequest,
     VerifyReply,
 )
+from snapshot_shared.bus import ASKED
 from snapshot_shared.codec import digest, encode_json
+from snapshot_shared.ids import NodeName
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
 
@@ -29,14 +31,15 @@ REPLIES = {
     "get": GetReply,
     "delete": DeleteReply,
     "verify": VerifyReply,
-    "template": TemplateReply,
+    "template.*": TemplateReply,
 }
 
 
-async def ask(world: World, verb: str, request: Any, reply: type[Any]) -> Any:
+async def ask(world: World, verb: str, request: Any, reply: type[Any], *, asked: str = "") -> Any:
     """Ask as a client does: bytes in, bytes out."""
     data = request if isinstance(request, bytes) else encode_json(request)
-    return msgspec.json.decode(await Api(world.cluster).endpoints()[verb](data, {}), type=reply)
+    endpoints = Api(world.cluster).endpoints()
+    return msgspec.json.decode(await endpoints[verb](data, {ASKED: asked}), type=reply)
 
 
 async def apply(world: World, *documents: Any, dry_run: bool = False) -> ApplyReply:
@@ -98,7 +101,7 @@ async def test_the_trace_of_apply_is_kept_on_the_object_and_its_children() -> No
         assert value.metadata.annotations["nvidia.com/traceparent"].startswith("00-aaaa")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", REPLIES)
 @pytest.mark.parametrize("data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7}'])
 async def test_noise_is_answered_with_a_reason(verb: str, data: bytes) -> None:
     answer = await ask(World(), verb, data, REPLIES[verb])
@@ -145,10 +148,15 @@ async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() ->
     request = TemplateRequest(
         namespace="default", name="restored", uid=run.payload["pod"]["uid"], node="node-1"
     )
-    answer = await ask(world, "template", request, TemplateReply)
+    own, others = subjects.template(NodeName("node-1")), subjects.template(NodeName("node-2"))
+    answer = await ask(world, "template.*", request, TemplateReply, asked=own)
     assert digest(encode_json(answer.spec)) == run.payload["template_digest"]
     wrong = msgspec.structs.replace(request, node="node-2")
-    assert (await ask(world, "template", wrong, TemplateReply)).failure.reason == "Forbidden"
+    answer = await ask(world, "template.*", wrong, TemplateReply, asked=others)
+    assert answer.failure.reason == "Forbidden"
+    # Another node's key does not help whoever knows the pod.
+    answer = await ask(world, "template.*", request, TemplateReply, asked=others)
+    assert answer.failure.reason == "Forbidden"
     stale = msgspec.structs.replace(request, uid="00000000-0000-4000-8000-000000000000")
-    answer = await ask(world, "template", stale, TemplateReply)
+    answer = await ask(world, "template.*", stale, TemplateReply, asked=own)
     assert answer.failure.reason == "StalePodReference"

@@ -15,6 +15,7 @@ from snapshot_operator.domain.nodes import absences, node_absent, node_from
 from snapshot_operator.domain.ordering import template_digest
 from snapshot_operator.domain.plan import FINALIZER, orders_of
 from snapshot_operator.ports import Cluster
+from snapshot_shared import subjects
 from snapshot_shared.api import (
     Applied,
     ApplyReply,
@@ -28,6 +29,7 @@ from snapshot_shared.api import (
     VerifyReply,
     VerifyRequest,
 )
+from snapshot_shared.bus import ASKED
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     AlreadyExists,
@@ -43,7 +45,7 @@ from snapshot_shared.errors import (
     StoreBusy,
     failure_of,
 )
-from snapshot_shared.ids import OrderId, owner_of
+from snapshot_shared.ids import OrderId, check_node, owner_of
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects import (
     TRACEPARENT,
@@ -76,13 +78,13 @@ class Api:
         self._cluster = cluster
 
     def endpoints(self) -> dict[str, Endpoint]:
-        """Give the handler of each verb of `api.VERBS`."""
+        """Give the handler of each `snap.api.<verb>`; a node asks for templates by its name."""
         return {
             "apply": _answering(ApplyRequest, ApplyReply, self.apply),
             "get": _answering(GetRequest, GetReply, self.get),
             "delete": _answering(DeleteRequest, DeleteReply, self.delete),
             "verify": _answering(VerifyRequest, VerifyReply, self.verify),
-            "template": _answering(TemplateRequest, TemplateReply, self.template),
+            "template.*": self._template,
         }
 
     async def apply(self, request: ApplyRequest) -> ApplyReply:
@@ -193,6 +195,16 @@ class Api:
         if found.metadata.deletion_timestamp:
             raise NotEligible(f"{kind} {value.metadata.name} is being deleted")
         return found
+
+    async def _template(self, data: bytes, headers: Mapping[str, str]) -> bytes:
+        """Answer a node for its own pods only: its key lets it ask on no other's subject."""
+
+        async def answer(request: TemplateRequest) -> TemplateReply:
+            if headers.get(ASKED) != subjects.template(check_node(request.node)):
+                raise Forbidden(f"this is not the subject on which {request.node} asks")
+            return await self.template(request)
+
+        return await _answering(TemplateRequest, TemplateReply, answer)(data, headers)
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
         """Give an agent the spec of a pod that was placed on its node."""

@@ -14,6 +14,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_json, encode_json
 from snapshot_shared.errors import BusUnavailable, NotFound
 from snapshot_shared.frames import error_of
+from snapshot_shared.ids import check_node
 from snapshot_shared.orders import PodRef
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class OperatorTemplates:
         delays = itertools.chain(AGAIN_S, itertools.repeat(AGAIN_S[-1]))
         while True:
             try:
-                return await self._bus.request(subjects.api("template"), request)
+                return await self._bus.request(subjects.template(check_node(self._node)), request)
             except (BusUnavailable, NotFound) as error:
                 log.info("the operator does not answer: %s", error)
             self._returned.clear()
