@@ -56,6 +56,8 @@ class LocalProcesses:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
+                    # The usual one of a container: what a worker writes is its own affair.
+                    umask=0o022,
                 )
             except OSError as error:
                 raise _not_startable(launch, error) from error
