@@ -36,7 +36,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How a world is set up."""
+    """How a world is set up. `room` is how many orders fit into their stream, 0 for the usual."""
 
     nodes: int = 2
     operators: int = 1
@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True):
     duplicates: float = 0.0
     lost_answers: float = 0.0
     ack_wait_s: float = 30.0
+    room: int = 0
     habits: dict[str, Habits] = {}
     applied: tuple[tuple[float, dict[str, Any]], ...] = ()
     deleted: tuple[tuple[float, str, str], ...] = ()
@@ -95,6 +96,7 @@ def settings_of(seed: int) -> Settings:
         duplicates=rng.choice((0.0, 0.0, 0.1)),
         lost_answers=rng.choice((0.0, 0.0, 0.02)),
         ack_wait_s=rng.choice((1.0, 30.0, 30.0, 120.0)),
+        room=random.Random(f"room {seed}").choice((0, 0, 0, 0, 2)),
         habits=habits,
         applied=tuple(applied),
         deleted=tuple(deleted),

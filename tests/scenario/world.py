@@ -81,7 +81,7 @@ class World:
         self.network.lost_answers = settings.lost_answers
         self.network.lost_requests = settings.lost_answers
         self.network.lost_announcements = settings.lost_news
-        self.server = _Server(self.rules)
+        self.server = _Server(self.rules, settings.room)
         self.buses: dict[str, SimBus] = {}
         self.store = SqliteCluster(
             None, timestamp=lambda: timestamp(EPOCH + self.loop.now), new_uid=self.new_uid
@@ -406,9 +406,16 @@ class StoreView:
 class _Server(SimServer):
     """A server whose streams are looked at."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, room: int) -> None:
         super().__init__()
         self._rules = rules
+        self._room = room
+
+    def ensure(self) -> None:
+        super().ensure()
+        if self._room:
+            orders = self.streams[subjects.ORDERS]
+            orders.config = orders.config.evolve(max_msgs=self._room)
 
     def publish(self, subject: str, data: bytes, headers: Mapping[str, str]) -> int:
         sequence = super().publish(subject, data, headers)

@@ -15,7 +15,7 @@ from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.domain.retention import Limits
 from snapshot_operator.handlers import Api, fold_presence, fold_report
 from snapshot_shared.api import ApplyRequest
-from snapshot_shared.errors import Failure
+from snapshot_shared.errors import BusUnavailable, Failure
 from snapshot_shared.objects import AnyObject, OrderStatus
 from snapshot_shared.orders import (
     TERMINAL,
@@ -36,11 +36,14 @@ class MemoryOrders:
     def __init__(self) -> None:
         self.stream: dict[str, OrderStatus] = {}
         self.history: list[OrderStatus] = []
+        self.most = 100_000
         self.taken = 0.0
         """The share of the room that orders of others take."""
 
     async def publish(self, order: OrderStatus) -> None:
         known = self.stream.get(order.order)
+        if known is None and len(self.stream) >= self.most:
+            raise BusUnavailable("maximum messages exceeded")
         if known is None or known.attempt < order.attempt:
             self.stream[order.order] = order
             self.history.append(order)

@@ -84,8 +84,8 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content, and the number of the verification.
 
-    It has ended when the content's `status.verified` is no longer below that; the result is the
-    condition `Verified`.
+    It has ended when the content's `status.verified` is below neither that nor
+    `status.verifications`; the result is the condition `Verified`.
     """
 
     content: str = ""

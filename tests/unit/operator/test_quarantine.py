@@ -198,6 +198,9 @@ async def test_damage_found_while_a_verification_reads_is_not_lifted_by_that_one
     assert (await row(world, "Quarantined")).status == "True"
     (late,) = world.open("verify")
     assert late.attempt == reply.verification + 1
+    status = (await world.content()).status
+    assert status.verified < status.verifications
+    assert (await row(world, "Verified")).status == "Unknown"
     await world.answer_all()
     assert (await row(world, "Quarantined")).status == "False"
 

@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from snapshot_operator.controller import RETRY_S
 from snapshot_shared.errors import BusUnavailable
@@ -37,3 +38,37 @@ async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
         sweep.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sweep
+
+
+async def captured_elsewhere() -> World:
+    """Give a world with a running worker, whose stream has just become full."""
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"))
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+    await asyncio.sleep(0)
+    return world
+
+
+async def test_a_full_stream_is_rid_of_what_nobody_awaits_before_anything_is_published() -> None:
+    world = await captured_elsewhere()
+    (prepare,) = world.open("prepare")
+    left = replace(prepare, order=prepare.order.replace("prepare", "dump"))
+    world.orders.stream = {left.order: left}
+    world.orders.most = 1
+    await world.controller.sweep_once()
+    assert list(world.orders.stream) == [prepare.order]
+
+
+async def test_what_cleans_up_is_published_before_other_orders_that_are_missing() -> None:
+    world = await captured_elsewhere()
+    await world.answer_well(world.open("prepare")[0])
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    aborts = {order.order for order in world.open("abort")}
+    assert len(aborts) == 2
+    world.orders.stream.clear()
+    world.orders.most = len(aborts)
+    with pytest.raises(BusUnavailable):
+        await world.controller.sweep_once()
+    assert set(world.orders.stream) == aborts

@@ -481,22 +481,22 @@ class Controller:
         unpublished.clear()
 
     async def sweep_once(self) -> None:
-        """Make the stream agree with the store: publish what it lacks, remove what nobody awaits.
+        """Make the stream agree with the store: remove what nobody awaits, publish what it lacks.
 
-        The stream is listed first: what it holds then was in the store before.
+        The stream is listed first: what it holds then was in the store before. Room is made before
+        it is needed, and what cleans up comes first: a full stream may refuse the rest.
         """
         published = await self._orders.published()
-        awaited: set[str] = set()
-        for kind in ("SnapshotContent", "Pod"):
-            for value in await self._cluster.list(kind):
-                for order in orders_of(value):
-                    if not fold.is_answered(order):
-                        awaited.add(order.order)
-                        await self._publish_again(order, published)
+        owners: list[AnyObject] = [*await self._all(SnapshotContent), *await self._all(Pod)]
+        orders = [order for owner in owners for order in orders_of(owner)]
+        unanswered = [order for order in orders if not fold.is_answered(order)]
+        awaited = {order.order for order in unanswered}
         for order_id, subject in published.items():
             if order_id not in awaited:
                 await self._orders.remove(subject)
         await self._measure()
+        for order in sorted(unanswered, key=lambda order: order.verb not in fold.CLEANING):
+            await self._publish_again(order, published)
 
     async def _measure(self) -> None:
         """See whether there is room for new work; when there is again, look at who waits."""
