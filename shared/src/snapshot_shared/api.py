@@ -14,7 +14,6 @@ import msgspec
 from snapshot_shared.errors import Failure
 
 
-
 class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Store these manifests, all or none. `traceparent` becomes the trace of what follows."""
 
