@@ -22,6 +22,7 @@ SETTING = plans.Setting(
         "SNAPBACK_RUN": "outer",
         "SNAPBACK_NODE": "outer",
         "SNAPBACK_OTLP_ENDPOINT": "http://otlp",
+        "SNAPBACK_KEEP_COUNT": "3",
     },
 )
 KEYS = [(user, f"U{n}") for n, user in enumerate(users_of([NodeName("node-1")]))]
@@ -53,6 +54,7 @@ def test_every_process_carries_the_run_and_none_the_settings_of_another() -> Non
             None if program.name == plans.OPERATOR else "1"
         )
         assert program.environment["SNAPBACK_OTLP_ENDPOINT"] == "http://otlp"
+        assert program.environment["SNAPBACK_KEEP_COUNT"] == "3"
         assert program.environment.get("SNAPBACK_NODE") in (None, "node-1")
 
 

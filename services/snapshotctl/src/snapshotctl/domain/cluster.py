@@ -152,11 +152,11 @@ def program_of(node: str, service: str) -> str:
 
 def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
     """Give the environment of every process: the user's, without settings meant for others."""
-    kept = ("SNAPBACK_OTLP_ENDPOINT", "SNAPBACK_LOG_LEVEL")
+    kept = ("SNAPBACK_OTLP_ENDPOINT", "SNAPBACK_LOG_LEVEL", "SNAPBACK_KEEP_")
     environment = {
         name: value
         for name, value in inherited.items()
-        if not name.startswith("SNAPBACK_") or name in kept
+        if not name.startswith("SNAPBACK_") or name.startswith(kept)
     }
     return environment | {"SNAPBACK_RUN": run}
 
