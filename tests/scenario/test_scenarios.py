@@ -113,6 +113,24 @@ def test_a_worker_whose_agent_stays_away_is_let_go_by_its_guard(tenth: int) -> N
     assert world.run() == []
 
 
+@pytest.mark.parametrize("moment", range(1100, 1300, 8))
+def test_a_memory_service_killed_at_any_moment_of_a_capture_breaks_no_rule(moment: int) -> None:
+    crashes = [Fault(moment / 1000, "crash", f"node-{index}/gms") for index in range(2)]
+    world = World(1, CALM, crashes)
+    assert world.run() == []
+
+
+@pytest.mark.parametrize("nth", range(1, 60, 3))
+@pytest.mark.parametrize("operation", ["write", "fsync"])
+def test_a_disk_that_fails_at_any_moment_of_a_capture_breaks_no_rule(
+    operation: str, nth: int
+) -> None:
+    world = World(1, CALM, [])
+    for node in world.nodes:
+        world.disk.fail(operation, nth, machine=node.name)
+    assert world.run() == []
+
+
 @pytest.mark.parametrize("seed", regressions())
 def test_a_seed_that_failed_once_does_not_fail_again(seed: int) -> None:
     assert run_seed(seed).broken == []
