@@ -49,7 +49,6 @@ class Settings(msgspec.Struct, frozen=True):
     latency_s: float = 0.002
     duplicates: float = 0.0
     lost_answers: float = 0.0
-    ack_wait_s: float = 30.0
     room: int = 0
     habits: dict[str, Habits] = {}
     applied: tuple[tuple[float, dict[str, Any]], ...] = ()
@@ -95,7 +94,6 @@ def settings_of(seed: int) -> Settings:
         latency_s=rng.choice((0.0005, 0.002, 0.05)),
         duplicates=rng.choice((0.0, 0.0, 0.1)),
         lost_answers=rng.choice((0.0, 0.0, 0.02)),
-        ack_wait_s=rng.choice((1.0, 30.0, 30.0, 120.0)),
         room=random.Random(f"room {seed}").choice((0, 0, 0, 0, 2)),
         habits=habits,
         applied=tuple(applied),

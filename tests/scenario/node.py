@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from snapshot_agent.ports import Process as ProcessId
 from snapshot_shared import files
 from snapshot_shared.artifact import Facts, FileEntry
 from snapshot_shared.courier import Clocks, Courier
-from snapshot_shared.errors import Failure, SnapbackError, SourceExited
+from snapshot_shared.errors import Failure, SourceExited
 from snapshot_shared.files import (
     make_dir,
     open_root,
@@ -560,14 +560,3 @@ def owner_of(process: Process | None) -> Owner:
     if process is None:
         return Owner("world", "")
     return Owner(process.machine.name, repr(process))
-
-
-def all_workers(nodes: list[SimNode]) -> Iterator[SimWorker]:
-    """Give every worker that lives."""
-    for node in nodes:
-        for worker in node.workers.values():
-            if worker.process.is_alive:
-                yield worker
-
-
-__all__ = ["SHARED", "SimNode", "SnapbackError", "all_workers"]

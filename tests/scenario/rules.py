@@ -24,7 +24,7 @@ from snapshot_shared.artifact import (
     generation_path,
 )
 from snapshot_shared.codec import decode_json, digest
-from snapshot_shared.errors import InvalidMessage, InvalidTransition
+from snapshot_shared.errors import InvalidMessage
 from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.objects import (
@@ -452,6 +452,3 @@ def _is_decided(conditions: Any) -> bool:
         if found is not None and found.status == "True":
             return True
     return False
-
-
-__all__ = ["InvalidTransition", "Rules"]
