@@ -44,7 +44,7 @@ async def test_jetstream_without_a_leader_is_unavailable_and_no_defect(tmp_path:
 
 async def test_a_consumer_goes_on_at_once_when_its_leader_changes() -> None:
     with machines(0) as found:
-        bus = Bus(found.url, "test", replicas=3)
+        bus = Bus(found.url, "test", credentials=found.root, replicas=3)
         try:
             found.start(*SERVERS)
             await bus.connect()
