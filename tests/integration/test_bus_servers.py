@@ -7,6 +7,7 @@ import pytest
 
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
+from snapshot_shared.courier import end_all
 from snapshot_shared.errors import BusUnavailable
 from tests.chaos.machines import SERVERS, machines
 from tests.support.agent_rig import until
@@ -56,8 +57,11 @@ async def test_a_consumer_goes_on_at_once_when_its_leader_changes() -> None:
             waiting = asyncio.ensure_future(anext(deliveries))
             step_down = f"$JS.API.CONSUMER.LEADER.STEPDOWN.{subjects.ORDERS}.agent-n"
             async with bus.listening("$JS.EVENT.ADVISORY.CONSUMER.LEADER_ELECTED.>") as elected:
-                await bus.request(step_down, b"")
-                await asyncio.wait_for(elected.get(), 20.0)
+                # News of a subscription takes its time from server to server: ask on.
+                async with asyncio.timeout(30.0):
+                    while elected.empty():
+                        await bus.request(step_down, b"")
+                        await asyncio.sleep(1.0)
             await _stored(bus, "snap.order.n.agent.stop-2")
             async with asyncio.timeout(8.0):
                 assert (await waiting).subject.endswith("stop-2")
@@ -105,8 +109,7 @@ async def test_assets_that_could_not_be_ensured_are_ensured_again_soon(nats_url:
         await until(lambda: bus.tries == 2, "the second try", 5.0)
         await _stored(bus, "snap.order.n.agent.stop-1")
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        await end_all(keeping)
         await bus.close()
 
 
