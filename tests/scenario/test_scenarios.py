@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 
@@ -117,6 +118,18 @@ def test_a_worker_whose_agent_stays_away_is_let_go_by_its_guard(tenth: int) -> N
 def test_a_memory_service_killed_at_any_moment_of_a_capture_breaks_no_rule(moment: int) -> None:
     crashes = [Fault(moment / 1000, "crash", f"node-{index}/gms") for index in range(2)]
     world = World(1, CALM, crashes)
+    assert world.run() == []
+
+
+@pytest.mark.parametrize("gap", range(2, 12, 3))
+@pytest.mark.parametrize("nth", range(20, 60, 10))
+def test_a_disk_without_room_for_two_of_the_writes_of_a_capture_breaks_no_rule(
+    nth: int, gap: int
+) -> None:
+    world = World(1, CALM, [])
+    for node in world.nodes:
+        for which in (nth, nth + gap):
+            world.disk.fail("write", which, errno.ENOSPC, machine=node.name)
     assert world.run() == []
 
 

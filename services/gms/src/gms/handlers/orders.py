@@ -195,7 +195,8 @@ class GmsOrders:
                 self._gms.unfence(order.fence_token)
 
         table = [
-            Step("tombstone", tombstone, deadline_s=10.0),
+            # A full disk takes no tombstone, and nobody must have to wait for room on it.
+            Step("tombstone", tombstone, deadline_s=10.0, undo=compensate),
             Step("compensate", compensate, deadline_s=30.0),
         ]
         await context.steps("abort", table)

@@ -127,7 +127,11 @@ class Captures:
             if kind == "capture":
                 await self._give_up(owner, order)
 
-        table = [Step("tombstone", tombstone, 10.0), Step("compensate", compensate, LET_GO_S)]
+        # A full disk takes no tombstone, and the worker must not have to wait for room on it.
+        table = [
+            Step("tombstone", tombstone, 10.0, undo=compensate),
+            Step("compensate", compensate, LET_GO_S),
+        ]
         await ctx.steps("abort", table)
         return {}
 
