@@ -176,6 +176,11 @@ class Rules:
     def _acked_report(self, report: Report) -> None:
         owner = owner_of(OrderId(report.order))
         known = orders_of(self._seen.get(owner))
+        for item in known:
+            same = (item.order, item.attempt) == (report.order, report.attempt)
+            if same and item.state == "ordered" and report.kind != "accepted":
+                # It ended before it was ordered, and is told again when the order arrives.
+                return
         if owner not in self._gone and fold.fold(known, report, 0.0) is not None:
             self.fail("lost", f"{report.kind} of {report.order} was acked and is not in the store")
 
