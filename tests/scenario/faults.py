@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tests.scenario.worker import Habits
+from tests.support.objects import checkpoint_document, pod_template, restore_document
 
 MOUNT = "/sim"
 
@@ -165,37 +166,20 @@ def _target(kind: str, rng: random.Random, settings: Settings) -> str:
 
 
 def _checkpoint(name: str, rng: random.Random) -> dict[str, Any]:
-    spec: dict[str, Any] = _pod_spec(rng)
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "DynamoCheckpoint",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {
-            "identity": {"model": f"example/{name}", "backendFramework": "example"},
-            "job": {
-                "podTemplateSpec": {"spec": spec},
-                "sourcePolicy": rng.choice(("Resume", "Resume", "Terminate")),
-                "activeDeadlineSeconds": 300,
-            },
-            "deletionPolicy": rng.choice(("Delete", "Delete", "Retain")),
-        },
-    }
+    document = checkpoint_document(
+        name,
+        podTemplateSpec=pod_template(resources={"limits": {"nvidia.com/gpu": _gpus(rng)}}),
+        sourcePolicy=rng.choice(("Resume", "Resume", "Terminate")),
+        activeDeadlineSeconds=300,
+    )
+    document["spec"]["deletionPolicy"] = rng.choice(("Delete", "Delete", "Retain"))
+    return document
 
 
 def _restore(name: str, source: str, rng: random.Random, nodes: int) -> dict[str, Any]:
-    spec = _pod_spec(rng)
-    if rng.random() < 0.5:
-        spec["nodeSelector"] = {"kubernetes.io/hostname": f"node-{rng.randrange(nodes)}"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": name,
-            "namespace": "default",
-            "annotations": {"nvidia.com/restore-from": source},
-        },
-        "spec": spec,
-    }
+    gpus = _gpus(rng)
+    node = f"node-{rng.randrange(nodes)}" if rng.random() < 0.5 else None
+    return restore_document(source, name, node, gpus)
 
 
 def _snapshot(name: str, pod: str) -> dict[str, Any]:
@@ -207,17 +191,8 @@ def _snapshot(name: str, pod: str) -> dict[str, Any]:
     }
 
 
-def _pod_spec(rng: random.Random) -> dict[str, Any]:
-    gpus = rng.choice((1, 1, 2))
-    return {
-        "containers": [
-            {
-                "name": "main",
-                "command": ["worker"],
-                "resources": {"limits": {"nvidia.com/gpu": gpus}},
-            }
-        ]
-    }
+def _gpus(rng: random.Random) -> int:
+    return rng.choice((1, 1, 2))
 
 
 def _habits(rng: random.Random) -> Habits:

@@ -14,55 +14,13 @@ from snapshot_operator.domain.ordering import HOLD_S
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of
 from tests.scenario.run import regressions, run_seed
 from tests.scenario.world import World
+from tests.support.objects import checkpoint_document, pod_template, restore_document
 
+ONE_GPU = pod_template(resources={"limits": {"nvidia.com/gpu": 1}})
 CALM = Settings(
     applied=(
-        (
-            0.5,
-            {
-                "apiVersion": "nvidia.com/v1alpha1",
-                "kind": "DynamoCheckpoint",
-                "metadata": {"name": "a", "namespace": "default"},
-                "spec": {
-                    "identity": {"model": "example/a", "backendFramework": "example"},
-                    "job": {
-                        "sourcePolicy": "Resume",
-                        "podTemplateSpec": {
-                            "spec": {
-                                "containers": [
-                                    {
-                                        "name": "main",
-                                        "command": ["worker"],
-                                        "resources": {"limits": {"nvidia.com/gpu": 1}},
-                                    }
-                                ]
-                            }
-                        },
-                    },
-                },
-            },
-        ),
-        (
-            20.0,
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {
-                    "name": "b",
-                    "namespace": "default",
-                    "annotations": {"nvidia.com/restore-from": "a"},
-                },
-                "spec": {
-                    "containers": [
-                        {
-                            "name": "main",
-                            "command": ["worker"],
-                            "resources": {"limits": {"nvidia.com/gpu": 1}},
-                        }
-                    ]
-                },
-            },
-        ),
+        (0.5, checkpoint_document("a", podTemplateSpec=ONE_GPU)),
+        (20.0, restore_document("a", "b", gpus=1)),
     )
 )
 
