@@ -209,7 +209,6 @@ class Bus:
         self._lost = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._services: list[tuple[str, str, dict[str, str], dict[str, Handler]]] = []
-        self._running: list[Any] = []
         self._rebuilt: list[asyncio.Event] = []
         self._hearings: list[_Hearing] = []
 
@@ -622,7 +621,6 @@ class Bus:
             await service.add_endpoint(
                 name=endpoint_name, subject=subject, handler=_responding(handler)
             )
-        self._running.append(service)
         await self._settle()
 
 
