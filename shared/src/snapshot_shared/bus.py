@@ -317,6 +317,10 @@ class Bus:
         """Say whether the socket is up now."""
         return self._connected.is_set()
 
+    def not_ready(self) -> str:
+        """Say in words why nothing can be done over this bus now; empty when it can."""
+        return "" if self.is_connected else "not connected to NATS"
+
     async def wait_connected(self) -> None:
         """Wait until the socket is up."""
         await self._connected.wait()

@@ -110,6 +110,10 @@ class InvalidMessage(InvalidInput):
     """A message, frame or file does not decode as the type it claims to be."""
 
 
+class AddressInUse(InvalidInput):
+    """A service cannot listen where it was told to."""
+
+
 class InvalidName(InvalidInput):
     """A name, id or relative path is outside its alphabet or too long."""
 

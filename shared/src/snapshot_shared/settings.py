@@ -49,6 +49,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     """What every service needs to know.
 
     `run` marks all processes of one local cluster (`SNAPBACK_RUN`), so that leftovers are found.
+    `http_address` (host:port) is where health is served over HTTP; unset, nowhere.
     """
 
     nats_url: str = "nats://127.0.0.1:4222"
@@ -57,6 +58,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""
     log_level: str = "INFO"
     otlp_endpoint: str | None = None
+    http_address: str | None = None
 
 
 class NodeSettings(Common, frozen=True, kw_only=True):

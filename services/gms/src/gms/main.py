@@ -31,6 +31,7 @@ from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.faults import FaultPlan
 from snapshot_shared.frames import StatusRequest
+from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.permissions import User
@@ -156,14 +157,15 @@ async def _serve_orders(
         await bus.serve(SERVICE, VERSION, {"node": settings.node}, questions)
 
     try:
-        await until_stopped(stop, connected())
-        if not stop.is_set():
-            await until_stopped(
-                stop,
-                courier.serve(),
-                telemetry.publish_to(bus),
-                transfers.publish_to(bus),
-            )
+        async with http_port(settings.http_address, bus.not_ready):
+            await until_stopped(stop, connected())
+            if not stop.is_set():
+                await until_stopped(
+                    stop,
+                    courier.serve(),
+                    telemetry.publish_to(bus),
+                    transfers.publish_to(bus),
+                )
     finally:
         await courier.drain()
         if bus.is_connected:

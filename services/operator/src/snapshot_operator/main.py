@@ -24,6 +24,7 @@ from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName, NoSpace, StoreBusy
+from snapshot_shared.http import http_port
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.orders import Presence, Report
@@ -77,9 +78,10 @@ async def serve(stop: asyncio.Event) -> None:
     )
     await bus.connect()
     try:
-        await until_stopped(stop, _ensured(bus))
-        if not stop.is_set():
-            await _serve(stop, cluster, bus, telemetry, clocks, settings.limits)
+        async with http_port(settings.http_address, bus.not_ready):
+            await until_stopped(stop, _ensured(bus))
+            if not stop.is_set():
+                await _serve(stop, cluster, bus, telemetry, clocks, settings.limits)
     finally:
         with contextlib.suppress(BusUnavailable):
             await telemetry.flush(bus)

@@ -30,6 +30,7 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.faults import FaultPlan
+from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.orders import Presence, PresenceDevice
@@ -160,16 +161,17 @@ async def serve(stop: asyncio.Event) -> None:
     log_to_stderr(SERVICE, settings.node, settings.log_level)
     node = _Node(settings)
     try:
-        await node.agent.recover()
-        await until_stopped(stop, _connect(node))
-        if not stop.is_set():
-            log.info("the agent serves")
-            await until_stopped(
-                stop,
-                node.courier.serve(),
-                node.telemetry.publish_to(node.bus),
-                Announcer(node.bus, node.gms, node.presence, stop).run(),
-            )
+        async with http_port(settings.http_address, node.bus.not_ready):
+            await node.agent.recover()
+            await until_stopped(stop, _connect(node))
+            if not stop.is_set():
+                log.info("the agent serves")
+                await until_stopped(
+                    stop,
+                    node.courier.serve(),
+                    node.telemetry.publish_to(node.bus),
+                    Announcer(node.bus, node.gms, node.presence, stop).run(),
+                )
     finally:
         await node.close()
 

@@ -1,0 +1,78 @@
+"""The HTTP port of a service, for people and their tools: health, and what else it is given.
+
+There is one only where `SNAPBACK_HTTP_ADDRESS` is set. No part of the product calls another over
+HTTP, and nothing that is served here changes anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING
+
+from snapshot_shared.errors import AddressInUse, InvalidInput
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0
+"""How long open answers may hold up the end, in seconds."""
+
+NotReady = Callable[[], str]
+"""Says why the service cannot do its work, in words; empty when it can."""
+
+
+@contextlib.asynccontextmanager
+async def http_port(
+    address: str | None, not_ready: NotReady, routes: Iterable[web.AbstractRouteDef] = ()
+) -> AsyncIterator[int | None]:
+    """Serve `/healthz`, `/readyz` and `routes` on `host:port` for the length of the block.
+
+    `/healthz` answers 200 while the process turns, `/readyz` 503 and why while `not_ready` says
+    so. Gives the port, which the system chooses where the address has 0, or None where there is
+    no address. InvalidInput for an address that is none, AddressInUse when it cannot be had.
+    """
+    if address is None:
+        yield None
+        return
+    from aiohttp import web  # noqa: PLC0415 - costs start-up time and memory
+
+    async def alive(_request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def ready(_request: web.Request) -> web.Response:
+        reason = not_ready()
+        return web.Response(text=f"{reason or 'ok'}\n", status=503 if reason else 200)
+
+    host, port = parse_address(address)
+    app = web.Application()
+    app.add_routes([web.get("/healthz", alive), web.get("/readyz", ready), *routes])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise AddressInUse(
+                f"cannot listen on {address}: {error.strerror or error}",
+                next_step="set SNAPBACK_HTTP_ADDRESS to a free address, or unset it",
+            ) from error
+        number: int = runner.addresses[0][1]
+        log.info("HTTP on %s port %d", host, number)
+        yield number
+    finally:
+        await runner.cleanup()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Take `host:port` apart; IPv6 hosts stand in brackets. InvalidInput."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise InvalidInput(
+            f"SNAPBACK_HTTP_ADDRESS={address!r} is not host:port",
+            next_step="write for example 127.0.0.1:9090, or [::]:9090",
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
