@@ -29,7 +29,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo idle leftovers clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -75,7 +75,7 @@ lock: ## Resolve requirements.in again into requirements.lock (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade requirements.in -o requirements.lock
 
-check: lint types imports ## Lint, types and imports
+check: lint types imports docs-check ## Lint, types, imports and generated pages
 
 lint: $(STAMP) ## Ruff: rules and format
 	$(BIN)/ruff check .
@@ -86,6 +86,9 @@ types: $(STAMP) ## Mypy, strict, over the five packages
 
 imports: $(STAMP) ## Import contracts between the packages and their layers
 	$(BIN)/lint-imports --no-logo
+
+docs-check: $(STAMP) ## Whether the generated pages of docs/ are what the code says
+	$(BIN)/python -m docs.generate --check
 
 format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix-only .
@@ -140,6 +143,9 @@ killed-clients: $(STAMP) ## Kill a thousand clients of the GPU memory service (C
 
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
+
+docs: $(STAMP) ## Write the pages of docs/ that are made from the code
+	$(BIN)/python -m docs.generate
 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
