@@ -1,4 +1,4 @@
-"""Writes every generated page (`make docs`); with --check says which of them differ, and exits 1."""
+"""Writes every generated page (`make docs`); with --check says which differ, and exits 1."""
 
 from __future__ import annotations
 
