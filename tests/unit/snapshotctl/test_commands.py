@@ -11,7 +11,17 @@ from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 
 OBJECTS = ["apply", "get", "delete", "wait", "verify", "nodes", "trace"]
-ON_CALL = ["orders", "cordon", "uncordon", "abort", "schema", "doctor", "dead"]
+ON_CALL = [
+    "orders",
+    "cordon",
+    "uncordon",
+    "abort",
+    "schema",
+    "doctor",
+    "bundle",
+    "completion",
+    "dead",
+]
 COMMANDS = [*OBJECTS, "up", "down", "demo", "leftovers", "sim", *ON_CALL]
 SIM = ["crash", "stall", "fail", "restart"]
 DEAD = ["ls", "show", "requeue"]
@@ -74,6 +84,47 @@ def test_a_schema_is_printed_without_a_server(
     assert "\ndump_order.v1 " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_asks_by_the_variable_that_is_answered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: str
+) -> None:
+    assert _run(monkeypatch, "completion", shell) == Exit.OK
+    assert f"_SNAPSHOTCTL_COMPLETE=complete_{shell}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("dea", ["dead"]),
+        ("get po", ["pods"]),
+        ("get pods ", []),
+        ("get nothing ", []),
+        ("wait pod/", []),
+        ("cordon ", []),
+        ("abort x", []),
+        ("orders ", ["show"]),
+        ("--server http://x cordon ", []),
+        ("schema dump", ["dump_order.v1"]),
+        ("-o y", ["yaml"]),
+    ],
+)
+def test_completion_offers_what_it_knows_and_without_a_server_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    offered: list[str],
+) -> None:
+    monkeypatch.setenv("_SNAPSHOTCTL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"snapshotctl {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" "))))
+    with pytest.raises(SystemExit) as ended:
+        _run(monkeypatch)
+    assert ended.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.out.split() == offered
+    assert captured.err == ""
+
+
 def test_the_help_lists_every_command_and_every_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +179,9 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["abort", "pod/x"], "snapshotctl delete pod x"),
         (["abort", "node/x"], "a Node has no capture"),
         (["abort", "x", "--timeout", "soon"], "5m"),
+        (["bundle", "-o", "cluster.yaml"], "ends with .tar.gz"),
+        (["bundle", "--reports", "-1"], "snapshotctl bundle -o report.tar.gz"),
+        (["completion", "tcsh"], "'fish'"),
         (["schema", "repot"], "did you mean report?"),
         (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
         (["get", "pods", "--server", "a:1,u:pw@b:x"], "'b:x' is not the address"),

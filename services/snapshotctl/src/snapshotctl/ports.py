@@ -89,7 +89,10 @@ class OnCall(Operator, Protocol):
         """Read the last progress of each order."""
 
     async def reports_of(self, order: str) -> list[Report]:
-        """Read all reports on one order, as they came."""
+        """Read all reports on one order, or on every one for `*`, as they came."""
+
+    async def all_spans(self) -> list[SpanRecord]:
+        """Read the finished spans of all traces, oldest first."""
 
     async def letters(self, node: NodeName | None) -> list[Letter]:
         """Read the dead letters, oldest first."""

@@ -56,16 +56,19 @@ class _Service(msgspec.Struct):
 
 async def observe(folders: Folders, server: str | None, cluster: str | None) -> Observed:
     """Look at everything that can be reached. WrongArguments for an address that is none."""
+    found: Server | None = None
+    seen: ClusterSeen | None = None
+    unreachable: Failure | None = None
     try:
         found = folders.find_server(server, cluster)
         async with connected(found) as client:
             seen = await _cluster(client, found)
     except BusUnavailable as error:
-        return Observed(machine.now(), VERSION, local(folders, None), error.to_failure(), None)
-    return Observed(machine.now(), VERSION, local(folders, found), None, seen)
+        unreachable = error.to_failure()
+    return Observed(machine.now(), VERSION, _local(folders, found), unreachable, seen)
 
 
-def local(folders: Folders, server: Server | None) -> LocalSeen:
+def _local(folders: Folders, server: Server | None) -> LocalSeen:
     """Look at this machine, and at the local cluster whose server that is, if it is one."""
     found = folders.look()
     name, ended = "", list[str]()

@@ -144,6 +144,9 @@ class OperatorClient:
     async def reports_of(self, order: str) -> list[Report]:
         return await self._decoded(subjects.REPORTS, f"snap.report.*.{order}.*", Report)
 
+    async def all_spans(self) -> list[SpanRecord]:
+        return await self._decoded(subjects.SPANS, "snap.span.*.*", SpanRecord)
+
     async def letters(self, node: NodeName | None) -> list[Letter]:
         filter_ = subjects.dead(node) if node else "snap.dead.*"
         found = []

@@ -27,7 +27,7 @@ from snapshotctl.adapters.operator_client import OperatorClient, connected
 from snapshotctl.adapters.render import Output, Terminal
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import documents
-from snapshotctl.domain.cluster import DEMO_PREFIX, server_of
+from snapshotctl.domain.cluster import DEMO_PREFIX, ClusterRecord, server_of
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
@@ -85,8 +85,20 @@ class Tools:
 
     def local_cluster(self, name: str | None) -> LocalCluster:
         """Give the local cluster that is meant."""
+        return self._cluster(self._chosen(name), Path.cwd(), secrets.token_hex(4))
+
+    def local_record(self, name: str) -> ClusterRecord | None:
+        """Give what is recorded of a local cluster; without a name of the one that is meant.
+
+        None where there is none, or where a server was named that is not its own.
+        """
+        if not name and (self.server or os.environ.get("NATS_URL")):
+            return None
+        return self.folders.record(self._chosen(name))
+
+    def _chosen(self, name: str | None) -> str:
         chosen = name or self.cluster or os.environ.get("SNAPBACK_CLUSTER") or DEFAULT_CLUSTER
-        return self._cluster(cluster_name(chosen), Path.cwd(), secrets.token_hex(4))
+        return cluster_name(chosen)
 
     def _cluster(
         self, name: str, workdir: Path, run: str, *, is_demo: bool = False
