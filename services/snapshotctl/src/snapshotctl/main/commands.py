@@ -23,10 +23,11 @@ from snapshotctl.main.running import example, failed
 from snapshotctl.main.wiring import Tools, read_documents, run_work
 
 _EXITS = "\b\nExit codes:\n" + exits.help_text()
-_WHERE = (
+WHERE = (
     "Where the server is: --server, --cluster, NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the "
     "selected nats context, the local cluster 'default'; the first that is set counts."
 )
+"""How a command finds its server."""
 
 app = typer.Typer(
     name="snapshotctl",
@@ -57,7 +58,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog=f"{_WHERE}\n\n{_EXITS}")
+@app.callback(epilog=f"{WHERE}\n\n{_EXITS}")
 def common(
     context: typer.Context,
     server: Annotated[

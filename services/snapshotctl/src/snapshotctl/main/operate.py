@@ -42,7 +42,7 @@ Node = Annotated[
 MaybeNode = Annotated[
     str | None,
     typer.Argument(
-        metavar="[NODE]",
+        metavar="NODE",
         help="Only those of this node.",
         show_default=False,
         autocompletion=completing.nodes,
@@ -215,7 +215,7 @@ def schema(
     type_: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TYPE]",
+            metavar="TYPE",
             help="A type of message or object.",
             show_default=False,
             autocompletion=completing.schemas,
@@ -284,7 +284,7 @@ def bundle(
     context: typer.Context,
     file: Annotated[
         str | None,
-        typer.Option("-o", "--file", metavar="FILE.tar.gz", help="Where it goes.", show_default=""),
+        typer.Option("-o", "--file", metavar="FILE.tar.gz", help="Where it goes."),
     ] = None,
     reports: Annotated[
         int, typer.Option("--reports", metavar="N", min=0, help="How many of the last reports.")
