@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +13,15 @@ from snapshot_shared.api import Applied, Fault, VerifyReply
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import AnyObject, Kind
-from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec
 from snapshotctl.domain.progress import PartProgress
 from snapshotctl.domain.rows import Table
 from snapshotctl.domain.targets import Target
+
+News = AnyObject | Report | SpanRecord | None
+"""An object as it is now, a report, a span; or None: read everything again."""
 
 
 class Changes(Protocol):
@@ -61,6 +64,18 @@ class Operator(Protocol):
     def progress(self) -> AbstractAsyncContextManager[AsyncIterator[Progress]]:
         """Follow the progress of all orders for the length of the block."""
 
+    async def last_progress(self, order: str) -> Progress | None:
+        """Read how far an order said last that it was."""
+
+    async def reports(self, orders: Collection[str] | None = None) -> list[Report]:
+        """Read the reports that are kept of some orders, or of all."""
+
+    async def all_spans(self) -> list[SpanRecord]:
+        """Read all finished spans that are kept."""
+
+    def news(self) -> AbstractAsyncContextManager[AsyncIterator[News]]:
+        """Follow all that happens for the length of the block. None where some may be lost."""
+
 
 class Parts(Protocol):
     """Shows parts as they move on."""
@@ -75,11 +90,14 @@ class Screen(Protocol):
     def line(self, text: str = "", *, strong: bool = False) -> None:
         """Print one line of the result."""
 
-    def table(self, table: Table) -> None:
-        """Print rows below their headers."""
+    def table(self, table: Table, *, indent: str = "") -> None:
+        """Print rows below their headers, each line after an indent."""
 
     def value(self, value: Any) -> None:
         """Print a value as JSON or YAML, whichever was asked for."""
+
+    def entry(self, value: Any) -> None:
+        """Print one of many values as they come: JSON on one line, or an item of a YAML list."""
 
     def note(self, text: str) -> None:
         """Print a remark beside the result, on standard error."""
@@ -97,6 +115,20 @@ class Screen(Protocol):
     @property
     def width(self) -> int:
         """Columns that a line may have."""
+
+
+class Logs(Protocol):
+    """The logs of a cluster that can be read from here."""
+
+    @property
+    def folder(self) -> str:
+        """Where they are, for people."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Give the last lines of every service, each with the name of its program."""
+
+    def worker(self, node: str, pod_uid: str) -> list[tuple[str, str]]:
+        """Give the last lines that a pod's containers wrote, each with the container."""
 
 
 class Cluster(Protocol):

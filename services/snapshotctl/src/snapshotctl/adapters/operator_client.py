@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from snapshot_shared.api import (
     DeleteRequest,
     GetReply,
     GetRequest,
+    ObjectEvent,
     VerifyReply,
     VerifyRequest,
 )
@@ -31,12 +32,13 @@ from snapshot_shared.errors import (
     NotPermitted,
     RemoteFailure,
 )
-from snapshot_shared.ids import NodeName, check_node, name_of
+from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of
 from snapshot_shared.objects import KINDS, AnyObject, Kind
-from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
+from snapshotctl.ports import News
 
 SAFETY_S = 15.0
 """How long an event may be lost before it is looked for."""
@@ -46,6 +48,7 @@ MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
 MAX_PAGES = 10_000
 
+Message = TypeVar("Message", Progress, Report, SpanRecord)
 Reply = TypeVar("Reply", ApplyReply, GetReply, DeleteReply, VerifyReply)
 
 
@@ -140,12 +143,7 @@ class OperatorClient:
             yield _Changes(queue, again)
 
     async def spans(self, trace_id: str) -> list[SpanRecord]:
-        deliveries = await self.bus.replay(subjects.SPANS, subjects.spans_of(trace_id))
-        records = []
-        for delivery in deliveries:
-            with contextlib.suppress(InvalidMessage):
-                records.append(decode_json(delivery.data, SpanRecord))
-        return records
+        return await self._kept(subjects.SPANS, subjects.spans_of(trace_id), SpanRecord)
 
     async def presence(self) -> dict[NodeName, Presence]:
         found: dict[NodeName, Presence] = {}
@@ -158,6 +156,42 @@ class OperatorClient:
     async def progress(self) -> AsyncIterator[AsyncIterator[Progress]]:
         async with self.bus.listening("snap.progress.>") as queue:
             yield _progress(queue)
+
+    async def last_progress(self, order: str) -> Progress | None:
+        filter_ = f"snap.progress.*.{check_order_id(order)}"
+        found = await self._kept(subjects.PROGRESS, filter_, Progress)
+        return found[-1] if found else None
+
+    async def reports(self, orders: Collection[str] | None = None) -> list[Report]:
+        if orders is None:
+            return await self._kept(subjects.REPORTS, "snap.report.>", Report)
+        filters = [f"snap.report.*.{check_order_id(order)}.*" for order in orders]
+        return [
+            report
+            for filter_ in filters
+            for report in await self._kept(subjects.REPORTS, filter_, Report)
+        ]
+
+    async def all_spans(self) -> list[SpanRecord]:
+        return await self._kept(subjects.SPANS, "snap.span.>", SpanRecord)
+
+    async def _kept(self, stream: str, filter_: str, type_: type[Message]) -> list[Message]:
+        """Read what a stream holds; what is none of its messages does not count."""
+        found = []
+        for delivery in await self.bus.replay(stream, filter_):
+            with contextlib.suppress(InvalidMessage):
+                found.append(decode_json(delivery.data, type_))
+        return found
+
+    @contextlib.asynccontextmanager
+    async def news(self) -> AsyncIterator[AsyncIterator[News]]:
+        again = self.bus.reconnections()
+        async with (
+            self.bus.listening(f"{subjects.EVENTS}.>") as events,
+            self.bus.listening("snap.report.>") as reports,
+            self.bus.listening("snap.span.>") as spans,
+        ):
+            yield _news((events, reports, spans), again)
 
     async def _ask(self, verb: str, request: msgspec.Struct, type_: type[Reply]) -> Reply:
         data = encode_json(request)
@@ -200,6 +234,41 @@ class _Changes:
         self._again.clear()
         while not self._queue.empty():
             self._queue.get_nowait()
+
+
+async def _news(
+    queues: Sequence[asyncio.Queue[Delivery]], again: asyncio.Event
+) -> AsyncIterator[News]:
+    """Yield what arrives, in the order of its arrival on each queue; None after a reconnection."""
+    while True:
+        waiters = [asyncio.ensure_future(queue.get()) for queue in queues]
+        waiters_again = asyncio.ensure_future(again.wait())
+        try:
+            await asyncio.wait([*waiters, waiters_again], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            arrived = [waiter.result() for waiter in waiters if _is_there(waiter)]
+            for waiter in (*waiters, waiters_again):
+                waiter.cancel()
+        if again.is_set():
+            again.clear()
+            yield None
+        for delivery in arrived:
+            with contextlib.suppress(InvalidMessage, msgspec.ValidationError):
+                yield _one_news(delivery)
+
+
+def _is_there(waiter: asyncio.Future[Any]) -> bool:
+    return waiter.done() and not waiter.cancelled()
+
+
+def _one_news(delivery: Delivery) -> News:
+    if delivery.subject.startswith("snap.report."):
+        return decode_json(delivery.data, Report)
+    if delivery.subject.startswith("snap.span."):
+        return decode_json(delivery.data, SpanRecord)
+    event = decode_json(delivery.data, ObjectEvent)
+    found: AnyObject = msgspec.convert(event.object, AnyObject)
+    return found
 
 
 async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:

@@ -69,12 +69,23 @@ def everywhere(found: Target) -> Target:
 
 def place(kind: Kind, namespace: str | None) -> str | None:
     """Give the namespace in which a kind is looked for. WrongArguments for a bad one."""
-    if not kind.namespaced or namespace is None:
-        return None
+    return None if not kind.namespaced or namespace is None else checked_namespace(namespace)
+
+
+def checked_namespace(text: str) -> str:
+    """Return a namespace. WrongArguments for a bad one."""
     try:
-        return check_label(namespace)
+        return check_label(text)
     except InvalidName as error:
         raise WrongArguments(error.message, next_step=error.next_step) from error
+
+
+def told(name: str, namespace: str) -> list[Target]:
+    """Give what a name may mean where nodes count, too, in the order in which it is looked up."""
+    if "/" in name:
+        return [one_target([name], namespace)]
+    kinds = ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod", "Node")
+    return [Target(KINDS[kind], place(KINDS[kind], namespace), _checked(name)) for kind in kinds]
 
 
 def traced(name: str, namespace: str) -> list[Target]:

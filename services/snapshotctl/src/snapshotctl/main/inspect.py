@@ -1,0 +1,195 @@
+"""The commands with which people look: explain, describe, events, watch, artifacts."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated
+
+import typer
+
+from snapshot_shared.errors import NotFound
+from snapshot_shared.reasons import REASONS, explained
+from snapshotctl.adapters import machine
+from snapshotctl.domain import formats, targets
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.handlers import describing, events, explaining, phases
+from snapshotctl.main.running import example
+from snapshotctl.main.wiring import Tools, run_work
+
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the objects.")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A checkpoint, snapshot, content, pod or node; KIND/NAME."),
+]
+
+Timeout = Annotated[
+    str, typer.Option("--timeout", metavar="TIME", help="How long at most: 90s, 5m, 1h30m.")
+]
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+def register(parent: typer.Typer) -> None:
+    """Make the commands of this module commands of another."""
+    parent.registered_commands += app.registered_commands
+    parent.registered_groups += app.registered_groups
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl explain demo-llm",
+        "snapshotctl explain pod/demo-llm-restored",
+        "snapshotctl explain DeviceTooSmall",
+    )
+)
+def explain(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|REASON",
+            help="A checkpoint, snapshot, content, pod or node; KIND/NAME; or a reason.",
+        ),
+    ],
+    namespace: Namespace = "default",
+) -> None:
+    """Tell the story of an object: what was asked, what happened, where it stands, what to do.
+
+    A reason, which is one word such as DeviceTooSmall, is explained without a server.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        if name != name.lower() and "/" not in name:
+            explaining.reason(tools.screen, *_reason(name))
+            return
+        wanted = targets.told(name, namespace)
+        async with tools.operator() as operator:
+            try:
+                await explaining.explain(
+                    operator, tools.screen, wanted, tools.logs(), now=machine.now()
+                )
+            except NotFound:
+                found = explained(name)
+                if found is None:
+                    raise
+                explaining.reason(tools.screen, *found)
+
+    run_work(tools, work())
+
+
+def _reason(word: str) -> explaining.Named:
+    found = explained(word)
+    if found is not None:
+        return found
+    near = difflib.get_close_matches(word, REASONS, n=3, cutoff=0.5)
+    raise WrongArguments(
+        f"{word!r} is no reason and no name of an object, which has no capitals",
+        next_step=f"did you mean {' or '.join(near)}?"
+        if near
+        else "docs/troubleshooting.md lists all reasons",
+    )
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl describe dynamocheckpoint demo-llm",
+        "snapshotctl describe pod/demo-llm-restored",
+        "snapshotctl describe node node-1 -o json",
+    )
+)
+def describe(
+    context: typer.Context,
+    words: Annotated[
+        list[str], typer.Argument(metavar="KIND NAME", help="KIND NAME or KIND/NAME.")
+    ],
+    namespace: Namespace = "default",
+) -> None:
+    """Show all that is known of one object, and what happened to it."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        target = targets.one_target(words, namespace)
+        async with tools.operator() as operator:
+            await describing.describe(operator, tools.screen, target, now=machine.now())
+
+    run_work(tools, work())
+
+
+@app.command(
+    "events",
+    epilog=example(
+        "snapshotctl events",
+        "snapshotctl events demo-llm --follow",
+        "snapshotctl events -A -o json | jq 'select(.reason == \"NodeLost\")'",
+    ),
+)
+def show_events(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME]", help="A checkpoint, snapshot, content, pod or node; KIND/NAME."
+        ),
+    ] = "",
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what happens from now on.")
+    ] = False,
+    namespace: Namespace = "default",
+    everywhere: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="Of all namespaces.")
+    ] = False,
+) -> None:
+    """Show what happened to one object and what belongs to it, or to all.
+
+    Reports are kept for 14 days, spans for two; the rest is read from the objects. With -o json
+    every event is one line.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        if name and everywhere:
+            raise WrongArguments(
+                "a name and --all-namespaces exclude each other",
+                next_step="leave one of them out: events -A",
+            )
+        wanted = targets.told(name, namespace) if name else []
+        space = None if everywhere else targets.checked_namespace(namespace)
+        async with tools.operator(patiently=follow) as operator:
+            if follow:
+                await events.follow(operator, tools.screen, wanted, space, machine.now)
+            else:
+                await events.events(operator, tools.screen, wanted, space)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl watch demo-llm",
+        "snapshotctl watch pod/demo-llm-restored --timeout 5m",
+    )
+)
+def watch(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A checkpoint, snapshot, content or pod; KIND/NAME."),
+    ],
+    timeout: Timeout = "1h",
+    namespace: Namespace = "default",
+) -> None:
+    """Show a capture or a restore phase by phase and part by part, until it is over.
+
+    Ends with exit code 1 when it failed.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        wanted, within_s = targets.traced(name, namespace), formats.parse_duration(timeout)
+        async with tools.operator(patiently=True) as operator:
+            await phases.watch(
+                operator, tools.screen, wanted, within_s=within_s, clocks=tools.clocks
+            )
+
+    run_work(tools, work())
