@@ -217,6 +217,7 @@ def _snapshotctl() -> Allowed:
         subjects.api("apply"),
         subjects.api("delete"),
         subjects.api("verify"),
+        subjects.api("retention"),
         "snap.rpc.*.*.sim",
         "snap.span.cli.*",
         *(subject for stream in _WITHOUT_DURABLES for subject in _consumers(stream)),

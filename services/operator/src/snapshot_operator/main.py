@@ -17,7 +17,13 @@ from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter, Key
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.domain.retention import Limits
-from snapshot_operator.handlers import Api, fold_one_presence, fold_presence, fold_report
+from snapshot_operator.handlers import (
+    Api,
+    Retention,
+    fold_one_presence,
+    fold_presence,
+    fold_report,
+)
 from snapshot_operator.ports import Cluster, Nodes
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Delivery
@@ -115,7 +121,8 @@ async def _serve(
     orders = NatsOrders(bus)
     interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
     controller = Controller(cluster, orders, interpreter, clocks.wall, limits)
-    endpoints = {subjects.api(verb): handler for verb, handler in Api(cluster).endpoints().items()}
+    api = Api(cluster, Retention(limits, controller.judged, controller.retain))
+    endpoints = {subjects.api(verb): handler for verb, handler in api.endpoints().items()}
     await bus.serve("snap-operator", VERSION, {"node": NODE}, endpoints)
     log.info("the operator serves")
     await until_stopped(

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from snapshot_shared.api import Applied, Fault, VerifyReply
+from snapshot_shared.api import Applied, Fault, RetentionReply, VerifyReply
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import AnyObject, Kind
 from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain.artifacts import Artifact, Manifests
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec
 from snapshotctl.domain.progress import PartProgress
 from snapshotctl.domain.rows import Table
@@ -48,6 +49,9 @@ class Operator(Protocol):
 
     async def verify(self, target: Target) -> VerifyReply:
         """Ask for a verification of what an object holds. NotFound, NotEligible."""
+
+    async def retention(self, namespace: str | None, *, run: bool) -> RetentionReply:
+        """Ask what retention would delete now, or have it done first."""
 
     def watching(self, target: Target) -> AbstractAsyncContextManager[Changes]:
         """Follow one object for the length of the block."""
@@ -129,6 +133,16 @@ class Logs(Protocol):
 
     def worker(self, node: str, pod_uid: str) -> list[tuple[str, str]]:
         """Give the last lines that a pod's containers wrote, each with the container."""
+
+
+class Files(Protocol):
+    """Artifacts on disk, where they can be read from here."""
+
+    def manifests(self, artifact: Artifact) -> Manifests | None:
+        """Read the manifests of an artifact; None when they cannot be read here.
+
+        ArtifactCorrupt when they are not those that were committed.
+        """
 
 
 class Cluster(Protocol):

@@ -19,6 +19,8 @@ from snapshot_shared.api import (
     GetReply,
     GetRequest,
     ObjectEvent,
+    RetentionReply,
+    RetentionRequest,
     VerifyReply,
     VerifyRequest,
 )
@@ -49,7 +51,7 @@ MAX_REPLY_BYTES = 1024 * 1024
 MAX_PAGES = 10_000
 
 Message = TypeVar("Message", Progress, Report, SpanRecord)
-Reply = TypeVar("Reply", ApplyReply, GetReply, DeleteReply, VerifyReply)
+Reply = TypeVar("Reply", ApplyReply, GetReply, DeleteReply, VerifyReply, RetentionReply)
 
 
 class OperatorClient:
@@ -97,6 +99,16 @@ class OperatorClient:
             kind=target.kind.name, namespace=target.namespace, name=target.name or ""
         )
         return await self._ask("verify", request, VerifyReply)
+
+    async def retention(self, namespace: str | None, *, run: bool) -> RetentionReply:
+        request = RetentionRequest(namespace=namespace, run=run)
+        reply = await self._ask("retention", request, RetentionReply)
+        found = list(reply.artifacts)
+        while reply.next:
+            request = RetentionRequest(namespace=namespace, after=reply.next)
+            reply = await self._ask("retention", request, RetentionReply)
+            found += reply.artifacts
+        return RetentionReply(artifacts=found, limits=reply.limits)
 
     @contextlib.asynccontextmanager
     async def watching(self, target: Target) -> AsyncIterator[_Changes]:

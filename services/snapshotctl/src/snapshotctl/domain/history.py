@@ -22,6 +22,9 @@ from snapshotctl.domain.kin import orders_of, reference
 from snapshotctl.domain.rows import Table
 
 _STEPS = frozenset(step for steps in STEPS.values() for step in steps)
+FORGET_ATTEMPT = 1000
+"""From here on attempts number the ways to end a pod, not tries."""
+
 _WHOLE = ("capture", "restoration")
 _SILENT = (("Failed", "False"), ("Lost", "False"), ("Quarantined", "False"))
 """What goes without saying."""
@@ -224,7 +227,7 @@ def _subject(order: str) -> str:
 
 
 def _again(attempt: int) -> str:
-    return f" (attempt {attempt})" if attempt > 1 else ""
+    return f" (attempt {attempt})" if 1 < attempt < FORGET_ATTEMPT else ""
 
 
 def table(happenings: Iterable[Happening]) -> Table:

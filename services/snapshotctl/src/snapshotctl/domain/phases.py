@@ -8,7 +8,7 @@ from typing import NamedTuple
 from snapshot_shared.objects import AnyObject, OrderStatus, Pod, SnapshotContent, condition
 from snapshot_shared.orders import TERMINAL
 from snapshotctl.domain import formats
-from snapshotctl.domain.history import clock
+from snapshotctl.domain.history import FORGET_ATTEMPT, clock
 from snapshotctl.domain.kin import Kin
 
 _NAMES = {
@@ -60,7 +60,7 @@ def phases(kin: Kin) -> list[Phase]:
 def _order(item: OrderStatus) -> Phase:
     part = item.order.partition("-")[2][37:]
     name = f"{_NAMES.get(item.verb, item.verb)} {part}".rstrip()
-    again = f" (attempt {item.attempt})" if 1 < item.attempt < 1000 else ""
+    again = f" (attempt {item.attempt})" if 1 < item.attempt < FORGET_ATTEMPT else ""
     failure = item.final.failure if item.final else None
     is_lost = item.state == "lost"
     why = f"{failure.reason}: {failure.message}" if failure else "NodeLost" if is_lost else ""

@@ -10,9 +10,10 @@ import typer
 from snapshot_shared.errors import NotFound
 from snapshot_shared.reasons import REASONS, explained
 from snapshotctl.adapters import machine
+from snapshotctl.adapters.artifact_files import ArtifactFiles
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.handlers import describing, events, explaining, phases
+from snapshotctl.handlers import artifacts, describing, events, explaining, phases, verifying
 from snapshotctl.main.running import example
 from snapshotctl.main.wiring import Tools, run_work
 
@@ -22,6 +23,10 @@ Name = Annotated[
     typer.Argument(metavar="NAME", help="A checkpoint, snapshot, content, pod or node; KIND/NAME."),
 ]
 
+Everywhere = Annotated[bool, typer.Option("--all-namespaces", "-A", help="Of all namespaces.")]
+Held = Annotated[
+    str, typer.Argument(metavar="NAME", help="A checkpoint, snapshot or content; KIND/NAME.")
+]
 Timeout = Annotated[
     str, typer.Option("--timeout", metavar="TIME", help="How long at most: 90s, 5m, 1h30m.")
 ]
@@ -29,10 +34,19 @@ Timeout = Annotated[
 app = typer.Typer(rich_markup_mode=None)
 
 
+stored = typer.Typer(
+    name="artifacts",
+    help="Look at captured artifacts: list, show, verify, compare, and what retention lets go.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    epilog=example("snapshotctl artifacts ls", "snapshotctl artifacts show demo-llm"),
+)
+
+
 def register(parent: typer.Typer) -> None:
     """Make the commands of this module commands of another."""
     parent.registered_commands += app.registered_commands
-    parent.registered_groups += app.registered_groups
+    parent.add_typer(stored)
 
 
 @app.command(
@@ -136,9 +150,7 @@ def show_events(
         bool, typer.Option("--follow", "-f", help="Go on with what happens from now on.")
     ] = False,
     namespace: Namespace = "default",
-    everywhere: Annotated[
-        bool, typer.Option("--all-namespaces", "-A", help="Of all namespaces.")
-    ] = False,
+    everywhere: Everywhere = False,
 ) -> None:
     """Show what happened to one object and what belongs to it, or to all.
 
@@ -191,5 +203,99 @@ def watch(
             await phases.watch(
                 operator, tools.screen, wanted, within_s=within_s, clocks=tools.clocks
             )
+
+    run_work(tools, work())
+
+
+@stored.command("ls", epilog=example("snapshotctl artifacts ls", "snapshotctl artifacts ls -A"))
+def list_artifacts(
+    context: typer.Context, namespace: Namespace = "default", everywhere: Everywhere = False
+) -> None:
+    """List captured artifacts with their sizes, ages and readers."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        space = None if everywhere else targets.checked_namespace(namespace)
+        async with tools.operator() as operator:
+            await artifacts.list_all(operator, tools.screen, space, now=machine.now())
+
+    run_work(tools, work())
+
+
+@stored.command(
+    "show",
+    epilog=example(
+        "snapshotctl artifacts show demo-llm", "snapshotctl artifacts show demo -o json"
+    ),
+)
+def show_artifact(context: typer.Context, name: Held, namespace: Namespace = "default") -> None:
+    """Show the parts of an artifact; its files, too, where its folder can be read from here."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        wanted = targets.verified(name, namespace)
+        async with tools.operator() as operator:
+            await artifacts.show(operator, tools.screen, ArtifactFiles(), wanted, now=machine.now())
+
+    run_work(tools, work())
+
+
+@stored.command("verify", epilog=example("snapshotctl artifacts verify demo-llm --timeout 10m"))
+def verify_artifact(
+    context: typer.Context, name: Held, timeout: Timeout = "1h", namespace: Namespace = "default"
+) -> None:
+    """Have every byte read and compared, as `snapshotctl verify` does."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        wanted, within_s = targets.verified(name, namespace), formats.parse_duration(timeout)
+        async with tools.operator(patiently=True) as operator:
+            await verifying.verify(operator, tools.screen, wanted, within_s=within_s)
+
+    run_work(tools, work())
+
+
+@stored.command("diff", epilog=example("snapshotctl artifacts diff demo-llm demo-llm-2"))
+def compare_artifacts(
+    context: typer.Context,
+    first: Annotated[str, typer.Argument(metavar="A", help="An artifact, as in: show.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    namespace: Namespace = "default",
+) -> None:
+    """Compare two artifacts: facts, structure, and the bytes that differ, part by part.
+
+    The digests of their chunks are compared, so that nothing but manifests is read.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        left, right = targets.verified(first, namespace), targets.verified(second, namespace)
+        async with tools.operator() as operator:
+            await artifacts.diff(operator, tools.screen, ArtifactFiles(), left, right)
+
+    run_work(tools, work())
+
+
+@stored.command(
+    "gc", epilog=example("snapshotctl artifacts gc --dry-run", "snapshotctl artifacts gc -A")
+)
+def collect_artifacts(
+    context: typer.Context,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would go, and why the rest stays.")
+    ] = False,
+    namespace: Namespace = "default",
+    everywhere: Everywhere = False,
+) -> None:
+    """Have the operator let go what is over its limits now; it does so by itself every 30 s.
+
+    The limits hold for each namespace; without --dry-run they are applied to all of them.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        space = None if everywhere else targets.checked_namespace(namespace)
+        async with tools.operator() as operator:
+            await artifacts.collect(operator, tools.screen, space, dry_run=dry_run)
 
     run_work(tools, work())
