@@ -17,12 +17,13 @@ from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.artifacts import Artifact, Manifests
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec
+from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.progress import PartProgress
 from snapshotctl.domain.rows import Table
 from snapshotctl.domain.targets import Target
 
-News = AnyObject | Report | SpanRecord | None
-"""An object as it is now, a report, a span; or None: read everything again."""
+News = Changed | Report | SpanRecord | None
+"""That an object has changed, a report, a span; or None: read everything again."""
 
 
 class Changes(Protocol):

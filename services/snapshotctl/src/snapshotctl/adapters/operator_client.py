@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -35,12 +36,15 @@ from snapshot_shared.errors import (
     RemoteFailure,
 )
 from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of
-from snapshot_shared.objects import KINDS, AnyObject, Kind
+from snapshot_shared.objects import KINDS, AnyObject, Kind, ObjectMeta, find_kind
 from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import News
+
+log = logging.getLogger(__name__)
 
 SAFETY_S = 15.0
 """How long an event may be lost before it is looked for."""
@@ -248,6 +252,13 @@ class _Changes:
             self._queue.get_nowait()
 
 
+class _Told(msgspec.Struct):
+    """What an `api.ObjectEvent` tells of every object: specs are not announced."""
+
+    kind: str
+    metadata: ObjectMeta
+
+
 async def _news(
     queues: Sequence[asyncio.Queue[Delivery]], again: asyncio.Event
 ) -> AsyncIterator[News]:
@@ -265,8 +276,12 @@ async def _news(
             again.clear()
             yield None
         for delivery in arrived:
-            with contextlib.suppress(InvalidMessage, msgspec.ValidationError):
-                yield _one_news(delivery)
+            try:
+                found = _one_news(delivery)
+            except (InvalidMessage, NotFound, msgspec.ValidationError) as error:
+                log.info("news on %s is not understood: %s", delivery.subject, error)
+            else:
+                yield found
 
 
 def _is_there(waiter: asyncio.Future[Any]) -> bool:
@@ -279,8 +294,11 @@ def _one_news(delivery: Delivery) -> News:
     if delivery.subject.startswith("snap.span."):
         return decode_json(delivery.data, SpanRecord)
     event = decode_json(delivery.data, ObjectEvent)
-    found: AnyObject = msgspec.convert(event.object, AnyObject)
-    return found
+    told = msgspec.convert(event.object, _Told)
+    meta = told.metadata
+    kind = find_kind(told.kind)
+    owners = frozenset(owner.uid for owner in meta.owner_references)
+    return Changed(event.type, Target(kind, meta.namespace, meta.name), meta.uid, owners)
 
 
 async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:

@@ -138,6 +138,11 @@ def of_object(value: AnyObject) -> Iterator[Happening]:
         yield from _of_order(order, name, {meta.uid: name})
 
 
+def gone(name: str, uid: str, at: float) -> Happening:
+    """Say that an object is no more."""
+    return Happening(at, "object", name, "gone", key=(uid, "gone"))
+
+
 def _of_order(item: OrderStatus, name: str, names: Mapping[str, str]) -> Iterator[Happening]:
     yield Happening(
         item.ordered_at,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from snapshot_shared.objects import (
@@ -52,6 +52,19 @@ class Kin(NamedTuple):
         return next((found for found in self.members if isinstance(found, SnapshotContent)), None)
 
 
+class Changed(NamedTuple):
+    """News that an object was added, modified or deleted; what it is now has to be read."""
+
+    type: str
+    target: Target
+    uid: str
+    owners: frozenset[str]
+
+    def is_of(self, uids: Container[str]) -> bool:
+        """Say whether it is one of these objects, or belongs to one."""
+        return self.uid in uids or any(owner in uids for owner in self.owners)
+
+
 def reference(value: AnyObject) -> str:
     """Write an object as people type it: `pod/worker`."""
     return f"{kind_of(value).name.lower()}/{value.metadata.name}"
@@ -62,6 +75,11 @@ def space_of(value: AnyObject) -> str | None:
     if isinstance(value, SnapshotContent):
         return value.spec.snapshot_ref.namespace
     return value.metadata.namespace
+
+
+def is_in(value: AnyObject, namespace: str | None) -> bool:
+    """Say whether an object belongs to a namespace; all do to None, and nodes to each."""
+    return namespace is None or space_of(value) in (None, namespace)
 
 
 def orders_of(value: AnyObject) -> list[OrderStatus]:

@@ -42,7 +42,7 @@ def target(words: list[str], namespace: str | None) -> Target:
             next_step="for example: pod my-worker, or pod/my-worker",
         )
     kind = kind_named(words[0])
-    name = _checked(words[1]) if len(words) == 2 else None
+    name = checked_name(words[1]) if len(words) == 2 else None
     return Target(kind, place(kind, namespace), name)
 
 
@@ -85,7 +85,9 @@ def told(name: str, namespace: str) -> list[Target]:
     if "/" in name:
         return [one_target([name], namespace)]
     kinds = ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod", "Node")
-    return [Target(KINDS[kind], place(KINDS[kind], namespace), _checked(name)) for kind in kinds]
+    return [
+        Target(KINDS[kind], place(KINDS[kind], namespace), checked_name(name)) for kind in kinds
+    ]
 
 
 def traced(name: str, namespace: str) -> list[Target]:
@@ -93,7 +95,7 @@ def traced(name: str, namespace: str) -> list[Target]:
     if "/" in name:
         return [one_target([name], namespace)]
     kinds = (KINDS[kind] for kind in ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod"))
-    return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
+    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
 
 
 def verified(name: str, namespace: str) -> list[Target]:
@@ -107,10 +109,11 @@ def verified(name: str, namespace: str) -> list[Target]:
             )
         return [found]
     kinds = (KINDS[kind] for kind in _VERIFIABLE)
-    return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
+    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
+    """Return the name of an object. WrongArguments for a bad one."""
     try:
         return check_name(name)
     except InvalidName as error:

@@ -10,9 +10,10 @@ from snapshot_shared.orders import Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain import history, kin
 from snapshotctl.domain.history import Happening
+from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.targets import Target
 from snapshotctl.handlers import looking
-from snapshotctl.ports import News, Operator, Screen
+from snapshotctl.ports import Operator, Screen
 
 
 async def events(
@@ -56,8 +57,12 @@ async def follow(
             if item is None:
                 happened, live.names = await _read(operator, targets, namespace)
                 show(happened)
+            elif isinstance(item, Changed):
+                if live.concerns(item):
+                    value = await operator.get(item.target)
+                    show(live.changed(item, value, wall()))
             else:
-                show(live.heard(item, wall()))
+                show(live.heard(item))
 
 
 async def _read(
@@ -71,9 +76,7 @@ async def _read(
     values: list[AnyObject] = []
     for kind in KINDS.values():
         values += await operator.all_of(kind, None)
-    ours = [
-        value for value in values if kin.space_of(value) in (None, namespace or kin.space_of(value))
-    ]
+    ours = [value for value in values if kin.is_in(value, namespace)]
     strange = {value.metadata.uid for value in values} - {value.metadata.uid for value in ours}
     reports = [
         report
@@ -92,26 +95,29 @@ class _Live:
         self._is_all = is_all
         self._namespace = namespace
 
-    def heard(self, news: News, now: float) -> list[Happening]:
-        """Give what one piece of news tells."""
+    def heard(self, news: Report | SpanRecord) -> list[Happening]:
+        """Give what a report or a span tells."""
         if isinstance(news, Report):
             is_ours = owner_of(OrderId(news.order)) in self.names
             return [history.of_report(news, self.names)] if is_ours else []
-        if isinstance(news, SpanRecord):
-            known = set(self.names.values())
-            told = history.of_span(news, self.names)
-            return [item for item in told if item.object in known]
-        if news is None or not self._is_ours(news):
+        known = set(self.names.values())
+        return [item for item in history.of_span(news, self.names) if item.object in known]
+
+    def concerns(self, news: Changed) -> bool:
+        """Say whether an object that has changed may belong to it."""
+        return self._is_all or news.is_of(self.names)
+
+    def changed(self, news: Changed, value: AnyObject | None, now: float) -> list[Happening]:
+        """Give what is new of an object, as it is now; None when it is gone."""
+        if value is None or value.metadata.uid != news.uid:
+            name = self.names.get(news.uid, str(news.target))
+            is_known = news.uid in self.names and news.type == "DELETED"
+            return [history.gone(name, news.uid, now)] if is_known else []
+        if self._is_all and not kin.is_in(value, self._namespace):
             return []
-        self.names[news.metadata.uid] = kin.reference(news)
+        self.names[news.uid] = kin.reference(value)
         # Its condition may have another reason since a moment, and the same status for long.
         return [
             item._replace(at=now) if item.source == "condition" else item
-            for item in history.of_object(news)
+            for item in history.of_object(value)
         ]
-
-    def _is_ours(self, value: AnyObject) -> bool:
-        if self._is_all:
-            return kin.space_of(value) in (None, self._namespace or kin.space_of(value))
-        owners = {owner.uid for owner in value.metadata.owner_references}
-        return value.metadata.uid in self.names or not owners.isdisjoint(self.names)

@@ -13,7 +13,7 @@ from snapshot_shared.objects import Job, Node, Pod
 from snapshotctl.domain import formats, phases, story
 from snapshotctl.domain.exits import NeverTrue, WrongArguments
 from snapshotctl.domain.history import clock, stamp
-from snapshotctl.domain.kin import Kin, reference
+from snapshotctl.domain.kin import Changed, Kin, reference
 from snapshotctl.domain.phases import Phase
 from snapshotctl.domain.story import Standing
 from snapshotctl.domain.targets import Target
@@ -153,7 +153,5 @@ async def _look(operator: Operator, target: Target) -> Kin:
 async def _hear(news: AsyncIterator[News], known: set[str], changed: asyncio.Event) -> None:
     """Say when an object of the story has changed, for ever."""
     async for item in news:
-        meta = getattr(item, "metadata", None)
-        uids = {meta.uid, *(owner.uid for owner in meta.owner_references)} if meta else set()
-        if item is None or not uids.isdisjoint(known):
+        if item is None or (isinstance(item, Changed) and item.is_of(known)):
             changed.set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import secrets
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,11 +13,12 @@ from snapshot_shared.errors import NotFound
 from snapshot_shared.reasons import REASONS, explained
 from snapshotctl.adapters import machine
 from snapshotctl.adapters.artifact_files import ArtifactFiles
-from snapshotctl.domain import formats, targets
+from snapshotctl.domain import capturing, formats, targets
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.handlers import artifacts, describing, events, explaining, phases, verifying
+from snapshotctl.handlers import capturing as sugar
 from snapshotctl.main.running import example
-from snapshotctl.main.wiring import Tools, run_work
+from snapshotctl.main.wiring import Tools, read_documents, run_work
 
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the objects.")]
 Name = Annotated[
@@ -33,6 +36,17 @@ Timeout = Annotated[
 
 app = typer.Typer(rich_markup_mode=None)
 
+
+Manifest = Annotated[
+    Path | None,
+    typer.Option("--manifest", metavar="FILE", help="A YAML file with one Pod; - for stdin."),
+]
+Container = Annotated[
+    str | None, typer.Option("--container", metavar="NAME", help="The container that is captured.")
+]
+Space = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace.", show_default="default")
+]
 
 stored = typer.Typer(
     name="artifacts",
@@ -297,5 +311,100 @@ def collect_artifacts(
         space = None if everywhere else targets.checked_namespace(namespace)
         async with tools.operator() as operator:
             await artifacts.collect(operator, tools.screen, space, dry_run=dry_run)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl checkpoint my-worker",
+        "snapshotctl checkpoint --manifest worker.yaml --checkpoint-id llm-v2 --timeout 45m",
+    )
+)
+def checkpoint(
+    context: typer.Context,
+    pod: Annotated[str, typer.Argument(metavar="[POD]", help="A running pod.")] = "",
+    manifest: Manifest = None,
+    container: Container = None,
+    checkpoint_id: Annotated[
+        str | None,
+        typer.Option("--checkpoint-id", metavar="ID", help="Name of the snapshot or checkpoint."),
+    ] = None,
+    timeout: Timeout = "1h",
+    namespace: Space = None,
+) -> None:
+    """Capture a running pod, which goes on; or the pod of a manifest, which is started and ended.
+
+    The first makes a Snapshot, the second a DynamoCheckpoint. Its phases are shown to the end.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        if bool(pod) == (manifest is not None):
+            raise WrongArguments(
+                "name either a running POD or --manifest FILE",
+                next_step="snapshotctl checkpoint my-worker",
+            )
+        name = targets.checked_name(checkpoint_id) if checkpoint_id is not None else None
+        within_s = formats.parse_duration(timeout)
+        written = capturing.pod_manifest(read_documents(manifest)) if manifest else None
+        space = targets.checked_namespace(capturing.namespace_of(written, namespace))
+        async with tools.operator(patiently=True) as operator:
+            means = sugar.Means(operator, tools.screen, tools.telemetry, tools.clocks, within_s)
+            if written is not None:
+                await sugar.checkpoint_manifest(means, written, container, name, space)
+            else:
+                running = targets.one_target(["pod", pod.removeprefix("pod/")], space)
+                await sugar.checkpoint_pod(means, running, container, name)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl restore demo-llm",
+        "snapshotctl restore demo-llm --manifest worker.yaml --timeout 10m",
+    )
+)
+def restore(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="The checkpoint or snapshot to start from.")
+    ] = "",
+    manifest: Manifest = None,
+    container: Container = None,
+    checkpoint_id: Annotated[
+        str | None,
+        typer.Option("--checkpoint-id", metavar="ID", help="The same as NAME."),
+    ] = None,
+    timeout: Timeout = "1h",
+    namespace: Space = None,
+) -> None:
+    """Start a pod from what was captured, and wait until it serves.
+
+    Without --manifest it is as the captured pod was, on any node that fits; its name is printed.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        if bool(name) == (checkpoint_id is not None) and name != checkpoint_id:
+            raise WrongArguments(
+                "name what to restore from, once" if name else "what to restore from is missing",
+                next_step="snapshotctl restore demo-llm",
+            )
+        source = targets.checked_name(name or checkpoint_id or "")
+        within_s = formats.parse_duration(timeout)
+        written = capturing.pod_manifest(read_documents(manifest)) if manifest else None
+        space = targets.checked_namespace(capturing.namespace_of(written, namespace))
+        async with tools.operator(patiently=True) as operator:
+            means = sugar.Means(operator, tools.screen, tools.telemetry, tools.clocks, within_s)
+            await sugar.restore(
+                means,
+                source,
+                written,
+                namespace=space,
+                suffix=f"restored-{secrets.token_hex(3)}",
+                container=container,
+            )
 
     run_work(tools, work())
