@@ -85,7 +85,7 @@ async def add_cluster(collection: Collection, operator: OnCall, *, last: int) ->
         return [queue.shown_letter(letter) for letter in await operator.letters(None)]
 
     async def reports() -> list[Any]:
-        return (await operator.reports_of("*"))[-last:] if last else []
+        return (await operator.reports())[-last:] if last else []
 
     async def spans() -> list[Any]:
         return (await operator.all_spans())[-SPANS:]

@@ -18,7 +18,7 @@ from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
 from snapshotctl.handlers import clusters, demo, objects, traces, verifying
-from snapshotctl.main import completing, operate, sim
+from snapshotctl.main import completing, inspect, operate, sim
 from snapshotctl.main.running import example, failed
 from snapshotctl.main.wiring import Tools, read_documents, run_work
 
@@ -346,6 +346,7 @@ def leftovers(context: typer.Context) -> None:
 
 app.add_typer(operate.app)
 app.add_typer(sim.app)
+inspect.register(app)
 
 
 def run(words: Sequence[str]) -> int:

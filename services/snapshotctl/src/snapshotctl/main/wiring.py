@@ -21,6 +21,7 @@ from snapshot_shared.courier import end_all
 from snapshot_shared.service import VERSION
 from snapshot_shared.telemetry import Telemetry
 from snapshotctl.adapters import machine
+from snapshotctl.adapters.cluster_logs import ClusterLogs
 from snapshotctl.adapters.folders import Folders
 from snapshotctl.adapters.local_cluster import LocalCluster
 from snapshotctl.adapters.operator_client import OperatorClient, connected
@@ -31,6 +32,7 @@ from snapshotctl.domain.cluster import DEMO_PREFIX, ClusterRecord, server_of
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
+from snapshotctl.handlers.phases import Clocks
 from snapshotctl.handlers.summary import Stage
 from snapshotctl.main.running import carry_out
 
@@ -61,6 +63,16 @@ class Tools:
         """The tracer."""
         endpoint = os.environ.get("SNAPBACK_OTLP_ENDPOINT")
         return Telemetry(SERVICE, NODE, VERSION, otlp_endpoint=endpoint)
+
+    @property
+    def clocks(self) -> Clocks:
+        """The clocks of this machine."""
+        return Clocks(machine.now, time.monotonic)
+
+    def logs(self) -> ClusterLogs | None:
+        """Find the logs of the server's cluster; None when they are not on this machine."""
+        record = self.folders.record_at(self.folders.find_server(self.server, self.cluster))
+        return None if record is None else ClusterLogs(record)
 
     @contextlib.asynccontextmanager
     async def operator(self, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
