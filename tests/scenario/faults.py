@@ -37,7 +37,10 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How a world is set up. `room` is how many orders fit into their stream, 0 for the usual."""
+    """How a world is set up. `room` is how many orders fit into their stream, 0 for the usual.
+
+    `stale_s` is how late an operator may see what others wrote into the store, at most.
+    """
 
     nodes: int = 2
     operators: int = 1
@@ -47,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True):
     conflicts: float = 0.0
     store_errors: float = 0.0
     lost_news: float = 0.0
+    stale_s: float = 0.0
     latency_s: float = 0.002
     duplicates: float = 0.0
     lost_answers: float = 0.0
@@ -84,9 +88,13 @@ def settings_of(seed: int) -> Settings:
             deleted.append((2 + rng.random() * 70, "DynamoCheckpoint", name))
         if rng.random() < 0.15:
             deleted.append((2 + rng.random() * 70, "Snapshot", name))
+    stale = random.Random(f"stale {seed}")
+    stale_s = stale.choice((0.0, 0.0, 0.2, 3.0))
+    operators = rng.choice((1, 1, 2))
     return Settings(
         nodes=nodes,
-        operators=rng.choice((1, 1, 2)),
+        operators=2 if stale_s and stale.random() < 0.5 else operators,
+        stale_s=stale_s,
         rates=tuple(rng.choice((1.0, 1.0, 0.5, 2.0)) if is_bad else 1.0 for _ in range(nodes)),
         restart_s=rng.choice((0.2, 1.0, 10.0)),
         conflicts=rng.choice((0.0, 0.0, 0.05)),

@@ -349,6 +349,12 @@ class Rules:
     def left_behind(self, values: list[AnyObject]) -> Iterator[tuple[Kind, str]]:
         """Name what must not be there once everything is settled."""
         pods = {value.metadata.uid: value for value in values if isinstance(value, Pod)}
+        uids = {value.metadata.uid for value in values}
+        for value in values:
+            for owner in value.metadata.owner_references:
+                if owner.uid not in uids:
+                    name = f"{kind_of(value).name} {value.metadata.name}"
+                    yield "leaked", f"{name} is left of {owner.kind} {owner.name}, which is gone"
         yield from self._workers_left(pods)
         yield from self._memory_left(pods)
         yield from self._artifacts_left(values)

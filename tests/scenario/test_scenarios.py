@@ -64,6 +64,21 @@ def test_requests_and_answers_that_are_lost_delay_a_capture_and_end_none(seed: i
     assert (world.rules.captures, world.rules.restores) == (1, 1)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_operators_that_see_each_others_writes_late_delay_a_capture_and_end_none(seed: int) -> None:
+    world = World(seed, msgspec.structs.replace(CALM, operators=2, stale_s=3.0), [])
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+
+
+def test_an_operator_that_starts_with_an_old_view_of_the_store_leaves_nothing_behind() -> None:
+    settings = msgspec.structs.replace(CALM, stale_s=3.0, restart_s=0.1)
+    crashes = [Fault(1.0 + tenth / 10, "crash", "operator-0") for tenth in range(0, 200, 3)]
+    world = World(1, settings, crashes)
+    assert world.run() == []
+    assert world.rules.captures == 1
+
+
 @pytest.mark.parametrize("tenth", range(10, 14))
 def test_a_worker_whose_agent_stays_away_is_let_go_by_its_guard(tenth: int) -> None:
     settings = msgspec.structs.replace(CALM, restart_s=200.0)

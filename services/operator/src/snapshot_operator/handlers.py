@@ -71,7 +71,10 @@ Endpoint = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 
 
 class Api:
-    """Answers `snap.api.*`. Every failure becomes a reply; nothing is stored by halves."""
+    """Answers `snap.api.*`. Every failure becomes a reply; nothing is stored by halves.
+
+    Whichever operator answers has caught up with what was written before it was asked.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         """Use the object store."""
@@ -80,10 +83,10 @@ class Api:
     def endpoints(self) -> dict[str, Endpoint]:
         """Give the handler of each `snap.api.<verb>`; a node asks for templates by its name."""
         return {
-            "apply": _answering(ApplyRequest, ApplyReply, self.apply),
-            "get": _answering(GetRequest, GetReply, self.get),
-            "delete": _answering(DeleteRequest, DeleteReply, self.delete),
-            "verify": _answering(VerifyRequest, VerifyReply, self.verify),
+            "apply": self._answering(ApplyRequest, ApplyReply, self.apply),
+            "get": self._answering(GetRequest, GetReply, self.get),
+            "delete": self._answering(DeleteRequest, DeleteReply, self.delete),
+            "verify": self._answering(VerifyRequest, VerifyReply, self.verify),
             "template.*": self._template,
         }
 
@@ -149,13 +152,16 @@ class Api:
     async def delete(self, request: DeleteRequest) -> DeleteReply:
         """Mark one object for deletion. NotFound when it is not there."""
         kind = find_kind(request.kind)
+        as_of = self._cluster.as_of()
         value = await self._one(kind, request.namespace, request.name)
-        if isinstance(value, Node) and not is_true(value.status.conditions, "Lost"):
+        if not isinstance(value, Node):
+            return DeleteReply(gone=await self._cluster.delete(value))
+        if not is_true(value.status.conditions, "Lost"):
             raise Forbidden(
                 f"node {request.name} is not lost",
                 next_step="stop its agent first; after 90 s without presence it may be deleted",
             )
-        return DeleteReply(gone=await self._cluster.delete(value))
+        return DeleteReply(gone=await self._cluster.delete(value, as_of=as_of))
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
         """Ask for a verification. NotFound, and NotEligible where nothing is captured (any more).
@@ -172,6 +178,7 @@ class Api:
             except StoreBusy:
                 raise
             except Conflict:
+                await self._cluster.catch_up()
                 continue
             number = wanted.status.verifications
             return VerifyReply(content=content.metadata.name, verification=number)
@@ -204,7 +211,26 @@ class Api:
                 raise Forbidden(f"this is not the subject on which {request.node} asks")
             return await self.template(request)
 
-        return await _answering(TemplateRequest, TemplateReply, answer)(data, headers)
+        return await self._answering(TemplateRequest, TemplateReply, answer)(data, headers)
+
+    def _answering(
+        self,
+        request_type: type[_T],
+        reply_type: type[Any],
+        handler: Callable[[_T], Awaitable[Any]],
+    ) -> Endpoint:
+        async def answer(data: bytes, _headers: Mapping[str, str]) -> bytes:
+            try:
+                request = decode_json(data, request_type, limit=1024 * 1024)
+                await self._cluster.catch_up()
+                return encode_json(await handler(request))
+            except (SnapbackError, InvalidMessage) as error:
+                return encode_json(reply_type(failure=error.to_failure()))
+            except Exception as error:
+                log.exception("request failed")
+                return encode_json(reply_type(failure=failure_of(error)))
+
+        return answer
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
         """Give an agent the spec of a pod that was placed on its node."""
@@ -291,22 +317,6 @@ def _applied(value: AnyObject, action: Any) -> Applied:
     )
 
 
-def _answering(
-    request_type: type[_T], reply_type: type[Any], handler: Callable[[_T], Awaitable[Any]]
-) -> Endpoint:
-    async def answer(data: bytes, _headers: Mapping[str, str]) -> bytes:
-        try:
-            request = decode_json(data, request_type, limit=1024 * 1024)
-            return encode_json(await handler(request))
-        except (SnapbackError, InvalidMessage) as error:
-            return encode_json(reply_type(failure=error.to_failure()))
-        except Exception as error:
-            log.exception("request failed")
-            return encode_json(reply_type(failure=failure_of(error)))
-
-    return answer
-
-
 async def fold_report(
     cluster: Cluster, report: Report, now: float
 ) -> tuple[AnyObject, AnyObject] | None:
@@ -316,11 +326,17 @@ async def fold_report(
     before the report is acked. StoreBusy and NoSpace when it has to be tried later.
     """
     owner = owner_of(OrderId(report.order))
+    has_caught_up = False
     while True:
         value = await cluster.by_uid(owner)
         changed = fold.fold(orders_of(value), report, now)
         if value is None or changed is None:
-            return None
+            if has_caught_up:
+                return None
+            # The order may be one of another operator that is not seen here yet.
+            await cluster.catch_up()
+            has_caught_up = True
+            continue
         status: Any = replace(value.status, orders=changed)
         new: Any = replace(value, status=status)
         try:
@@ -328,7 +344,8 @@ async def fold_report(
         except StoreBusy:
             raise
         except Conflict:
-            continue
+            await cluster.catch_up()
+            has_caught_up = True
         except NotFound:
             return None
 
