@@ -152,6 +152,10 @@ class Rules:
         if not report.is_terminal:
             return
         key = (report.node, report.service, report.order, report.attempt)
+        build = self._world.node(report.node).build
+        reason = report.failure and report.failure.reason
+        if report.schema not in build.schemas and reason != "UnsupportedVersion":
+            self.fail("defect", f"{key} was carried out by a build that cannot read it")
         value = f"{report.kind} {report.failure and report.failure.reason} {report.part}"
         value += f" {report.root_digest}"
         known = self._terminal.setdefault(key, value)

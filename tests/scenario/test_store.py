@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.controller import Controller, Interpreter
+from snapshot_operator.domain import ordering
 from snapshot_shared.errors import Conflict
+from snapshot_shared.manifests import parse
+from snapshot_shared.telemetry import Telemetry
 from tests.scenario.faults import Settings
 from tests.scenario.loop import Machine, Process
 from tests.scenario.store import StoreView
 from tests.scenario.world import World
-from tests.support.objects import checkpoint
+from tests.support.objects import checkpoint, restore_document
+from tests.support.operator_world import MemoryOrders
 
 LATE_S = 3.0
 
@@ -100,3 +105,19 @@ def test_who_starts_may_not_have_heard_of_the_last_writes(pair: Pair) -> None:
         seen.append(len(pair.on(third, third.list("DynamoCheckpoint"))) > number)
     assert True in seen
     assert False in seen
+
+
+def test_a_sweep_leaves_orders_alone_that_another_operator_has_just_written(pair: Pair) -> None:
+    orders = MemoryOrders()
+    theirs = pair.theirs
+    interpreter = Interpreter(theirs, orders, Telemetry("snap-operator", "operator", "0"), float)
+    controller = Controller(theirs, orders, interpreter, float)
+    pod: Any = parse(restore_document("llm", "restored"))
+    pod = pair.on(pair.mine, pair.mine.create(pod))
+    order = ordering.run(pod, standby=True, trace="", now=0.0)
+    placed = replace(pod, status=replace(pod.status, node_name="node-1", orders=[order]))
+    pair.on(pair.mine, pair.mine.update_status(placed))
+    pair.on(pair.mine, orders.publish(order))
+    assert pair.on(theirs, theirs.list("Pod")) == []
+    pair.on(theirs, controller.sweep_once())
+    assert list(orders.stream) == [order.order]

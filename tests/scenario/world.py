@@ -36,6 +36,7 @@ from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects import AnyObject, Pod
 from snapshot_shared.telemetry import Telemetry
+from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
 from tests.scenario.bus import SeededFaults, SimBus, SimServer
 from tests.scenario.crash_rig import mounted
 from tests.scenario.disk import SimDisk
@@ -92,7 +93,12 @@ class World:
         self.version = 0
         self.operators: list[Process | None] = [None] * settings.operators
         self.nodes = [
-            SimNode(self, f"node-{index}", rate=settings.rate(index))
+            SimNode(
+                self,
+                f"node-{index}",
+                rate=settings.rate(index),
+                build=BUILDS[settings.builds[index % len(settings.builds)]],
+            )
             for index in range(settings.nodes)
         ]
         self._worker_habits: dict[str, Habits] = {}
@@ -120,9 +126,10 @@ class World:
         for view in list(self.views):
             view.stored(written, CURRENT.get())
 
-    def bus(self, name: str, process: Process) -> Any:
+    def bus(self, name: str, process: Process, build: Build = CURRENT_BUILD) -> Any:
         """Connect a process; the server learns of its end."""
-        bus = self.buses[process.name] = SimBus(self.server, name, faults=self.network)
+        bus = self.buses[process.name] = BuildBus(self.server, name, faults=self.network)
+        bus.build = build
         process.at_exit(bus, lambda: self.server.drop_client(bus))
         return bus
 
@@ -300,12 +307,7 @@ class World:
         for view in self.views:
             view.catch_up_at_once()
         for node in self.nodes:
-            for process in list(node.running):
-                if not any(process is worker.process for worker in node.workers.values()):
-                    process.resume()
-                process.fuse = None
-            if not node.machine.is_on and not node.is_retired:
-                node.boot()
+            node.heal()
         for operator in self.operators:
             if operator is not None:
                 operator.resume()
