@@ -7,7 +7,7 @@ own writes at once, and those of others up to `Settings.stale_s` later, several 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from snapshot_operator.ports import Change, Listener
@@ -44,29 +44,33 @@ class Written(NamedTuple):
 
 
 class History:
-    """The last writes of a store."""
+    """What a store has told: its objects by kind, and its last writes."""
 
     def __init__(self) -> None:
         self.last: deque[Written] = deque(maxlen=REMEMBERED)
-        self._now: dict[tuple[str, _Key], AnyObject] = {}
+        self.now: defaultdict[str, dict[_Key, AnyObject]] = defaultdict(dict)
 
     def written(self, change: Change, value: AnyObject, version: int, at: float) -> Written:
         """Remember a write."""
-        name = (kind_of(value).name, _key(value))
-        written = Written(change, value, self._now.pop(name, None), version, at)
+        known, key = self.now[kind_of(value).name], _key(value)
+        written = Written(change, value, known.pop(key, None), version, at)
         if change != "DELETED":
-            self._now[name] = value
+            known[key] = value
         self.last.append(written)
         return written
 
 
 class StoreView:
-    """The `Cluster` port as one operator sees it."""
+    """The `Cluster` port as one operator sees it: it reads what the store has told.
+
+    So reading costs nothing; `World.everything` compares that with what is really stored.
+    """
 
     def __init__(self, world: World, process: Process) -> None:
         self._world = world
         self._process = process
         self._listeners: list[Listener] = []
+        self._now = world.history.now
         self._others = world.store.as_of()
         self._hidden: dict[str, dict[_Key, Written]] = {}
         """By kind, the first write of each object that is not seen yet."""
@@ -147,33 +151,37 @@ class StoreView:
         hidden = self._hidden.get(kind, {}).get((namespace or "", name))
         if hidden is not None:
             return hidden.before
-        return await self._world.store.get(kind, namespace, name)
+        return self._now[kind].get((namespace or "", name))
 
     async def by_uid(self, uid: str) -> AnyObject | None:
         await self._look()
-        found = await self._world.store.by_uid(uid)
-        for hidden in self._hidden.values():
-            for written in hidden.values():
-                if written.before is not None and written.before.metadata.uid == uid:
-                    return written.before
-        if found is not None and _key(found) in self._hidden.get(kind_of(found).name, {}):
-            return None
-        return found
+        for kind in self._now:
+            for value in self._seen(kind).values():
+                if value.metadata.uid == uid:
+                    return value
+        return None
 
     async def list(
         self, kind: str, namespace: str | None = None, *, after: str = "", limit: int = 100_000
     ) -> list[AnyObject]:
         await self._look()
-        hidden = self._hidden.get(kind)
-        if not hidden:
-            return await self._world.store.list(kind, namespace, after=after, limit=limit)
-        found = {_key(value): value for value in await self._world.store.list(kind, namespace)}
-        for key, written in hidden.items():
-            found.pop(key, None)
-            if written.before is not None and namespace in (None, key[0]):
-                found[key] = written.before
-        names = {"/".join(key): key for key in found}
-        return [found[names[name]] for name in sorted(names) if name > after][:limit]
+        found = {
+            "/".join(key): value
+            for key, value in self._seen(kind).items()
+            if namespace in (None, key[0])
+        }
+        return [found[name] for name in sorted(found) if name > after][:limit]
+
+    def _seen(self, kind: str) -> dict[_Key, AnyObject]:
+        """Give the objects of a kind as they are seen."""
+        if kind not in self._hidden:
+            return self._now[kind]
+        seen = dict(self._now[kind])
+        for key, written in self._hidden[kind].items():
+            seen.pop(key, None)
+            if written.before is not None:
+                seen[key] = written.before
+        return seen
 
     async def catch_up(self) -> None:
         newest = self._world.store.as_of()

@@ -333,7 +333,11 @@ class World:
 
     async def everything(self) -> list[AnyObject]:
         """Read the whole store."""
-        return [value for kind in KINDS for value in await self.store.list(kind)]
+        found = [value for kind in KINDS for value in await self.store.list(kind)]
+        told = [value for kind in KINDS for _, value in sorted(self.history.now[kind].items())]
+        if found != told:
+            self.rules.fail("defect", "what was told of the store is not what it holds")
+        return found
 
 
 class _Server(SimServer):

@@ -16,7 +16,7 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Conflict, InvalidMessage, SnapbackError
 from snapshot_shared.ids import NodeName, OrderId, check_order_id, token
 from snapshot_shared.objects import AnyObject, OrderStatus, kind_of
-from snapshot_shared.orders import SCHEMA_VERSION, Presence
+from snapshot_shared.orders import FIRST_SCHEMA, Presence
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class NatsOrders:
         """Publish with the expected last sequence; on conflict compare attempts and decide."""
         subject = _subject(order)
         payload = encode_json(order.payload)
-        headers = {"Snapback-Schema": str(SCHEMA_VERSION)}
+        headers = {"Snapback-Schema": str(order.payload.get("schema", FIRST_SCHEMA))}
         if trace := order.payload.get("traceparent"):
             headers["traceparent"] = trace
         expected = 0
