@@ -150,6 +150,21 @@ async def test_every_change_is_told_in_order(cluster: SqliteCluster) -> None:
     assert told == [("ADDED", "llm"), ("MODIFIED", "llm"), ("DELETED", "llm")]
 
 
+async def test_who_has_caught_up_reads_what_was_written_before(cluster: SqliteCluster) -> None:
+    first = await cluster.create(checkpoint())
+    newer = await cluster.update_status(with_message(first, "newer"))
+    await cluster.catch_up()
+    assert cluster.as_of() >= int(newer.metadata.resource_version)
+    assert await cluster.get("DynamoCheckpoint", "default", "llm") == newer
+
+
+async def test_our_own_writes_are_read_at_once(cluster: SqliteCluster) -> None:
+    first = await cluster.create(checkpoint())
+    newer = await cluster.update_status(with_message(first, "newer"))
+    assert await cluster.by_uid(first.metadata.uid) == newer
+    assert await cluster.list("DynamoCheckpoint") == [newer]
+
+
 async def test_what_was_written_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "objects.sqlite"
     before = SqliteCluster(path, timestamp=lambda: NOW)

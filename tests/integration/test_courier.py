@@ -19,6 +19,7 @@ from snapshot_shared.courier import Clocks, Courier, OrderContext
 from snapshot_shared.errors import NoSpace
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.journal import Journal
+from snapshot_shared.ledger import Accepted
 from snapshot_shared.orders import DeadLetter, DeleteOrder, Order, Report
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import Telemetry
@@ -200,6 +201,59 @@ async def test_a_poison_order_is_rejected_kept_and_the_next_is_served(
     kept = msgspec.json.decode(letter.data, type=DeadLetter)
     assert kept.payload == poison[:65536]
     assert kept.failure == found[0].failure
+
+
+async def test_an_order_of_an_unknown_version_is_rejected_naming_both_and_so_is_its_repeat(
+    desk: Desk,
+) -> None:
+    async with desk.courier():
+        await desk.send(order(schema=2))
+        (first,) = await desk.reports("rejected")
+    async with desk.courier() as upgraded:
+        upgraded.schemas = (1, 2)
+        await desk.send(order(schema=2))
+        (again,) = await desk.reports("rejected")
+    assert first.failure is not None
+    assert (first.failure.reason, first.failure.retryable) == ("UnsupportedVersion", True)
+    assert first.failure.values == {"found": 2, "supported": [1]}
+    assert again == first
+    assert desk.handler.log == []
+
+
+async def test_a_version_is_named_where_its_order_does_not_even_decode(desk: Desk) -> None:
+    async with desk.courier():
+        await desk.send(encode_json({"type": "snapback.v2.move_order", "attempt": 3, "schema": 2}))
+        (found,) = await desk.reports("rejected")
+    assert found.attempt == 3
+    assert found.failure is not None
+    assert found.failure.values == {"found": 2, "supported": [1]}
+
+
+async def test_what_a_newer_build_accepted_and_this_one_cannot_read_ends_by_name(
+    desk: Desk,
+) -> None:
+    journal = Journal.open(desk.folder, now=NOW)
+    for number, fields in ((1, {"schema": 2}), (2, {"type": "snapback.v1.move_order"})):
+        name = order_id("delete", OWNER, f"gen-{number}")
+        document = {**msgspec.to_builtins(order(order=name, generation=number)), **fields}
+        await journal.append(
+            Accepted(
+                order=name,
+                attempt=1,
+                payload=msgspec.Raw(encode_json(document)),
+                boot_id="boot",
+                monotonic=0.0,
+                wall=NOW,
+                deadline_s=60.0,
+            )
+        )
+    journal.close()
+    async with desk.courier():
+        found = [*await desk.reports("failed"), *await desk.reports("failed")]
+    messages = [report.failure.message for report in found if report.failure is not None]
+    assert "has schema 2, agent on node-1 reads 1" in messages[0]
+    assert "snapback.v1.move_order" in messages[1]
+    assert desk.handler.log == []
 
 
 async def test_a_repeat_is_answered_from_the_record_and_does_nothing_again(desk: Desk) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tests.scenario.builds import BUILDS
 from tests.scenario.worker import Habits
 from tests.support.objects import checkpoint_document, pod_template, restore_document
 
@@ -37,7 +38,11 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How a world is set up. `room` is how many orders fit into their stream, 0 for the usual."""
+    """How a world is set up. `room` is how many orders fit into their stream, 0 for the usual.
+
+    `stale_s` is how late an operator may see what others wrote into the store, at most. `builds`
+    are the versions of the nodes.
+    """
 
     nodes: int = 2
     operators: int = 1
@@ -47,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True):
     conflicts: float = 0.0
     store_errors: float = 0.0
     lost_news: float = 0.0
+    stale_s: float = 0.0
+    builds: tuple[str, ...] = ("current",)
     latency_s: float = 0.002
     duplicates: float = 0.0
     lost_answers: float = 0.0
@@ -84,9 +91,14 @@ def settings_of(seed: int) -> Settings:
             deleted.append((2 + rng.random() * 70, "DynamoCheckpoint", name))
         if rng.random() < 0.15:
             deleted.append((2 + rng.random() * 70, "Snapshot", name))
+    stale = random.Random(f"stale {seed}")
+    stale_s = stale.choice((0.0, 0.0, 0.2, 3.0))
+    operators = rng.choice((1, 1, 2))
     return Settings(
         nodes=nodes,
-        operators=rng.choice((1, 1, 2)),
+        operators=2 if stale_s and stale.random() < 0.5 else operators,
+        stale_s=stale_s,
+        builds=_builds(seed, nodes),
         rates=tuple(rng.choice((1.0, 1.0, 0.5, 2.0)) if is_bad else 1.0 for _ in range(nodes)),
         restart_s=rng.choice((0.2, 1.0, 10.0)),
         conflicts=rng.choice((0.0, 0.0, 0.05)),
@@ -101,6 +113,14 @@ def settings_of(seed: int) -> Settings:
         deleted=tuple(deleted),
         verified=tuple(_verifications(seed, names)),
     )
+
+
+def _builds(seed: int, nodes: int) -> tuple[str, ...]:
+    """Two worlds of five have nodes of several versions."""
+    rng = random.Random(f"builds {seed}")
+    if rng.random() < 0.6:
+        return ("current",)
+    return tuple(rng.choice(("current", "older", "newer", "newer", "next")) for _ in range(nodes))
 
 
 def _verifications(seed: int, names: list[str]) -> Iterator[tuple[float, str, str]]:
@@ -134,6 +154,7 @@ WEIGHTS = {
     "bus-wipe": 1,
     "power": 1,
     "retire": 1,
+    "upgrade": 2,
     "jump": 1,
     "full": 1,
     "eio": 1,
@@ -153,6 +174,7 @@ def _target(kind: str, rng: random.Random, settings: Settings) -> str:
         case (
             "power"
             | "retire"
+            | "upgrade"
             | "jump"
             | "full"
             | "eio"
@@ -262,6 +284,12 @@ def _retire(world: World, fault: Fault) -> None:
         world.ask_to_delete(30 + 100 * fault.amount, "Node", node.name)
 
 
+def _upgrade(world: World, fault: Fault) -> None:
+    """Replace the services of a node by those of an older or newer build."""
+    builds = ("older", "current", "newer")
+    world.node(fault.target).become(BUILDS[builds[int(fault.amount * len(builds))]])
+
+
 def _jump(world: World, fault: Fault) -> None:
     world.node(fault.target).machine.jump += (fault.amount - 0.5) * 7200
 
@@ -328,6 +356,7 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "bus-wipe": lambda world, _: world.server.wipe(),
     "power": _power,
     "retire": _retire,
+    "upgrade": _upgrade,
     "jump": _jump,
     "full": _full,
     "eio": _eio,

@@ -29,7 +29,7 @@ from snapshot_agent.ports import Process as ProcessId
 from snapshot_shared import files
 from snapshot_shared.artifact import Facts, FileEntry
 from snapshot_shared.courier import Clocks, Courier
-from snapshot_shared.errors import Failure, SourceExited
+from snapshot_shared.errors import Failure, NoSpace, SourceExited
 from snapshot_shared.files import (
     make_dir,
     open_root,
@@ -44,6 +44,7 @@ from snapshot_shared.orders import Presence, PresenceDevice
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import until_stopped
 from snapshot_shared.telemetry import Telemetry
+from tests.scenario.builds import CURRENT_BUILD, NEWER, NEXT, Build
 from tests.scenario.disk import Owner
 from tests.scenario.gpu import CAPACITY, SimGms, SimGpuMemory, SimTransfers
 from tests.scenario.loop import CURRENT, Machine, Process, VirtualLoop
@@ -63,7 +64,14 @@ class SimNode:
     """One node: its machine, what runs on it and what lies on its disk."""
 
     def __init__(
-        self, world: World, name: str, *, gpus: int = 2, capacity: int = CAPACITY, rate: float = 1.0
+        self,
+        world: World,
+        name: str,
+        *,
+        gpus: int = 2,
+        capacity: int = CAPACITY,
+        rate: float = 1.0,
+        build: Build = CURRENT_BUILD,
     ) -> None:
         self.world = world
         self.loop: VirtualLoop = world.loop
@@ -71,6 +79,7 @@ class SimNode:
         self.name = name
         self.gpus = gpus
         self.capacity = capacity
+        self.build = build
         self.machine = Machine(name, rate=rate)
         self.state = MOUNT / name
         self.control = SimControl(self)
@@ -117,6 +126,29 @@ class SimNode:
         self.workers.clear()
         self.guards.clear()
         self.world.disk.power_lost(self.name, self.rng)
+
+    def become(self, build: Build) -> None:
+        """Replace the services by those of another build, which find the journals of this one."""
+        for process in (self.gms and self.gms.process, self.agent):
+            if process is not None:
+                process.kill()
+        for service in ("agent", "gms"):
+            with contextlib.suppress(OSError, NoSpace):
+                journal = self.world.read(str(self.state / service / "journal"))
+                with opened(open_root(str(self.state / service))) as folder:
+                    write_replacing(folder, "journal", self.build.written(journal))
+        self.build = build
+
+    def heal(self) -> None:
+        """Go on with whatever was away, in a build that the operator can speak to."""
+        for process in list(self.running):
+            if not any(process is worker.process for worker in self.workers.values()):
+                process.resume()
+            process.fuse = None
+        if self.build is NEXT:
+            self.become(NEWER)
+        if not self.machine.is_on and not self.is_retired:
+            self.boot()
 
     def start_gms(self) -> None:
         """Start the GPU memory service; it is started again whenever it ends."""
@@ -181,7 +213,7 @@ async def _gms_main(node: SimNode, process: Process) -> None:
     clocks = node.clocks()
     telemetry = _tracer("snap-gms", node.name)
     journal = Journal.open(node.state / "gms", now=clocks.wall())
-    bus = node.world.bus(f"gms-{node.name}", process)
+    bus = node.world.bus(f"gms-{node.name}", process, node.build)
     orders = GmsOrders(
         server.gms,
         SimTransfers(node),
@@ -200,6 +232,7 @@ async def _gms_main(node: SimNode, process: Process) -> None:
         clocks=clocks,
         handlers=orders.routes(),
     )
+    courier.schemas = node.build.schemas
     node.gms = server
     node.gms_is_up.set()
     node.world.rules.watch_journal(f"gms@{node.name}", journal)
@@ -212,7 +245,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     telemetry = _tracer("snap-agent", node.name)
     journal = Journal.open(node.state / "agent", now=clocks.wall())
     node.world.rules.watch_journal(f"agent@{node.name}", journal)
-    bus = node.world.bus(f"agent-{node.name}", process)
+    bus = node.world.bus(f"agent-{node.name}", process, node.build)
     root = ArtifactRoot(SHARED)
     gpu_memory = SimGpuMemory(node)
     courier = Courier(
@@ -225,6 +258,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         clocks=clocks,
         handlers=routes(lambda: agent),
     )
+    courier.schemas = node.build.schemas
     machine = AgentMachine(
         runtime=SimRuntime(node, process),
         control=node.control,
@@ -241,11 +275,14 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     around = Surroundings(node.name, "sim", Path("/run"), Path("/"), "/bin", "/")
     agent = Agent(machine, courier, around, node.state, SLOTS)
 
+    build = node.build
+
     def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(
             node=node.name,
             boot_id=clocks.boot_id,
-            version="0",
+            version=build.name,
+            schemas=list(build.schemas),
             devices=devices,
             drivers=[Cooperative.name],
             artifact_root=str(SHARED),

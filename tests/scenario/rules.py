@@ -152,6 +152,10 @@ class Rules:
         if not report.is_terminal:
             return
         key = (report.node, report.service, report.order, report.attempt)
+        build = self._world.node(report.node).build
+        reason = report.failure and report.failure.reason
+        if report.schema not in build.schemas and reason != "UnsupportedVersion":
+            self.fail("defect", f"{key} was carried out by a build that cannot read it")
         value = f"{report.kind} {report.failure and report.failure.reason} {report.part}"
         value += f" {report.root_digest}"
         known = self._terminal.setdefault(key, value)
@@ -349,6 +353,12 @@ class Rules:
     def left_behind(self, values: list[AnyObject]) -> Iterator[tuple[Kind, str]]:
         """Name what must not be there once everything is settled."""
         pods = {value.metadata.uid: value for value in values if isinstance(value, Pod)}
+        uids = {value.metadata.uid for value in values}
+        for value in values:
+            for owner in value.metadata.owner_references:
+                if owner.uid not in uids:
+                    name = f"{kind_of(value).name} {value.metadata.name}"
+                    yield "leaked", f"{name} is left of {owner.kind} {owner.name}, which is gone"
         yield from self._workers_left(pods)
         yield from self._memory_left(pods)
         yield from self._artifacts_left(values)

@@ -64,6 +64,50 @@ def test_requests_and_answers_that_are_lost_delay_a_capture_and_end_none(seed: i
     assert (world.rules.captures, world.rules.restores) == (1, 1)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_operators_that_see_each_others_writes_late_delay_a_capture_and_end_none(seed: int) -> None:
+    world = World(seed, msgspec.structs.replace(CALM, operators=2, stale_s=3.0), [])
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+
+
+def test_an_operator_that_starts_with_an_old_view_of_the_store_leaves_nothing_behind() -> None:
+    settings = msgspec.structs.replace(CALM, stale_s=3.0, restart_s=0.1)
+    crashes = [Fault(1.0 + tenth / 10, "crash", "operator-0") for tenth in range(0, 200, 3)]
+    world = World(1, settings, crashes)
+    assert world.run() == []
+    assert world.rules.captures == 1
+
+
+@pytest.mark.parametrize("builds", [("older", "newer"), ("newer", "older"), ("next", "newer")])
+def test_nodes_of_several_versions_capture_and_restore(builds: tuple[str, str]) -> None:
+    world = World(1, msgspec.structs.replace(CALM, builds=builds), [])
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+
+
+def test_a_node_that_cannot_read_orders_yet_is_left_alone_and_used_once_it_can() -> None:
+    world = World(1, msgspec.structs.replace(CALM, builds=("next",)), [])
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    began = next(line for line in world.notes if "Pod" in line and "run-" in line)
+    assert float(began.split()[0]) > CALM.fault_s
+
+
+@pytest.mark.parametrize("tenth", range(10, 26))
+def test_services_replaced_by_other_versions_at_any_moment_of_a_capture_lose_nothing(
+    tenth: int,
+) -> None:
+    settings = msgspec.structs.replace(CALM, builds=("newer",), restart_s=0.1)
+    upgrades = [
+        Fault(tenth / 10 + again, "upgrade", f"node-{index}", amount)
+        for index in range(2)
+        for again, amount in ((0.0, 0.1), (0.4, 0.9), (0.8, 0.5))
+    ]
+    world = World(1, settings, upgrades)
+    assert world.run() == []
+
+
 @pytest.mark.parametrize("tenth", range(10, 14))
 def test_a_worker_whose_agent_stays_away_is_let_go_by_its_guard(tenth: int) -> None:
     settings = msgspec.structs.replace(CALM, restart_s=200.0)

@@ -21,7 +21,7 @@ from snapshot_agent.domain.spec import Launch
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.main import _serve as serve_operator
-from snapshot_operator.ports import Change, Listener
+from snapshot_operator.ports import Change
 from snapshot_shared import subjects
 from snapshot_shared.api import (
     ApplyReply,
@@ -33,9 +33,10 @@ from snapshot_shared.api import (
 )
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
-from snapshot_shared.errors import Conflict, SnapbackError, StoreBusy
+from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects import AnyObject, Pod
 from snapshot_shared.telemetry import Telemetry
+from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
 from tests.scenario.bus import SeededFaults, SimBus, SimServer
 from tests.scenario.crash_rig import mounted
 from tests.scenario.disk import SimDisk
@@ -43,6 +44,7 @@ from tests.scenario.faults import Fault, Settings, act
 from tests.scenario.loop import CURRENT, Machine, Process, Quiet, VirtualLoop
 from tests.scenario.node import MOUNT, SimNode, owner_of
 from tests.scenario.rules import Kind, Rules
+from tests.scenario.store import History, StoreView
 from tests.scenario.worker import Habits, SimWorker
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,6 @@ EPOCH = 1_800_000_000.0
 SETTLE_S = 1800.0
 """How long after the last fault everything must be settled, in seconds of virtual time."""
 LOOK_S = 1.0
-READS_THAT_TAKE_TIME = 0.1
 AGAIN_S = 15.0
 """How often to look when nothing has changed, in seconds."""
 
@@ -87,11 +88,17 @@ class World:
             None, timestamp=lambda: timestamp(EPOCH + self.loop.now), new_uid=self.new_uid
         )
         self.store.subscribe(self._stored)
+        self.history = History()
         self.views: dict[StoreView, None] = {}
         self.version = 0
         self.operators: list[Process | None] = [None] * settings.operators
         self.nodes = [
-            SimNode(self, f"node-{index}", rate=settings.rate(index))
+            SimNode(
+                self,
+                f"node-{index}",
+                rate=settings.rate(index),
+                build=BUILDS[settings.builds[index % len(settings.builds)]],
+            )
             for index in range(settings.nodes)
         ]
         self._worker_habits: dict[str, Habits] = {}
@@ -115,12 +122,14 @@ class World:
     def _stored(self, change: Change, value: AnyObject) -> None:
         self.version += 1
         self.rules.changed(change, value)
+        written = self.history.written(change, value, self.store.as_of(), self.loop.now)
         for view in list(self.views):
-            view.stored(change, value, CURRENT.get())
+            view.stored(written, CURRENT.get())
 
-    def bus(self, name: str, process: Process) -> Any:
+    def bus(self, name: str, process: Process, build: Build = CURRENT_BUILD) -> Any:
         """Connect a process; the server learns of its end."""
-        bus = self.buses[process.name] = SimBus(self.server, name, faults=self.network)
+        bus = self.buses[process.name] = BuildBus(self.server, name, faults=self.network)
+        bus.build = build
         process.at_exit(bus, lambda: self.server.drop_client(bus))
         return bus
 
@@ -295,13 +304,10 @@ class World:
             self.server.heal(bus)
         self.disk.heal()
         self.is_healed = True
+        for view in self.views:
+            view.catch_up_at_once()
         for node in self.nodes:
-            for process in list(node.running):
-                if not any(process is worker.process for worker in node.workers.values()):
-                    process.resume()
-                process.fuse = None
-            if not node.machine.is_on and not node.is_retired:
-                node.boot()
+            node.heal()
         for operator in self.operators:
             if operator is not None:
                 operator.resume()
@@ -327,84 +333,11 @@ class World:
 
     async def everything(self) -> list[AnyObject]:
         """Read the whole store."""
-        return [value for kind in KINDS for value in await self.store.list(kind)]
-
-
-class StoreView:
-    """The `Cluster` port as one operator sees it: over a network."""
-
-    def __init__(self, world: World, process: Process) -> None:
-        self._world = world
-        self._process = process
-        self._listeners: list[Listener] = []
-        self._others = world.store.as_of()
-
-    def subscribe(self, listener: Listener) -> None:
-        self._listeners.append(listener)
-
-    def stored(self, change: Change, value: AnyObject, writer: Process | None) -> None:
-        """Take note of a write. An operator is told of its own; those of others it may miss."""
-        if writer is self._process:
-            for listener in self._listeners:
-                listener(change, value)
-        else:
-            self._others = self._world.store.as_of()
-
-    def as_of(self) -> int:
-        return self._world.store.as_of()
-
-    def others_since(self, as_of: int) -> bool:
-        return self._others > as_of
-
-    async def _look(self) -> None:
-        """Reading takes no time worth a turn of the loop, most of the time."""
-        if self._world.rng.random() < READS_THAT_TAKE_TIME:
-            await self._delay()
-
-    async def _delay(self) -> None:
-        world = self._world
-        await asyncio.sleep(world.rng.random() * 0.002)
-        if not world.is_healed and world.rng.random() < world.settings.store_errors:
-            raise StoreBusy("another operator writes")
-
-    async def get(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
-        await self._look()
-        return await self._world.store.get(kind, namespace, name)
-
-    async def by_uid(self, uid: str) -> AnyObject | None:
-        await self._look()
-        return await self._world.store.by_uid(uid)
-
-    async def list(
-        self, kind: str, namespace: str | None = None, *, after: str = "", limit: int = 100_000
-    ) -> list[AnyObject]:
-        await self._look()
-        return await self._world.store.list(kind, namespace, after=after, limit=limit)
-
-    async def create(self, value: AnyObject) -> AnyObject:
-        await self._delay()
-        return await self._world.store.create(value)
-
-    async def update_status(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
-        await self._delay()
-        if as_of is not None and self._others > as_of:
-            raise Conflict("another operator wrote since this was decided")
-        world = self._world
-        if not world.is_healed and world.rng.random() < world.settings.conflicts:
-            raise Conflict("somebody else wrote first")
-        return await self._world.store.update_status(value)
-
-    async def update_spec(self, value: AnyObject) -> AnyObject:
-        await self._delay()
-        return await self._world.store.update_spec(value)
-
-    async def delete(self, value: AnyObject) -> bool:
-        await self._delay()
-        return await self._world.store.delete(value)
-
-    async def remove_finalizer(self, value: AnyObject, finalizer: str) -> None:
-        await self._delay()
-        await self._world.store.remove_finalizer(value, finalizer)
+        found = [value for kind in KINDS for value in await self.store.list(kind)]
+        told = [value for kind in KINDS for _, value in sorted(self.history.now[kind].items())]
+        if found != told:
+            self.rules.fail("defect", "what was told of the store is not what it holds")
+        return found
 
 
 class _Server(SimServer):

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
+from msgspec import Meta
 
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Delivery
@@ -20,6 +21,7 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     Aborted,
     BusUnavailable,
+    Failure,
     InvalidMessage,
     InvalidName,
     NoSpace,
@@ -43,7 +45,8 @@ from snapshot_shared.ledger import (
     Tombstoned,
 )
 from snapshot_shared.orders import (
-    SCHEMA_VERSION,
+    FIRST_SCHEMA,
+    SCHEMAS,
     TERMINAL,
     AnyOrder,
     DeadLetter,
@@ -136,6 +139,9 @@ class OrderContext:
 class Courier:
     """Takes the orders of one service on one node, runs their handlers, delivers the reports."""
 
+    schemas: tuple[int, ...] = SCHEMAS
+    """The versions of orders that are carried out."""
+
     def __init__(
         self,
         *,
@@ -215,20 +221,26 @@ class Courier:
             await self._repeat(known, order, delivery.sequence)
             await delivery.ack()
             return
-        entry = await self._accept(order)
-        self._start(entry, order)
-        await self.report(entry, "accepted")
+        if order.schema in self.schemas:
+            entry = await self._accept(order)
+            self._start(entry, order)
+            await self.report(entry, "accepted")
+        else:
+            # On record, for the next build may be able to carry out what is delivered again.
+            failure = self._unsupported(order.schema).to_failure()
+            await self._keep_letter(delivery, failure)
+            await self.report(await self._accept(order), "rejected", failure=failure)
         await delivery.ack()
 
     def _read(self, delivery: Delivery) -> Any:
         node, service, order_id = subjects.parse_order(delivery.subject)
-        order: Any = decode_json(delivery.data, cast("type[Any]", AnyOrder))
-        if order.schema > SCHEMA_VERSION:
-            raise UnsupportedVersion(
-                f"order schema {order.schema} is newer than {SCHEMA_VERSION}",
-                found=order.schema,
-                supported=SCHEMA_VERSION,
-            )
+        try:
+            order: Any = decode_json(delivery.data, cast("type[Any]", AnyOrder))
+        except InvalidMessage:
+            # Another version may not decode at all; its number is then the more helpful answer.
+            if (schema := _claim(delivery.data).schema) not in self.schemas:
+                raise self._unsupported(schema) from None
+            raise
         if (node, service) != (self.node, self.service) or order.node != self.node:
             raise WrongNode(
                 f"the order is for {order.node}, this is {self.node}",
@@ -245,9 +257,34 @@ class Courier:
             raise Rejected("the order came too late to be started", not_after=order.not_after)
         return order
 
+    def _unsupported(self, schema: int) -> UnsupportedVersion:
+        known = ", ".join(map(str, self.schemas))
+        return UnsupportedVersion(
+            f"the order has schema {schema}, {self.service} on {self.node} reads {known}",
+            found=schema,
+            supported=list(self.schemas),
+        )
+
     async def _refuse(self, delivery: Delivery, error: SnapbackError) -> None:
         """Copy to DEAD, tell the operator if the id can be known, settle. The next is served."""
         failure = error.to_failure()
+        await self._keep_letter(delivery, failure)
+        with contextlib.suppress(InvalidName):
+            _, _, order_id = subjects.parse_order(delivery.subject)
+            report = Report(
+                order=order_id,
+                attempt=_claim(delivery.data).attempt,
+                n=1,
+                kind="rejected",
+                node=self.node,
+                service=self.service,
+                at=self.clocks.wall(),
+                failure=failure,
+            )
+            await self._publish(report)
+        await delivery.ack()
+
+    async def _keep_letter(self, delivery: Delivery, failure: Failure) -> None:
         log.warning("refused %s: %s", delivery.subject, failure)
         letter = DeadLetter(
             subject=delivery.subject[:4096],
@@ -259,21 +296,6 @@ class Courier:
             payload=delivery.data[:65536],
         )
         await self.bus.publish(subjects.dead(self.node), encode_json(letter))
-        with contextlib.suppress(InvalidName):
-            _, _, order_id = subjects.parse_order(delivery.subject)
-            attempt = _claimed_attempt(delivery.data)
-            report = Report(
-                order=order_id,
-                attempt=attempt,
-                n=1,
-                kind="rejected",
-                node=self.node,
-                service=self.service,
-                at=self.clocks.wall(),
-                failure=failure,
-            )
-            await self._publish(report)
-        await delivery.ack()
 
     async def _repeat(self, known: Entry, order: Order, sequence: int) -> None:
         """Answer from the record; a lower attempt than the known one gets no answer at all.
@@ -349,8 +371,15 @@ class Courier:
 
     async def _resume(self, entry: Entry) -> None:
         """Go on after a restart: run again what may be run again, fail the rest."""
-        order: Any = decode_json(bytes(entry.accepted.payload), cast("type[Any]", AnyOrder))
-        if entry.open_step is not None and entry.notes.get("no-replay"):
+        try:
+            order: Any = decode_json(bytes(entry.accepted.payload), cast("type[Any]", AnyOrder))
+        except InvalidMessage as unreadable:
+            # A newer build has accepted it and was then replaced by this one.
+            await self._fail(entry, unreadable)
+            return
+        if order.schema not in self.schemas:
+            await self._fail(entry, self._unsupported(order.schema))
+        elif entry.open_step is not None and entry.notes.get("no-replay"):
             step = entry.open_step
             error = OutcomeUnknown(f"the service was restarted within step {step}", step=step)
             await self._fail(entry, error)
@@ -470,14 +499,15 @@ async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _claimed_attempt(data: bytes) -> int:
-    """Read the attempt that a bad order claims, or 0."""
+class _Claim(msgspec.Struct):
+    """What a bad order claims."""
 
-    class Claim(msgspec.Struct):
-        attempt: int = 0
+    attempt: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    schema: int = FIRST_SCHEMA
 
+
+def _claim(data: bytes) -> _Claim:
     try:
-        claimed = msgspec.json.decode(data, type=Claim).attempt
+        return msgspec.json.decode(data, type=_Claim)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return 0
-    return claimed if 0 <= claimed <= 1_000_000 else 0
+        return _Claim()

@@ -2,7 +2,8 @@
 
 A torn last line is what a crash leaves and is cut off: it has no end, or holds blocks of zeros. A
 line that is damaged in another way, or before the last, is `JournalCorrupt`: the service refuses to
-start rather than guess what it had promised.
+start rather than guess what it had promised. So it does, with `UnsupportedVersion`, when a newer
+build has left a record that this one does not know; fields that it does not know are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import ClassVar
 
 import msgspec
 
-from snapshot_shared.errors import AlreadyExists, Internal, NoSpace, SnapbackError, StorageFailed
+from snapshot_shared.errors import (
+    AlreadyExists,
+    Internal,
+    NoSpace,
+    SnapbackError,
+    StorageFailed,
+    UnsupportedVersion,
+)
 from snapshot_shared.files import (
     make_folder,
     open_root,
@@ -59,7 +67,8 @@ class Journal:
     def open(cls, folder: Path, *, now: float) -> Journal:
         """Read, repair the torn tail, compact and open for appending.
 
-        `now` is seconds since the epoch. AlreadyExists when another process holds the folder.
+        `now` is seconds since the epoch. AlreadyExists when another process holds the folder,
+        JournalCorrupt, and UnsupportedVersion when a newer build wrote what this one cannot read.
         """
         make_folder(folder)
         lock = take_lock(folder / "lock")
@@ -132,19 +141,30 @@ class Journal:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read a journal; an absent file is empty, a torn last line is dropped. JournalCorrupt."""
+    """Read a journal; an absent file is empty, a torn last line is dropped.
+
+    JournalCorrupt, UnsupportedVersion.
+    """
     try:
         lines = read_file(path).split(b"\n")
     except FileNotFoundError:
         return []
     records: list[Record] = []
     for number, line in enumerate(lines[:-1], start=1):
-        record = _parse(line)
-        if record is None:
+        body = _body(line)
+        if body is None:
             if number == len(lines) - 1 and lines[-1] == b"" and b"\0" in line:
                 break
             raise JournalCorrupt(f"{path} is damaged at line {number}", file=str(path), line=number)
-        records.append(record)
+        try:
+            records.append(_DECODER.decode(body))
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise UnsupportedVersion(
+                f"{path} has a record in line {number} that this build does not know: {error}",
+                next_step="start the build that wrote it, or a newer one",
+                file=str(path),
+                line=number,
+            ) from error
     return records
 
 
@@ -155,11 +175,9 @@ def _line(record: Record) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def _parse(line: bytes) -> Record | None:
+def _body(line: bytes) -> bytes | None:
+    """Give what a line holds; None when it is damaged."""
     checksum, _, body = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         return None
-    try:
-        return _DECODER.decode(body)
-    except (ValueError, msgspec.MsgspecError):
-        return None
+    return body

@@ -8,6 +8,7 @@ receiver accepts; `not_after` (seconds since the epoch) may only refuse a late s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,7 +24,11 @@ from snapshot_shared.ids import (
     UID_PATTERN,
 )
 
-SCHEMA_VERSION = 1
+SCHEMAS = (1,)
+"""The versions of the messages that this build reads, the newest last."""
+SCHEMA_VERSION = SCHEMAS[-1]
+FIRST_SCHEMA = 1
+"""What a message means that names no version, whoever reads it."""
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=63)]
 Label = Annotated[str, Meta(pattern=LABEL_PATTERN, max_length=63)]
@@ -103,7 +108,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     deadline_s: Seconds
     not_after: float | None = None
     traceparent: ShortText = ""
-    schema: int = SCHEMA_VERSION
+    schema: int = FIRST_SCHEMA
 
 
 class RunOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.run_order"):
@@ -353,7 +358,7 @@ class Report(
     unconfirmed: bool = False
     message: Text = ""
     steps: list[StepTime] = []
-    schema: int = SCHEMA_VERSION
+    schema: int = FIRST_SCHEMA
 
     @property
     def is_terminal(self) -> bool:
@@ -399,7 +404,7 @@ class Presence(
     node: Name
     boot_id: ShortText
     version: ShortText
-    schemas: list[int] = msgspec.field(default_factory=lambda: [SCHEMA_VERSION])
+    schemas: list[int] = msgspec.field(default_factory=lambda: [FIRST_SCHEMA])
     devices: list[PresenceDevice] = []
     drivers: list[ShortText] = []
     criu: ShortText = ""
@@ -416,6 +421,13 @@ class PresenceDevice(msgspec.Struct, frozen=True, kw_only=True):
     uuid: ShortText
     product: ShortText
     capacity_bytes: Bytes
+
+
+def version_gap(announced: Iterable[int]) -> str:
+    """Say which versions two programs know that have none in common; empty when they have one."""
+    if set(SCHEMAS) & set(announced):
+        return ""
+    return f"it knows message schemas {sorted(announced)}, the operator knows {list(SCHEMAS)}"
 
 
 def service_of(order: Order) -> Service:

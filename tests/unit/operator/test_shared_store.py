@@ -71,6 +71,23 @@ async def test_a_decision_made_before_the_other_wrote_anything_is_a_conflict(pai
     assert again.status.message == "placed"  # type: ignore[union-attr]
 
 
+async def test_no_write_of_an_old_decision_is_made(pair: Pair) -> None:
+    kept = checkpoint("kept")
+    kept = replace(kept, metadata=replace(kept.metadata, finalizers=["test/keep"]))
+    mine = await pair.first.create(kept)
+    as_of = pair.first.as_of()
+    await pair.second.create(checkpoint("theirs"))
+    with pytest.raises(Conflict):
+        await pair.first.create(checkpoint("child"), as_of=as_of)
+    with pytest.raises(Conflict):
+        await pair.first.delete(mine, as_of=as_of)
+    with pytest.raises(Conflict):
+        await pair.first.remove_finalizer(mine, "test/keep", as_of=as_of)
+    names = [value.metadata.name for value in await pair.second.list("DynamoCheckpoint")]
+    assert names == ["kept", "theirs"]
+    assert await pair.second.by_uid(mine.metadata.uid) == mine
+
+
 async def test_our_own_writes_do_not_make_a_decision_old(pair: Pair) -> None:
     mine = await pair.first.create(checkpoint("mine"))
     as_of = pair.first.as_of()

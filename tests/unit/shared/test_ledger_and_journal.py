@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from snapshot_shared.errors import AlreadyExists
+from snapshot_shared.errors import AlreadyExists, UnsupportedVersion
 from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt
 from snapshot_shared.ledger import Accepted, Began, Delivered, Ended, Reported, Tombstoned
 from snapshot_shared.orders import Report
@@ -64,6 +66,45 @@ async def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     await again.append(Began(order=ORDER, attempt=1, step="freeze"))
     again.close()
     assert Journal.open(tmp_path, now=NOW).ledger.entries[ORDER].open_step == "freeze"
+
+
+def line(record: dict[str, Any]) -> bytes:
+    body = msgspec.json.encode(record)
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+async def test_fields_that_a_newer_build_added_to_records_are_ignored(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    await journal.append(accepted(), report("accepted", 1))
+    journal.close()
+    path = tmp_path / "journal"
+    newer = b""
+    for text in path.read_bytes().splitlines():
+        record = msgspec.json.decode(text.partition(b" ")[2])
+        if "report" in record:
+            record["report"]["added_later"] = {"a": 1}
+        newer += line({**record, "added_later": [1]})
+    path.write_bytes(newer)
+    again = Journal.open(tmp_path, now=NOW)
+    (entry,) = again.ledger.unfinished()
+    assert [item.kind for item in entry.reports] == ["accepted"]
+    again.close()
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_a_record_that_a_newer_build_wrote_is_refused_by_name_and_kept(
+    tmp_path: Path, *, is_last: bool
+) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    await journal.append(accepted())
+    journal.close()
+    path = tmp_path / "journal"
+    later = line({"type": "moved", "order": ORDER, "attempt": 1})
+    data = path.read_bytes() + later if is_last else later + path.read_bytes()
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedVersion, match="'moved'"):
+        Journal.open(tmp_path, now=NOW)
+    assert path.read_bytes() == data
 
 
 async def test_damage_before_the_last_line_refuses_to_start_and_names_the_line(

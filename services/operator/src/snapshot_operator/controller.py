@@ -206,13 +206,13 @@ class Interpreter:
         match write:
             case Create(value):
                 try:
-                    await self._cluster.create(value)
+                    await self._cluster.create(value, as_of=as_of)
                 except AlreadyExists:
                     log.info("%s %s exists already", kind_of(value).name, value.metadata.name)
             case Delete(value):
-                await self._cluster.delete(value)
+                await self._cluster.delete(value, as_of=as_of)
             case Finalize(value):
-                await self._cluster.remove_finalizer(value, FINALIZER)
+                await self._cluster.remove_finalizer(value, FINALIZER, as_of=as_of)
             case SetStatus(old, new):
                 await self._cluster.update_status(new, as_of=as_of)
                 await self._publish(new_orders(old, new))
@@ -442,6 +442,7 @@ class Controller:
             log.warning("%s waits: %s", key, error)
             self._wake(key, RETRY_S)
         except (Conflict, NotFound):
+            await self._cluster.catch_up()
             self.enqueue(key)
         except Exception:
             log.exception("reconcile %s failed", key)
@@ -491,6 +492,7 @@ class Controller:
         it is needed, and what cleans up comes first: a full stream may refuse the rest.
         """
         published = await self._orders.published()
+        await self._cluster.catch_up()
         owners: list[AnyObject] = [*await self._all(SnapshotContent), *await self._all(Pod)]
         orders = [order for owner in owners for order in orders_of(owner)]
         unanswered = [order for order in orders if not fold.is_answered(order)]

@@ -17,6 +17,14 @@ class Cluster(Protocol):
 
     Objects have uid, resourceVersion and generation; a write with a stale resourceVersion is
     Conflict. Status and the rest are written apart: a status write keeps spec and metadata.
+
+    What is read may be older than what is stored, each kind as of a version of its own, as from
+    the caches of the Kubernetes API. It never goes back, holds what this operator wrote itself,
+    and is as new as `as_of` says. Who refuses, forgets or removes something because it is not
+    there calls `catch_up` first.
+
+    Every write takes `as_of`, and is Conflict when another operator wrote anything since that
+    version: what was decided may rest on more objects than the one that is written.
     """
 
     async def get(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
@@ -30,35 +38,39 @@ class Cluster(Protocol):
     ) -> list[AnyObject]:
         """Read the objects of a kind in the order of their keys, those after a key only."""
 
-    async def create(self, value: AnyObject) -> AnyObject:
+    async def create(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
         """Store a new object and give it as stored. AlreadyExists when the name is taken."""
 
     async def update_status(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
-        """Replace the status. Conflict when stale, NotFound when gone.
+        """Replace the status. Conflict when stale, NotFound when gone."""
 
-        With `as_of` also Conflict when another operator wrote anything since that version: what
-        was decided may rest on more objects than the one that is written.
-        """
-
-    async def update_spec(self, value: AnyObject) -> AnyObject:
+    async def update_spec(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
         """Replace the spec; its generation rises. Conflict when stale, NotFound when gone."""
 
-    async def delete(self, value: AnyObject) -> bool:
+    async def delete(self, value: AnyObject, *, as_of: int | None = None) -> bool:
         """Mark for deletion; without finalizers the object is gone at once (True)."""
 
-    async def remove_finalizer(self, value: AnyObject, finalizer: str) -> None:
+    async def remove_finalizer(
+        self, value: AnyObject, finalizer: str, *, as_of: int | None = None
+    ) -> None:
         """Take one finalizer off; a deleted object without finalizers is gone."""
 
     def as_of(self) -> int:
-        """Give the version of the store now: what is read next is at least as new."""
+        """Give the version of what this operator sees: what is read next is at least as new."""
         ...
+
+    async def catch_up(self) -> None:
+        """Wait until what is read next is at least as new as all that was written before."""
 
     def others_since(self, as_of: int) -> bool:
         """Say whether another operator has written since that version."""
         ...
 
     def subscribe(self, listener: Listener) -> None:
-        """Have every change told, after it is durable, in the order of the writes."""
+        """Have every change of this operator told, after it is durable, in their order.
+
+        Changes of others may be told, too, once they can be read: late, and several as one.
+        """
 
 
 class OrderBus(Protocol):

@@ -16,7 +16,7 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Conflict, InvalidMessage, SnapbackError
 from snapshot_shared.ids import NodeName, OrderId, check_order_id, token
 from snapshot_shared.objects import AnyObject, OrderStatus, kind_of
-from snapshot_shared.orders import SCHEMA_VERSION, Presence
+from snapshot_shared.orders import FIRST_SCHEMA, Presence
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class NatsOrders:
         raise Conflict(f"order {order.order} keeps changing on the stream")
 
     async def _send(self, subject: str, order: OrderStatus, expected: int) -> None:
-        headers = {"Snapback-Schema": str(SCHEMA_VERSION)}
+        headers = {"Snapback-Schema": str(order.payload.get("schema", FIRST_SCHEMA))}
         if trace := order.payload.get("traceparent"):
             headers["traceparent"] = trace
         payload = encode_json(order.payload)

@@ -91,6 +91,9 @@ class SqliteCluster:
             self._seen = self._others = last
         return last
 
+    async def catch_up(self) -> None:
+        """Do nothing: a file is always read as it is."""
+
     def others_since(self, as_of: int) -> bool:
         """Say whether another operator has written since that version."""
         self.as_of()
@@ -120,7 +123,7 @@ class SqliteCluster:
         ).fetchall()
         return [_DECODERS[kind].decode(row[0]) for row in rows]
 
-    async def create(self, value: AnyObject) -> AnyObject:
+    async def create(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
         """Store a new object. AlreadyExists when the name is taken."""
         kind = kind_of(value)
         meta = value.metadata
@@ -155,7 +158,7 @@ class SqliteCluster:
                 ) from None
             return "ADDED", final
 
-        self._transact(write)
+        self._transact(write, as_of)
         return final
 
     async def update_status(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
@@ -164,16 +167,14 @@ class SqliteCluster:
 
         def write(version: str) -> tuple[Change, AnyObject]:
             nonlocal final
-            if as_of is not None and self._others > as_of:
-                raise Conflict("another operator wrote since this was decided", as_of=as_of)
             found = self._current(value)
             final = _with_version(replace(found, status=value.status), version)
             return "MODIFIED", self._store(final)
 
-        self._transact(write)
+        self._transact(write, as_of)
         return final
 
-    async def update_spec(self, value: AnyObject) -> AnyObject:
+    async def update_spec(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
         """Replace the spec of an object that has not changed since it was read."""
         final = value
 
@@ -184,10 +185,10 @@ class SqliteCluster:
             final = _with_version(replace(found, spec=value.spec, metadata=meta), version)
             return "MODIFIED", self._store(final)
 
-        self._transact(write)
+        self._transact(write, as_of)
         return final
 
-    async def delete(self, value: AnyObject) -> bool:
+    async def delete(self, value: AnyObject, *, as_of: int | None = None) -> bool:
         """Mark for deletion; without finalizers the object is gone at once."""
         stamp = self._timestamp()
 
@@ -202,10 +203,12 @@ class SqliteCluster:
             stamped = _with_meta(found, replace(found.metadata, deletion_timestamp=stamp))
             return "MODIFIED", self._store(_with_version(stamped, version))
 
-        self._transact(write)
+        self._transact(write, as_of)
         return self._found(value) is None
 
-    async def remove_finalizer(self, value: AnyObject, finalizer: str) -> None:
+    async def remove_finalizer(
+        self, value: AnyObject, finalizer: str, *, as_of: int | None = None
+    ) -> None:
         """Take one finalizer off; a deleted object without finalizers is gone."""
 
         def write(version: str) -> tuple[Change, AnyObject]:
@@ -216,7 +219,7 @@ class SqliteCluster:
                 return self._remove(changed)
             return "MODIFIED", self._store(_with_version(changed, version))
 
-        self._transact(write)
+        self._transact(write, as_of)
 
     def _found(self, value: AnyObject) -> AnyObject | None:
         """Read what is stored under a uid now."""
@@ -249,12 +252,19 @@ class SqliteCluster:
         self._db.execute("DELETE FROM objects WHERE uid=?", (value.metadata.uid,))
         return "DELETED", value
 
-    def _transact(self, write: Callable[[str], tuple[Change, AnyObject] | None]) -> None:
-        """Change one object in one transaction, then tell. Nothing is written for None."""
+    def _transact(
+        self, write: Callable[[str], tuple[Change, AnyObject] | None], as_of: int | None
+    ) -> None:
+        """Change one object in one transaction, then tell. Nothing is written for None.
+
+        Conflict when another operator wrote since `as_of`.
+        """
         with _translated():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 version = self.as_of() + 1
+                if as_of is not None and self._others > as_of:
+                    raise Conflict("another operator wrote since this was decided", as_of=as_of)
                 self._db.execute("UPDATE versions SET last = ?", (version,))
                 done = write(str(version))
                 self._db.execute("COMMIT" if done else "ROLLBACK")

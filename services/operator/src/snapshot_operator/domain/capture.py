@@ -26,7 +26,7 @@ from snapshot_shared.objects import (
     SnapshotContentStatus,
     is_true,
 )
-from snapshot_shared.orders import PartResult
+from snapshot_shared.orders import PartResult, version_gap
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
 
@@ -151,6 +151,8 @@ def _begin(view: CaptureView, now: float) -> Plan:
         return _waits(content, "WaitingForCapture", message, now)
     if view.is_full:
         return _waits(content, backpressure.REASON, backpressure.MESSAGE, now)
+    if gap := _version_gap(view):
+        return _waits(content, "UnsupportedVersion", gap, now)
     attempt = content.status.attempt + 1
     trace = capture_span(content, attempt)
     status = _moved(
@@ -167,6 +169,14 @@ def _begin(view: CaptureView, now: float) -> Plan:
         ),
     )
     return _plan(content, status, now)
+
+
+def _version_gap(view: CaptureView) -> str:
+    home = view.content.spec.source.node_name
+    for node in view.nodes:
+        if node.metadata.name == home and (gap := version_gap(node.status.schemas)):
+            return f"{home} cannot be ordered anything: {gap}"
+    return ""
 
 
 def _waits(content: SnapshotContent, reason: str, message: str, now: float) -> Plan:
@@ -463,7 +473,11 @@ def _remove(view: CaptureView, generation: int, now: float) -> Plan:
 
 
 def _reading_node(view: CaptureView) -> str | None:
-    ready = [node.metadata.name for node in view.nodes if is_true(node.status.conditions, "Ready")]
+    ready = [
+        node.metadata.name
+        for node in view.nodes
+        if is_true(node.status.conditions, "Ready") and not version_gap(node.status.schemas)
+    ]
     home = view.content.spec.source.node_name
     return home if home in ready else next(iter(sorted(ready)), None)
 

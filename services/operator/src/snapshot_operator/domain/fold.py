@@ -10,9 +10,9 @@ from collections.abc import Container, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from snapshot_shared.errors import Failure
+from snapshot_shared.errors import Failure, UnsupportedVersion
 from snapshot_shared.objects import OrderStatus
-from snapshot_shared.orders import TERMINAL, Report
+from snapshot_shared.orders import SCHEMAS, TERMINAL, Report
 
 _RANKS = {"ordered": 0, "accepted": 1, "leased": 2}
 _TERMINAL_RANK = 10
@@ -66,7 +66,18 @@ def _fold_one(item: OrderStatus, report: Report, now: float) -> OrderStatus | No
 
 
 def _whole(item: OrderStatus, report: Report) -> Report:
-    """Give the report, or the same one as a failure when it lacks what its kind promises."""
+    """Give the report, or the same one as a failure.
+
+    That is when nobody here knows what its version means, or it lacks what its kind promises.
+    """
+    if report.schema not in SCHEMAS:
+        unknown = UnsupportedVersion(
+            f"{item.service} on {item.node} reported {report.kind} for {item.order} in schema "
+            f"{report.schema}, the operator reads {', '.join(map(str, SCHEMAS))}",
+            found=report.schema,
+            supported=list(SCHEMAS),
+        )
+        return replace(report, failure=unknown.to_failure())
     lacks = {
         "failed": report.failure is None,
         "rejected": report.failure is None,

@@ -10,6 +10,7 @@ from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.ids import Uid, order_id
 from snapshot_shared.objects import Committed, OrderStatus, Pod, SnapshotContent
 from snapshot_shared.orders import (
+    SCHEMA_VERSION,
     AbortOrder,
     ArtifactRef,
     CommitOrder,
@@ -98,6 +99,7 @@ def _common(
         "owner": owner,
         "deadline_s": BUDGET_S[verb],
         "traceparent": order_span(trace, name, attempt),
+        "schema": SCHEMA_VERSION,
     }
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects import HOSTNAME_LABEL, Node, Pod, gpus_wanted, is_true
-from snapshot_shared.orders import DeviceRef, VectorEntry
+from snapshot_shared.orders import DeviceRef, VectorEntry, version_gap
 
 
 class Placement(NamedTuple):
@@ -47,6 +47,9 @@ def place(
         name = node.metadata.name
         if unusable := unusable_for_new_work(node):
             reasons.append(f"{name} {unusable}")
+            continue
+        if gap := version_gap(node.status.schemas):
+            reasons.append(f"{name} cannot be ordered anything: {gap}")
             continue
         free = [d for d in node.status.devices if d.uuid not in used.get(name, set())]
         if len(free) >= wanted:

@@ -80,7 +80,10 @@ class Retention(NamedTuple):
 
 
 class Api:
-    """Answers `snap.api.*`. Every failure becomes a reply; nothing is stored by halves."""
+    """Answers `snap.api.*`. Every failure becomes a reply; nothing is stored by halves.
+
+    Whichever operator answers has caught up with what was written before it was asked.
+    """
 
     def __init__(self, cluster: Cluster, retention: Retention) -> None:
         """Use the object store."""
@@ -90,11 +93,11 @@ class Api:
     def endpoints(self) -> dict[str, Endpoint]:
         """Give the handler of each `snap.api.<verb>`; a node asks for templates by its name."""
         return {
-            "apply": answering(ApplyRequest, ApplyReply, self.apply),
-            "get": answering(GetRequest, GetReply, self.get),
-            "delete": answering(DeleteRequest, DeleteReply, self.delete),
-            "verify": answering(VerifyRequest, VerifyReply, self.verify),
-            "retention": answering(RetentionRequest, RetentionReply, self.retention),
+            "apply": answering(self._cluster, ApplyRequest, ApplyReply, self.apply),
+            "get": answering(self._cluster, GetRequest, GetReply, self.get),
+            "delete": answering(self._cluster, DeleteRequest, DeleteReply, self.delete),
+            "verify": answering(self._cluster, VerifyRequest, VerifyReply, self.verify),
+            "retention": answering(self._cluster, RetentionRequest, RetentionReply, self.retention),
             "template.*": self._template,
         }
 
@@ -160,13 +163,16 @@ class Api:
     async def delete(self, request: DeleteRequest) -> DeleteReply:
         """Mark one object for deletion. NotFound when it is not there."""
         kind = find_kind(request.kind)
+        as_of = self._cluster.as_of()
         value = await self._one(kind, request.namespace, request.name)
-        if isinstance(value, Node) and not is_true(value.status.conditions, "Lost"):
+        if not isinstance(value, Node):
+            return DeleteReply(gone=await self._cluster.delete(value))
+        if not is_true(value.status.conditions, "Lost"):
             raise Forbidden(
                 f"node {request.name} is not lost",
                 next_step="stop its agent first; after 90 s without presence it may be deleted",
             )
-        return DeleteReply(gone=await self._cluster.delete(value))
+        return DeleteReply(gone=await self._cluster.delete(value, as_of=as_of))
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
         """Ask for a verification. NotFound, and NotEligible where nothing is captured (any more).
@@ -183,6 +189,7 @@ class Api:
             except StoreBusy:
                 raise
             except Conflict:
+                await self._cluster.catch_up()
                 continue
             number = wanted.status.verifications
             return VerifyReply(content=content.metadata.name, verification=number)
@@ -235,7 +242,7 @@ class Api:
                 raise Forbidden(f"this is not the subject on which {request.node} asks")
             return await self.template(request)
 
-        return await answering(TemplateRequest, TemplateReply, answer)(data, headers)
+        return await answering(self._cluster, TemplateRequest, TemplateReply, answer)(data, headers)
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
         """Give an agent the spec of a pod that was placed on its node."""
@@ -344,11 +351,17 @@ async def fold_report(
     before the report is acked. StoreBusy and NoSpace when it has to be tried later.
     """
     owner = owner_of(OrderId(report.order))
+    has_caught_up = False
     while True:
         value = await cluster.by_uid(owner)
         changed = fold.fold(orders_of(value), report, now)
         if value is None or changed is None:
-            return None
+            if has_caught_up:
+                return None
+            # The order may be one of another operator that is not seen here yet.
+            await cluster.catch_up()
+            has_caught_up = True
+            continue
         status: Any = replace(value.status, orders=changed)
         new: Any = replace(value, status=status)
         try:
@@ -356,7 +369,8 @@ async def fold_report(
         except StoreBusy:
             raise
         except Conflict:
-            continue
+            await cluster.catch_up()
+            has_caught_up = True
         except NotFound:
             return None
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from snapshot_operator.ports import Cluster
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import SnapbackError, failure_of
 
@@ -19,13 +20,20 @@ Endpoint = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 
 
 def answering(
-    request_type: type[_T], reply_type: type[Any], handler: Callable[[_T], Awaitable[Any]]
+    cluster: Cluster,
+    request_type: type[_T],
+    reply_type: type[Any],
+    handler: Callable[[_T], Awaitable[Any]],
 ) -> Endpoint:
-    """Make the endpoint of a handler; what the handler raises becomes the reply's `failure`."""
+    """Make the endpoint of a handler, which sees all that was written before it was asked.
+
+    What the handler raises becomes the reply's `failure`.
+    """
 
     async def answer(data: bytes, _headers: Mapping[str, str]) -> bytes:
         try:
             request = decode_json(data, request_type, limit=MAX_REQUEST_BYTES)
+            await cluster.catch_up()
             return encode_json(await handler(request))
         except SnapbackError as error:
             return encode_json(reply_type(failure=error.to_failure()))

@@ -60,10 +60,10 @@ class Operations:
     def endpoints(self) -> dict[str, Endpoint]:
         """Give the handler of each `snap.api.<verb>`."""
         return {
-            "cordon": answering(CordonRequest, CordonReply, self.cordon),
-            "abort": answering(AbortRequest, AbortReply, self.abort),
-            "requeue": answering(RequeueRequest, RequeueReply, self.requeue),
-            "health": answering(HealthRequest, HealthReply, self.health),
+            "cordon": answering(self._cluster, CordonRequest, CordonReply, self.cordon),
+            "abort": answering(self._cluster, AbortRequest, AbortReply, self.abort),
+            "requeue": answering(self._cluster, RequeueRequest, RequeueReply, self.requeue),
+            "health": answering(self._cluster, HealthRequest, HealthReply, self.health),
         }
 
     async def cordon(self, request: CordonRequest) -> CordonReply:
@@ -81,6 +81,7 @@ class Operations:
             except StoreBusy:
                 raise
             except Conflict:
+                await self._cluster.catch_up()
                 continue
             return CordonReply(node=name, changed=wanted != node)
 
@@ -101,6 +102,7 @@ class Operations:
             except StoreBusy:
                 raise
             except Conflict:
+                await self._cluster.catch_up()
                 continue
             return AbortReply(content=content.metadata.name, capture=content.status.capture.value)
 
