@@ -81,7 +81,7 @@ class Rules:
         self._seen: dict[str, AnyObject] = {}
         self._gone: set[str] = set()
         self._held: set[Process] = set()
-        self._alone: dict[str, float] = {}
+        self._alone: dict[str, tuple[Process | None, float]] = {}
 
     def fail(self, kind: Kind, what: str) -> None:
         """Note a broken rule and end the world."""
@@ -305,7 +305,11 @@ class Rules:
             if node.agent is not None and node.agent.is_alive:
                 self._alone.pop(node.name, None)
                 continue
-            since = self._alone.setdefault(node.name, now)
+            gone, since = self._alone.setdefault(node.name, (node.agent, now))
+            if gone is not node.agent:
+                # One has lived meanwhile, for less than the time between two looks.
+                self._alone[node.name] = (node.agent, now)
+                continue
             if now - since > RETURN_S / node.machine.rate + ALONE_S:
                 self._free_of_agents(node)
 
