@@ -7,7 +7,7 @@ import json
 import msgspec
 
 from snapshot_shared.errors import NotFound
-from snapshot_shared.ids import check_node
+from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, AnyObject
 from snapshotctl.domain import formats, queue
 from snapshotctl.domain.exits import WrongArguments
@@ -16,18 +16,17 @@ from snapshotctl.ports import OnCall, Screen
 
 
 async def orders(
-    operator: OnCall, screen: Screen, node: str | None, *, now: float, answered: bool
+    operator: OnCall, screen: Screen, node: NodeName | None, *, now: float, answered: bool
 ) -> None:
     """Show what is queued for each service, of one node or of all."""
-    where = check_node(node) if node else None
     found = queue.lines(
-        await operator.queued(where),
+        await operator.queued(node),
         [
             own
             for own in queue.owned_orders(await _owners(operator))
             if node in (None, own.item.node)
         ],
-        await operator.progress_now(where),
+        await operator.progress_now(node),
         now,
         answered=answered,
     )
@@ -43,7 +42,6 @@ async def orders(
 
 async def show_order(operator: OnCall, screen: Screen, order: str, *, now: float) -> None:
     """Show the whole life of one order. NotFound."""
-    order = queue.order_id(order)
     messages = [m for m in await operator.queued(None) if m.subject.endswith(f".{order}")]
     progress = [p for p in await operator.progress_now(None) if p.order == order]
     found = queue.life(
@@ -83,9 +81,9 @@ async def _owners(operator: OnCall) -> list[AnyObject]:
     return [*contents, *await operator.all_of(KINDS["Pod"], None)]
 
 
-async def dead(operator: OnCall, screen: Screen, node: str | None, *, now: float) -> None:
+async def dead(operator: OnCall, screen: Screen, node: NodeName | None, *, now: float) -> None:
     """List the dead letters of one node or of all."""
-    found = await operator.letters(check_node(node) if node else None)
+    found = await operator.letters(node)
     if not screen.wants_table:
         screen.value([queue.shown_letter(letter) for letter in found])
     elif found:
