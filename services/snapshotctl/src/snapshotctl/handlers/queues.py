@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import msgspec
 
 from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, AnyObject
+from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain import formats, queue
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.domain.queue import Letter
+from snapshotctl.domain.queue import Letter, Moving, Owned
 from snapshotctl.ports import OnCall, Screen
+
+MAX_TRACES = 32
+"""How many traces are read for the steps of orders; the others are shown as accepted."""
 
 
 async def orders(
     operator: OnCall, screen: Screen, node: NodeName | None, *, now: float, answered: bool
 ) -> None:
     """Show what is queued for each service, of one node or of all."""
+    everything = queue.owned_orders(await _owners(operator))
+    owned = [own for own in everything if node in (None, own.item.node)]
     found = queue.lines(
         await operator.queued(node),
-        [
-            own
-            for own in queue.owned_orders(await _owners(operator))
-            if node in (None, own.item.node)
-        ],
-        await operator.progress_now(node),
+        owned,
+        await _moving(operator, owned),
         now,
         answered=answered,
     )
@@ -43,13 +46,14 @@ async def orders(
 async def show_order(operator: OnCall, screen: Screen, order: str, *, now: float) -> None:
     """Show the whole life of one order. NotFound."""
     messages = [m for m in await operator.queued(None) if m.subject.endswith(f".{order}")]
-    progress = [p for p in await operator.progress_now(None) if p.order == order]
+    everything = queue.owned_orders(await _owners(operator))
+    owned = [own for own in everything if own.item.order == order]
     found = queue.life(
         order,
         messages[-1] if messages else None,
-        queue.owned_orders(await _owners(operator)),
+        owned,
         await operator.reports_of(order),
-        progress[-1] if progress else None,
+        await _moving(operator, owned),
         await operator.letters(None),
         now,
     )
@@ -74,6 +78,14 @@ async def show_order(operator: OnCall, screen: Screen, order: str, *, now: float
             screen.line(f"  {line}")
     screen.line()
     screen.table(queue.table_of_reports(found.reports))
+
+
+async def _moving(operator: OnCall, owned: Sequence[Owned]) -> Moving:
+    """Find out at which step each of these orders is."""
+    spans: list[SpanRecord] = []
+    for trace_id in queue.traces(owned)[:MAX_TRACES]:
+        spans += await operator.spans(trace_id)
+    return queue.moving(await operator.progress_now(None), owned, spans)
 
 
 async def _owners(operator: OnCall) -> list[AnyObject]:
