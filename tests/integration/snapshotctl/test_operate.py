@@ -283,7 +283,9 @@ def test_the_doctor_finds_nothing_wrong_with_a_cluster_that_is_well(running: Cli
 def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
     _kill(one_node, "node-1-gms")
     _publish_as_operator(one_node, "snap.order.node-1.agent.nonsense", b"noise")
-    _letters(one_node)
+    [letter] = _letters(one_node)
+    refused = one_node.run("dead", "requeue", str(letter["number"]))
+    assert (refused.code, "which names no order" in refused.err) == (4, True)
     one_node.ok("cordon", "node-1")
     ill = one_node.run("doctor")
     assert ill.code == 1

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from snapshot_shared.errors import NotFound
+from snapshot_shared.errors import NotEligible, NotFound
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, AnyObject
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain import formats, queue
-from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.queue import Letter, Moving, Owned
 from snapshotctl.ports import OnCall, Screen
 
@@ -130,7 +129,7 @@ async def requeue(operator: OnCall, screen: Screen, number: int) -> None:
     found = await _letter(operator, number)
     order = queue.order_of(found.letter.subject)
     if not order:
-        raise WrongArguments(
+        raise NotEligible(
             f"dead letter {number} came on {formats.plain(found.letter.subject)[:200]!r}, which "
             "names no order",
             next_step=f"look at it: snapshotctl dead show {number}",
