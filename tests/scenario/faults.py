@@ -62,6 +62,9 @@ class Settings(msgspec.Struct, frozen=True):
     applied: tuple[tuple[float, dict[str, Any]], ...] = ()
     deleted: tuple[tuple[float, str, str], ...] = ()
     verified: tuple[tuple[float, str, str], ...] = ()
+    aborted: tuple[tuple[float, str, str], ...] = ()
+    cordoned: tuple[tuple[float, float, str], ...] = ()
+    """When a node is cordoned, and when it is uncordoned again."""
 
     def rate(self, index: int) -> float:
         """Give the rate of the clocks of a node."""
@@ -112,6 +115,8 @@ def settings_of(seed: int) -> Settings:
         applied=tuple(applied),
         deleted=tuple(deleted),
         verified=tuple(_verifications(seed, names)),
+        aborted=tuple(_aborts(seed, names)),
+        cordoned=tuple(_cordons(seed, nodes)),
     )
 
 
@@ -121,6 +126,21 @@ def _builds(seed: int, nodes: int) -> tuple[str, ...]:
     if rng.random() < 0.6:
         return ("current",)
     return tuple(rng.choice(("current", "older", "newer", "newer", "next")) for _ in range(nodes))
+
+
+def _aborts(seed: int, names: list[str]) -> Iterator[tuple[float, str, str]]:
+    rng = random.Random(f"aborts {seed}")
+    for name in names:
+        if rng.random() < 0.2:
+            yield rng.random() * 20, rng.choice(("DynamoCheckpoint", "Snapshot")), name
+
+
+def _cordons(seed: int, nodes: int) -> Iterator[tuple[float, float, str]]:
+    rng = random.Random(f"cordons {seed}")
+    for index in range(nodes):
+        if rng.random() < 0.15:
+            begin = rng.random() * 30
+            yield begin, begin + rng.random() * 20, f"node-{index}"
 
 
 def _verifications(seed: int, names: list[str]) -> Iterator[tuple[float, str, str]]:

@@ -123,6 +123,16 @@ def test_a_memory_service_killed_at_any_moment_of_a_capture_breaks_no_rule(momen
     assert world.run() == []
 
 
+@pytest.mark.parametrize("moment", range(1000, 1320, 8))
+def test_a_capture_that_is_aborted_at_any_moment_breaks_no_rule(moment: int) -> None:
+    aborts = ((moment / 1000, "DynamoCheckpoint", "a"),)
+    world = World(1, msgspec.structs.replace(CALM, aborted=aborts), [])
+    assert world.run() == []
+    (answer,) = [note for note in world.notes if "abort DynamoCheckpoint a" in note]
+    is_aborted = answer.split(": ")[1] in ("Pending", "Preparing", "Staging", "Sealing")
+    assert world.rules.captures == (not is_aborted)
+
+
 @pytest.mark.parametrize("gap", range(2, 12, 3))
 @pytest.mark.parametrize("nth", range(20, 60, 10))
 def test_a_disk_without_room_for_two_of_the_writes_of_a_capture_breaks_no_rule(

@@ -24,8 +24,12 @@ from snapshot_operator.main import _serve as serve_operator
 from snapshot_operator.ports import Change
 from snapshot_shared import subjects
 from snapshot_shared.api import (
+    AbortReply,
+    AbortRequest,
     ApplyReply,
     ApplyRequest,
+    CordonReply,
+    CordonRequest,
     DeleteReply,
     DeleteRequest,
     VerifyReply,
@@ -238,6 +242,21 @@ class World:
         reply = await self.ask_for("verify", request, VerifyReply)
         self.note(f"verify {kind} {name}: {reply.failure or reply.verification}")
 
+    async def abort(self, kind: str, name: str) -> None:
+        """Ask for a capture to be ended."""
+        request = AbortRequest(kind=kind, namespace="default", name=name, by="people@desk")
+        reply = await self.ask_for("abort", request, AbortReply)
+        self.note(f"abort {kind} {name}: {reply.failure or reply.capture}")
+
+    async def cordon(self, node: str, *, unschedulable: bool) -> None:
+        """Let nothing new begin on a node, or let it again; until the operator has done it."""
+        request = CordonRequest(node=node, unschedulable=unschedulable)
+        reply = await self.ask_for("cordon", request, CordonReply)
+        while reply.failure is not None and reply.failure.reason != "NotFound":
+            await asyncio.sleep(1.0)
+            reply = await self.ask_for("cordon", request, CordonReply)
+        self.note(f"cordon {node} {unschedulable}: {reply.failure or reply.changed}")
+
     # The run.
 
     def run(self) -> list[str]:
@@ -274,6 +293,11 @@ class World:
                 self.ask_to_delete(at, kind, name)
             for at, kind, name in self.settings.verified:
                 self._later(at, lambda k=kind, n=name: self.verify(k, n))
+            for at, kind, name in self.settings.aborted:
+                self._later(at, lambda k=kind, n=name: self.abort(k, n))
+            for begin, end, node in self.settings.cordoned:
+                self._later(begin, lambda n=node: self.cordon(n, unschedulable=True))
+                self._later(end, lambda n=node: self.cordon(n, unschedulable=False))
             for fault in self.faults:
                 self.loop.in_world(fault.at, act, self, fault)
             await self._until(self.settings.fault_s)

@@ -19,7 +19,7 @@ from snapshot_shared.permissions import User
 from snapshotctl.adapters import processes
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain.cluster import ProcessRecord
-from tests.integration.snapshotctl.conftest import EXAMPLES, Cli
+from tests.integration.snapshotctl.conftest import EXAMPLES, Cli, interrupt
 
 CHECKPOINT = "dynamocheckpoint/demo-llm"
 POD = """\
@@ -126,7 +126,7 @@ def test_an_order_is_shown_with_its_whole_life(running: Cli) -> None:
 def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: Cli) -> None:
     one_node.ok("sim", "stall", "node-1", "--at", "copy-state")
     one_node.ok("apply", "-f", "-", stdin=_checkpoint())
-    _until_ordered(one_node, "dump")
+    _until(one_node, "dump", "working: copy-state")
     ended = one_node.ok("abort", "demo-llm", "--timeout", "60s")
     assert " Aborted: the capture was aborted by " in ended.out
     checkpoint = one_node.ok("get", CHECKPOINT, "-o", "json").value()
@@ -140,12 +140,23 @@ def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: C
     assert list((one_node.state() / "artifacts").rglob("part.json")) == []
 
 
-def _until_ordered(cli: Cli, verb: str) -> None:
-    """Return when an order of a verb is under way."""
+def _until(cli: Cli, verb: str, state: str) -> None:
+    """Return when an order of a verb stands somewhere."""
     for _ in range(100):
-        if any(line["verb"] == verb for line in _orders(cli)):
+        if any((line["verb"], line["state"]) == (verb, state) for line in _orders(cli)):
             return
-    pytest.fail(f"no {verb} was ordered: {cli.ok('orders', '--all').out}")
+    pytest.fail(f"no {verb} is {state}: {cli.ok('orders', '--all').out}")
+
+
+def test_waiting_for_an_abort_can_be_interrupted(one_node: Cli) -> None:
+    one_node.ok("sim", "stall", "node-1", "--at", "copy-state")
+    one_node.ok("apply", "-f", "-", stdin=_checkpoint())
+    _until(one_node, "dump", "working: copy-state")
+    _kill(one_node, "node-1-agent")
+    waiting = one_node.start("abort", "demo-llm", "--timeout", "60s")
+    _until(one_node, "abort", "queued")
+    ended = interrupt(waiting)
+    assert (ended.code, ended.err) == (130, "interrupted\n")
 
 
 def test_a_committed_capture_is_not_aborted(one_node: Cli) -> None:
@@ -272,7 +283,9 @@ def test_the_doctor_finds_nothing_wrong_with_a_cluster_that_is_well(running: Cli
 def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
     _kill(one_node, "node-1-gms")
     _publish_as_operator(one_node, "snap.order.node-1.agent.nonsense", b"noise")
-    _letters(one_node)
+    [letter] = _letters(one_node)
+    refused = one_node.run("dead", "requeue", str(letter["number"]))
+    assert (refused.code, "which names no order" in refused.err) == (4, True)
     one_node.ok("cordon", "node-1")
     ill = one_node.run("doctor")
     assert ill.code == 1

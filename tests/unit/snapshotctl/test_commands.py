@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,40 @@ def test_a_schema_is_printed_without_a_server(
     assert {"dump_order.v1", "report.v1", "pod.v1"} <= set(json.loads(capsys.readouterr().out))
     assert _run(monkeypatch, "schema") == Exit.OK
     assert "\ndump_order.v1 " in capsys.readouterr().out
+
+
+def test_the_doctor_tells_of_a_server_that_is_not_there_and_of_credentials_that_are_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert _run(monkeypatch, "doctor") == Exit.FAILED
+    out = capsys.readouterr().out
+    assert "fail  connection: no server was named" in out
+    assert "snapshotctl up" in out
+    assert _run(monkeypatch, "doctor", "--server", "u:pw@127.0.0.1:1") == Exit.FAILED
+    out = capsys.readouterr().out
+    assert "fail  connection: cannot reach nats://127.0.0.1:1 (from --server)" in out
+    assert "pw" not in out
+    monkeypatch.setenv("NATS_NKEY", str(tmp_path / "missing.nk"))
+    assert _run(monkeypatch, "doctor", "--server", "127.0.0.1:1", "-o", "json") == Exit.FAILED
+    [trouble] = [f for f in json.loads(capsys.readouterr().out) if f["level"] == "fail"]
+    assert "missing.nk cannot be read" in trouble["what"]
+
+
+def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-tell")
+    path = tmp_path / "x.tar.gz"
+    assert _run(monkeypatch, "bundle", "-o", str(path), "-o", "json") == Exit.OK
+    told = json.loads(capsys.readouterr().out)
+    assert [found["what"] for found in told["missing"]] == ["everything of the cluster"]
+    with tarfile.open(path) as archive:
+        names = {entry.name for entry in archive.getmembers()}
+        settings = archive.extractfile("x/settings.json")
+        assert settings is not None
+        assert json.load(settings)["SNAPBACK_SECRET_TOKEN"] == "<redacted>"
+    assert names == {f"x/{member['name']}" for member in told["members"]}
+    assert {"x/README.txt", "x/versions.json", "x/doctor.txt"} <= names
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -232,6 +267,11 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["bundle", "-o", "cluster.yaml"], "ends with .tar.gz"),
         (["bundle", "--reports", "-1"], "snapshotctl bundle -o report.tar.gz"),
         (["completion", "tcsh"], "'fish'"),
+        (["cordon", "Node_1"], "'Node_1' must match"),
+        (["orders", "Node_1"], "'Node_1' must match"),
+        (["dead", "ls", "Node_1"], "'Node_1' must match"),
+        (["orders", "show", "dump-me"], "<verb>-<uid>"),
+        (["doctor", "--server", "http://x"], "nats://127.0.0.1:4222"),
         (["schema", "repot"], "did you mean report?"),
         (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
         (["get", "pods", "--server", "a:1,u:pw@b:x"], "'b:x' is not the address"),

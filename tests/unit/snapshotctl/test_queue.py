@@ -13,6 +13,8 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects import OrderStatus, Pod
 from snapshot_shared.orders import DeadLetter, Progress, Report, StepTime
+from snapshot_shared.spans import SpanRecord, order_context
+from snapshot_shared.steps import STEPS
 from snapshotctl.domain import queue
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.queue import Letter, Owned, Queued
@@ -72,47 +74,107 @@ def final(kind: Any, **fields: Any) -> OrderStatus:
 
 
 @pytest.mark.parametrize(
-    ("item", "on_stream", "moving", "state"),
+    ("item", "on_stream", "step", "state"),
     [
-        (ITEM, message(), None, "queued"),
-        (ITEM, None, None, "not on the stream"),
-        (ITEM, message(b'{"attempt": 1}'), None, "not on the stream"),
-        (ITEM, message(b"\xff"), None, "not on the stream"),
-        (replace(ITEM, deadline=99.0), message(), None, "queued, late"),
-        (replace(ITEM, state="accepted"), message(), None, "accepted"),
-        (replace(ITEM, state="leased"), None, None, "accepted"),
-        (replace(ITEM, state="accepted"), message(), progress(), "working: copy-state 25%"),
-        (replace(ITEM, state="accepted"), message(), progress(total=0), "working: copy-state"),
-        (final("started"), None, progress(), "answered: started"),
-        (final("failed", failure=FAILURE), None, None, "answered: failed (SpawnFailed)"),
-        (replace(ITEM, state="lost"), None, None, "answered: lost"),
+        (ITEM, message(), "", "queued"),
+        (ITEM, None, "", "not on the stream"),
+        (ITEM, message(b'{"attempt": 1}'), "", "not on the stream"),
+        (ITEM, message(b"\xff"), "", "not on the stream"),
+        (replace(ITEM, deadline=99.0), message(), "", "queued, late"),
+        (replace(ITEM, state="accepted"), message(), "", "accepted"),
+        (replace(ITEM, state="leased"), None, "", "accepted"),
+        (replace(ITEM, state="accepted"), message(), "spawn", "working: spawn"),
+        (replace(ITEM, state="accepted", deadline=99.0), None, "spawn", "working: spawn, late"),
+        (final("started"), None, "spawn", "answered: started"),
+        (final("failed", failure=FAILURE), None, "", "answered: failed (SpawnFailed)"),
+        (replace(ITEM, state="lost"), None, "", "answered: lost"),
     ],
 )
-def test_an_order_stands_where_its_three_sources_say(
-    item: OrderStatus, on_stream: Queued | None, moving: Progress | None, state: str
+def test_an_order_stands_where_its_sources_say(
+    item: OrderStatus, on_stream: Queued | None, step: str, state: str
 ) -> None:
-    assert queue.state_of(item, on_stream, moving, NOW) == state
+    assert queue.state_of(item, on_stream, step, NOW) == state
+
+
+TRACE = "a" * 32
+TRACED = replace(
+    ITEM,
+    order=f"dump-{UID}",
+    verb="dump",
+    state="accepted",
+    payload={"traceparent": f"00-{TRACE}-{'b' * 16}-01"},
+)
+
+
+def span(name: str, attempt: int = 2) -> SpanRecord:
+    parent = order_context(TRACED.payload["traceparent"], TRACED.order, attempt)
+    assert parent is not None
+    return SpanRecord(
+        trace_id=TRACE,
+        span_id="c" * 16,
+        parent_id=parent.span_id,
+        name=name,
+        service="snap-agent",
+        node="node.1",
+        start_ns=1,
+        end_ns=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spans", "told", "step"),
+    [
+        ([], [], None),
+        ([span("freeze")], [], "copy-state"),
+        ([span("freeze"), span("copy-state")], [], "thaw"),
+        ([span("freeze", attempt=1)], [], None),
+        ([span(name) for name in STEPS["dump"]], [], None),
+        ([], [replace(progress(), order=TRACED.order)], "copy-state 25%"),
+        ([span("freeze")], [replace(progress(), order=TRACED.order)], "copy-state 25%"),
+        ([], [replace(progress(total=0), order=TRACED.order)], "copy-state"),
+        # What is told of bytes may be of a step that is over.
+        (
+            [span("freeze"), span("copy-state")],
+            [replace(progress(), order=TRACED.order)],
+            "thaw",
+        ),
+        ([], [replace(progress(attempt=1), order=TRACED.order)], None),
+    ],
+)
+def test_the_step_of_an_order_follows_the_last_that_ended_or_is_the_one_that_moves_bytes(
+    spans: list[SpanRecord], told: list[Progress], step: str | None
+) -> None:
+    found = queue.moving(told, [Owned(pod(), TRACED)], spans)
+    assert found.get((TRACED.order, 2)) == step
+
+
+def test_only_the_traces_of_orders_at_work_are_read() -> None:
+    queued, done = replace(TRACED, state="ordered"), replace(TRACED, state="lost")
+    bare = replace(TRACED, payload=None)
+    owned = [Owned(pod(), item) for item in (TRACED, TRACED, queued, done, bare)]
+    assert queue.traces(owned) == [TRACE]
+    assert queue.traces(owned[2:]) == []
 
 
 def test_the_queue_shows_what_is_open_and_on_demand_what_was_answered() -> None:
     other = replace(final("started"), order=f"stop-{UID}", verb="stop")
     owned = queue.owned_orders([pod(ITEM, other)])
-    open_ = queue.lines([message()], owned, [], NOW, answered=False)
+    open_ = queue.lines([message()], owned, {}, NOW, answered=False)
     assert [(line.order, line.owner, line.state) for line in open_] == [(ORDER, "pod/w", "queued")]
-    everything = queue.lines([message()], owned, [], NOW, answered=True)
+    everything = queue.lines([message()], owned, {}, NOW, answered=True)
     assert [line.verb for line in everything] == ["run", "stop"]
     assert queue.table_of_lines(open_, NOW).rows[0][-1] == "60s"
 
 
 def test_progress_of_another_attempt_says_nothing_about_this_one() -> None:
     owned = queue.owned_orders([pod(replace(ITEM, state="accepted"))])
-    [line] = queue.lines([], owned, [progress(attempt=1)], NOW, answered=False)
+    [line] = queue.lines([], owned, {(ORDER, 1): "spawn"}, NOW, answered=False)
     assert line.state == "accepted"
 
 
 def test_a_message_that_no_object_asks_for_is_shown_as_such() -> None:
     strange = Queued("snap.order.node_1.agent.noise\x1b", 9, 90.0, b"\xff{")
-    [line] = queue.lines([strange], [], [], NOW, answered=False)
+    [line] = queue.lines([strange], [], {}, NOW, answered=False)
     assert (line.node, line.state, line.owner, line.attempt) == ("node.1", "not wanted", "-", 0)
     assert "\x1b" not in "".join(queue.table_of_lines([line], NOW).rows[0])
 
@@ -124,7 +186,7 @@ def test_the_life_of_an_order_has_each_report_once_and_in_order() -> None:
     ]
     letters = [Letter(3, letter()), Letter(4, letter("snap.order.a.agent.b"))]
     owned = [Owned(pod(), ITEM), Owned(pod(), replace(ITEM, attempt=1))]
-    found = queue.life(ORDER, message(), owned, [*told, *told], None, letters, NOW)
+    found = queue.life(ORDER, message(), owned, [*told, *told], {}, letters, NOW)
     assert found is not None
     assert [r.kind for r in found.reports] == ["accepted", "started"]
     assert (found.attempt, found.sequence, found.letters) == (2, 7, [3])
@@ -145,7 +207,7 @@ def test_an_order_lives_on_in_its_reports_when_its_object_is_gone() -> None:
     )
     assert found is not None
     assert (found.state, found.owner) == ("answered: started, its object is gone", "-")
-    assert queue.life(ORDER, None, [], [], None, [], NOW) is None
+    assert queue.life(ORDER, None, [], [], {}, [], NOW) is None
 
 
 def letter(subject: str | None = None, payload: bytes = b"\x00noise") -> DeadLetter:

@@ -56,6 +56,15 @@ def _shown(table: Table) -> dict[str, str]:
             {"PHASE": "Ready (ArtifactCorrupt)"},
         ),
         (
+            "DynamoCheckpoint",
+            {"identity": IDENTITY, "job": {"podTemplateSpec": {"spec": POD_SPEC}}},
+            {
+                "phase": "Failed",
+                "conditions": [{"type": "Ready", "status": "False", "reason": "Aborted"}],
+            },
+            {"PHASE": "Failed (Aborted)"},
+        ),
+        (
             "SnapshotContent",
             CONTENT,
             {"capture": "Ready", "conditions": [QUARANTINED]},

@@ -43,7 +43,7 @@ def write(path: Path, members: Sequence[Member], *, now: float) -> int:
             ) from error
         raise WrongArguments(
             f"{path} cannot be written: {error.strerror or error}",
-            next_step="name a file in a folder that you may write to, with --output",
+            next_step="name a file in a folder that you may write to, with -o",
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

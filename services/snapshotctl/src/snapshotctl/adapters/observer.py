@@ -36,6 +36,7 @@ from snapshotctl.adapters.local_cluster import nats_server_binary
 from snapshotctl.adapters.operator_client import OperatorClient, connected, stored_at
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.doctor import ClusterSeen, LocalSeen, NodeSeen, Observed, Stream
+from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.servers import Server, endpoints, shown
 
 STATUS_S = 2.0
@@ -67,7 +68,10 @@ async def observe(folders: Folders, server: str | None, cluster: str | None) -> 
         found = folders.find_server(server, cluster)
         async with connected(found) as client:
             seen = await _cluster(client, found)
-    except BusUnavailable as error:
+    except WrongArguments:
+        raise
+    except (BusUnavailable, InvalidInput) as error:
+        # Credentials that cannot be used are a trouble like any other.
         unreachable = error.to_failure()
     return Observed(machine.now(), VERSION, _local(folders, found), unreachable, seen)
 

@@ -5,7 +5,7 @@ Three sources are put together: the stream of orders, the objects that own them,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +15,8 @@ from snapshot_shared.errors import InvalidName
 from snapshot_shared.ids import check_order_id
 from snapshot_shared.objects import AnyObject, OrderStatus, SnapshotContent, kind_of
 from snapshot_shared.orders import DeadLetter, Progress, Report
+from snapshot_shared.spans import SpanRecord, order_context, parse_traceparent
+from snapshot_shared.steps import STEPS
 from snapshotctl.domain import formats
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.rows import Table
@@ -34,6 +36,10 @@ class Owned(NamedTuple):
 
     owner: AnyObject
     item: OrderStatus
+
+
+Moving = Mapping[tuple[str, int], str]
+"""The step at which an order is, and how much of it is done, by (order, attempt)."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,14 +77,13 @@ def owner_name(owner: AnyObject) -> str:
 def lines(
     queued: Sequence[Queued],
     owned: Sequence[Owned],
-    progress: Iterable[Progress],
+    moving: Moving,
     now: float,
     *,
     answered: bool,
 ) -> list[Line]:
     """List what is on its way for each service, oldest first; with `answered` what ended, too."""
     on_stream = {message.subject.rpartition(".")[2]: message for message in queued}
-    moving = {(found.order, found.attempt): found for found in progress}
     found: list[Line] = []
     known: set[str] = set()
     for owner, item in owned:
@@ -93,7 +98,7 @@ def lines(
                     verb=item.verb,
                     attempt=item.attempt,
                     owner=owner_name(owner),
-                    state=state_of(item, message, moving.get((item.order, item.attempt)), now),
+                    state=state_of(item, message, moving.get((item.order, item.attempt), ""), now),
                     at=item.ordered_at,
                 )
             )
@@ -106,21 +111,56 @@ def is_answered(item: OrderStatus) -> bool:
     return item.final is not None or item.state == "lost"
 
 
-def state_of(
-    item: OrderStatus, message: Queued | None, progress: Progress | None, now: float
-) -> str:
+def moving(
+    progress: Iterable[Progress], owned: Sequence[Owned], spans: Iterable[SpanRecord]
+) -> Moving:
+    """Say at which step each order is, by (order, attempt).
+
+    Bytes that move are told as they do. Of the other steps only the end is known, by its span: the
+    order is at the one that follows the last that ended.
+    """
+    ended: dict[str, set[str]] = {}
+    for span in spans:
+        ended.setdefault(span.parent_id, set()).add(span.name)
+    found: dict[tuple[str, int], str] = {}
+    for _, item in owned:
+        context = order_context(_trace(item), item.order, item.attempt)
+        over = ended.get(context.span_id, set()) if context else set()
+        left = [step for step in STEPS.get(item.verb, ()) if step not in over]
+        if over and left:
+            found[item.order, item.attempt] = left[0]
+    for told in progress:
+        share = f" {100 * told.done // told.total}%" if told.total else ""
+        key = (told.order, told.attempt)
+        if found.get(key, told.step) == told.step:
+            found[key] = told.step + share
+    return found
+
+
+def traces(owned: Sequence[Owned]) -> list[str]:
+    """Give the traces of the orders that a service works on now."""
+    working = [item for _, item in owned if not is_answered(item) and item.state != "ordered"]
+    contexts = (parse_traceparent(_trace(item)) for item in working)
+    return sorted({context.trace_id for context in contexts if context is not None})
+
+
+def _trace(item: OrderStatus) -> str:
+    payload = item.payload if isinstance(item.payload, dict) else {}
+    return str(payload.get("traceparent", ""))
+
+
+def state_of(item: OrderStatus, message: Queued | None, step: str, now: float) -> str:
     """Say in words where an order stands: queued, accepted, working, or answered, and how."""
     if is_answered(item):
         failure = item.final.failure if item.final else None
         return f"answered: {item.state}" + (f" ({failure.reason})" if failure else "")
     late = "" if now < item.deadline else ", late"
-    if item.state == "ordered" and progress is None:
+    if step:
+        return f"working: {step}{late}"
+    if item.state == "ordered":
         is_there = message is not None and _attempt(message.payload) == item.attempt
         return ("queued" if is_there else "not on the stream") + late
-    if progress is None:
-        return "accepted" + late
-    share = f" {100 * progress.done // progress.total}%" if progress.total else ""
-    return f"working: {progress.step}{share}{late}"
+    return "accepted" + late
 
 
 def _unwanted(message: Queued) -> Line:
@@ -186,7 +226,6 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     sequence: int | None
     payload: Any
     reports: list[Report]
-    progress: Progress | None
     letters: list[int]
 
 
@@ -195,7 +234,7 @@ def life(
     queued: Queued | None,
     owned: Sequence[Owned],
     reports: Sequence[Report],
-    progress: Progress | None,
+    steps: Moving,
     letters: Sequence[Letter],
     now: float,
 ) -> Life | None:
@@ -206,7 +245,8 @@ def life(
     told.sort(key=lambda report: (report.attempt, report.n))
     if mine:
         owner, item = max(mine, key=lambda found: found.item.attempt)
-        state, payload = state_of(item, queued, progress, now), item.payload
+        step = steps.get((item.order, item.attempt), "")
+        state, payload = state_of(item, queued, step, now), item.payload
         node, service, attempt = item.node, str(item.service), item.attempt
         name = owner_name(owner)
     elif queued is not None:
@@ -229,7 +269,6 @@ def life(
         sequence=queued.sequence if queued else None,
         payload=payload,
         reports=told,
-        progress=progress,
         letters=numbers,
     )
 

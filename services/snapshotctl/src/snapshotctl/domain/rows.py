@@ -73,8 +73,10 @@ def _checkpoint(item: DynamoCheckpoint) -> tuple[str, ...]:
     status = item.status
     size = formats.size(status.bytes) if status.bytes else "-"
     ready = condition(status.conditions, "Ready")
-    is_doubted = status.phase == "Ready" and ready is not None and ready.status == "False"
-    phase = f"Ready ({ready.reason})" if is_doubted and ready else status.phase
+    # Why it failed, or why what was captured may not be used.
+    is_ended = status.phase in ("Ready", "Failed")
+    why = ready.reason if is_ended and ready is not None and ready.status == "False" else ""
+    phase = f"{status.phase} ({why})" if why else status.phase
     return (phase, item.spec.identity.model, status.snapshot_name or "-", size)
 
 

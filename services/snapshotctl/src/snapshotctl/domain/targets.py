@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from snapshot_shared.errors import InvalidName, NotFound
-from snapshot_shared.ids import check_label, check_name
+from snapshot_shared.ids import NodeName, check_label, check_name
 from snapshot_shared.objects import KINDS, Kind, find_kind
 from snapshotctl.domain.exits import WrongArguments
 
@@ -129,6 +129,11 @@ def aborted(name: str, namespace: str) -> list[Target]:
         return [found]
     kinds = (KINDS[kind] for kind in _VERIFIABLE)
     return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
+
+
+def node_named(text: str) -> NodeName:
+    """Return the name of a node. WrongArguments when it cannot be one."""
+    return NodeName(checked_name(text))
 
 
 def checked_name(name: str) -> str:

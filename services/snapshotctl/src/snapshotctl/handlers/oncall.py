@@ -9,7 +9,7 @@ import msgspec
 
 from snapshot_shared.api import AbortReply
 from snapshot_shared.errors import NotFound, RemoteFailure
-from snapshot_shared.ids import check_node
+from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, AnyObject, SnapshotContent
 from snapshot_shared.transitions import Capture
 from snapshotctl.domain.exits import NeverTrue
@@ -19,9 +19,9 @@ from snapshotctl.handlers.watching import until
 from snapshotctl.ports import OnCall, Screen
 
 
-async def cordon(operator: OnCall, screen: Screen, node: str, *, unschedulable: bool) -> None:
+async def cordon(operator: OnCall, screen: Screen, node: NodeName, *, unschedulable: bool) -> None:
     """Let nothing new begin on a node, or let it again. NotFound."""
-    reply = await operator.cordon(check_node(node), unschedulable=unschedulable)
+    reply = await operator.cordon(node, unschedulable=unschedulable)
     if not screen.wants_table:
         value = {"node": node, "unschedulable": unschedulable, "changed": reply.changed}
         screen.value(value)

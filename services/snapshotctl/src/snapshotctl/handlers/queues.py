@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import msgspec
 
-from snapshot_shared.errors import NotFound
-from snapshot_shared.ids import check_node
+from snapshot_shared.errors import NotEligible, NotFound
+from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, AnyObject
+from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain import formats, queue
-from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.domain.queue import Letter
+from snapshotctl.domain.queue import Letter, Moving, Owned
 from snapshotctl.ports import OnCall, Screen
+
+MAX_TRACES = 32
+"""How many traces are read for the steps of orders; the others are shown as accepted."""
 
 
 async def orders(
-    operator: OnCall, screen: Screen, node: str | None, *, now: float, answered: bool
+    operator: OnCall, screen: Screen, node: NodeName | None, *, now: float, answered: bool
 ) -> None:
     """Show what is queued for each service, of one node or of all."""
-    where = check_node(node) if node else None
+    everything = queue.owned_orders(await _owners(operator))
+    owned = [own for own in everything if node in (None, own.item.node)]
     found = queue.lines(
-        await operator.queued(where),
-        [
-            own
-            for own in queue.owned_orders(await _owners(operator))
-            if node in (None, own.item.node)
-        ],
-        await operator.progress_now(where),
+        await operator.queued(node),
+        owned,
+        await _moving(operator, owned),
         now,
         answered=answered,
     )
@@ -43,15 +44,15 @@ async def orders(
 
 async def show_order(operator: OnCall, screen: Screen, order: str, *, now: float) -> None:
     """Show the whole life of one order. NotFound."""
-    order = queue.order_id(order)
     messages = [m for m in await operator.queued(None) if m.subject.endswith(f".{order}")]
-    progress = [p for p in await operator.progress_now(None) if p.order == order]
+    everything = queue.owned_orders(await _owners(operator))
+    owned = [own for own in everything if own.item.order == order]
     found = queue.life(
         order,
         messages[-1] if messages else None,
-        queue.owned_orders(await _owners(operator)),
+        owned,
         await operator.reports([order]),
-        progress[-1] if progress else None,
+        await _moving(operator, owned),
         await operator.letters(None),
         now,
     )
@@ -78,14 +79,22 @@ async def show_order(operator: OnCall, screen: Screen, order: str, *, now: float
     screen.table(queue.table_of_reports(found.reports))
 
 
+async def _moving(operator: OnCall, owned: Sequence[Owned]) -> Moving:
+    """Find out at which step each of these orders is."""
+    spans: list[SpanRecord] = []
+    for trace_id in queue.traces(owned)[:MAX_TRACES]:
+        spans += await operator.spans(trace_id)
+    return queue.moving(await operator.progress_now(None), owned, spans)
+
+
 async def _owners(operator: OnCall) -> list[AnyObject]:
     contents = await operator.all_of(KINDS["SnapshotContent"], None)
     return [*contents, *await operator.all_of(KINDS["Pod"], None)]
 
 
-async def dead(operator: OnCall, screen: Screen, node: str | None, *, now: float) -> None:
+async def dead(operator: OnCall, screen: Screen, node: NodeName | None, *, now: float) -> None:
     """List the dead letters of one node or of all."""
-    found = await operator.letters(check_node(node) if node else None)
+    found = await operator.letters(node)
     if not screen.wants_table:
         screen.value([queue.shown_letter(letter) for letter in found])
     elif found:
@@ -120,7 +129,7 @@ async def requeue(operator: OnCall, screen: Screen, number: int) -> None:
     found = await _letter(operator, number)
     order = queue.order_of(found.letter.subject)
     if not order:
-        raise WrongArguments(
+        raise NotEligible(
             f"dead letter {number} came on {formats.plain(found.letter.subject)[:200]!r}, which "
             "names no order",
             next_step=f"look at it: snapshotctl dead show {number}",

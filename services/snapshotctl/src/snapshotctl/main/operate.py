@@ -13,7 +13,7 @@ from typer.completion import get_completion_script  # type: ignore[attr-defined]
 from snapshot_shared.manifests import message_schemas
 from snapshotctl.adapters import archive, machine, observer
 from snapshotctl.domain import bundle as contents
-from snapshotctl.domain import formats, schemas, targets
+from snapshotctl.domain import formats, queue, schemas, targets
 from snapshotctl.domain.cluster import Places
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.handlers import bundling, oncall, queues
@@ -93,11 +93,12 @@ def orders(
         )
 
     async def work() -> None:
+        order = queue.order_id(found[1]) if is_one else None
+        node = targets.node_named(found[0]) if found and not is_one else None
         async with tools.operator() as operator:
-            if is_one:
-                await queues.show_order(operator, tools.screen, found[1], now=machine.now())
+            if order:
+                await queues.show_order(operator, tools.screen, order, now=machine.now())
             else:
-                node = found[0] if found else None
                 await queues.orders(
                     operator, tools.screen, node, now=machine.now(), answered=answered
                 )
@@ -111,8 +112,9 @@ def list_dead(context: typer.Context, node: MaybeNode = None) -> None:
     tools: Tools = context.obj
 
     async def work() -> None:
+        wanted = targets.node_named(node) if node else None
         async with tools.operator() as operator:
-            await queues.dead(operator, tools.screen, node, now=machine.now())
+            await queues.dead(operator, tools.screen, wanted, now=machine.now())
 
     run_work(tools, work())
 
@@ -162,8 +164,9 @@ def uncordon(context: typer.Context, node: Node) -> None:
 
 def _set_unschedulable(tools: Tools, node: str, *, unschedulable: bool) -> None:
     async def work() -> None:
+        wanted = targets.node_named(node)
         async with tools.operator() as operator:
-            await oncall.cordon(operator, tools.screen, node, unschedulable=unschedulable)
+            await oncall.cordon(operator, tools.screen, wanted, unschedulable=unschedulable)
 
     run_work(tools, work())
 
