@@ -18,11 +18,13 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
 from snapshot_agent.adapters.presence import Announcer
 from snapshot_agent.adapters.templates import OperatorTemplates
 from snapshot_agent.domain import control
 from snapshot_agent.domain.spec import Launch, Places, Surroundings
 from snapshot_agent.handlers import Agent, routes
+from snapshot_agent.handlers.inventory import Inventory
 from snapshot_agent.ports import Duty, Progress, Worker
 from snapshot_agent.ports import Machine as AgentMachine
 from snapshot_agent.ports import Process as ProcessId
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 MOUNT = Path("/sim")
 SHARED = MOUNT / "shared"
 SLOTS = 2
+INVENTORY_EVERY_S = 15.0
 AGAIN_S = 0.5
 """How long a service that ended stays away, at least, in seconds."""
 
@@ -241,6 +244,14 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     around = Surroundings(node.name, "sim", Path("/run"), Path("/"), "/bin", "/")
     agent = Agent(machine, courier, around, node.state, SLOTS)
 
+    inventory = Inventory(
+        ArtifactLibrary(SHARED),
+        OperatorInventories(bus, node.name),
+        node.name,
+        clocks.wall,
+        every_s=INVENTORY_EVERY_S,
+    )
+
     def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(
             node=node.name,
@@ -251,6 +262,8 @@ async def _agent_main(node: SimNode, process: Process) -> None:
             artifact_root=str(SHARED),
             free_bytes=root.free_bytes(),
             slots=SLOTS,
+            unknown=inventory.counts.unknown,
+            quarantined=inventory.counts.quarantined,
             at=clocks.wall(),
         )
 
@@ -261,6 +274,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         stop,
         courier.serve(),
         Announcer(bus, gpu_memory, presence, stop).run(),  # type: ignore[arg-type]
+        inventory.run(stop),
     )
 
 

@@ -16,6 +16,7 @@ from snapshot_shared.api import (
     DeleteRequest,
     GetReply,
     GetRequest,
+    InventoryReply,
     TemplateReply,
     TemplateRequest,
     VerifyReply,
@@ -32,6 +33,7 @@ REPLIES = {
     "delete": DeleteReply,
     "verify": VerifyReply,
     "template.*": TemplateReply,
+    "inventory.*": InventoryReply,
 }
 
 

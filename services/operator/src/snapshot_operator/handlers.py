@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_operator.domain import fold, quarantine
+from snapshot_operator.domain import fold, inventory, quarantine
 from snapshot_operator.domain.nodes import absences, node_absent, node_from
 from snapshot_operator.domain.ordering import template_digest
 from snapshot_operator.domain.plan import FINALIZER, orders_of
@@ -24,6 +24,8 @@ from snapshot_shared.api import (
     DeleteRequest,
     GetReply,
     GetRequest,
+    InventoryReply,
+    InventoryRequest,
     TemplateReply,
     TemplateRequest,
     VerifyReply,
@@ -45,7 +47,7 @@ from snapshot_shared.errors import (
     StoreBusy,
     failure_of,
 )
-from snapshot_shared.ids import OrderId, check_node, owner_of
+from snapshot_shared.ids import NodeName, OrderId, check_node, owner_of
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects import (
     TRACEPARENT,
@@ -66,6 +68,7 @@ log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 900 * 1024
 _T = TypeVar("_T")
+_OfNode = TypeVar("_OfNode", TemplateRequest, InventoryRequest)
 
 Endpoint = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 
@@ -73,18 +76,28 @@ Endpoint = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 class Api:
     """Answers `snap.api.*`. Every failure becomes a reply; nothing is stored by halves."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        """Use the object store."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        policy: inventory.Policy = inventory.Policy(),  # noqa: B008 - an immutable value
+    ) -> None:
+        """Use the object store. `policy` is about what artifact roots hold and nobody knows."""
         self._cluster = cluster
+        self._policy = policy
 
     def endpoints(self) -> dict[str, Endpoint]:
-        """Give the handler of each `snap.api.<verb>`; a node asks for templates by its name."""
+        """Give the handler of each `snap.api.<verb>`; what a node asks has its name in it."""
         return {
             "apply": _answering(ApplyRequest, ApplyReply, self.apply),
             "get": _answering(GetRequest, GetReply, self.get),
             "delete": _answering(DeleteRequest, DeleteReply, self.delete),
             "verify": _answering(VerifyRequest, VerifyReply, self.verify),
-            "template.*": self._template,
+            "template.*": self._of_node(
+                subjects.template, TemplateRequest, TemplateReply, self.template
+            ),
+            "inventory.*": self._of_node(
+                subjects.inventory, InventoryRequest, InventoryReply, self.inventory
+            ),
         }
 
     async def apply(self, request: ApplyRequest) -> ApplyReply:
@@ -196,15 +209,24 @@ class Api:
             raise NotEligible(f"{kind} {value.metadata.name} is being deleted")
         return found
 
-    async def _template(self, data: bytes, headers: Mapping[str, str]) -> bytes:
-        """Answer a node for its own pods only: its key lets it ask on no other's subject."""
+    def _of_node(
+        self,
+        subject: Callable[[NodeName], str],
+        request_type: type[_OfNode],
+        reply_type: type[Any],
+        handler: Callable[[_OfNode], Awaitable[Any]],
+    ) -> Endpoint:
+        """Answer a node about itself only: its key lets it ask on no other's subject."""
 
-        async def answer(request: TemplateRequest) -> TemplateReply:
-            if headers.get(ASKED) != subjects.template(check_node(request.node)):
-                raise Forbidden(f"this is not the subject on which {request.node} asks")
-            return await self.template(request)
+        async def endpoint(data: bytes, headers: Mapping[str, str]) -> bytes:
+            async def answer(request: _OfNode) -> Any:
+                if headers.get(ASKED) != subject(check_node(request.node)):
+                    raise Forbidden(f"this is not the subject on which {request.node} asks")
+                return await handler(request)
 
-        return await _answering(TemplateRequest, TemplateReply, answer)(data, headers)
+            return await _answering(request_type, reply_type, answer)(data, headers)
+
+        return endpoint
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
         """Give an agent the spec of a pod that was placed on its node."""
@@ -215,6 +237,12 @@ class Api:
             raise Forbidden(f"pod {request.name} is not placed on {request.node}")
         log.info("template %s of pod %s", template_digest(value), request.name)
         return TemplateReply(spec=msgspec.to_builtins(value.spec))
+
+    async def inventory(self, request: InventoryRequest) -> InventoryReply:
+        """Judge what an agent has listed below its artifact root. The store is read only now."""
+        found = await self._cluster.list("SnapshotContent")
+        contents = [value for value in found if isinstance(value, SnapshotContent)]
+        return inventory.reply(request.generations, contents, self._policy)
 
     async def _one(self, kind: Kind, namespace: str | None, name: str) -> AnyObject:
         space = (namespace or "default") if kind.namespaced else None

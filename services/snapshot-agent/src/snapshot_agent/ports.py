@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from snapshot_agent.domain.spec import Launch, Places
+from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.courier import Clocks
 from snapshot_shared.journal import Journal
@@ -234,6 +235,50 @@ class Generations(Protocol):
 
     async def remove(self, place: Place) -> None:
         """Remove a generation, its root manifest first. Absent is success."""
+        ...
+
+
+class Stray(NamedTuple):
+    """Something below the artifact root that is no generation, and no folder above one.
+
+    `path` has one to three names. `age_s` is how many seconds ago it last changed.
+    """
+
+    path: tuple[str, ...]
+    age_s: float
+
+
+class Listing(NamedTuple):
+    """What lies below the artifact root."""
+
+    generations: list[FoundGeneration]
+    strays: list[Stray]
+
+
+class Library(Protocol):
+    """The artifact root as a whole. Links are never followed, and nothing is ever removed."""
+
+    async def listing(self, now: float) -> Listing:
+        """List everything but what is hidden; `now` is seconds since the epoch."""
+        ...
+
+    async def set_aside(self, path: Sequence[str], label: str) -> bool:
+        """Move one entry, with its path, below `.quarantine/<label>`; False when it is gone.
+
+        ArtifactExists when something stands there already.
+        """
+        ...
+
+    async def set_aside_before(self) -> int:
+        """Count what lies in quarantine."""
+        ...
+
+
+class Inventories(Protocol):
+    """Who knows whose generations are."""
+
+    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        """Ask about generations that were listed before. BusUnavailable, NotFound."""
         ...
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import (
     RESTORE_FROM,
+    UNKNOWN_ARTIFACTS,
     AnyObject,
     DynamoCheckpoint,
     Job,
@@ -134,8 +135,12 @@ def _node(item: Node) -> tuple[str, ...]:
 
 def _ready(node: Node) -> str:
     held = condition(node.status.conditions, "Ready")
-    ready = "Unknown" if held is None else held.status
-    return f"{ready},Unschedulable" if node.spec.unschedulable else ready
+    words: list[str] = ["Unknown" if held is None else held.status]
+    if node.spec.unschedulable:
+        words.append("Unschedulable")
+    if is_true(node.status.conditions, UNKNOWN_ARTIFACTS):
+        words.append(UNKNOWN_ARTIFACTS)
+    return ",".join(words)
 
 
 def _memory(devices: Sequence[PresenceDevice]) -> str:
