@@ -450,6 +450,7 @@ class SimGuard:
         self.worker = worker
         self.process = node.process("guard")
         self.has_decided = False
+        self.thaw_by = float("inf")
         self._dismissed: asyncio.Future[None] = node.loop.create_future()
         self._link_changed = asyncio.Event()
         self._agent: Process | None = None
@@ -465,6 +466,11 @@ class SimGuard:
     def unlink(self) -> None:
         """End the connection."""
         self._agent = None
+        self._link_changed.set()
+
+    def allow(self, thaw_by: float) -> None:
+        """Take note until when the worker may be frozen."""
+        self.thaw_by = thaw_by
         self._link_changed.set()
 
     def dismiss(self) -> None:
@@ -485,7 +491,7 @@ class SimGuard:
         deadline = self.node.clocks().monotonic
         returns_by = float("inf")
         while True:
-            left = min(self.duty.deadline + MARGIN_S, returns_by) - deadline()
+            left = min(self.duty.deadline + MARGIN_S, returns_by, self.thaw_by) - deadline()
             if left <= 0:
                 return True
             self._link_changed.clear()
@@ -555,6 +561,9 @@ class SimLink:
 
     def tell_tool(self, tool: ProcessId) -> None:
         """There is none."""
+
+    def thaw_by(self, deadline: float) -> None:
+        self._guard.allow(deadline + MARGIN_S)
 
     async def dismiss(self) -> None:
         self._guard.dismiss()

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.handlers.captures import SLACK_S
 from snapshot_agent.ports import Worker
 from snapshot_operator.domain import fold
-from snapshot_operator.domain.ordering import HOLD_S
+from snapshot_operator.domain.ordering import BUDGET_S
 from snapshot_operator.domain.plan import orders_of
 from snapshot_shared.artifact import (
     PART_MANIFEST,
@@ -59,8 +60,8 @@ newer one; a worker that is kept from its work; something left behind; and anyth
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 REASON = re.compile(r"^[A-Z][A-Za-z0-9]+$")
-FROZEN_S = HOLD_S + 2 * MARGIN_S + 1.0
-"""How long a worker may be stopped: the hold of a capture whose agent hangs, and a margin."""
+FROZEN_S = BUDGET_S["dump"] + SLACK_S + 2 * MARGIN_S + 1.0
+"""How long a worker may be stopped: the dump of an agent that hangs, and a margin."""
 ALONE_S = 3.0
 """How much longer than a guard waits for its agent a worker may be held without one."""
 

@@ -161,6 +161,14 @@ class GuardLink(Protocol):
         """Name the process that leads the session of a dump tool, to be killed before a thaw."""
         ...
 
+    def thaw_by(self, deadline: float) -> None:
+        """Say until when the worker may be frozen; infinite when it is not. A lost guard is told.
+
+        `deadline` is in seconds of the monotonic clock. After it the guard acts as at the end of
+        its duty, although the agent is there: it hangs.
+        """
+        ...
+
     async def dismiss(self) -> None:
         """End the guard without action."""
         ...
