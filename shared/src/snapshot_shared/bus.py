@@ -491,7 +491,7 @@ class Bus:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(again.wait(), RETRY_S)
         again.clear()
-        await self._connected.wait()
+        await self.wait_connected()
 
     async def _bind(
         self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
