@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gms.adapters import posix_buffered, transfer_child
-from snapshot_agent.adapters import artifacts, cooperative, copying, locks
+from snapshot_agent.adapters import artifacts, cooperative, copying, library, locks
 from snapshot_agent.handlers import captures, restores
 from snapshot_shared import files, journal
 from snapshot_shared.errors import SnapbackError
@@ -33,6 +33,7 @@ MODULES: tuple[types.ModuleType, ...] = (
     files,
     journal,
     artifacts,
+    library,
     copying,
     locks,
     cooperative,

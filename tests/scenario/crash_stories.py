@@ -13,11 +13,12 @@ from gms.adapters.transfer_child import saved_before, write_part
 from gms.domain.tasks import SaveTask
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.copying import Counter, copy_in, listed
+from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.domain.sealing import check_part, check_plan, root_manifest
 from snapshot_agent.handlers.artifacts import proven_parts
 from snapshot_agent.ports import Place
 from snapshot_shared import files
-from snapshot_shared.artifact import ROOT_MANIFEST, Facts, PartManifest
+from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST, Facts, PartManifest
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, digest, encode_json
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.frames import AllocationInfo, MetadataItem
@@ -236,6 +237,43 @@ class SecondCapture(Capture):
         assert found is not None, "the older artifact is gone"
         verify(self.root, older, found)
         super().check_generation(promises)
+
+
+class SetAside(Story):
+    """Move generations that nobody knows into quarantine."""
+
+    name = "quarantine"
+    unknown = tuple((f"space-{number}", UID, "gen-1") for number in range(10))
+    steps = ("set_aside",) * len(unknown)
+
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__()
+        self.artifacts = base / "artifacts"
+        self.library = ArtifactLibrary(self.artifacts)
+
+    def prepare(self) -> None:
+        with files.opened(files.open_root(self.artifacts, create=True)) as root:
+            for path in self.unknown:
+                with files.opened(files.make_dir(root, path)) as folder:
+                    files.write_new(folder, "state", b"nobody's")
+
+    def set_aside(self) -> None:
+        path = self.unknown[self.at]
+        if run(self.library.set_aside(path, "label")):
+            self.promises["/".join(path)] = "set aside"
+
+    def check(self, promises: dict[str, Any]) -> None:
+        for path in self.unknown:
+            before, after = (
+                files.os.path.exists(folder.joinpath(*path, "state"))
+                for folder in (self.artifacts, self.artifacts / QUARANTINE / "label")
+            )
+            shown = "/".join(path)
+            assert before != after, f"{shown} is in {before + after} places"
+            assert after or shown not in promises, f"{shown} was moved, and is back"
+            run(self.library.set_aside(path, "label"))
+        assert run(self.library.set_aside_before()) == len(self.unknown)
+        assert run(self.library.listing(NOW)) == ([], [])
 
 
 class Journaling(Story):

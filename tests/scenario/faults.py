@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from snapshot_shared import files
+from snapshot_shared.artifact import ROOT_MANIFEST
 from tests.scenario.builds import BUILDS
 from tests.scenario.worker import Habits
 from tests.support.objects import checkpoint_document, pod_template, restore_document
@@ -58,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True):
     duplicates: float = 0.0
     lost_answers: float = 0.0
     room: int = 0
+    quarantine: Literal["incomplete", "all"] = "incomplete"
     habits: dict[str, Habits] = {}
     applied: tuple[tuple[float, dict[str, Any]], ...] = ()
     deleted: tuple[tuple[float, str, str], ...] = ()
@@ -111,6 +114,7 @@ def settings_of(seed: int) -> Settings:
         duplicates=rng.choice((0.0, 0.0, 0.1)),
         lost_answers=rng.choice((0.0, 0.0, 0.02)),
         room=random.Random(f"room {seed}").choice((0, 0, 0, 0, 2)),
+        quarantine=random.Random(f"quarantine {seed}").choice(("incomplete", "all")),
         habits=habits,
         applied=tuple(applied),
         deleted=tuple(deleted),
@@ -161,7 +165,13 @@ def faults_of(seed: int) -> list[Fault]:
         # Most of a capture happens in the first seconds.
         at = rng.random() * rng.choice((6.0, 20.0, FAULT_S))
         found.append(Fault(at, kind, _target(kind, rng, settings), rng.random()))
-    return sorted(found, key=lambda fault: fault.at)
+    return sorted([*found, *_unknowns(seed)], key=lambda fault: fault.at)
+
+
+def _unknowns(seed: int) -> Iterator[Fault]:
+    rng = random.Random(f"unknown {seed}")
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        yield Fault(rng.random() * FAULT_S, "unknown", rng.choice(tuple(_UNKNOWN)), rng.random())
 
 
 WEIGHTS = {
@@ -337,6 +347,37 @@ def _flip(world: World, fault: Fault) -> None:
         world.has_flipped_bits = True
 
 
+def _unknown(world: World, fault: Fault) -> None:
+    """Put something below the artifact root that no content knows."""
+    path = _UNKNOWN[fault.target](world)
+    with (
+        files.opened(files.open_root(f"{MOUNT}/shared", create=True)) as root,
+        files.opened(files.make_dir(root, path[:-1])) as folder,
+    ):
+        files.write_new(folder, path[-1], b"nobody's")
+    is_sealed = path[-1] == ROOT_MANIFEST
+    is_generation = path[2].startswith("gen-")
+    is_moved = world.settings.quarantine == "all" or (is_generation and not is_sealed)
+    world.unknown["/".join(path)] = is_moved
+
+
+def _above(world: World) -> tuple[str, ...]:
+    """Give a generation that the newest content has not begun."""
+    contents = [*world.rules.contents()]
+    uid = contents[-1].metadata.uid if contents else world.new_uid()
+    return ("default", uid, "gen-900", "process", "state")
+
+
+_UNKNOWN: dict[str, Callable[[World], tuple[str, ...]]] = {
+    "incomplete": lambda world: ("default", world.new_uid(), "gen-1", "process", "state"),
+    "sealed": lambda world: ("default", world.new_uid(), "gen-1", ROOT_MANIFEST),
+    "above": _above,
+    "elsewhere": lambda world: ("other", world.new_uid(), "gen-2", "gpu-0", "shard"),
+    "folder": lambda _: ("models", "llama", "weights"),
+    "file": lambda world: ("default", world.new_uid(), "notes"),
+}
+
+
 def _kill_worker(world: World, fault: Fault) -> None:
     living = [w for w in world.node(fault.target).workers.values() if w.process.is_alive]
     if living:
@@ -381,6 +422,7 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "full": _full,
     "eio": _eio,
     "flip": _flip,
+    "unknown": _unknown,
     "kill-worker": _kill_worker,
     "kill-transfer": _kill_transfer,
     "poison": _poison,

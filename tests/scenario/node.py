@@ -18,11 +18,13 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
 from snapshot_agent.adapters.presence import Announcer
 from snapshot_agent.adapters.templates import OperatorTemplates
 from snapshot_agent.domain import control
 from snapshot_agent.domain.spec import Launch, Places, Surroundings
 from snapshot_agent.handlers import Agent, routes
+from snapshot_agent.handlers.inventory import Inventory
 from snapshot_agent.ports import Duty, Progress, Worker
 from snapshot_agent.ports import Machine as AgentMachine
 from snapshot_agent.ports import Process as ProcessId
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 MOUNT = Path("/sim")
 SHARED = MOUNT / "shared"
 SLOTS = 2
+INVENTORY_EVERY_S = 15.0
 AGAIN_S = 0.5
 """How long a service that ended stays away, at least, in seconds."""
 
@@ -276,6 +279,13 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     agent = Agent(machine, courier, around, node.state, SLOTS)
 
     build = node.build
+    inventory = Inventory(
+        ArtifactLibrary(SHARED),
+        OperatorInventories(bus, node.name),
+        node.name,
+        clocks.wall,
+        every_s=INVENTORY_EVERY_S,
+    )
 
     def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(
@@ -288,6 +298,8 @@ async def _agent_main(node: SimNode, process: Process) -> None:
             artifact_root=str(SHARED),
             free_bytes=root.free_bytes(),
             slots=SLOTS,
+            unknown=inventory.counts.unknown,
+            quarantined=inventory.counts.quarantined,
             at=clocks.wall(),
         )
 
@@ -298,6 +310,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         stop,
         courier.serve(),
         Announcer(bus, gpu_memory, presence, stop).run(),  # type: ignore[arg-type]
+        inventory.run(stop),
     )
 
 
@@ -473,6 +486,7 @@ class SimGuard:
         self.worker = worker
         self.process = node.process("guard")
         self.has_decided = False
+        self.thaw_by = float("inf")
         self._dismissed: asyncio.Future[None] = node.loop.create_future()
         self._link_changed = asyncio.Event()
         self._agent: Process | None = None
@@ -488,6 +502,11 @@ class SimGuard:
     def unlink(self) -> None:
         """End the connection."""
         self._agent = None
+        self._link_changed.set()
+
+    def allow(self, thaw_by: float) -> None:
+        """Take note until when the worker may be frozen."""
+        self.thaw_by = thaw_by
         self._link_changed.set()
 
     def dismiss(self) -> None:
@@ -508,7 +527,7 @@ class SimGuard:
         deadline = self.node.clocks().monotonic
         returns_by = float("inf")
         while True:
-            left = min(self.duty.deadline + MARGIN_S, returns_by) - deadline()
+            left = min(self.duty.deadline + MARGIN_S, returns_by, self.thaw_by) - deadline()
             if left <= 0:
                 return True
             self._link_changed.clear()
@@ -578,6 +597,9 @@ class SimLink:
 
     def tell_tool(self, tool: ProcessId) -> None:
         """There is none."""
+
+    def thaw_by(self, deadline: float) -> None:
+        self._guard.allow(deadline + MARGIN_S)
 
     async def dismiss(self) -> None:
         self._guard.dismiss()

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.handlers.captures import SLACK_S
 from snapshot_agent.ports import Worker
 from snapshot_operator.domain import fold
-from snapshot_operator.domain.ordering import HOLD_S
+from snapshot_operator.domain.ordering import BUDGET_S
 from snapshot_operator.domain.plan import orders_of
 from snapshot_shared.artifact import (
     PART_MANIFEST,
+    QUARANTINE,
     ROOT_MANIFEST,
     PartManifest,
     RootManifest,
@@ -58,10 +60,14 @@ newer one; a worker that is kept from its work; something left behind; and anyth
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 REASON = re.compile(r"^[A-Z][A-Za-z0-9]+$")
-FROZEN_S = HOLD_S + 2 * MARGIN_S + 1.0
-"""How long a worker may be stopped: the hold of a capture whose agent hangs, and a margin."""
+FROZEN_S = BUDGET_S["dump"] + SLACK_S + 2 * MARGIN_S + 1.0
+"""How long a worker may be stopped: the dump of an agent that hangs, and a margin."""
 ALONE_S = 3.0
 """How much longer than a guard waits for its agent a worker may be held without one."""
+
+
+GENERATION_DEPTH = 4
+"""How many names lead from the quarantine to a generation in it."""
 
 
 class Rules:
@@ -294,8 +300,63 @@ class Rules:
             return str(error)
         return ""
 
+    def contents(self) -> Iterator[SnapshotContent]:
+        """Give the contents that are in the store, oldest first."""
+        for uid, value in self._seen.items():
+            if isinstance(value, SnapshotContent) and uid not in self._gone:
+                yield value
+
+    def _set_aside(self) -> Iterator[tuple[str, ...]]:
+        """Give the paths of what lies in quarantine, from the label down to generations."""
+        todo: list[tuple[str, ...]] = [()]
+        while todo:
+            path = todo.pop()
+            try:
+                inode = self._world.disk.os.find("/".join((str(SHARED), QUARANTINE, *path)))
+            except OSError:
+                continue
+            found = self._world.disk.image[inode]
+            if len(path) == GENERATION_DEPTH:
+                yield path
+            elif isinstance(found, dict):
+                todo += [(*path, name) for name in found]
+
+    def _quarantine(self) -> None:
+        """What a content knows, or may yet write, is never moved away from it."""
+        known = {content.metadata.uid: content for content in self.contents()}
+        for _, namespace, uid, folder in self._set_aside():
+            content = known.get(uid)
+            if content is None or content.spec.source.namespace != namespace:
+                continue
+            number = int(folder.removeprefix("gen-"))
+            is_over = content.status.capture in (Capture.READY, Capture.FAILED)
+            if number <= content.status.attempt or not is_over:
+                self.fail("lost", f"{folder} of {content.metadata.name} was moved into quarantine")
+
+    def _unknown_left(self) -> Iterator[tuple[Kind, str]]:
+        """Nothing that nobody knows is ever removed, and what shall be moved is moved."""
+        tree = self._world.disk.tree()
+        set_aside = {"/".join(path.split("/")[4:]) for path in tree if f"/{QUARANTINE}/" in path}
+        for path, is_moved in self._world.unknown.items():
+            is_there = f"/shared/{path}" in tree
+            if not is_there and path not in set_aside:
+                yield "lost", f"{path} was nobody's, and is gone"
+            elif is_there and is_moved:
+                yield "leaked", f"{path} is nobody's, and was not moved into quarantine"
+        for uid in self._gone if self._world.settings.quarantine == "incomplete" else ():
+            seen = self._seen[uid]
+            is_content = isinstance(seen, SnapshotContent) and not self._world.has_flipped_bits
+            if is_content and (problem := self._retained_problem(seen)):
+                yield "lost", f"{seen.metadata.name} was retained and is not whole: {problem}"
+
+    def _retained_problem(self, content: SnapshotContent) -> str:
+        is_retained = content.spec.deletion_policy == "Retain"
+        is_artifact = content.status.committed is not None
+        return self.artifact_problem(content) if is_retained and is_artifact else ""
+
     def look(self) -> None:
         """Look at what time may break: nobody is frozen for too long, or held by nobody."""
+        self._quarantine()
         now = self._world.loop.now
         for worker in self._world.workers():
             process = worker.process
@@ -366,6 +427,7 @@ class Rules:
         yield from self._workers_left(pods)
         yield from self._memory_left(pods)
         yield from self._artifacts_left(values)
+        yield from self._unknown_left()
         retired = {node.name for node in self._world.nodes if node.is_retired}
         for name, journal in self.journals.items():
             if name.partition("@")[2] in retired:

@@ -8,10 +8,23 @@ from collections.abc import Iterator
 import pytest
 
 from tests.scenario.crash_rig import Recording, Site, Story, recorded, violations
-from tests.scenario.crash_stories import Capture, Journaling, OlderJournal, SecondCapture
+from tests.scenario.crash_stories import (
+    Capture,
+    Journaling,
+    OlderJournal,
+    SecondCapture,
+    SetAside,
+)
 
-STORIES: tuple[type[Story], ...] = (Journaling, OlderJournal, Capture, SecondCapture)
-SYNCED_FILES = {"files.py", "journal.py", "artifacts.py", "copying.py", "posix_buffered.py"}
+STORIES: tuple[type[Story], ...] = (Journaling, OlderJournal, Capture, SecondCapture, SetAside)
+SYNCED_FILES = {
+    "files.py",
+    "journal.py",
+    "artifacts.py",
+    "library.py",
+    "copying.py",
+    "posix_buffered.py",
+}
 
 
 @functools.cache

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from snapshot_agent.adapters.guards import MARGIN_S
-from snapshot_operator.domain.ordering import HOLD_S
+from snapshot_operator.domain.ordering import BUDGET_S, HOLD_S
+from snapshot_shared.artifact import FileEntry
+from snapshot_shared.objects import AnyObject, SnapshotContent
+from snapshot_shared.transitions import Capture
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of
+from tests.scenario.loop import CURRENT
+from tests.scenario.node import SimDriver
+from tests.scenario.rules import FROZEN_S
 from tests.scenario.run import regressions, run_seed
 from tests.scenario.world import World
 from tests.support.objects import checkpoint_document, pod_template, restore_document
@@ -50,11 +58,58 @@ def test_the_same_seed_tells_the_same_story() -> None:
 
 def test_a_worker_whose_agent_hangs_is_let_go_by_its_guard_at_the_deadline() -> None:
     settings = msgspec.structs.replace(CALM, fault_s=2 * HOLD_S)
-    hangs = [Fault(1.2, "pause", f"node-{index}/agent", 5.0) for index in range(2)]
+    hangs = [Fault(1.1, "pause", f"node-{index}/agent", 5.0) for index in range(2)]
     world = World(1, settings, hangs)
     assert world.run() == []
     (let_go,) = [line for line in world.notes if "goes on after snapshot-aborted" in line]
     assert HOLD_S < float(let_go.split()[0]) < HOLD_S + 2 * MARGIN_S
+
+
+def test_a_worker_whose_agent_hangs_within_a_dump_is_thawed_by_its_guard_long_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hang(*_: object) -> list[FileEntry]:
+        process = CURRENT.get()
+        assert process is not None
+        process.stop()
+        await asyncio.sleep(1.0)
+        return []
+
+    monkeypatch.setattr(SimDriver, "dump", hang)
+    world = World(1, msgspec.structs.replace(CALM, fault_s=2 * HOLD_S), [])
+    assert world.run() == []
+    (let_go,) = [line for line in world.notes if "goes on after snapshot-aborted" in line]
+    assert BUDGET_S["dump"] < float(let_go.split()[0]) < FROZEN_S + 5.0
+
+
+def test_an_abort_without_room_for_its_tombstone_lets_the_worker_go_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(1, CALM, [])
+    refused: list[bytes] = []
+    write = world.disk.os.write
+
+    async def slow(*_: object) -> list[FileEntry]:
+        await asyncio.sleep(30.0)
+        return []
+
+    def without_room(fd: int, data: Any) -> int:
+        if b"tombstone" in bytes(data) and not refused:
+            refused.append(bytes(data))
+            raise OSError(errno.ENOSPC, "no room")
+        return write(fd, data)
+
+    def give_up(_: object, value: AnyObject) -> None:
+        if isinstance(value, SnapshotContent) and value.status.capture is Capture.STAGING:
+            world.ask_to_delete(1.0, "Snapshot", "a")
+
+    monkeypatch.setattr(SimDriver, "dump", slow)
+    monkeypatch.setattr(world.disk.os, "write", without_room)
+    world.store.subscribe(give_up)
+    assert world.run() == []
+    assert len(refused) == 1
+    (let_go,) = [line for line in world.notes if "goes on after snapshot-aborted" in line]
+    assert float(let_go.split()[0]) < 10.0
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -20,6 +20,7 @@ import msgspec
 from snapshot_agent.domain.spec import Launch
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.domain.conditions import timestamp
+from snapshot_operator.domain.inventory import Policy
 from snapshot_operator.main import _serve as serve_operator
 from snapshot_operator.ports import Change
 from snapshot_shared import subjects
@@ -78,6 +79,8 @@ class World:
         self.rules = Rules(self)
         self.notes: list[str] = []
         self.has_flipped_bits = False
+        self.unknown: dict[str, bool] = {}
+        """Files that nobody asked for, by their path below the root; whether they must be moved."""
         self.is_over = False
         self.is_healed = False
         self.network = SeededFaults(self.rng, slowest_s=settings.latency_s)
@@ -205,7 +208,9 @@ class World:
         await bus.connect()
         await bus.ensure_assets()
         telemetry = Telemetry("snap-operator", "operator", "0")
-        await serve_operator(asyncio.Event(), view, bus, telemetry, clocks)  # type: ignore[arg-type]
+        # No age protects anything here: what is known must be enough.
+        policy = Policy(self.settings.quarantine, after_s=0.0)
+        await serve_operator(asyncio.Event(), view, bus, telemetry, clocks, policy=policy)  # type: ignore[arg-type]
 
     # People.
 

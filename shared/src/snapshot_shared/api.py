@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from snapshot_shared.errors import Failure
+from snapshot_shared.orders import Attempt, Label, UidStr
 
 
 class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +200,47 @@ class TemplateReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The pod's spec as JSON (an `objects.PodSpec`), whose digest the run order carries."""
 
     spec: Any = None
+    failure: Failure | None = None
+
+
+MAX_FOUND = 1000
+
+
+class FoundGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation that lies below an artifact root.
+
+    `age_s` is how many seconds ago its directory last changed, by the agent's clock. `sealed` says
+    whether it has a root manifest.
+    """
+
+    namespace: Label
+    content_uid: UidStr
+    generation: Attempt
+    age_s: float
+    sealed: bool = False
+
+
+class InventoryRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent asks whose the generations are that it has listed before."""
+
+    node: str
+    generations: Annotated[list[FoundGeneration], Meta(max_length=MAX_FOUND)] = []
+
+
+Verdict = Literal["keep", "tell", "quarantine"]
+"""A generation is somebody's, or too young to say; nobody's, and left where it is; or moved."""
+
+
+class InventoryReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One verdict a generation in the same order.
+
+    `others` is the verdict about what is no generation at all and has not changed for `after_s`
+    seconds.
+    """
+
+    verdicts: list[Verdict] = []
+    others: Verdict = "keep"
+    after_s: float = 0.0
     failure: Failure | None = None
 
 

@@ -14,9 +14,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from snapshot_shared.errors import ArtifactCorrupt
+from snapshot_shared.errors import ArtifactCorrupt, InvalidName
 from snapshot_shared.ids import check_label, check_part, check_uid
 from snapshot_shared.orders import (
+    MAX_ATTEMPT,
     Attempt,
     Bytes,
     Digest,
@@ -33,6 +34,8 @@ from snapshot_shared.orders import (
 FORMAT_VERSION = 1
 PART_MANIFEST = "part.json"
 ROOT_MANIFEST = "root.json"
+QUARANTINE = ".quarantine"
+"""Where an artifact root keeps what was found in it and belongs to nobody."""
 MAX_FILES = 10_000
 MAX_ALLOCATIONS = 100_000
 MAX_CHUNKS = 1_000_000
@@ -165,6 +168,18 @@ class RootManifest(
 def generation_path(namespace: str, content_uid: str, generation: int) -> tuple[str, ...]:
     """Give the path components of a generation below the artifact root, each checked."""
     return (check_label(namespace), check_uid(content_uid), f"gen-{int(generation)}")
+
+
+def generation_of(namespace: str, content_uid: str, folder: str) -> int | None:
+    """Give the number of a generation by its path; None when these are no names of one."""
+    digits = folder.removeprefix("gen-")
+    try:
+        # Numbers have one spelling, and those of attempts an end.
+        number = int(digits) if re.fullmatch("[1-9][0-9]{0,6}", digits) else 0
+        path = generation_path(namespace, content_uid, number)
+    except InvalidName:
+        return None
+    return number if 0 < number <= MAX_ATTEMPT and path[-1] == folder else None
 
 
 def part_path(namespace: str, content_uid: str, generation: int, part: str) -> tuple[str, ...]:

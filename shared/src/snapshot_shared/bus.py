@@ -55,7 +55,6 @@ REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
 RETRY_S = 0.5
 ACK_WAIT_S = 30.0
-FLUSH_S = 60
 ENSURE_EVERY_S = 30.0
 ENSURE_AGAIN_S = 1.0
 PRESENCE_TTL_S = 30.0
@@ -544,7 +543,7 @@ class Bus:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(again.wait(), RETRY_S)
         again.clear()
-        await self._connected.wait()
+        await self.wait_connected()
 
     async def _bind(
         self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
@@ -608,7 +607,7 @@ class Bus:
         nats-py stops reading when the PONG of a flush arrives that was cancelled or timed out, so
         a flush is left alone until its connection has been given up.
         """
-        flushed = asyncio.ensure_future(self.client.flush(timeout=FLUSH_S))
+        flushed = asyncio.ensure_future(self.client.flush())
         flushed.add_done_callback(lambda done: done.cancelled() or done.exception())
         if not (await asyncio.wait({flushed}, timeout=REQUEST_S))[0]:
             log.info("the server does not answer a subscription")

@@ -29,7 +29,8 @@ _IMPORTED = "_R_."
 """Begins the replies that a server makes up between accounts; no client may choose one."""
 
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
-FLUSH_S = 10
+FLUSH_S = 60
+"""Longer than a connection lives that does not answer: no flush may end before its connection."""
 ANSWER_S = 5.0
 
 T = TypeVar("T")

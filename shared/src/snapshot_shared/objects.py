@@ -35,6 +35,8 @@ RESTORE_FROM = "nvidia.com/restore-from"
 """Annotation of a Pod: `<snapshot or checkpoint>` in the same namespace to restore from."""
 TRACEPARENT = "nvidia.com/traceparent"
 """Annotation that carries the trace in which an object was applied."""
+UNKNOWN_ARTIFACTS = "UnknownArtifacts"
+"""Condition of a Node: something below its artifact root belongs to nobody."""
 GPU_RESOURCE = "nvidia.com/gpu"
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 

@@ -36,7 +36,8 @@ UidStr = Annotated[str, Meta(pattern=UID_PATTERN)]
 OrderIdStr = Annotated[str, Meta(pattern=ORDER_PATTERN, max_length=128)]
 PartStr = Annotated[str, Meta(pattern=PART_PATTERN)]
 Digest = Annotated[str, Meta(pattern=DIGEST_PATTERN)]
-Attempt = Annotated[int, Meta(ge=1, le=1_000_000)]
+MAX_ATTEMPT = 1_000_000
+Attempt = Annotated[int, Meta(ge=1, le=MAX_ATTEMPT)]
 Bytes = Annotated[int, Meta(ge=0, le=2**50)]
 Seconds = Annotated[float, Meta(gt=0, le=7 * 86400)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -399,7 +400,11 @@ class DeadLetter(
 class Presence(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.presence"
 ):
-    """What a node says of itself every 10 s, under its key in `snap_nodes`."""
+    """What a node says of itself every 10 s, under its key in `snap_nodes`.
+
+    `unknown` counts what lies below its artifact root and belongs to no content, `quarantined`
+    what was moved away for that.
+    """
 
     node: Name
     boot_id: ShortText
@@ -411,6 +416,8 @@ class Presence(
     artifact_root: Text = ""
     free_bytes: Bytes = 0
     slots: int = 1
+    unknown: Annotated[int, Meta(ge=0)] = 0
+    quarantined: Annotated[int, Meta(ge=0)] = 0
     at: float
 
 

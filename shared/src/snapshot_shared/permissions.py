@@ -159,6 +159,7 @@ def _operator() -> Allowed:
     listen = (
         f"{subjects.API}.*",
         f"{subjects.API}.template.*",
+        f"{subjects.API}.inventory.*",
         f"{subjects.EVENTS}.>",
         subjects.bucket_key(subjects.NODES_BUCKET, "*"),
         subjects.elections(subjects.REPORTS, "operator"),
@@ -180,6 +181,7 @@ def _service(node: NodeName, service: Service) -> Allowed:
     if service == "agent":
         publish += [
             subjects.template(node),
+            subjects.inventory(node),
             subjects.bucket_key(subjects.NODES_BUCKET, name),
         ]
     listen = (

@@ -41,6 +41,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A verification has ended and found no damage; a quarantine is lifted by it.",
             "Nothing is to be done.",
         ),
+        "NoUnknownArtifacts": Reason(
+            "All that lies below the artifact root of the node belongs to a SnapshotContent again.",
+            "What belonged to nobody was removed or has an owner.",
+            "Nothing is to be done.",
+        ),
         "Restored": Reason(
             "The worker serves again from a captured state.",
             "Its GPU memory was loaded and verified, and it said itself that it goes on.",
@@ -339,6 +344,19 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Nobody could read all of the artifact; whether it is sound is not known.",
             "The node that read it was lost, or time ran out.",
             "Try again: `snapshotctl verify NAME`.",
+        ),
+        "UnknownArtifactsFound": Reason(
+            "Below the artifact root of a node lies something that belongs to no SnapshotContent.",
+            "The store was lost or is another one, `Retain` left an artifact, or something else "
+            "writes there. Nothing was moved, and nobody restores from it.",
+            "`snapshotctl describe node NAME` says how much; with SNAPBACK_QUARANTINE=all the "
+            "operator has it moved aside.",
+        ),
+        "UnknownArtifactsMoved": Reason(
+            "What belongs to no SnapshotContent was moved into .quarantine below its root.",
+            "A capture whose content is gone left it, without a root manifest: nobody can read it.",
+            "Look into .quarantine; move a directory back to where its path says, or remove it: "
+            "`ls -R ROOT/.quarantine`.",
         ),
     },
     "GPU memory": {

@@ -91,6 +91,11 @@ def template(node: NodeName) -> str:
     return f"{API}.template.{token(node)}"
 
 
+def inventory(node: NodeName) -> str:
+    """Subject on which the agent of a node, and no other, asks whose its generations are."""
+    return f"{API}.inventory.{token(node)}"
+
+
 def rpc(node: NodeName, service: str, question: str) -> str:
     """Subject of one quick question to a service of one node."""
     return f"snap.rpc.{_service(service)}.{token(node)}.{question}"

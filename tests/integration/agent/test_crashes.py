@@ -6,6 +6,8 @@ import signal
 import sys
 import time
 
+from msgspec.structs import replace
+
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.domain import control
 from tests.support.agent_rig import Pod, Rig, below, fresh_uid, state_of, until
@@ -44,6 +46,30 @@ async def test_a_worker_runs_again_five_to_ten_seconds_after_its_agent_was_kille
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", 10.0)
     await until(lambda: not guards(rig), "the end of the guard")
     assert list((rig.state / "guards").glob("*.sock")) == []
+
+
+async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_hold_ends(
+    rig: Rig,
+) -> None:
+    process = await rig.process()
+    pod = await rig.running("--state-bytes", str(2**28))
+    content = fresh_uid()
+    prepared = await rig.carry_out(rig.prepare_order(pod, content))
+    pid = pod.pid(rig.journal)
+    dump = replace(rig.dump_order(pod, content, prepared.vector), deadline_s=1.0)
+    await rig.send(dump)
+    part = rig.root / "default" / content / "gen-1" / "process"
+    await until(part.exists, "the first byte of the part")
+    os.kill(process.pid, signal.SIGSTOP)
+    assert state_of(pid) == "T"
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", 30.0)
+    await until(lambda: not guards(rig), "the end of the guard")
+    await beats_again(pod)
+    os.kill(process.pid, signal.SIGCONT)
+    assert (await rig.answer(dump)).kind == "failed"
+    released = await rig.answer(rig.release_order(pod, content))
+    assert (released.kind, released.unconfirmed) == ("released", True)
+    assert (await rig.status())["captures"] == []
 
 
 async def test_an_agent_that_returns_in_time_takes_the_guard_over_and_the_hold_goes_on(

@@ -1,6 +1,7 @@
 """The guard on its own: what it does when its agent is gone, late, back, or satisfied."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -98,6 +99,27 @@ async def test_a_guard_frees_the_worker_at_the_deadline_although_its_agent_lives
     link = await charge.guards.start(charge.duty(deadline_s=0.3))
     await link.lost()
     link.close()
+    await freed(charge)
+
+
+async def test_a_guard_frees_a_worker_that_is_frozen_for_longer_than_its_agent_said(
+    charge: Charge,
+) -> None:
+    link = await charge.guards.start(charge.duty())
+    link.thaw_by(system_clocks().monotonic() + 0.3 - MARGIN_S)
+    await link.lost()
+    link.close()
+    await freed(charge)
+
+
+async def test_a_worker_that_is_not_frozen_any_more_is_held_on(charge: Charge) -> None:
+    link = await charge.guards.start(charge.duty(deadline_s=2.0))
+    link.thaw_by(system_clocks().monotonic() + 0.5 - MARGIN_S)
+    link.thaw_by(math.inf)
+    began = system_clocks().monotonic()
+    await link.lost()
+    link.close()
+    assert system_clocks().monotonic() - began > 1.5
     await freed(charge)
 
 

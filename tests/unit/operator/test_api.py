@@ -15,6 +15,7 @@ from snapshot_shared.api import (
     DeleteRequest,
     GetReply,
     GetRequest,
+    InventoryReply,
     RetentionReply,
     TemplateReply,
     TemplateRequest,
@@ -33,6 +34,7 @@ REPLIES = {
     "verify": VerifyReply,
     "retention": RetentionReply,
     "template.*": TemplateReply,
+    "inventory.*": InventoryReply,
 }
 
 

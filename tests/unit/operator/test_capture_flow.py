@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.controller import Observer, key_of
 from snapshot_shared.objects import is_true
 from snapshot_shared.orders import VectorEntry
 from snapshot_shared.transitions import Capture
@@ -350,7 +351,7 @@ async def test_an_answer_that_is_overdue_is_waited_for_without_looking_again_and
     await world.answer_well(world.open("seal")[0])
     world.now += 10_000.0
     content = await world.content()
-    plan = await world.controller.plan_for(content)
+    plan = await Observer(world.cluster).plan(key_of(content), world.now)
     assert (plan.writes, plan.wake_at) == ((), None)
 
 

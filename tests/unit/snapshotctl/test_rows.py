@@ -157,3 +157,14 @@ def test_a_node_that_is_not_there_says_so() -> None:
     node = _object("Node", {}, {})
     assert isinstance(node, Node)
     assert _shown(rows.table_of_nodes([node], {}, now=100.0))["SEEN"] == "no"
+
+
+def test_a_node_shows_that_something_below_its_artifact_root_is_nobodys() -> None:
+    rows_of = [{"type": "Ready", "status": "True", "reason": "AgentPresent"}]
+    rows_of.append(
+        {"type": "UnknownArtifacts", "status": "True", "reason": "UnknownArtifactsMoved"}
+    )
+    node = _object("Node", {}, {"conditions": rows_of})
+    assert isinstance(node, Node)
+    shown = _shown(rows.table_of_nodes([node], {}, now=100.0))
+    assert shown["STATUS"] == "Ready,UnknownArtifacts"

@@ -426,10 +426,6 @@ class Controller:
             if isinstance(value, DynamoCheckpoint) and value.status.phase == "Creating":
                 self.enqueue(key_of(value))
 
-    async def plan_for(self, value: AnyObject) -> Plan:
-        """Decide what is to be done about an object now, without doing it."""
-        return await self._observer.plan(key_of(value), self._wall())
-
     async def _reconcile(self, key: Key) -> None:
         now = self._wall()
         if timer := self._timers.pop(key, None):

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import uuid
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,8 @@ from snapshot_operator.adapters.nats_bus import Announcer, NatsNodes, NatsOrders
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter, Key
 from snapshot_operator.domain.conditions import timestamp
-from snapshot_operator.domain.retention import Limits
+from snapshot_operator.domain.inventory import Policy
+from snapshot_operator.domain.retention import DAY_S, Limits
 from snapshot_operator.handlers import (
     Api,
     Retention,
@@ -53,17 +54,27 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     """What an operator needs to know. `nats_replicas` is how many servers keep each stream.
 
     `keep_*` bound what a namespace keeps of captured artifacts; unset, nothing is let go.
+    `quarantine` says what is moved aside below an artifact root when no content knows it and it
+    has not changed for `quarantine_days`: nothing (`off`), generations without a root manifest
+    (`incomplete`), or everything (`all`).
     """
 
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
     keep_days: Annotated[float, Meta(gt=0)] | None = None
     keep_bytes: Annotated[int, Meta(ge=1)] | None = None
+    quarantine: Literal["off", "incomplete", "all"] = "incomplete"
+    quarantine_days: Annotated[float, Meta(gt=0)] = 7.0
 
     @property
     def limits(self) -> Limits:
         """What a namespace may keep."""
         return Limits(self.keep_count, self.keep_days, self.keep_bytes)
+
+    @property
+    def policy(self) -> Policy:
+        """What happens to unknown directories."""
+        return Policy(self.quarantine, self.quarantine_days * DAY_S)
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -88,7 +99,9 @@ async def serve(stop: asyncio.Event) -> None:
         async with http_port(settings.http_address, bus.not_ready):
             await until_stopped(stop, _ensured(bus))
             if not stop.is_set():
-                await _serve(stop, cluster, bus, telemetry, clocks, settings.limits)
+                await _serve(
+                    stop, cluster, bus, telemetry, clocks, settings.limits, settings.policy
+                )
     finally:
         with contextlib.suppress(BusUnavailable):
             await telemetry.flush(bus)
@@ -115,6 +128,7 @@ async def _serve(
     telemetry: Telemetry,
     clocks: Clocks,
     limits: Limits = Limits(),  # noqa: B008 - an immutable value
+    policy: Policy = Policy(),  # noqa: B008 - an immutable value
 ) -> None:
     source = str(uuid.uuid4())
     announcer = Announcer(bus, source)
@@ -123,7 +137,7 @@ async def _serve(
     interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
     controller = Controller(cluster, orders, interpreter, clocks.wall, limits)
     operations = Operations(cluster, orders, lambda: Sweeping(controller.swept_at, controller.fill))
-    api = Api(cluster, Retention(limits, controller.judged, controller.retain))
+    api = Api(cluster, Retention(limits, controller.judged, controller.retain), policy)
     answers = api.endpoints() | operations.endpoints()
     endpoints = {subjects.api(verb): handler for verb, handler in answers.items()}
     await bus.serve("snap-operator", VERSION, {"node": NODE}, endpoints)

@@ -16,12 +16,14 @@ from snapshot_agent.adapters.control_dir import ControlDirectories
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.adapters.guards import Guards
+from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
 from snapshot_agent.adapters.locks import FileLocks
 from snapshot_agent.adapters.presence import Announcer
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.templates import OperatorTemplates
 from snapshot_agent.domain.spec import Surroundings
 from snapshot_agent.handlers import Agent, routes
+from snapshot_agent.handlers.inventory import Inventory
 from snapshot_agent.ports import Machine
 from snapshot_shared import subjects
 from snapshot_shared.artifact import Facts
@@ -90,6 +92,13 @@ class _Node:
             self._machine(), self.courier, self._around(), settings.state_dir, settings.slots
         )
 
+        self.inventory = Inventory(
+            ArtifactLibrary(settings.artifact_root),
+            OperatorInventories(self.bus, settings.node),
+            settings.node,
+            self.clocks.wall,
+        )
+
     def _machine(self) -> Machine:
         return Machine(
             runtime=self.runtime,
@@ -133,6 +142,8 @@ class _Node:
             artifact_root=str(self.settings.artifact_root),
             free_bytes=self.root.free_bytes(),
             slots=self.settings.slots,
+            unknown=self.inventory.counts.unknown,
+            quarantined=self.inventory.counts.quarantined,
             at=self.clocks.wall(),
         )
 
@@ -171,6 +182,7 @@ async def serve(stop: asyncio.Event) -> None:
                     node.courier.serve(),
                     node.telemetry.publish_to(node.bus),
                     Announcer(node.bus, node.gms, node.presence, stop).run(),
+                    node.inventory.run(stop),
                 )
     finally:
         await node.close()

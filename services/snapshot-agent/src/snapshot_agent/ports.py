@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from snapshot_agent.domain.spec import Launch, Places
+from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.courier import Clocks
 from snapshot_shared.journal import Journal
@@ -160,6 +161,14 @@ class GuardLink(Protocol):
         """Name the process that leads the session of a dump tool, to be killed before a thaw."""
         ...
 
+    def thaw_by(self, deadline: float) -> None:
+        """Say until when the worker may be frozen; infinite when it is not. A lost guard is told.
+
+        `deadline` is in seconds of the monotonic clock. After it the guard acts as at the end of
+        its duty, although the agent is there: it hangs.
+        """
+        ...
+
     async def dismiss(self) -> None:
         """End the guard without action."""
         ...
@@ -234,6 +243,50 @@ class Generations(Protocol):
 
     async def remove(self, place: Place) -> None:
         """Remove a generation, its root manifest first. Absent is success."""
+        ...
+
+
+class Stray(NamedTuple):
+    """Something below the artifact root that is no generation, and no folder above one.
+
+    `path` has one to three names. `age_s` is how many seconds ago it last changed.
+    """
+
+    path: tuple[str, ...]
+    age_s: float
+
+
+class Listing(NamedTuple):
+    """What lies below the artifact root."""
+
+    generations: list[FoundGeneration]
+    strays: list[Stray]
+
+
+class Library(Protocol):
+    """The artifact root as a whole. Links are never followed, and nothing is ever removed."""
+
+    async def listing(self, now: float) -> Listing:
+        """List everything but what is hidden; `now` is seconds since the epoch."""
+        ...
+
+    async def set_aside(self, path: Sequence[str], label: str) -> bool:
+        """Move one entry, with its path, below `.quarantine/<label>`; False when it is gone.
+
+        ArtifactExists when something stands there already.
+        """
+        ...
+
+    async def set_aside_before(self) -> int:
+        """Count what lies in quarantine."""
+        ...
+
+
+class Inventories(Protocol):
+    """Who knows whose generations are."""
+
+    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        """Ask about generations that were listed before. BusUnavailable, NotFound."""
         ...
 
 

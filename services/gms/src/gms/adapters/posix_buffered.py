@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import xxhash
 
-from gms.domain.transfer import PADDING, ChunkPlan, FilePlan, check_chunks
+from gms.domain.transfer import PADDING, ChunkPlan, FilePlan
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt
-from snapshot_shared.files import create_file, open_regular, opened, translated
+from snapshot_shared.files import create_file, open_regular, translated
 
 Buffers = Sequence[memoryview]
 """The memory of every allocation, by its index in the plan."""
@@ -91,29 +91,6 @@ def read_files(
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def verify_files(
-    directory: int, entries: Sequence[FileEntry], *, threads: int, advance: Advance
-) -> None:
-    """Read every byte and compare each chunk's digest, without a device. ArtifactCorrupt."""
-    check_chunks(entries)
-    for entry in entries:
-        with opened(open_regular(directory, entry.name, size=entry.size)) as descriptor:
-
-            def check(
-                index: int, *, entry: FileEntry = entry, descriptor: int = descriptor
-            ) -> None:
-                offset = index * entry.chunk_bytes
-                size = min(entry.chunk_bytes, entry.size - offset)
-                data = os.pread(descriptor, size, offset)
-                if len(data) != size or xxhash.xxh3_128_hexdigest(data) != entry.chunks[index]:
-                    raise ArtifactCorrupt(
-                        f"chunk {index} of {entry.name} is damaged", file=entry.name, chunk=index
-                    )
-                advance(size)
-
-            _for_all(range(len(entry.chunks)), check, threads)
 
 
 def _sync(descriptor: int) -> None:

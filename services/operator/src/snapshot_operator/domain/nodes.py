@@ -11,7 +11,16 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from snapshot_operator.domain.conditions import with_conditions
-from snapshot_shared.objects import Node, NodeStatus, ObjectMeta, condition, is_true
+from snapshot_shared.artifact import QUARANTINE
+from snapshot_shared.objects import (
+    UNKNOWN_ARTIFACTS,
+    Condition,
+    Node,
+    NodeStatus,
+    ObjectMeta,
+    condition,
+    is_true,
+)
 from snapshot_shared.orders import Presence
 
 LOST_AFTER_S = 90.0
@@ -28,6 +37,7 @@ def node_from(presence: Presence, found: Node | None, now: float) -> Node:
         ("Ready", True, "AgentPresent", ""),
         ("Lost", False, "AgentPresent", ""),
     )
+    rows = _with_unknown(rows, node, presence, now)
     status = NodeStatus(
         boot_id=presence.boot_id,
         version=presence.version,
@@ -39,6 +49,25 @@ def node_from(presence: Presence, found: Node | None, now: float) -> Node:
         conditions=rows,
     )
     return replace(node, status=status)
+
+
+def _with_unknown(
+    rows: list[Condition], node: Node, presence: Presence, now: float
+) -> list[Condition]:
+    """Say what below the node's artifact root belongs to nobody; a clean one needs no words."""
+    unknown, quarantined = presence.unknown, presence.quarantined
+    if not unknown and not quarantined:
+        if condition(rows, UNKNOWN_ARTIFACTS) is None:
+            return rows
+        return with_conditions(
+            rows, node, now, (UNKNOWN_ARTIFACTS, False, "NoUnknownArtifacts", "")
+        )
+    message = (
+        f"below {presence.artifact_root}, {unknown} found that belong to no SnapshotContent, and "
+        f"{quarantined} moved into {QUARANTINE}"
+    )
+    reason = "UnknownArtifactsMoved" if quarantined else "UnknownArtifactsFound"
+    return with_conditions(rows, node, now, (UNKNOWN_ARTIFACTS, True, reason, message))
 
 
 def node_absent(node: Node, absent_s: float, now: float) -> Node:

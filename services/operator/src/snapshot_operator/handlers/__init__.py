@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_operator.domain import fold, quarantine
+from snapshot_operator.domain import fold, inventory, quarantine
 from snapshot_operator.domain.nodes import absences, node_absent, node_from
 from snapshot_operator.domain.ordering import template_digest
 from snapshot_operator.domain.plan import FINALIZER, orders_of
@@ -26,6 +26,8 @@ from snapshot_shared.api import (
     DeleteRequest,
     GetReply,
     GetRequest,
+    InventoryReply,
+    InventoryRequest,
     Retained,
     RetentionReply,
     RetentionRequest,
@@ -47,7 +49,7 @@ from snapshot_shared.errors import (
     StalePodReference,
     StoreBusy,
 )
-from snapshot_shared.ids import OrderId, check_node, owner_of
+from snapshot_shared.ids import NodeName, OrderId, check_node, owner_of
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects import (
     TRACEPARENT,
@@ -69,6 +71,7 @@ log = logging.getLogger(__name__)
 MAX_REPLY_BYTES = 900 * 1024
 RETENTION_PAGE = 1000
 """Artifacts in one reply: names are bounded, so that they fit."""
+_OfNode = TypeVar("_OfNode", TemplateRequest, InventoryRequest)
 
 
 class Retention(NamedTuple):
@@ -85,20 +88,31 @@ class Api:
     Whichever operator answers has caught up with what was written before it was asked.
     """
 
-    def __init__(self, cluster: Cluster, retention: Retention) -> None:
-        """Use the object store."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        retention: Retention,
+        policy: inventory.Policy = inventory.Policy(),  # noqa: B008 - an immutable value
+    ) -> None:
+        """Use the object store. `policy` is about what artifact roots hold and nobody knows."""
         self._cluster = cluster
         self._retention = retention
+        self._policy = policy
 
     def endpoints(self) -> dict[str, Endpoint]:
-        """Give the handler of each `snap.api.<verb>`; a node asks for templates by its name."""
+        """Give the handler of each `snap.api.<verb>`; what a node asks has its name in it."""
         return {
             "apply": answering(self._cluster, ApplyRequest, ApplyReply, self.apply),
             "get": answering(self._cluster, GetRequest, GetReply, self.get),
             "delete": answering(self._cluster, DeleteRequest, DeleteReply, self.delete),
             "verify": answering(self._cluster, VerifyRequest, VerifyReply, self.verify),
             "retention": answering(self._cluster, RetentionRequest, RetentionReply, self.retention),
-            "template.*": self._template,
+            "template.*": self._of_node(
+                subjects.template, TemplateRequest, TemplateReply, self.template
+            ),
+            "inventory.*": self._of_node(
+                subjects.inventory, InventoryRequest, InventoryReply, self.inventory
+            ),
         }
 
     async def apply(self, request: ApplyRequest) -> ApplyReply:
@@ -234,15 +248,24 @@ class Api:
             raise NotEligible(f"{kind} {value.metadata.name} is being deleted")
         return found
 
-    async def _template(self, data: bytes, headers: Mapping[str, str]) -> bytes:
-        """Answer a node for its own pods only: its key lets it ask on no other's subject."""
+    def _of_node(
+        self,
+        subject: Callable[[NodeName], str],
+        request_type: type[_OfNode],
+        reply_type: type[Any],
+        handler: Callable[[_OfNode], Awaitable[Any]],
+    ) -> Endpoint:
+        """Answer a node about itself only: its key lets it ask on no other's subject."""
 
-        async def answer(request: TemplateRequest) -> TemplateReply:
-            if headers.get(ASKED) != subjects.template(check_node(request.node)):
-                raise Forbidden(f"this is not the subject on which {request.node} asks")
-            return await self.template(request)
+        async def endpoint(data: bytes, headers: Mapping[str, str]) -> bytes:
+            async def answer(request: _OfNode) -> Any:
+                if headers.get(ASKED) != subject(check_node(request.node)):
+                    raise Forbidden(f"this is not the subject on which {request.node} asks")
+                return await handler(request)
 
-        return await answering(self._cluster, TemplateRequest, TemplateReply, answer)(data, headers)
+            return await answering(self._cluster, request_type, reply_type, answer)(data, headers)
+
+        return endpoint
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
         """Give an agent the spec of a pod that was placed on its node."""
@@ -253,6 +276,12 @@ class Api:
             raise Forbidden(f"pod {request.name} is not placed on {request.node}")
         log.info("template %s of pod %s", template_digest(value), request.name)
         return TemplateReply(spec=msgspec.to_builtins(value.spec))
+
+    async def inventory(self, request: InventoryRequest) -> InventoryReply:
+        """Judge what an agent has listed below its artifact root. The store is read only now."""
+        found = await self._cluster.list("SnapshotContent")
+        contents = [value for value in found if isinstance(value, SnapshotContent)]
+        return inventory.reply(request.generations, contents, self._policy)
 
     async def _one(self, kind: Kind, namespace: str | None, name: str) -> AnyObject:
         space = (namespace or "default") if kind.namespaced else None

@@ -1,7 +1,8 @@
 """The guard: a child that outlives the agent and frees a captured worker when nobody else can.
 
 It is armed before the worker is asked to be quiet. It holds the worker's pidfd and one connection
-from the agent. While that stands and the deadline has not come, it does nothing. When the
+from the agent. While that stands and no deadline has come, it does nothing. The agent tells it how
+long the worker may be frozen, for an agent may hang in the middle of a dump. When the
 connection ends it waits five seconds for a returning agent to connect, and then, as at the
 deadline, it kills the dump tool if one was named, lets the worker run, has the fence on its devices
 ended, without which it could not reach its memory, and writes `snapshot-aborted`; or kills the
@@ -40,6 +41,8 @@ GONE = b"gone"
 DISMISS = b"dismiss"
 TOOL = b"tool "
 """Followed by the pid and the start time of the process that leads the tool's session."""
+THAW_BY = b"thaw-by "
+"""Followed by the time at which a frozen worker is let go, or `inf` when it is not frozen."""
 
 MESSAGE_BYTES = 256
 _PEER = struct.Struct("3i")
@@ -121,6 +124,7 @@ class _Watch:
         self.worker = worker
         self.tool: tuple[int, int] | None = None
         self.returns_by = math.inf
+        self.thaw_by = math.inf
         self.link: socket.socket | None = socket.socket(fileno=charge.link)
         self.listener = _listen(charge.socket)
         self.alarm, alarm = socket.socketpair()
@@ -136,7 +140,7 @@ class _Watch:
     def until_over(self) -> bool:
         """Wait; True when the worker has to be let go, False when there is nothing to do."""
         while True:
-            left = min(self.charge.deadline, self.returns_by) - time.monotonic()
+            left = min(self.charge.deadline, self.returns_by, self.thaw_by) - time.monotonic()
             if left <= 0:
                 return True
             ready = {fd for fd, _ in self.poll.poll(math.ceil(min(left, 86400) * 1000))}
@@ -160,6 +164,8 @@ class _Watch:
         if message.startswith(TOOL):
             pid, start = message[len(TOOL) :].split()
             self.tool = int(pid), int(start)
+        elif message.startswith(THAW_BY):
+            self.thaw_by = float(message[len(THAW_BY) :])
         elif not message:
             self._hang_up(link)
             self.returns_by = time.monotonic() + RETURN_S

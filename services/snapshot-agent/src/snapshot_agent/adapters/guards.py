@@ -147,6 +147,10 @@ class _Link:
     def tell_tool(self, tool: Process) -> None:
         self._sock.send(guard.TOOL + f"{tool.pid} {tool.start}".encode())
 
+    def thaw_by(self, deadline: float) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.send(guard.THAW_BY + repr(deadline + MARGIN_S).encode())
+
     async def dismiss(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.send(guard.DISMISS)

@@ -32,6 +32,10 @@ TERMINATE_GRACE_S = 5.0
 """What a worker that is to end after its capture gets to do so, in seconds."""
 
 LET_GO_S = 45.0
+FREEZE_S = 15.0
+THAW_S = 15.0
+SLACK_S = 5.0
+"""How much longer than its budget a step may keep the worker frozen before the guard acts."""
 
 
 class Captures:
@@ -79,7 +83,9 @@ class Captures:
                 next_step=f"use one of {', '.join(self._machine.drivers)}",
             )
         async with self._slots, contextlib.AsyncExitStack() as closing:
-            staging = _Staging(self._machine, self._pods, hold, driver, order, ctx, closing)
+            staging = _Staging(
+                self._machine, self._pods, self._holds, hold, driver, order, ctx, closing
+            )
             await ctx.steps("dump", staging.table(prepared))
         return {"part": staging.result()}
 
@@ -154,6 +160,7 @@ class _Staging:
         self,
         machine: Machine,
         pods: Pods,
+        holds: Holds,
         hold: Hold,
         driver: ProcessDriver,
         order: DumpOrder,
@@ -162,6 +169,8 @@ class _Staging:
     ) -> None:
         self._machine = machine
         self._pods = pods
+        self._holds = holds
+        self._hold = hold
         self._worker = hold.worker
         self._driver = driver
         self._order = order
@@ -177,21 +186,24 @@ class _Staging:
 
         budget = self._order.deadline_s
         return [
-            Step("freeze", self._freeze, 15.0, undo=self._thaw),
+            Step("freeze", self._freeze, FREEZE_S, undo=self._thaw),
             Step("copy-state", self._copy, budget, replayable=False),
-            Step("thaw", self._thaw, 15.0),
+            Step("thaw", self._thaw, THAW_S),
             Step("stage", stage, 60.0, replayable=False),
         ]
 
     async def _freeze(self) -> None:
+        self._holds.may_freeze(self._hold, FREEZE_S + SLACK_S)
         await self._pods.while_alive(self._worker, self._driver.freeze(self._worker))
 
     async def _thaw(self) -> None:
         await self._driver.thaw(self._worker)
+        self._holds.may_freeze(self._hold)
 
     async def _copy(self) -> None:
         await self._ctx.note("no-replay", value=True)
         order = self._order
+        self._holds.may_freeze(self._hold, order.deadline_s + SLACK_S)
         place = Place(order.pod.namespace, order.content_uid, order.attempt)
         self._directory = self._machine.artifacts.new_part(place, PROCESS)
         self._closing.callback(os.close, self._directory)
@@ -204,6 +216,9 @@ class _Staging:
             self._files = await self._driver.dump(self._worker, self._directory, tell)
 
         await self._pods.while_alive(self._worker, dump())
+        if self._holds.is_let_go(self._worker, order.attempt):
+            # It ran again while its state was read.
+            raise Aborted("the worker was let go while it was dumped")
 
     async def _stage(self, prepared: Entry) -> None:
         order = self._order

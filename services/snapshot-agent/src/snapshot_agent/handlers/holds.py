@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,13 +40,17 @@ _OVERDUE = Failure(
 
 @dataclass(eq=False)
 class Hold:
-    """One held worker. `deadline` is on the monotonic clock."""
+    """One held worker. `deadline` is on the monotonic clock, and so is `thaw_by`.
+
+    That is when the guard thaws the worker, infinite while it is not frozen.
+    """
 
     order: PrepareOrder
     worker: Worker
     deadline: float
     unlock: Callable[[], None]
     guard: GuardLink | None = None
+    thaw_by: float = math.inf
     keeper: asyncio.Task[None] | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -98,6 +103,13 @@ class Holds:
     async def arm(self, hold: Hold) -> None:
         """Start the guard of a hold."""
         hold.guard = await self._machine.guards.start(self.duty(hold))
+        hold.guard.thaw_by(hold.thaw_by)
+
+    def may_freeze(self, hold: Hold, within_s: float = math.inf) -> None:
+        """Say for how long the worker may now be frozen; not at all without a number."""
+        hold.thaw_by = self._machine.clocks.monotonic() + within_s
+        if hold.guard is not None:
+            hold.guard.thaw_by(hold.thaw_by)
 
     async def arm_if_possible(self, hold: Hold) -> None:
         """Start another guard. Without one the hold still ends at its deadline."""

@@ -124,6 +124,7 @@ class Recoverer:
         """Keep what was prepared; the worker is not frozen unless its dump was cut off."""
         for driver in self._machine.drivers.values():
             await driver.thaw(hold.worker)
+        self._holds.may_freeze(hold)
         if hold.guard is None:
             await self._holds.arm_if_possible(hold)
         self._holds.keep(hold)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import (
     RESTORE_FROM,
+    UNKNOWN_ARTIFACTS,
     AnyObject,
     DynamoCheckpoint,
     Job,
@@ -141,7 +142,12 @@ def node_status(node: Node) -> str:
     """Say of a node what `kubectl get nodes` does: `Ready`, or `Ready,SchedulingDisabled`."""
     held = condition(node.status.conditions, "Ready")
     state = _NODE_STATES.get(held.status, "Unknown") if held else "Unknown"
-    return f"{state},SchedulingDisabled" if node.spec.unschedulable else state
+    words = [state]
+    if node.spec.unschedulable:
+        words.append("SchedulingDisabled")
+    if is_true(node.status.conditions, UNKNOWN_ARTIFACTS):
+        words.append(UNKNOWN_ARTIFACTS)
+    return ",".join(words)
 
 
 def _memory(devices: Sequence[PresenceDevice]) -> str:

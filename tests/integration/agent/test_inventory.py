@@ -1,0 +1,264 @@
+"""What an agent does with the directories below its artifact root that belong to nobody."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.adapters.library import ArtifactLibrary
+from snapshot_agent.handlers.inventory import Counts, Inventory
+from snapshot_operator.domain.inventory import Policy, reply
+from snapshot_shared import subjects
+from snapshot_shared.api import FoundGeneration, InventoryReply, Verdict
+from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST
+from snapshot_shared.codec import decode_json
+from snapshot_shared.errors import NotFound
+from snapshot_shared.orders import Presence
+from tests.support.agent_rig import Rig, fresh_uid, until
+from tests.support.operator_world import World
+
+DAY_S = 86400.0
+NOW = 1_900_000_000.0
+LABEL = "20300317T174640Z-node-1"
+UID = "00000000-0000-4000-8000-000000000001"
+OTHER = "00000000-0000-4000-8000-000000000002"
+
+
+class Operator:
+    """Judges by a policy as the operator does, with a store that knows nothing."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.asked: list[FoundGeneration] = []
+
+    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        self.asked += found
+        return reply(found, [], self.policy)
+
+
+class Says(Operator):
+    """Says the same of every generation."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(Policy())
+        self._verdict: Verdict = verdict
+
+    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        self.asked += found
+        return InventoryReply(verdicts=[self._verdict] * len(found))
+
+
+class Nobody(Operator):
+    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        raise NotFound("nobody answers")
+
+
+def inventory(root: Path, operator: Operator, now: float = NOW) -> Inventory:
+    return Inventory(ArtifactLibrary(root), operator, "node-1", lambda: now)
+
+
+def put(root: Path, *names: str, days: float = 30.0) -> Path:
+    """Put a file below the root; all that leads to it has not changed for days."""
+    file = root.joinpath(*names)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("nobody's")
+    for path in (file, *file.parents[: len(names)]):
+        os.utime(path, (NOW - days * DAY_S,) * 2)
+    return file
+
+
+def tree(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
+
+
+async def test_a_generation_without_a_root_manifest_is_moved_with_its_path(tmp_path: Path) -> None:
+    put(tmp_path, "default", UID, "gen-1", "process", "state")
+    watcher = inventory(tmp_path, Operator(Policy()))
+    await watcher.look()
+    moved = f"{QUARANTINE}/{LABEL}/default/{UID}/gen-1/process/state"
+    assert tree(tmp_path) == {moved}
+    assert (tmp_path / moved).read_text() == "nobody's"
+    assert watcher.counts == Counts(unknown=0, quarantined=1)
+
+
+async def test_what_was_moved_is_moved_back_by_hand_and_kept_when_it_is_known_again(
+    tmp_path: Path,
+) -> None:
+    before = put(tmp_path, "default", UID, "gen-1", "process", "state")
+    await inventory(tmp_path, Operator(Policy())).look()
+    (tmp_path / QUARANTINE / LABEL / "default" / UID / "gen-1").rename(before.parents[1])
+    watcher = inventory(tmp_path, Says("keep"))
+    await watcher.look()
+    assert tree(tmp_path) == {str(before.relative_to(tmp_path))}
+    assert watcher.counts == Counts()
+
+
+async def test_a_sealed_artifact_that_nobody_knows_stays_and_is_counted(tmp_path: Path) -> None:
+    manifest = put(tmp_path, "default", UID, "gen-1", ROOT_MANIFEST)
+    operator = Operator(Policy())
+    watcher = inventory(tmp_path, operator)
+    await watcher.look()
+    assert operator.asked[0].sealed
+    assert manifest.exists()
+    assert watcher.counts == Counts(unknown=1, quarantined=0)
+
+
+async def test_what_changed_lately_stays(tmp_path: Path) -> None:
+    put(tmp_path, "default", UID, "gen-1", "process", "state", days=6.9)
+    put(tmp_path, "models", "llama", days=6.9)
+    before = tree(tmp_path)
+    watcher = inventory(tmp_path, Operator(Policy("all")))
+    await watcher.look()
+    assert tree(tmp_path) == before
+    assert watcher.counts == Counts()
+
+
+ODD = (
+    ("notes",),
+    ("models", "llama", "weights"),
+    ("default", UID, "gen-0", "x"),
+    ("default", UID, "gen-01", "x"),
+    ("default", UID, "gen-1000001", "x"),
+    ("default", UID, "gen-2"),
+    ("default", "A" + UID[1:], "gen-1", "x"),
+    ("Default", UID, "gen-1", "x"),
+    ("default", "a" * 200),
+    ("default", UID, "\udcff"),
+)
+
+
+@pytest.mark.parametrize("names", ODD, ids=lambda names: ascii("/".join(names))[:60])
+async def test_what_is_no_generation_is_moved_only_when_everything_is(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    put(tmp_path, *names)
+    before = tree(tmp_path)
+    watcher = inventory(tmp_path, Operator(Policy()))
+    await watcher.look()
+    assert tree(tmp_path) == before
+    assert watcher.counts == Counts(unknown=1, quarantined=0)
+    watcher = inventory(tmp_path, Operator(Policy("all")))
+    await watcher.look()
+    assert tree(tmp_path) == {f"{QUARANTINE}/{LABEL}/{path}" for path in before}
+    assert watcher.counts == Counts(unknown=0, quarantined=1)
+
+
+async def test_what_is_hidden_or_of_the_file_system_is_none_of_ours(tmp_path: Path) -> None:
+    put(tmp_path, ".snapshot", "hourly", "x")
+    put(tmp_path, "lost+found", "#12")
+    put(tmp_path, "default", ".nfs0001")
+    before = tree(tmp_path)
+    watcher = inventory(tmp_path, Operator(Policy("all")))
+    await watcher.look()
+    assert tree(tmp_path) == before
+    assert watcher.counts == Counts()
+
+
+async def test_links_and_pipes_are_moved_as_they_are_and_never_followed(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    put(outside, UID, "gen-1", "process", "state")
+    (root / "default" / UID).mkdir(parents=True)
+    (root / "space").symlink_to(outside)
+    (root / "default" / OTHER).symlink_to(outside / UID)
+    (root / "default" / UID / "gen-1").symlink_to(outside / UID / "gen-1")
+    os.mkfifo(root / "default" / UID / "gen-2")
+    operator = Operator(Policy("all", after_s=0.0))
+    await inventory(root, operator, now=4e9).look()
+    assert operator.asked == []
+    assert tree(outside) == {f"{UID}/gen-1/process/state"}
+    (label,) = (root / QUARANTINE).iterdir()
+    assert (label / "space").is_symlink()
+    assert (label / "default" / OTHER).is_symlink()
+    assert (label / "default" / UID / "gen-1").is_symlink()
+    assert (label / "default" / UID / "gen-2").is_fifo()
+
+
+async def test_a_root_manifest_that_is_a_link_seals_nothing(tmp_path: Path) -> None:
+    put(tmp_path, "default", UID, "gen-1", "process", "state")
+    (tmp_path / "default" / UID / "gen-1" / ROOT_MANIFEST).symlink_to("/etc/hostname")
+    operator = Operator(Policy("off"))
+    await inventory(tmp_path, operator).look()
+    assert [item.sealed for item in operator.asked] == [False]
+
+
+async def test_a_quarantine_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    outside.mkdir()
+    state = put(root, "default", UID, "gen-1", "process", "state")
+    (root / QUARANTINE).symlink_to(outside)
+    watcher = inventory(root, Operator(Policy()))
+    await watcher.look()
+    assert state.exists()
+    assert list(outside.iterdir()) == []
+    assert watcher.counts == Counts(unknown=1, quarantined=0)
+
+
+async def test_what_stands_in_quarantine_is_never_replaced(tmp_path: Path) -> None:
+    put(tmp_path, "notes")
+    there = put(tmp_path, QUARANTINE, LABEL, "notes")
+    there.write_text("of before")
+    watcher = inventory(tmp_path, Operator(Policy("all")))
+    await watcher.look()
+    assert there.read_text() == "of before"
+    assert (tmp_path / "notes").read_text() == "nobody's"
+    assert watcher.counts == Counts(unknown=1, quarantined=1)
+
+
+async def test_two_agents_with_one_root_move_a_generation_once(tmp_path: Path) -> None:
+    put(tmp_path, "default", UID, "gen-1", "process", "state")
+
+    class Slow(Operator):
+        async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+            await inventory(tmp_path, Operator(Policy())).look()
+            return await super().judge(found)
+
+    watcher = inventory(tmp_path, Slow(Policy()))
+    await watcher.look()
+    assert tree(tmp_path) == {f"{QUARANTINE}/{LABEL}/default/{UID}/gen-1/process/state"}
+    assert watcher.counts == Counts(unknown=0, quarantined=1)
+
+
+async def test_nothing_is_moved_while_nobody_can_say_whose_it_is(tmp_path: Path) -> None:
+    state = put(tmp_path, "default", UID, "gen-1", "process", "state")
+    with pytest.raises(NotFound):
+        await inventory(tmp_path, Nobody(Policy("all"))).look()
+    assert state.exists()
+    assert not (tmp_path / QUARANTINE).exists()
+
+
+async def test_more_generations_than_fit_into_one_question_are_all_asked_about(
+    tmp_path: Path,
+) -> None:
+    for _ in range(1001):
+        (tmp_path / "default" / fresh_uid() / "gen-1").mkdir(parents=True)
+    operator = Says("tell")
+    watcher = inventory(tmp_path, operator)
+    await watcher.look()
+    assert len(set(operator.asked)) == 1001
+    assert watcher.counts == Counts(unknown=1001, quarantined=0)
+
+
+async def test_a_root_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+    watcher = inventory(tmp_path / "none", Operator(Policy("all")))
+    await watcher.look()
+    assert watcher.counts == Counts()
+    assert not (tmp_path / "none").exists()
+
+
+async def test_an_agent_asks_the_operator_when_it_starts_and_tells_what_it_moved(rig: Rig) -> None:
+    endpoint = World().api.endpoints()["inventory.*"]
+    await rig.bus.serve("snap-operator", "1.0.0", {}, {subjects.inventory(rig.node): endpoint})
+    state = put(rig.root, "default", UID, "gen-1", "process", "state")
+    os.utime(state.parents[1], (1.0, 1.0))
+    async with (
+        rig.bus.listening(subjects.bucket_key(subjects.NODES_BUCKET, rig.node)) as told,
+        rig.agent(),
+    ):
+        await until(lambda: not state.exists(), "the generation to be moved")
+        while decode_json((await told.get()).data, Presence).quarantined != 1:
+            pass
+    (moved,) = (rig.root / QUARANTINE).glob(f"*-{rig.node}/default/{UID}/gen-1/process/state")
+    assert moved.read_text() == "nobody's"
