@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -17,6 +20,10 @@ from snapshot_shared.errors import Conflict, InvalidMessage, SnapbackError
 from snapshot_shared.ids import NodeName, OrderId, check_order_id, token
 from snapshot_shared.objects import AnyObject, OrderStatus, kind_of
 from snapshot_shared.orders import SCHEMA_VERSION, Presence
+from snapshot_shared.permissions import User
+from snapshot_shared.spans import message_attributes
+from snapshot_shared.steps import message_span
+from snapshot_shared.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +35,40 @@ class _Claim(msgspec.Struct):
 class NatsOrders:
     """The `OrderBus` port over the ORDERS stream."""
 
-    def __init__(self, bus: Bus) -> None:
-        """Use a connected bus."""
+    def __init__(self, bus: Bus, telemetry: Telemetry | None = None) -> None:
+        """Use a connected bus; with a tracer each publication of a traced order is a span."""
         self._bus = bus
+        self._telemetry = telemetry
 
     async def publish(self, order: OrderStatus) -> None:
         """Publish with the expected last sequence; on conflict compare attempts and decide."""
+        headers = {"Snapback-Schema": str(SCHEMA_VERSION)}
+        with self._span(order) as trace:
+            if trace:
+                headers["traceparent"] = trace
+            await self._publish(order, headers)
+
+    def _span(self, order: OrderStatus) -> AbstractContextManager[str]:
+        trace = order.payload.get("traceparent", "")
+        if self._telemetry is None or not trace:
+            return contextlib.nullcontext(trace)
+        attributes = message_attributes(
+            "publish",
+            subjects.order_template(order.service, order.verb),
+            client=User("operator").name,
+            order=order.order,
+            attempt=order.attempt,
+        )
+        return self._telemetry.span(
+            message_span("publish", order.service, order.verb),
+            kind="producer",
+            parent=trace,
+            attributes={**attributes, "snapback.verb": order.verb},
+        )
+
+    async def _publish(self, order: OrderStatus, headers: Mapping[str, str]) -> None:
         subject = _subject(order)
         payload = encode_json(order.payload)
-        headers = {"Snapback-Schema": str(SCHEMA_VERSION)}
-        if trace := order.payload.get("traceparent"):
-            headers["traceparent"] = trace
         expected = 0
         for _ in range(5):
             try:
