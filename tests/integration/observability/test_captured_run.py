@@ -235,3 +235,16 @@ def test_what_a_transfer_process_logs_names_its_order_too(run: Run) -> None:
     for line in lines:
         assert line["attempt"] == 1
         assert kept[line["span_id"]].trace_id == line["trace_id"]
+
+
+def test_what_failed_says_why_in_every_span_over_the_failure(run: Run) -> None:
+    failed = {
+        span.name: span.attributes.get("error.type")
+        for span in run.collector.spans
+        if span.error and span.service in ("snap-agent", "snap-operator")
+    }
+    assert failed["copy-state"] == "InjectedFault"
+    assert failed["process snap.order.{node}.agent.dump-{owner}"] == "InjectedFault"
+    assert failed["order dump"] == "InjectedFault"
+    assert failed["capture"]
+    assert None not in failed.values()

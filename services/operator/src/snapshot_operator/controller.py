@@ -293,6 +293,7 @@ class Interpreter:
                 "snapback.attempt": item.attempt,
                 "snapback.verb": item.verb,
                 "snapback.node": item.node,
+                **_error_type(failure),
             },
         )
 
@@ -312,7 +313,11 @@ class Interpreter:
             start_ns=_ns(new.status.started_at),
             end_ns=_ns(self._wall()),
             error=failure.message if failure else "",
-            attributes={"snapback.content": new.metadata.name, "snapback.bytes": size},
+            attributes={
+                "snapback.content": new.metadata.name,
+                "snapback.bytes": size,
+                **_error_type(failure),
+            },
         )
 
     def _trace_restoration(self, old: Pod, new: Pod) -> None:
@@ -329,7 +334,11 @@ class Interpreter:
             start_ns=_ns(after.started_at),
             end_ns=_ns(self._wall()),
             error=after.failure.message if after.failure else "",
-            attributes={"snapback.pod": new.metadata.name, "snapback.content": after.content_name},
+            attributes={
+                "snapback.pod": new.metadata.name,
+                "snapback.content": after.content_name,
+                **_error_type(after.failure),
+            },
         )
 
 
@@ -348,6 +357,10 @@ def _span_over(owner: AnyObject, item: OrderStatus) -> str:
 
 def _reason(failure: Failure | None) -> str:
     return failure.reason if failure else ""
+
+
+def _error_type(failure: Failure | None) -> dict[str, str]:
+    return {instruments.ERROR: failure.reason} if failure else {}
 
 
 def _ns(seconds: float) -> int:
