@@ -34,7 +34,7 @@ from nats.js.api import (
 )
 from nats.micro.service import ServiceConfig
 
-from snapshot_shared import subjects
+from snapshot_shared import instruments, subjects
 from snapshot_shared.errors import (
     BusUnavailable,
     Conflict,
@@ -43,6 +43,7 @@ from snapshot_shared.errors import (
     NotPermitted,
     SnapbackError,
 )
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.nats_client import INBOXES, BusClient, InboxAnswers
 
 log = logging.getLogger(__name__)
@@ -149,13 +150,18 @@ def stream_of(bucket: KeyValueConfig) -> StreamConfig:
 
 
 class Delivery(NamedTuple):
-    """One message of a stream: its place, its bytes and its headers; `ack` settles it."""
+    """One message of a stream: its place, its bytes and its headers; `ack` settles it.
+
+    `stored_at` is when the server stored it, in seconds since the epoch by the server's clock; 0
+    when that is not known.
+    """
 
     subject: str
     sequence: int
     data: bytes
     headers: Mapping[str, str]
     raw: Msg
+    stored_at: float = 0.0
 
     async def ack(self) -> None:
         """Settle and wait until the server has it."""
@@ -205,6 +211,7 @@ class Bus:
         credentials: str | None = None,
         inbox: str = INBOXES.rstrip("."),
         replicas: int = 1,
+        metrics: Metrics = OFF,
     ) -> None:
         """Remember where to connect.
 
@@ -227,6 +234,8 @@ class Bus:
         self._services: list[tuple[str, str, dict[str, str], dict[str, Handler]]] = []
         self._rebuilt: list[asyncio.Event] = []
         self._hearings: list[_Hearing] = []
+        self._metrics = metrics
+        metrics.observe(instruments.CONNECTED, lambda: {(): float(self.is_connected)})
 
     async def connect(self, *, patiently: bool = True) -> Bus:
         """Connect; a daemon waits for ever, a command (`patiently=False`) gives up at once."""
@@ -319,6 +328,7 @@ class Bus:
         self._lost.set()
 
     def _announce(self) -> None:
+        self._metrics.add(instruments.RECONNECTIONS)
         for event in self._rebuilt:
             event.set()
 
@@ -452,11 +462,13 @@ class Bus:
             sent["Nats-Expected-Last-Subject-Sequence"] = str(expected_last)
         if message_id is not None:
             sent["Nats-Msg-Id"] = message_id
-        stream = self.client.jetstream(timeout=REQUEST_S)
-        ack = await _translating(
-            stream.publish(subject, payload, headers=sent or None, timeout=REQUEST_S),
-            f"publish to {subject}",
-        )
+        family = subjects.family(subject)
+        with self._metrics.timed(instruments.PUBLISH_DURATION, family, counted=instruments.SENT):
+            stream = self.client.jetstream(timeout=REQUEST_S)
+            ack = await _translating(
+                stream.publish(subject, payload, headers=sent or None, timeout=REQUEST_S),
+                f"publish to {subject}",
+            )
         return int(ack.seq)
 
     async def announce(self, subject: str, payload: bytes) -> None:
@@ -529,6 +541,7 @@ class Bus:
             try:
                 while not again.is_set():
                     for message in await _fetch(source, again, elected):
+                        self._metrics.add(instruments.CONSUMED, subjects.family(message.subject))
                         yield _delivery(message)
             except (nats.errors.Error, nats.js.errors.Error) as error:
                 log.info("consumer %s has to be bound again: %s", durable, error)
@@ -734,8 +747,15 @@ async def _fetch(source: Any, again: asyncio.Event, elected: asyncio.Event) -> l
 
 
 def _delivery(message: Msg) -> Delivery:
-    sequence = message.metadata.sequence.stream
-    return Delivery(message.subject, sequence, message.data, message.headers or {}, message)
+    place = message.metadata
+    return Delivery(
+        message.subject,
+        place.sequence.stream,
+        message.data,
+        message.headers or {},
+        message,
+        place.timestamp.timestamp(),
+    )
 
 
 def _stored_delivery(message: Msg) -> Delivery:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
 
-from snapshot_shared import subjects
+from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
@@ -56,8 +57,9 @@ from snapshot_shared.orders import (
     Service,
 )
 from snapshot_shared.runner import Runner, Step
-from snapshot_shared.spans import order_context
-from snapshot_shared.telemetry import Attributes, Telemetry
+from snapshot_shared.spans import SpanContext, message_attributes, order_context
+from snapshot_shared.steps import VERBS_OF, message_span
+from snapshot_shared.telemetry import Telemetry, working_on
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +169,13 @@ class Courier:
         self._outbox: asyncio.Queue[Report] = asyncio.Queue()
         self._numbering = asyncio.Lock()
         self._again = bus.reconnections()
+        self._metrics = runner.metrics
+        self._metrics.observe(instruments.OUTBOX, lambda: {(): self._outbox.qsize()})
+        self._metrics.observe(instruments.IN_FLIGHT, self._in_flight)
+
+    def _in_flight(self) -> Mapping[tuple[str, ...], float]:
+        now = Counter(verb_of(OrderId(order)) for order in self._tasks)
+        return {(verb,): now[verb] for verb in VERBS_OF[self.service]}
 
     async def serve(self) -> None:
         """Resume unfinished orders, then deliver reports and take orders, for ever.
@@ -217,13 +226,16 @@ class Courier:
             await self._refuse(delivery, error)
             return
         known = self.journal.ledger.entries.get(order.order)
+        verb = verb_of(order.order)
         if known is not None and known.attempt >= order.attempt:
+            self._metrics.add(instruments.REPEATED, verb)
             await self._repeat(known, order, delivery.sequence)
             await delivery.ack()
             return
         if order.schema in self.schemas:
             entry = await self._accept(order)
-            self._start(entry, order)
+            self._count_accepted(verb, delivery.stored_at)
+            self._start(entry, order, delivery.headers.get("traceparent", ""))
             await self.report(entry, "accepted")
         else:
             # On record, for the next build may be able to carry out what is delivered again.
@@ -231,6 +243,12 @@ class Courier:
             await self._keep_letter(delivery, failure)
             await self.report(await self._accept(order), "rejected", failure=failure)
         await delivery.ack()
+
+    def _count_accepted(self, verb: str, stored_at: float) -> None:
+        self._metrics.add(instruments.ACCEPTED, verb)
+        if stored_at:
+            age = max(self.clocks.wall() - stored_at, 0.0)
+            self._metrics.record(instruments.QUEUED, age, verb)
 
     def _read(self, delivery: Delivery) -> Any:
         node, service, order_id = subjects.parse_order(delivery.subject)
@@ -285,6 +303,7 @@ class Courier:
         await delivery.ack()
 
     async def _keep_letter(self, delivery: Delivery, failure: Failure) -> None:
+        self._metrics.add(instruments.DEAD_LETTERS, failure.reason)
         log.warning("refused %s: %s", delivery.subject, failure)
         letter = DeadLetter(
             subject=delivery.subject[:4096],
@@ -321,9 +340,10 @@ class Courier:
         )
         return self.journal.ledger.entries[order.order]
 
-    def _start(self, entry: Entry, order: Order) -> None:
+    def _start(self, entry: Entry, order: Order, link: str = "") -> None:
+        """Begin to carry an order out; `link` is the traceparent of the message it came in."""
         previous = self._tasks.get(entry.order)
-        task = asyncio.create_task(self._carry_out(entry, order, previous), name=entry.order)
+        task = asyncio.create_task(self._carry_out(entry, order, link, previous), name=entry.order)
         self._tasks[entry.order] = task
         task.add_done_callback(lambda done: self._forget(entry.order, done))
 
@@ -331,36 +351,54 @@ class Courier:
         if self._tasks.get(order) is task:
             del self._tasks[order]
         if not task.cancelled() and (error := task.exception()):
-            log.error("order %s ended without a report: %r", order, error, exc_info=error)
+            attempt = self.journal.ledger.entries[order].attempt
+            with working_on(order, attempt):
+                log.error("order %s ended without a report: %r", order, error, exc_info=error)
 
     async def _carry_out(
-        self, entry: Entry, order: Order, previous: asyncio.Task[None] | None
+        self, entry: Entry, order: Order, link: str, previous: asyncio.Task[None] | None
     ) -> None:
-        verb = verb_of(OrderId(entry.order))
-        context = OrderContext(self, entry, order)
         identity = order_context(order.traceparent, entry.order, entry.attempt)
-        attributes: Attributes = {
-            "messaging.system": "nats",
-            "messaging.message.id": entry.order,
-            "snapback.attempt": entry.attempt,
-            "snapback.node": self.node,
-        }
-        try:
-            if previous is not None:
-                # An older attempt of the same order must have let go before this one begins.
-                previous.cancel()
-                await asyncio.gather(previous, return_exceptions=True)
-            with self.telemetry.span(
-                verb, parent=order.traceparent, identity=identity, attributes=attributes
-            ):
-                result = await self._handlers[type(order)](order, context)
-        except asyncio.CancelledError:
-            await asyncio.shield(self._fail(entry, Aborted("the order was aborted here")))
-            raise
-        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a report
-            await self._fail(entry, error)
-        else:
-            await self.report(entry, TERMINAL[verb], **result)
+        own = identity.traceparent if identity else ""
+        with working_on(entry.order, entry.attempt, own):
+            try:
+                if previous is not None:
+                    # An older attempt of the same order must have let go before this one begins.
+                    previous.cancel()
+                    await asyncio.gather(previous, return_exceptions=True)
+                result = await self._process(entry, order, identity, link)
+            except asyncio.CancelledError:
+                await asyncio.shield(self._fail(entry, Aborted("the order was aborted here")))
+                raise
+            except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a report
+                await self._fail(entry, error)
+            else:
+                await self.report(entry, TERMINAL[verb_of(OrderId(entry.order))], **result)
+
+    async def _process(
+        self, entry: Entry, order: Order, identity: SpanContext | None, link: str
+    ) -> Result:
+        verb = verb_of(OrderId(entry.order))
+        about = message_attributes(
+            "process",
+            subjects.order_template(self.service, verb),
+            client=subjects.durable(self.node, self.service),
+            order=entry.order,
+            attempt=entry.attempt,
+        )
+        family = subjects.family(subjects.order_template(self.service, verb))
+        with (
+            self._metrics.timed(instruments.PROCESS_DURATION, family, verb),
+            self.telemetry.span(
+                message_span("process", self.service, verb),
+                kind="consumer",
+                parent=order.traceparent,
+                identity=identity,
+                links=[link] if link else [],
+                attributes={**about, "snapback.verb": verb, "snapback.node": self.node},
+            ),
+        ):
+            return await self._handlers[type(order)](order, OrderContext(self, entry, order))
 
     async def _fail(self, entry: Entry, error: BaseException) -> None:
         failure = failure_of(error)
@@ -382,7 +420,8 @@ class Courier:
         elif entry.open_step is not None and entry.notes.get("no-replay"):
             step = entry.open_step
             error = OutcomeUnknown(f"the service was restarted within step {step}", step=step)
-            await self._fail(entry, error)
+            with working_on(entry.order, entry.attempt):
+                await self._fail(entry, error)
         else:
             self._start(entry, order)
 
@@ -408,8 +447,17 @@ class Courier:
                 at=self.clocks.wall(),
                 **fields,
             )
+            is_news = entry.terminal is None and report.is_terminal
             await self._append_however_full(Reported(report=report))
             self._outbox.put_nowait(report)
+            if is_news:
+                self._count_finished(report)
+
+    def _count_finished(self, report: Report) -> None:
+        outcome = report.kind if report.kind in ("failed", "rejected") else "done"
+        reason = report.failure.reason if report.failure else ""
+        verb = verb_of(OrderId(report.order))
+        self._metrics.add(instruments.FINISHED, verb, outcome, reason)
 
     async def _append_however_full(self, record: Record) -> None:
         """Write a record down however long the disk is full: an outcome is never dropped.
@@ -432,7 +480,8 @@ class Courier:
                     await self._publish(report)
                     break
                 except BusUnavailable as error:
-                    log.info("report %s/%s waits: %s", report.order, report.kind, error)
+                    with working_on(report.order, report.attempt):
+                        log.info("report %s/%s waits: %s", report.order, report.kind, error)
                     await self.bus.pause(self._again)
             await self._append_however_full(
                 Delivered(order=report.order, attempt=report.attempt, n=report.n)

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
+from snapshot_shared import instruments
 from snapshot_shared.errors import (
     AlreadyExists,
     Internal,
@@ -35,6 +36,7 @@ from snapshot_shared.files import (
     write_replacing,
 )
 from snapshot_shared.ledger import Ledger, Record
+from snapshot_shared.metrics import OFF, Metrics
 
 KEEP_S = 14 * 86400.0
 """How long the highest attempt and result of each finished order are kept, in seconds."""
@@ -54,7 +56,7 @@ class JournalCorrupt(SnapbackError):
 class Journal:
     """An open journal and its fold. One process at a time: the folder is locked."""
 
-    def __init__(self, fd: int, lock: int, ledger: Ledger) -> None:
+    def __init__(self, fd: int, lock: int, ledger: Ledger, metrics: Metrics = OFF) -> None:
         """Use `Journal.open`."""
         self._fd = fd
         self._lock = lock
@@ -62,9 +64,11 @@ class Journal:
         self._broken: StorageFailed | None = None
         self._breaks = asyncio.Event()
         self.ledger = ledger
+        self._metrics = metrics
+        metrics.observe(instruments.JOURNAL_SIZE, lambda: {(): float(os.fstat(fd).st_size)})
 
     @classmethod
-    def open(cls, folder: Path, *, now: float) -> Journal:
+    def open(cls, folder: Path, *, now: float, metrics: Metrics = OFF) -> Journal:
         """Read, repair the torn tail, compact and open for appending.
 
         `now` is seconds since the epoch. AlreadyExists when another process holds the folder,
@@ -88,7 +92,7 @@ class Journal:
         fresh = Ledger()
         for record in read_records(path):
             fresh.apply(record)
-        return cls(fd, lock, fresh)
+        return cls(fd, lock, fresh, metrics)
 
     async def append(self, *records: Record) -> None:
         """Write records, wait until they are on disk, then fold them.
@@ -105,7 +109,8 @@ class Journal:
             if self._broken is not None:
                 raise self._broken
             try:
-                await asyncio.to_thread(self._write, data)
+                with self._metrics.timed(instruments.JOURNAL_DURATION):
+                    await asyncio.to_thread(self._write, data)
             except OSError as error:
                 self._broken = StorageFailed(
                     f"the journal cannot be written: {error}", errno=error.errno

@@ -12,12 +12,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from snapshot_shared import instruments
 from snapshot_shared.errors import DeadlineExceeded, Internal, failure_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Began, Ended
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import Order
 from snapshot_shared.steps import STEPS
-from snapshot_shared.telemetry import Telemetry
+from snapshot_shared.telemetry import Attributes, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +53,17 @@ class Runner:
     """Runs step tables for one service."""
 
     def __init__(
-        self, journal: Journal, telemetry: Telemetry, faults: Faults | None = None
+        self,
+        journal: Journal,
+        telemetry: Telemetry,
+        faults: Faults | None = None,
+        metrics: Metrics = OFF,
     ) -> None:
-        """Use the service's journal and tracer; `faults` is absent unless asked for."""
+        """Use the service's journal, tracer and metrics; `faults` is absent unless asked for."""
         self._journal = journal
         self._telemetry = telemetry
         self._faults = faults
+        self.metrics = metrics
 
     async def run(
         self,
@@ -83,7 +90,6 @@ class Runner:
                 verb,
                 begun[-1].name,
                 failure_of(error),
-                extra={"order": order.order},
             )
             await asyncio.shield(asyncio.ensure_future(self._undo(order, begun)))
             raise
@@ -91,7 +97,15 @@ class Runner:
     async def _run_step(self, verb: str, order: Order, step: Step, remaining_s: float) -> None:
         await self._journal.append(Began(order=order.order, attempt=order.attempt, step=step.name))
         budget = min(step.deadline_s, remaining_s)
-        with self._telemetry.span(step.name, attributes={"snapback.order": order.order}):
+        attributes: Attributes = {
+            "snapback.order.id": order.order,
+            "snapback.attempt": order.attempt,
+            "snapback.verb": verb,
+        }
+        with (
+            self.metrics.timed(instruments.STEP_DURATION, verb, step.name),
+            self._telemetry.span(step.name, attributes=attributes),
+        ):
             scope = asyncio.timeout(max(budget, 0.0))
             try:
                 async with scope:
@@ -116,4 +130,4 @@ class Runner:
                 async with asyncio.timeout(UNDO_S):
                     await step.undo()
             except Exception:
-                log.exception("compensation of %s failed", step.name, extra={"order": order.order})
+                log.exception("compensation of %s failed", step.name)

@@ -8,11 +8,12 @@ knows the identity can be its child, or end it.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from snapshot_shared.ids import short_hash
+from snapshot_shared.subjects import family
 
 _TRACEPARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
@@ -29,6 +30,9 @@ class SpanContext(NamedTuple):
         return f"00-{self.trace_id}-{self.span_id}-01"
 
 
+SpanKind = Literal["internal", "server", "client", "producer", "consumer"]
+
+
 class SpanRecord(
     msgspec.Struct,
     frozen=True,
@@ -37,7 +41,10 @@ class SpanRecord(
     tag_field="type",
     tag="snapback.v1.span",
 ):
-    """A finished span, as the SPANS stream keeps it. Times are nanoseconds since the epoch."""
+    """A finished span, as the SPANS stream keeps it. Times are nanoseconds since the epoch.
+
+    `kind` is that of OpenTelemetry.
+    """
 
     trace_id: str
     span_id: str
@@ -50,6 +57,7 @@ class SpanRecord(
     error: str = ""
     attributes: dict[str, str | int | float | bool] = {}
     links: list[str] = []
+    kind: SpanKind = "internal"
 
 
 def parse_traceparent(value: str) -> SpanContext | None:
@@ -74,3 +82,28 @@ def order_context(traceparent: str, order: str, attempt: int) -> SpanContext | N
     """Give the context of an order's own span: the parent of every step of it."""
     parent = parse_traceparent(traceparent)
     return derived_context(parent.trace_id, order, str(attempt)) if parent else None
+
+
+def message_attributes(
+    operation: Literal["publish", "process"],
+    template: str,
+    *,
+    client: str,
+    order: str,
+    attempt: int,
+) -> dict[str, str | int | float | bool]:
+    """Describe the sending or the carrying out of an order, as OpenTelemetry does of messages.
+
+    `template` is the subject with names for its variable words, `client` who sends or takes.
+    """
+    return {
+        "messaging.system": "nats",
+        "messaging.operation.name": operation,
+        "messaging.operation.type": "send" if operation == "publish" else operation,
+        "messaging.destination.name": family(template),
+        "messaging.destination.template": template,
+        "messaging.message.id": order,
+        "messaging.client.id": client,
+        "snapback.order.id": order,
+        "snapback.attempt": attempt,
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from snapshot_shared.errors import InvalidInput
+from snapshot_shared.subjects import order_template
 
 STEPS: dict[str, tuple[str, ...]] = {
     "run": ("resolve", "spawn"),
@@ -41,6 +42,11 @@ GMS_STEPS: tuple[str, ...] = ("attach", "allocate", "export", "commit-layout", "
 def order_span(verb: str) -> str:
     """Name the operator's span of one order: from the decision to the folded answer."""
     return f"order {verb}"
+
+
+def message_span(operation: str, service: str, verb: str) -> str:
+    """Name the span of sending (`publish`) or carrying out (`process`) orders of a verb."""
+    return f"{operation} {order_template(service, verb)}"
 
 
 class Place(NamedTuple):
@@ -78,9 +84,12 @@ def find(step: str, *, verb: str = "", service: str = "") -> list[Place]:
 
 
 def all_names() -> frozenset[str]:
-    """Give every name that a span of the product may have: verbs, steps and the rest."""
-    names = set(STEPS) | set(OPERATOR_STEPS) | set(GMS_STEPS)
+    """Give every name that a span of the product may have: steps, orders and the rest."""
+    names = set(OPERATOR_STEPS) | set(GMS_STEPS)
     names.update(order_span(verb) for verb in STEPS)
+    for service, verbs in VERBS_OF.items():
+        for operation in ("publish", "process"):
+            names.update(message_span(operation, service, verb) for verb in verbs)
     for steps in STEPS.values():
         names.update(steps)
     return frozenset(names)

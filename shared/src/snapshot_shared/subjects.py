@@ -26,9 +26,19 @@ _SERVICES = ("agent", "gms")
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 
 
+def family(subject: str) -> str:
+    """Give the first two words of a subject: what kind of message it is, of few kinds."""
+    return ".".join(subject.split(".", 2)[:2])
+
+
 def order(node: NodeName, service: str, order_id: OrderId) -> str:
     """Subject of one order."""
     return f"snap.order.{token(node)}.{_service(service)}.{check_order_id(order_id)}"
+
+
+def order_template(service: str, verb: str) -> str:
+    """Write the subject of all orders of a verb with names for its variable words."""
+    return f"snap.order.{{node}}.{_service(service)}.{verb}-{{owner}}"
 
 
 def orders_of(node: NodeName, service: str) -> str:

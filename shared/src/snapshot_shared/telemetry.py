@@ -16,11 +16,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -32,19 +33,32 @@ from opentelemetry.trace import (
 from opentelemetry.trace import (
     SpanContext as OtelContext,
 )
+from opentelemetry.trace import (
+    SpanKind as OtelKind,
+)
 
-from snapshot_shared import subjects
+from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable, SnapbackError, failure_of
-from snapshot_shared.spans import SpanContext, SpanRecord, parse_traceparent
+from snapshot_shared.metrics import (
+    EXPORT_WITHIN_S,
+    OFF,
+    Metrics,
+    reason_of,
+    resource_attributes,
+)
+from snapshot_shared.spans import SpanContext, SpanKind, SpanRecord, parse_traceparent
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PRESET: contextvars.ContextVar[SpanContext | None] = contextvars.ContextVar(
     "preset_span", default=None
 )
 _CURRENT: contextvars.ContextVar[str] = contextvars.ContextVar("traceparent", default="")
+_WORK: contextvars.ContextVar[tuple[str, int]] = contextvars.ContextVar("order", default=("", 0))
 MAX_WAITING_SPANS = 4096
 
 Attributes = Mapping[str, str | int | float | bool]
@@ -65,13 +79,16 @@ class _Ids(IdGenerator):
 class _Outbox(SpanProcessor):
     """Keeps finished spans until somebody publishes them; the oldest give way."""
 
-    def __init__(self, service: str, node: str) -> None:
+    def __init__(self, service: str, node: str, metrics: Metrics) -> None:
         self.service = service
         self.node = node
+        self.metrics = metrics
         self.records: deque[SpanRecord] = deque(maxlen=MAX_WAITING_SPANS)
         self.filled = asyncio.Event()
 
     def on_end(self, span: ReadableSpan) -> None:
+        if len(self.records) == MAX_WAITING_SPANS:
+            self.metrics.add(instruments.SPANS_DROPPED, "too-many")
         self.records.append(_record(span, self.service, self.node))
         self.filled.set()
 
@@ -80,18 +97,22 @@ class Telemetry:
     """The tracer of one service on one node."""
 
     def __init__(
-        self, service: str, node: str, version: str, *, otlp_endpoint: str | None = None
+        self,
+        service: str,
+        node: str,
+        version: str,
+        *,
+        otlp_endpoint: str | None = None,
+        metrics: Metrics = OFF,
     ) -> None:
         """Build the tracer; spans wait until `publish_to` runs."""
-        resource = Resource.create(
-            {"service.name": service, "service.version": version, "k8s.node.name": node}
-        )
+        resource = Resource.create(resource_attributes(service, node, version))
         self.service = service
         self.node = node
         self._provider = TracerProvider(
             resource=resource, id_generator=_Ids(), shutdown_on_exit=False
         )
-        self._outbox = _Outbox(service, node)
+        self._outbox = _Outbox(service, node, metrics)
         self._provider.add_span_processor(self._outbox)
         if otlp_endpoint:
             self._export_to(otlp_endpoint)
@@ -103,7 +124,9 @@ class Telemetry:
         )
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415 - as above
 
-        exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces")
+        exporter = OTLPSpanExporter(
+            endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_WITHIN_S
+        )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
 
     @contextlib.contextmanager
@@ -111,6 +134,7 @@ class Telemetry:
         self,
         name: str,
         *,
+        kind: SpanKind = "internal",
         parent: str = "",
         identity: SpanContext | None = None,
         links: Sequence[str] = (),
@@ -121,16 +145,15 @@ class Telemetry:
         `parent` is a traceparent; empty means the span around this block, if there is one.
         """
         context = parse_traceparent(parent or _CURRENT.get())
-        span = self._start(name, context, identity, links, attributes, None)
+        span = self._start(name, context, identity, links, attributes, kind=kind)
         own = _traceparent(span)
-        token = _CURRENT.set(own)
         try:
-            yield own
+            with _set(_CURRENT, own):
+                yield own
         except BaseException as error:
             _mark(span, error)
             raise
         finally:
-            _CURRENT.reset(token)
             span.end()
 
     def record(
@@ -146,7 +169,9 @@ class Telemetry:
         error: str = "",
     ) -> None:
         """Record a span whose times are known already."""
-        span = self._start(name, parse_traceparent(parent), identity, links, attributes, start_ns)
+        span = self._start(
+            name, parse_traceparent(parent), identity, links, attributes, start_ns=start_ns
+        )
         if error:
             span.set_status(StatusCode.ERROR, error)
         span.end(end_ns)
@@ -158,7 +183,9 @@ class Telemetry:
         identity: SpanContext | None,
         links: Sequence[str],
         attributes: Attributes | None,
-        start_ns: int | None,
+        *,
+        start_ns: int | None = None,
+        kind: SpanKind = "internal",
     ) -> Span:
         around = set_span_in_context(NonRecordingSpan(_otel(parent))) if parent else None
         contexts = [found for link in links if (found := parse_traceparent(link))]
@@ -170,6 +197,7 @@ class Telemetry:
                 links=[Link(_otel(found)) for found in contexts],
                 attributes=dict(attributes or {}),
                 start_time=start_ns,
+                kind=OtelKind[kind.upper()],
             )
         finally:
             _PRESET.reset(token)
@@ -190,11 +218,30 @@ class Telemetry:
                 subject = subjects.span(record.node, record.trace_id)
                 await bus.publish(subject, encode_json(record))
             except (BusUnavailable, SnapbackError) as error:
+                self._outbox.metrics.add(instruments.SPANS_DROPPED, "not-published")
                 log.debug("span %s dropped: %s", record.name, error)
 
     def shutdown(self) -> None:
         """Send what OTLP still waits for."""
         self._provider.shutdown()
+
+
+@contextlib.contextmanager
+def working_on(order: str, attempt: int, traceparent: str = "") -> Iterator[None]:
+    """Name the order that the block works on, and its span, in every line that is logged there."""
+    with _set(_WORK, (order, attempt)), _set(_CURRENT, traceparent or _CURRENT.get()):
+        yield
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        # A coroutine that is thrown away is closed in another context, which has nothing of ours.
+        with contextlib.suppress(ValueError):
+            variable.reset(token)
 
 
 def current_traceparent() -> str:
@@ -218,10 +265,11 @@ def _traceparent(span: Span) -> str:
 
 def _mark(span: Span, error: BaseException) -> None:
     if isinstance(error, asyncio.CancelledError):
+        span.set_attribute(ERROR_TYPE, reason_of(error))
         span.set_status(StatusCode.ERROR, "cancelled")
         return
     failure = failure_of(error)
-    span.set_attribute("error.type", failure.reason)
+    span.set_attribute(ERROR_TYPE, failure.reason)
     span.set_status(StatusCode.ERROR, failure.message)
 
 
@@ -244,6 +292,7 @@ def _record(span: ReadableSpan, service: str, node: str) -> SpanRecord:
             SpanContext(f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}").traceparent
             for link in span.links
         ],
+        kind=span.kind.name.lower(),  # type: ignore[arg-type]
     )
 
 
@@ -265,8 +314,9 @@ class _JsonLines(logging.Formatter):
         }
         if context := parse_traceparent(_CURRENT.get()):
             line["trace_id"], line["span_id"] = context
-        if order := getattr(record, "order", None):
-            line["order_id"] = order
+        order, attempt = _WORK.get()
+        if order:
+            line["order_id"], line["attempt"] = order, attempt
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)

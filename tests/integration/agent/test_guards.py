@@ -1,6 +1,7 @@
 """The guard on its own: what it does when its agent is gone, late, back, or satisfied."""
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -32,7 +34,13 @@ class Charge:
         (self.control / control.QUIESCE).write_bytes(control.body(4))
         self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         os.kill(self.child.pid, signal.SIGSTOP)
-        self.guards = Guards(folder / "guards", "test")
+        self.guards = Guards(folder / "guards", "test", node="node-1")
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for line in (self.folder / "guards" / "log").read_text().splitlines()
+        ]
 
     def duty(self, deadline_s: float = 600.0, on_failure: str = "Resume") -> Duty:
         found = procfs.read(self.child.pid)
@@ -47,6 +55,8 @@ class Charge:
             deadline=clocks.monotonic() + deadline_s - MARGIN_S,
             boot_id=clocks.boot_id,
             on_failure=on_failure,  # type: ignore[arg-type]
+            order="prepare-1",
+            traceparent=f"00-{'a' * 32}-{'b' * 16}-01",
         )
 
     @property
@@ -121,6 +131,25 @@ async def test_a_worker_that_is_not_frozen_any_more_is_held_on(charge: Charge) -
     link.close()
     assert system_clocks().monotonic() - began > 1.5
     await freed(charge)
+
+
+async def test_what_a_guard_did_is_logged_with_order_attempt_and_span(charge: Charge) -> None:
+    link = await charge.guards.start(charge.duty(deadline_s=0.3))
+    await link.lost()
+    link.close()
+    (line,) = charge.log
+    assert line.pop("at").endswith("Z")
+    assert line.pop("message").startswith(f"freed process {charge.child.pid} ")
+    assert line == {
+        "level": "WARNING",
+        "service": "snap-guard",
+        "node": "node-1",
+        "logger": "guard",
+        "trace_id": "a" * 32,
+        "span_id": "b" * 16,
+        "order_id": "prepare-1",
+        "attempt": 4,
+    }
 
 
 async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(charge: Charge) -> None:

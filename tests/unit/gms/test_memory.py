@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gms.domain import usage
 from gms.domain.fence import Phase
 from gms.domain.locks import Lock
 from gms.domain.memory import MemoryTable
@@ -718,3 +719,51 @@ def test_a_load_onto_another_device_brings_nothing_back(world: World) -> None:
     world.attach(B, load_token="t")
     with pytest.raises(StaleLayout):
         world.ask(lock=RO, incarnation="before")
+
+
+# What the metrics count.
+
+
+def test_sessions_and_who_waits_are_counted_by_device_and_domain(world: World) -> None:
+    writer = world.attach()
+    world.ask(lock=RO)
+    world.allocate(writer, "w")
+    table = world.table
+    assert usage.sessions(table) == {(A, "weights", "RW"): 1}
+    assert usage.waiting(table)[A, "weights"] == 1
+    assert usage.waiting(table)[B, "kv"] == 0
+    world.commit(writer)
+    assert usage.sessions(table) == {(A, "weights", "RO"): 2}
+    world.table.export(writer, ["w"], Access.RO)
+    world.end(writer, unmapped=False)
+    assert usage.sessions(table) == {(A, "weights", "RO"): 1, (A, "weights", "lingering"): 1}
+
+
+def test_memory_is_counted_once_wherever_it_is(world: World) -> None:
+    first = world.attach()
+    world.allocate(first, "a", "b")
+    ref = world.commit(first)
+    reader = world.attach(lock=RO)
+    table = world.table
+    assert usage.memory(table) == {(A, "weights"): 32}
+    assert usage.allocations(table) == {(A, "weights"): 2}
+    assert usage.generations(table) == {(A,): 1, (B,): 0}
+    table.export(reader, ["a"], Access.RO)
+    world.end(first)
+    world.end(reader, unmapped=False)
+    loader = world.attach(load_token="t" * 16, if_match=ref)
+    world.allocate(loader, "l")
+    world.commit(loader, hidden=True, layout_id="x", if_match=ref)
+    world.end(loader)
+    assert usage.memory(table) == {(A, "weights"): 32, (A, "hidden"): 16}
+    world.take(table.publish(A, "t" * 16)[1])
+    assert usage.memory(table) == {(A, "weights"): 16, (A, "retired"): 16}
+
+
+def test_a_fence_is_counted_in_its_phase(world: World) -> None:
+    world.committed()
+    assert set(usage.fences(world.table).values()) == {0.0}
+    world.fence()
+    counted = usage.fences(world.table)
+    assert counted[A, "held"] == 1
+    assert sum(counted.values()) == 1

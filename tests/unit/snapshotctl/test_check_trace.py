@@ -30,8 +30,8 @@ def _good() -> list[SpanRecord]:
     return [
         _span("root", "", "apply", 0, 10, 0),
         _span("cap", "root", "capture", 10, 110, 1),
-        _span("prep", "cap", "prepare", 10, 50, 2),
-        _span("save", "cap", "save", 45, 108, 3),
+        _span("prep", "cap", "order prepare", 10, 50, 2),
+        _span("save", "cap", "order save", 45, 108, 3),
         _span("write", "save", "write", 50, 100, 4),
     ]
 

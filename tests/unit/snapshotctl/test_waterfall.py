@@ -1,5 +1,7 @@
 """A trace as a waterfall."""
 
+import msgspec
+
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain import waterfall
 
@@ -80,3 +82,12 @@ def test_errors_and_links_stand_below() -> None:
 
 def test_an_empty_trace_has_no_lines() -> None:
     assert waterfall.lines(waterfall.layout([]), 80) == []
+
+
+def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_told() -> None:
+    attributes = {"messaging.operation.name": "process", "snapback.verb": "dump"}
+    link = f"00-{'a' * 32}-{'b' * 16}-01"
+    span = _span("r", "", 0, 1, name="process snap.order.x", attributes=attributes, links=[link])
+    found = waterfall.layout([msgspec.structs.replace(span, trace_id="a" * 32)])
+    (line,) = waterfall.lines(found, 90)
+    assert line.startswith("process dump ")

@@ -34,6 +34,7 @@ from snapshot_shared.frames import StatusRequest
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
+from snapshot_shared.metrics import Metrics
 from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -70,18 +71,25 @@ async def serve(stop: asyncio.Event) -> None:
         SimulatedDevice(node=settings.node, index=index, capacity=settings.device_bytes)
         for index in range(settings.devices)
     ]
-    gms = Gms(node=settings.node, incarnation=str(uuid.uuid4()), devices=devices)
-    telemetry = _telemetry(settings, SERVICE)
+    metrics = Metrics(
+        SERVICE,
+        settings.node,
+        VERSION,
+        scraped=settings.http_address is not None,
+        otlp_endpoint=settings.otlp_endpoint,
+    )
+    gms = Gms(node=settings.node, incarnation=str(uuid.uuid4()), devices=devices, metrics=metrics)
+    telemetry = _telemetry(settings, SERVICE, metrics)
     _make_socket_folder(settings)
     control = GmsControl(gms)
     policy = LeasePolicy(group=settings.lease_group)
-    lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy)
+    lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
     grpc = GrpcServer(settings.socket_dir, control)
     lease.start()
     try:
         await grpc.start()
         log.info("GMS serves %d devices", len(devices))
-        await _serve_orders(stop, settings, gms, control, telemetry)
+        await _serve_orders(stop, settings, gms, control, telemetry, metrics)
     finally:
         await grpc.close()
         await lease.close()
@@ -104,8 +112,10 @@ def _allow_many_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _telemetry(settings: GmsSettings, service: str) -> Telemetry:
-    return Telemetry(service, settings.node, VERSION, otlp_endpoint=settings.otlp_endpoint)
+def _telemetry(settings: GmsSettings, service: str, metrics: Metrics) -> Telemetry:
+    return Telemetry(
+        service, settings.node, VERSION, otlp_endpoint=settings.otlp_endpoint, metrics=metrics
+    )
 
 
 async def _serve_orders(
@@ -114,17 +124,19 @@ async def _serve_orders(
     gms: Gms,
     control: GmsControl,
     telemetry: Telemetry,
+    metrics: Metrics,
 ) -> None:
     clocks = system_clocks()
     node = check_node(settings.node)
-    transfers = _telemetry(settings, TRANSFER_SERVICE)
+    transfers = _telemetry(settings, TRANSFER_SERVICE, metrics)
     settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    journal = Journal.open(settings.state_dir, now=clocks.wall())
+    journal = Journal.open(settings.state_dir, now=clocks.wall(), metrics=metrics)
     bus = Bus(
         settings.nats_url,
         SERVICE,
         credentials=settings.nats_credentials,
         inbox=User("gms", node).inbox,
+        metrics=metrics,
     )
     orders = GmsOrders(
         gms,
@@ -133,6 +145,7 @@ async def _serve_orders(
         socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,
         courier=lambda: courier,
+        metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None
     courier = Courier(
@@ -141,7 +154,7 @@ async def _serve_orders(
         bus=bus,
         journal=journal,
         telemetry=telemetry,
-        runner=Runner(journal, telemetry, faults),
+        runner=Runner(journal, telemetry, faults, metrics),
         clocks=clocks,
         handlers=orders.routes(),
     )
@@ -157,7 +170,10 @@ async def _serve_orders(
         await bus.serve(SERVICE, VERSION, {"node": settings.node}, questions)
 
     try:
-        async with http_port(settings.http_address, bus.not_ready):
+        async with (
+            http_port(settings.http_address, bus.not_ready, metrics.routes()),
+            metrics.running(),
+        ):
             await until_stopped(stop, connected())
             if not stop.is_set():
                 await until_stopped(

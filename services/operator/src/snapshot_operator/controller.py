@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Container
 from typing import NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from snapshot_operator.domain.capture import (
     reconcile_content,
     trace_parent,
 )
+from snapshot_operator.domain.census import Census, census
 from snapshot_operator.domain.ordering import order_span as order_context
 from snapshot_operator.domain.plan import (
     FINALIZER,
@@ -48,15 +50,19 @@ from snapshot_operator.domain.requests import (
 )
 from snapshot_operator.domain.retention import Holdings, Limits, Verdict, judged
 from snapshot_operator.ports import Change, Cluster, OrderBus
+from snapshot_shared import instruments, subjects
 from snapshot_shared.errors import (
     AlreadyExists,
     BusUnavailable,
     Conflict,
+    Failure,
     NoSpace,
     NotFound,
     StoreBusy,
 )
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects import (
+    KINDS,
     TRACEPARENT,
     AnyObject,
     DynamoCheckpoint,
@@ -71,7 +77,7 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.steps import order_span
-from snapshot_shared.telemetry import Telemetry
+from snapshot_shared.telemetry import Telemetry, working_on
 from snapshot_shared.transitions import Capture, Restore
 
 log = logging.getLogger(__name__)
@@ -80,6 +86,7 @@ T = TypeVar("T")
 
 RETRY_S = 1.0
 SWEEP_EVERY_S = 30.0
+COUNT_EVERY_S = 10.0
 
 
 class Key(NamedTuple):
@@ -183,9 +190,15 @@ class Interpreter:
     """Does what plans say: the store first, then NATS."""
 
     def __init__(
-        self, cluster: Cluster, orders: OrderBus, telemetry: Telemetry, wall: Callable[[], float]
+        self,
+        cluster: Cluster,
+        orders: OrderBus,
+        telemetry: Telemetry,
+        wall: Callable[[], float],
+        metrics: Metrics = OFF,
     ) -> None:
         """Use the store, the bus, the tracer and the clock (seconds since the epoch)."""
+        self._metrics = metrics
         self._cluster = cluster
         self._orders = orders
         self._telemetry = telemetry
@@ -220,12 +233,14 @@ class Interpreter:
 
     async def _publish(self, orders: list[OrderStatus]) -> None:
         for order in orders:
-            try:
-                await self._orders.publish(order)
-            except (BusUnavailable, Conflict) as error:
-                # The store has it; the sweep publishes what the stream lacks.
-                log.warning("order %s waits for the sweep: %s", order.order, error)
-                self.unpublished.set()
+            with working_on(order.order, order.attempt, order.payload.get("traceparent", "")):
+                try:
+                    await self._orders.publish(order)
+                except (BusUnavailable, Conflict) as error:
+                    # The store has it; the sweep publishes what the stream lacks.
+                    log.warning("order %s waits for the sweep: %s", order.order, error)
+                    self._metrics.add(instruments.UNPUBLISHED, order.verb)
+                    self.unpublished.set()
 
     def trace(self, old: AnyObject, new: AnyObject) -> None:
         """Record the spans that this change ended."""
@@ -234,6 +249,10 @@ class Interpreter:
             known = before.get((item.order, item.attempt))
             if fold.is_answered(item) and (known is None or not fold.is_answered(known)):
                 self._trace_order(new, item)
+                lasted = max(item.ended_at - item.ordered_at, 0.0)
+                reason = _reason(item.final.failure if item.final else None)
+                reason = "NodeLost" if item.state == fold.LOST else reason
+                self._metrics.record(instruments.ORDER_DURATION, lasted, item.verb, reason)
                 self._tidy(item)
         match old, new:
             case SnapshotContent(), SnapshotContent():
@@ -270,10 +289,11 @@ class Interpreter:
             end_ns=_ns(item.ended_at),
             error=failure.message if failure else "",
             attributes={
-                "messaging.system": "nats",
-                "messaging.message.id": item.order,
-                "snapback.node": item.node,
+                "snapback.order.id": item.order,
                 "snapback.attempt": item.attempt,
+                "snapback.verb": item.verb,
+                "snapback.node": item.node,
+                **_error_type(failure),
             },
         )
 
@@ -283,6 +303,9 @@ class Interpreter:
             return
         failure = new.status.failure
         size = new.status.committed.bytes if new.status.committed else 0
+        self._metrics.add(instruments.CAPTURE_IO, by=size)
+        lasted = max(self._wall() - new.status.started_at, 0.0)
+        self._metrics.record(instruments.CAPTURE_DURATION, lasted, _reason(failure))
         self._telemetry.record(
             "capture",
             parent=trace_parent(new),
@@ -290,7 +313,11 @@ class Interpreter:
             start_ns=_ns(new.status.started_at),
             end_ns=_ns(self._wall()),
             error=failure.message if failure else "",
-            attributes={"snapback.content": new.metadata.name, "snapback.bytes": size},
+            attributes={
+                "snapback.content": new.metadata.name,
+                "snapback.bytes": size,
+                **_error_type(failure),
+            },
         )
 
     def _trace_restoration(self, old: Pod, new: Pod) -> None:
@@ -298,6 +325,8 @@ class Interpreter:
         ended = (Restore.RESTORED, Restore.FAILED)
         if before is None or after is None or before.state in ended or after.state not in ended:
             return
+        lasted = max(self._wall() - after.started_at, 0.0)
+        self._metrics.record(instruments.RESTORE_DURATION, lasted, _reason(after.failure))
         self._telemetry.record(
             "restoration",
             parent=new.metadata.annotations.get(TRACEPARENT, ""),
@@ -305,7 +334,11 @@ class Interpreter:
             start_ns=_ns(after.started_at),
             end_ns=_ns(self._wall()),
             error=after.failure.message if after.failure else "",
-            attributes={"snapback.pod": new.metadata.name, "snapback.content": after.content_name},
+            attributes={
+                "snapback.pod": new.metadata.name,
+                "snapback.content": after.content_name,
+                **_error_type(after.failure),
+            },
         )
 
 
@@ -322,6 +355,14 @@ def _span_over(owner: AnyObject, item: OrderStatus) -> str:
             return owner.metadata.annotations.get(TRACEPARENT, "")
 
 
+def _reason(failure: Failure | None) -> str:
+    return failure.reason if failure else ""
+
+
+def _error_type(failure: Failure | None) -> dict[str, str]:
+    return {instruments.ERROR: failure.reason} if failure else {}
+
+
 def _ns(seconds: float) -> int:
     return int(seconds * 1_000_000_000)
 
@@ -336,8 +377,12 @@ class Controller:
         interpreter: Interpreter,
         wall: Callable[[], float],
         limits: Limits = Limits(),  # noqa: B008 - an immutable value
+        metrics: Metrics = OFF,
     ) -> None:
         """Listen to the store; nothing runs before `run`. `limits` say what is kept."""
+        self._metrics = metrics
+        self._census: Census | None = None
+        self._swept_at = time.monotonic()
         self._cluster = cluster
         self._orders = orders
         self._observer = Observer(cluster)
@@ -354,6 +399,18 @@ class Controller:
         self.fill = 0.0
         """The share of the stream's room that was taken then."""
         cluster.subscribe(self._changed)
+        self._show()
+
+    def _show(self) -> None:
+        """Let the metrics see the queue, and what was counted last."""
+        observe = self._metrics.observe
+        observe(instruments.WORK_QUEUE, lambda: {(): len(self._queue)})
+        observe(instruments.STREAM_FILL, lambda: {(subjects.ORDERS,): self.fill})
+        observe(instruments.SWEEP_AGE, lambda: {(): time.monotonic() - self._swept_at})
+        observe(instruments.OBJECTS, lambda: c.objects if (c := self._census) else {})
+        observe(instruments.NODES, lambda: c.nodes if (c := self._census) else {})
+        observe(instruments.READERS, lambda: {(): c.readers} if (c := self._census) else {})
+        observe(instruments.QUARANTINED, lambda: {(): c.quarantined} if (c := self._census) else {})
 
     def enqueue(self, key: Key) -> None:
         """Have a key looked at soon."""
@@ -431,21 +488,28 @@ class Controller:
         if timer := self._timers.pop(key, None):
             timer.cancel()
         as_of = self._cluster.as_of()
+        began, outcome = time.perf_counter(), "unchanged"
         try:
             plan = await self._observer.plan(key, now)
             await self._interpreter.apply(plan, as_of)
         except (BusUnavailable, NoSpace, StoreBusy) as error:
+            outcome = "waits"
             log.warning("%s waits: %s", key, error)
             self._wake(key, RETRY_S)
         except (Conflict, NotFound):
             await self._cluster.catch_up()
+            outcome = "conflict"
             self.enqueue(key)
         except Exception:
+            outcome = "failed"
             log.exception("reconcile %s failed", key)
             self._wake(key, RETRY_S)
         else:
+            outcome = "changed" if plan.writes else outcome
             if plan.wake_at is not None:
                 self._wake(key, max(plan.wake_at - now, 0.0) + 0.01)
+        lasted = time.perf_counter() - began
+        self._metrics.record(instruments.RECONCILE_DURATION, lasted, key.kind, outcome)
 
     def _wake(self, key: Key, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -467,8 +531,20 @@ class Controller:
             except BusUnavailable as error:
                 log.warning("sweep: %s", error)
                 self._interpreter.unpublished.set()
+            else:
+                self._swept_at = time.monotonic()
             await self.retain()
             await self._rest(again)
+
+    async def take_stock(self) -> None:
+        """Count what the store holds, where anybody reads metrics: every 10 s, for ever."""
+        never = asyncio.Event()
+        if not self._metrics.is_on:
+            await never.wait()
+        while True:
+            values = [value for kind in KINDS for value in await self._cluster.list(kind)]
+            self._census = census(values)
+            await _any_set(COUNT_EVERY_S, never)
 
     async def _rest(self, again: asyncio.Event) -> None:
         """Wait for the time of the next sweep.

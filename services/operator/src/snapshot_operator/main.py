@@ -27,22 +27,24 @@ from snapshot_operator.handlers import (
 )
 from snapshot_operator.handlers.operations import Operations, Sweeping
 from snapshot_operator.ports import Cluster, Nodes
-from snapshot_shared import subjects
+from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName, NoSpace, StoreBusy
 from snapshot_shared.http import http_port
-from snapshot_shared.ids import NodeName, OrderId, token
+from snapshot_shared.ids import NodeName, OrderId, token, verb_of
 from snapshot_shared.manifests import message_schemas
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import Presence, Report
 from snapshot_shared.permissions import User
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import Common, load
-from snapshot_shared.telemetry import Telemetry, log_to_stderr
+from snapshot_shared.telemetry import Telemetry, log_to_stderr, working_on
 
 log = logging.getLogger(__name__)
 
+SERVICE = "snap-operator"
 NODE = "operator"
 REPORTS_DURABLE = "operator"
 REPORT_ACK_S = 5.0
@@ -80,27 +82,40 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
 async def serve(stop: asyncio.Event) -> None:
     """Run until `stop` is set."""
     settings = load(OperatorSettings)
-    log_to_stderr("snap-operator", NODE, settings.log_level)
+    log_to_stderr(SERVICE, NODE, settings.log_level)
     clocks = system_clocks()
-    telemetry = Telemetry("snap-operator", NODE, VERSION, otlp_endpoint=settings.otlp_endpoint)
+    metrics = Metrics(
+        SERVICE,
+        NODE,
+        VERSION,
+        scraped=settings.http_address is not None,
+        otlp_endpoint=settings.otlp_endpoint,
+    )
+    telemetry = Telemetry(
+        SERVICE, NODE, VERSION, otlp_endpoint=settings.otlp_endpoint, metrics=metrics
+    )
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     cluster = SqliteCluster(
         settings.state_dir / "objects.sqlite", timestamp=lambda: timestamp(clocks.wall())
     )
     bus = Bus(
         settings.nats_url,
-        "snap-operator",
+        SERVICE,
         credentials=settings.nats_credentials,
         replicas=settings.nats_replicas,
         inbox=User("operator").inbox,
+        metrics=metrics,
     )
     await bus.connect()
     try:
-        async with http_port(settings.http_address, bus.not_ready):
+        async with (
+            http_port(settings.http_address, bus.not_ready, metrics.routes()),
+            metrics.running(),
+        ):
             await until_stopped(stop, _ensured(bus))
             if not stop.is_set():
                 await _serve(
-                    stop, cluster, bus, telemetry, clocks, settings.limits, settings.policy
+                    stop, cluster, bus, telemetry, clocks, settings.limits, settings.policy, metrics
                 )
     finally:
         with contextlib.suppress(BusUnavailable):
@@ -129,18 +144,19 @@ async def _serve(
     clocks: Clocks,
     limits: Limits = Limits(),  # noqa: B008 - an immutable value
     policy: Policy = Policy(),  # noqa: B008 - an immutable value
+    metrics: Metrics = OFF,
 ) -> None:
     source = str(uuid.uuid4())
     announcer = Announcer(bus, source)
     cluster.subscribe(announcer.listener)
-    orders = NatsOrders(bus)
-    interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
-    controller = Controller(cluster, orders, interpreter, clocks.wall, limits)
+    orders = NatsOrders(bus, telemetry)
+    interpreter = Interpreter(cluster, orders, telemetry, clocks.wall, metrics)
+    controller = Controller(cluster, orders, interpreter, clocks.wall, limits, metrics)
     operations = Operations(cluster, orders, lambda: Sweeping(controller.swept_at, controller.fill))
     api = Api(cluster, Retention(limits, controller.judged, controller.retain), policy)
     answers = api.endpoints() | operations.endpoints()
     endpoints = {subjects.api(verb): handler for verb, handler in answers.items()}
-    await bus.serve("snap-operator", VERSION, {"node": NODE}, endpoints)
+    await bus.serve(SERVICE, VERSION, {"node": NODE}, endpoints)
     log.info("the operator serves")
     await until_stopped(
         stop,
@@ -149,15 +165,16 @@ async def _serve(
         announcer.run(),
         controller.run(),
         controller.sweep(bus.reconnections()),
+        controller.take_stock(),
         _follow_others(bus, controller, source),
-        _take_reports(bus, cluster, interpreter, clocks),
+        _take_reports(bus, cluster, interpreter, clocks, metrics),
         _follow_presence(bus, cluster, NatsNodes(bus), clocks),
         _publish_schemas(bus),
     )
 
 
 async def _take_reports(
-    bus: Bus, cluster: Cluster, interpreter: Interpreter, clocks: Clocks
+    bus: Bus, cluster: Cluster, interpreter: Interpreter, clocks: Clocks, metrics: Metrics
 ) -> None:
     """Fold reports in the order of the stream; ack each when its effect is in the store."""
     async for delivery in bus.consume(
@@ -168,8 +185,16 @@ async def _take_reports(
             expected = subjects.report(NodeName(report.node), OrderId(report.order), report.kind)
             if delivery.subject != expected:
                 raise InvalidMessage(f"it says {expected}, and came on {delivery.subject}")
-            if changed := await fold_report(cluster, report, clocks.wall()):
-                interpreter.trace(*changed)
+            with (
+                working_on(report.order, report.attempt),
+                metrics.timed(
+                    instruments.PROCESS_DURATION,
+                    subjects.family(expected),
+                    verb_of(OrderId(report.order)),
+                ),
+            ):
+                if changed := await fold_report(cluster, report, clocks.wall()):
+                    interpreter.trace(*changed)
         except (NoSpace, StoreBusy) as error:
             log.warning("report will come again: %s", error)
             continue

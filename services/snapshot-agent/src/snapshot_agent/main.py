@@ -35,6 +35,7 @@ from snapshot_shared.faults import FaultPlan
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
+from snapshot_shared.metrics import Metrics
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
@@ -63,15 +64,29 @@ class _Node:
         self.settings = settings
         self.name = check_node(settings.node)
         self.clocks = system_clocks()
-        self.telemetry = Telemetry(
-            SERVICE, settings.node, VERSION, otlp_endpoint=settings.otlp_endpoint
+        self.metrics = Metrics(
+            SERVICE,
+            settings.node,
+            VERSION,
+            scraped=settings.http_address is not None,
+            otlp_endpoint=settings.otlp_endpoint,
         )
-        self.journal = Journal.open(settings.state_dir, now=self.clocks.wall())
+        self.telemetry = Telemetry(
+            SERVICE,
+            settings.node,
+            VERSION,
+            otlp_endpoint=settings.otlp_endpoint,
+            metrics=self.metrics,
+        )
+        self.journal = Journal.open(
+            settings.state_dir, now=self.clocks.wall(), metrics=self.metrics
+        )
         self.bus = Bus(
             settings.nats_url,
             SERVICE,
             credentials=settings.nats_credentials,
             inbox=User("agent", self.name).inbox,
+            metrics=self.metrics,
         )
         self.root = ArtifactRoot(settings.artifact_root)
         self.runtime = LocalProcesses()
@@ -84,7 +99,7 @@ class _Node:
             bus=self.bus,
             journal=self.journal,
             telemetry=self.telemetry,
-            runner=Runner(self.journal, self.telemetry, self.faults),
+            runner=Runner(self.journal, self.telemetry, self.faults, self.metrics),
             clocks=self.clocks,
             handlers=routes(lambda: self.agent),
         )
@@ -106,7 +121,10 @@ class _Node:
             drivers={Cooperative.name: Cooperative()},
             gpu_memory=self.gms,
             guards=Guards(
-                self.settings.state_dir / "guards", self.settings.run, self.settings.socket_dir
+                self.settings.state_dir / "guards",
+                self.settings.run,
+                self.settings.socket_dir,
+                node=self.settings.node,
             ),
             artifacts=self.root,
             generations=self.root,
@@ -118,6 +136,7 @@ class _Node:
                 kernel=platform.release(),
                 python=platform.python_version(),
             ),
+            metrics=self.metrics,
         )
 
     def _around(self) -> Surroundings:
@@ -172,7 +191,10 @@ async def serve(stop: asyncio.Event) -> None:
     log_to_stderr(SERVICE, settings.node, settings.log_level)
     node = _Node(settings)
     try:
-        async with http_port(settings.http_address, node.bus.not_ready):
+        async with (
+            http_port(settings.http_address, node.bus.not_ready, node.metrics.routes()),
+            node.metrics.running(),
+        ):
             await node.agent.recover()
             await until_stopped(stop, _connect(node))
             if not stop.is_set():

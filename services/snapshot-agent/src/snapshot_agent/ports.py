@@ -13,6 +13,7 @@ from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifes
 from snapshot_shared.courier import Clocks
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import ArtifactRef, LayoutRef, PodRef, PresenceDevice
 
 Progress = Callable[[int], Awaitable[None]]
@@ -137,7 +138,7 @@ class Duty(NamedTuple):
     """What a guard watches, and what it does when nobody else can.
 
     `deadline` is in seconds of the monotonic clock of boot `boot_id`. `fence_token` names the fence
-    on the worker's devices; empty when it has none.
+    on the worker's devices; empty when it has none. `order` and `traceparent` are for its log.
     """
 
     name: str
@@ -148,6 +149,8 @@ class Duty(NamedTuple):
     boot_id: str
     on_failure: Literal["Resume", "Kill"]
     fence_token: str = ""
+    order: str = ""
+    traceparent: str = ""
 
 
 class GuardLink(Protocol):
@@ -343,3 +346,4 @@ class Machine:
     locks: Locks
     clocks: Clocks
     facts: Facts
+    metrics: Metrics = OFF

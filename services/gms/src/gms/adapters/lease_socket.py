@@ -20,6 +20,7 @@ from gms.adapters.admission import Admission, LeasePolicy, credentials
 from gms.domain.sessions import Peer, Session
 from gms.ports import Message, Sessions
 from gms.wire import Inbox, close_all, prepare, send
+from snapshot_shared import instruments
 from snapshot_shared.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -38,6 +39,7 @@ from snapshot_shared.frames import (
     decode_request,
     encode_frame,
 )
+from snapshot_shared.metrics import OFF, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,13 @@ class _ClientGone(Exception):
 class LeaseServer:
     """Listens in a folder until it is closed."""
 
-    def __init__(self, folder: Path, sessions: Sessions, policy: LeasePolicy | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sessions: Sessions,
+        policy: LeasePolicy | None = None,
+        metrics: Metrics = OFF,
+    ) -> None:
         """Prepare to serve `<folder>/gms.sock`."""
         self.path = folder / LEASE_SOCKET
         self._sessions = sessions
@@ -66,6 +74,7 @@ class LeaseServer:
         self._clients: set[asyncio.Task[None]] = set()
         self._lingering: dict[int, Session] = {}
         self._inbox = Inbox()
+        self._metrics = metrics
 
     def start(self) -> None:
         """Bind and begin to accept. AlreadyExists when another server owns the folder."""
@@ -142,6 +151,7 @@ class LeaseServer:
         except _ClientGone:
             pass
         except SnapbackError as error:
+            self._metrics.add(instruments.CLIENTS_REFUSED, error.reason)
             await connection.try_send(error)
         except Exception as error:
             log.exception("a lease session failed")

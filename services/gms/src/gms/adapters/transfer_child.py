@@ -86,11 +86,13 @@ from snapshot_shared.frames import (
     MetadataItem,
 )
 from snapshot_shared.orders import LayoutRef
+from snapshot_shared.spans import parse_traceparent
 
 Emit = Callable[[TransferEvent], None]
 
 TELL_EVERY_S = 0.25
 _PR_SET_PDEATHSIG = 1
+_TALKATIVE = ("DEBUG", "INFO")
 
 
 class _Meter:
@@ -397,15 +399,40 @@ def main(arguments: Sequence[str]) -> int:
             raise InvalidInput("usage: python -m gms.adapters.transfer_child save|load")
         kind: type[SaveTask | LoadTask] = SaveTask if arguments[0] == "save" else LoadTask
         task = decode_json(_read_line(), kind)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        emit(save(task, emit) if isinstance(task, SaveTask) else load(task, emit))
-    except InvalidInput as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it makes no sense
         emit(TransferFailed.of(failure_of(error)))
         return 2
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        done = save(task, emit) if isinstance(task, SaveTask) else load(task, emit)
     except Exception as error:  # noqa: BLE001 - the one place where a failure becomes an event
-        emit(TransferFailed.of(failure_of(error)))
-        return 1
+        failure = failure_of(error)
+        _say(task, "WARNING", f"{arguments[0]} of {task.part} failed: {failure}")
+        emit(TransferFailed.of(failure))
+        return 2 if isinstance(error, InvalidInput) else 1
+    _say(task, "INFO", f"{arguments[0]} of {task.part} is done: {done.bytes} bytes")
+    emit(done)
     return 0
+
+
+def _say(task: SaveTask | LoadTask, level: str, message: str) -> None:
+    """Log a line as the services do, on the standard error of the service that started this."""
+    if level == "INFO" and os.environ.get("SNAPBACK_LOG_LEVEL", "INFO").upper() not in _TALKATIVE:
+        return
+    now = time.time()
+    line = {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z",
+        "level": level,
+        "service": "snap-transfer",
+        "node": os.environ.get("SNAPBACK_NODE", ""),
+        "logger": __spec__.name if __spec__ else __name__,
+        "message": message,
+    }
+    if context := parse_traceparent(task.traceparent):
+        line["trace_id"], line["span_id"] = context
+    data = encode_json({**line, "order_id": task.order, "attempt": task.attempt})
+    with contextlib.suppress(OSError):
+        os.write(2, data + b"\n")
 
 
 def _emitter() -> Emit:

@@ -40,6 +40,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     part: PartStr
     deadline_s: Seconds
     threads: Threads = 4
+    attempt: int = 0
     traceparent: ShortText = ""
 
 
@@ -61,6 +62,7 @@ class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
     layout_id: ShortText
     structure_hash: ShortText
     if_match: GenerationRef | None = None
+    order: ShortText = ""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):

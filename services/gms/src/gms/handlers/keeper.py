@@ -7,11 +7,13 @@ come from one event loop; only the making and freeing of memory runs in threads.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import assert_never
 
+from gms.domain import usage
 from gms.domain.memory import MemoryTable
 from gms.domain.sessions import (
     Effect,
@@ -25,6 +27,7 @@ from gms.domain.sessions import (
     Session,
 )
 from gms.ports import Device
+from snapshot_shared import instruments
 from snapshot_shared.errors import (
     DeadlineExceeded,
     Fenced,
@@ -34,6 +37,8 @@ from snapshot_shared.errors import (
     Superseded,
 )
 from snapshot_shared.frames import AllocationInfo, AllocationSpec, Attach, Commit
+from snapshot_shared.instruments import Instrument
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import LayoutRef
 
 log = logging.getLogger(__name__)
@@ -45,7 +50,9 @@ RELEASE_S = 10.0
 class Gms:
     """The GPU memory of one node."""
 
-    def __init__(self, *, node: str, incarnation: str, devices: Sequence[Device]) -> None:
+    def __init__(
+        self, *, node: str, incarnation: str, devices: Sequence[Device], metrics: Metrics = OFF
+    ) -> None:
         """Serve these devices. `incarnation` is a fresh uuid of this process."""
         self.node = node
         self.incarnation = incarnation
@@ -60,11 +67,37 @@ class Gms:
         self._fence_waits: dict[str, asyncio.TimerHandle] = {}
         self._releases: dict[str, set[asyncio.Future[None]]] = {}
         self._changed = asyncio.Event()
+        self._metrics = metrics
+        self._show()
+
+    def _show(self) -> None:
+        """Let the metrics see the table."""
+        reads: tuple[tuple[Instrument, Callable[[MemoryTable], usage.Numbers]], ...] = (
+            (instruments.SESSIONS, usage.sessions),
+            (instruments.LOCK_QUEUE, usage.waiting),
+            (instruments.MEMORY_USED, usage.memory),
+            (instruments.ALLOCATIONS, usage.allocations),
+            (instruments.GENERATION, usage.generations),
+            (instruments.FENCES, usage.fences),
+        )
+        for instrument, read in reads:
+            self._metrics.observe(instrument, functools.partial(read, self.table))
+        self._metrics.observe(instruments.MEMORY_FREE, self._free)
+
+    def _free(self) -> usage.Numbers:
+        return {
+            (uuid,): max(device.info.capacity - device.used, 0)
+            for uuid, device in self.devices.items()
+        }
 
     # Sessions.
 
     async def attach(self, request: Attach, peer: Peer) -> Session:
         """Wait for a lock. DeadlineExceeded names who holds it."""
+        with self._metrics.timed(instruments.LOCK_WAIT, request.lock.value):
+            return await self._attach(request, peer)
+
+    async def _attach(self, request: Attach, peer: Peer) -> Session:
         ticket = next(self._tickets)
         grant: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
         self._grants[ticket] = grant

@@ -24,6 +24,7 @@ from gms.handlers.keeper import Gms
 from gms.ports import Tracer, Transfers
 from snapshot_shared.courier import Courier, Handler, OrderContext, Result
 from snapshot_shared.errors import Internal, NotFound, UnknownDevice
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import (
     AbortOrder,
     CommitOrder,
@@ -56,6 +57,7 @@ class GmsOrders:
         socket_dir: Path,
         root: Path,
         courier: Callable[[], Courier],
+        metrics: Metrics = OFF,
     ) -> None:
         """Work on `gms`, with parts below the artifact root `root`."""
         self._gms = gms
@@ -64,6 +66,7 @@ class GmsOrders:
         self._socket_dir = str(socket_dir)
         self._root = str(root)
         self._courier = courier
+        self._metrics = metrics
 
     def routes(self) -> dict[type[Order], Handler]:
         """Give the handler of each type of order."""
@@ -90,6 +93,7 @@ class GmsOrders:
             deadline_s=max(context.remaining_s(), 0.001),
             traceparent=current_traceparent(),
             order=order.order,
+            attempt=order.attempt,
             fence_token=order.fence_token,
             layout=order.layout,
             product=self._gms.devices[order.layout.device].info.product,
@@ -104,8 +108,9 @@ class GmsOrders:
             Step("lease", lease, deadline_s=LEASE_S, undo=transfer.end),
             Step("write", lambda: transfer.until_done("write"), deadline_s=BYTES_S),
         ]
-        with self._tracer.span("transfer"):
+        with self._metrics.moving("save") as moved, self._tracer.span("transfer"):
             await context.steps("save", table)
+            moved(transfer.result().bytes)
         done = transfer.result()
         return {"part": PartResult(part=order.part, bytes=done.bytes, digest=done.digest)}
 
@@ -123,6 +128,8 @@ class GmsOrders:
             part=order.part,
             deadline_s=max(context.remaining_s(), 0.001),
             traceparent=current_traceparent(),
+            order=order.order,
+            attempt=order.attempt,
             part_digest=order.part_digest,
             load_token=order.load_token,
             layout_id=order.layout_id,
@@ -138,8 +145,9 @@ class GmsOrders:
             Step("check", transfer.until_leased, deadline_s=LEASE_S, undo=forget),
             Step("read", lambda: transfer.until_done("read"), deadline_s=BYTES_S),
         ]
-        with self._tracer.span("transfer"):
+        with self._metrics.moving("load") as moved, self._tracer.span("transfer"):
             await context.steps("load", table)
+            moved(transfer.result().bytes)
         return {"bytes": transfer.result().bytes}
 
     async def commit(self, order: CommitOrder, context: OrderContext) -> Result:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -17,6 +19,10 @@ from snapshot_shared.errors import Conflict, InvalidMessage, SnapbackError
 from snapshot_shared.ids import NodeName, OrderId, check_order_id, token
 from snapshot_shared.objects import AnyObject, OrderStatus, kind_of
 from snapshot_shared.orders import FIRST_SCHEMA, Presence
+from snapshot_shared.permissions import User
+from snapshot_shared.spans import message_attributes
+from snapshot_shared.steps import message_span
+from snapshot_shared.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +37,40 @@ class _Claim(msgspec.Struct):
 class NatsOrders:
     """The `OrderBus` port over the ORDERS stream."""
 
-    def __init__(self, bus: Bus) -> None:
-        """Use a connected bus."""
+    def __init__(self, bus: Bus, telemetry: Telemetry | None = None) -> None:
+        """Use a connected bus; with a tracer each publication of a traced order is a span."""
         self._bus = bus
+        self._telemetry = telemetry
 
     async def publish(self, order: OrderStatus) -> None:
         """Publish with the expected last sequence; on conflict compare attempts and decide."""
+        with self._span(order) as trace:
+            await self._publish(order, trace)
+
+    def _span(self, order: OrderStatus) -> AbstractContextManager[str]:
+        trace = order.payload.get("traceparent", "")
+        if self._telemetry is None or not trace:
+            return contextlib.nullcontext(trace)
+        attributes = message_attributes(
+            "publish",
+            subjects.order_template(order.service, order.verb),
+            client=User("operator").name,
+            order=order.order,
+            attempt=order.attempt,
+        )
+        return self._telemetry.span(
+            message_span("publish", order.service, order.verb),
+            kind="producer",
+            parent=trace,
+            attributes={**attributes, "snapback.verb": order.verb},
+        )
+
+    async def _publish(self, order: OrderStatus, trace: str) -> None:
         subject = _subject(order)
         expected = 0
         for _ in range(TRIES):
             try:
-                await self._send(subject, order, expected)
+                await self._send(subject, order, expected, trace)
             except Conflict:
                 found = await self._bus.last(subjects.ORDERS, subject)
                 if found is None:
@@ -57,17 +86,18 @@ class NatsOrders:
     async def replace(self, order: OrderStatus) -> None:
         """Publish whatever stands there. A later attempt that this hides, the sweep puts back."""
         subject = _subject(order)
-        for _ in range(TRIES):
-            found = await self._bus.last(subjects.ORDERS, subject)
-            try:
-                return await self._send(subject, order, found[0] if found else 0)
-            except Conflict:
-                continue
+        with self._span(order) as trace:
+            for _ in range(TRIES):
+                found = await self._bus.last(subjects.ORDERS, subject)
+                try:
+                    return await self._send(subject, order, found[0] if found else 0, trace)
+                except Conflict:
+                    continue
         raise Conflict(f"order {order.order} keeps changing on the stream")
 
-    async def _send(self, subject: str, order: OrderStatus, expected: int) -> None:
+    async def _send(self, subject: str, order: OrderStatus, expected: int, trace: str) -> None:
         headers = {"Snapback-Schema": str(order.payload.get("schema", FIRST_SCHEMA))}
-        if trace := order.payload.get("traceparent"):
+        if trace:
             headers["traceparent"] = trace
         payload = encode_json(order.payload)
         await self._bus.publish(subject, payload, headers=headers, expected_last=expected)

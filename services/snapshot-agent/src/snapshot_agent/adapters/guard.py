@@ -54,7 +54,8 @@ class Charge:
     `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker go, the
     file `says` is written with `body` and the file `ends` is removed; with `kill` the worker is
     killed too. Nothing of it is done to a worker for which the file `unless` is there. The fence
-    `fence` is ended at the GMS whose sockets lie in `gms`; an empty `fence` is none.
+    `fence` is ended at the GMS whose sockets lie in `gms`; an empty `fence` is none. `node`,
+    `order`, `attempt` and `trace` (trace and span id with a colon between) are for the log.
     """
 
     def __init__(  # noqa: PLR0913 - a plain record; importing dataclasses takes too long
@@ -74,6 +75,10 @@ class Charge:
         unless: str,
         fence: str,
         gms: str,
+        node: str = "",
+        order: str = "",
+        attempt: int = 0,
+        trace: str = "",
     ) -> None:
         self.socket = socket
         self.link = link
@@ -89,6 +94,10 @@ class Charge:
         self.unless = unless
         self.fence = fence
         self.gms = gms
+        self.node = node
+        self.order = order
+        self.attempt = attempt
+        self.trace = trace
 
     def arguments(self) -> list[str]:
         """Write it as the arguments of the program."""
@@ -113,6 +122,10 @@ class Charge:
             unless=given["unless"],
             fence=given["fence"],
             gms=given["gms"],
+            node=given["node"],
+            order=given["order"],
+            attempt=int(given["attempt"]),
+            trace=given["trace"],
         )
 
 
@@ -280,6 +293,26 @@ def _boot_id() -> str:
         return file.read().strip()
 
 
+def _line(charge: Charge, message: str) -> str:
+    """Write a line of the log as the services do. No value holds anything that JSON would quote."""
+    now = time.time()
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
+    trace_id, _, span_id = charge.trace.partition(":")
+    words = {
+        "at": at,
+        "level": "WARNING",
+        "service": "snap-guard",
+        "node": charge.node,
+        "logger": "guard",
+        "message": message,
+        "trace_id": trace_id,
+        "span_id": span_id,
+        "order_id": charge.order,
+    }
+    said = ", ".join(f'"{name}": "{word}"' for name, word in words.items() if word)
+    return f'{{{said}, "attempt": {charge.attempt}}}\n'
+
+
 def main(arguments: list[str]) -> int:
     """Keep one charge to its end. The working directory is where the socket goes."""
     charge = Charge.read(arguments)
@@ -297,7 +330,7 @@ def main(arguments: list[str]) -> int:
     watch.forget()
     if must_act:
         free(charge, watch.tool)
-        sys.stderr.write(f"guard: freed process {charge.pid} ({charge.socket})\n")
+        sys.stderr.write(_line(charge, f"freed process {charge.pid} ({charge.socket})"))
     return 0
 
 

@@ -18,6 +18,7 @@ from snapshot_agent.domain import control
 from snapshot_agent.ports import Duty, GuardLink, Process
 from snapshot_shared.errors import DeadlineExceeded, Failure, SourceExited
 from snapshot_shared.files import open_root, opened
+from snapshot_shared.spans import parse_traceparent
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +34,15 @@ _ABORTED = Failure(reason="AgentLost", message="the capture was given up by its 
 class Guards:
     """The `Guard` port. Sockets and the log of all guards lie in one folder."""
 
-    def __init__(self, folder: Path, run: str, gms: Path | None = None) -> None:
-        """Use `folder`; `run` marks the processes of one local cluster.
+    def __init__(self, folder: Path, run: str, gms: Path | None = None, *, node: str = "") -> None:
+        """Use `folder`; `run` marks the processes of one local cluster, `node` names this one.
 
         The sockets of the GMS that holds the fences lie in `gms`.
         """
         self._folder = folder
         self._run = run
         self._gms = gms
+        self._node = node
 
     async def start(self, duty: Duty) -> GuardLink:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -87,6 +89,10 @@ class Guards:
             unless=control.COMPLETE,
             fence=duty.fence_token if self._gms else "",
             gms=str(self._gms or ""),
+            node=self._node,
+            order=duty.order,
+            attempt=duty.attempt,
+            trace=":".join(parse_traceparent(duty.traceparent) or ()),
         )
         with (self._folder / "log").open("ab") as output:
             child = subprocess.Popen(

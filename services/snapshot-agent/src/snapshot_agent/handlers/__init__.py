@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from snapshot_agent.domain.spec import Surroundings
 from snapshot_agent.handlers.artifacts import Artifacts
-from snapshot_agent.handlers.background import Background
+from snapshot_agent.handlers.background import Background, Slots
 from snapshot_agent.handlers.captures import Captures
 from snapshot_agent.handlers.holds import Holds
 from snapshot_agent.handlers.pods import Pods
 from snapshot_agent.handlers.recovery import Recoverer
 from snapshot_agent.handlers.restores import Restores
 from snapshot_agent.ports import Machine, Orders
+from snapshot_shared import instruments
 from snapshot_shared.courier import Handler, OrderContext, Result
 from snapshot_shared.orders import (
     AbortOrder,
@@ -44,7 +44,7 @@ class Agent:
         slots: int,
     ) -> None:
         """Wire the handlers; `slots` bounds how many parts are written or read at a time."""
-        semaphore = asyncio.Semaphore(slots)
+        semaphore = Slots(slots)
         self.background = Background()
         self.pods = Pods(machine, orders, self.background, around, state_dir)
         self.holds = Holds(machine, orders, self.background)
@@ -52,6 +52,10 @@ class Agent:
         self.artifacts = Artifacts(machine, orders, semaphore)
         self.restores = Restores(machine, orders, self.pods)
         self._recoverer = Recoverer(machine, orders, self.pods, self.holds)
+        observe = machine.metrics.observe
+        observe(instruments.SLOTS_USED, lambda: {(): semaphore.used})
+        observe(instruments.SLOTS_LIMIT, lambda: {(): semaphore.limit})
+        observe(instruments.PODS, lambda: {(): len(self.pods.known)})
 
     async def recover(self) -> None:
         """Settle what an earlier agent left behind. Do this before orders are taken."""

@@ -5,11 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Slots(asyncio.Semaphore):
+    """A semaphore that says how many of its `limit` are taken."""
+
+    def __init__(self, limit: int) -> None:
+        """Begin with all free."""
+        super().__init__(limit)
+        self.limit = limit
+        self.used = 0
+
+    async def acquire(self) -> Literal[True]:
+        await super().acquire()
+        self.used += 1
+        return True
+
+    def release(self) -> None:
+        self.used -= 1
+        super().release()
 
 
 class Background:

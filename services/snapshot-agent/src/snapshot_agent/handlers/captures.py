@@ -83,10 +83,10 @@ class Captures:
                 next_step=f"use one of {', '.join(self._machine.drivers)}",
             )
         async with self._slots, contextlib.AsyncExitStack() as closing:
-            staging = _Staging(
-                self._machine, self._pods, self._holds, hold, driver, order, ctx, closing
-            )
-            await ctx.steps("dump", staging.table(prepared))
+            staging = _Staging(self._machine, self._pods, self._holds, hold, driver, ctx, closing)
+            with self._machine.metrics.moving("dump") as moved:
+                await ctx.steps("dump", staging.table(prepared))
+                moved(staging.result().bytes)
         return {"part": staging.result()}
 
     def _prepared(self, order: DumpOrder) -> Entry | None:
@@ -163,7 +163,6 @@ class _Staging:
         holds: Holds,
         hold: Hold,
         driver: ProcessDriver,
-        order: DumpOrder,
         ctx: OrderContext,
         closing: contextlib.AsyncExitStack,
     ) -> None:
@@ -173,7 +172,7 @@ class _Staging:
         self._hold = hold
         self._worker = hold.worker
         self._driver = driver
-        self._order = order
+        self._order: DumpOrder = ctx.order
         self._ctx = ctx
         self._closing = closing
         self._files: list[FileEntry] = []
@@ -194,10 +193,10 @@ class _Staging:
 
     async def _freeze(self) -> None:
         self._holds.may_freeze(self._hold, FREEZE_S + SLACK_S)
-        await self._pods.while_alive(self._worker, self._driver.freeze(self._worker))
+        await self._pods.while_alive(self._worker, self._holds.freeze(self._hold, self._driver))
 
     async def _thaw(self) -> None:
-        await self._driver.thaw(self._worker)
+        await self._holds.thaw(self._hold, self._driver)
         self._holds.may_freeze(self._hold)
 
     async def _copy(self) -> None:

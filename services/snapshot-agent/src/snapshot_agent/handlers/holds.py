@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from snapshot_agent.domain import control
 from snapshot_agent.handlers.background import Background
-from snapshot_agent.ports import Duty, GuardLink, Machine, Orders, Worker
+from snapshot_agent.ports import Duty, GuardLink, Machine, Orders, ProcessDriver, Worker
+from snapshot_shared import instruments
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure, NoSpace, SnapbackError, SourceExited
 from snapshot_shared.ids import OrderId, Uid, order_id, short_hash
@@ -40,9 +41,10 @@ _OVERDUE = Failure(
 
 @dataclass(eq=False)
 class Hold:
-    """One held worker. `deadline` is on the monotonic clock, and so is `thaw_by`.
+    """One held worker. All times are on the monotonic clock.
 
-    That is when the guard thaws the worker, infinite while it is not frozen.
+    At `thaw_by` the guard thaws the worker; infinite while it is not frozen. `quiet_since` and
+    `frozen_since` are None while it is not, or where only an earlier agent knew.
     """
 
     order: PrepareOrder
@@ -52,6 +54,8 @@ class Hold:
     guard: GuardLink | None = None
     thaw_by: float = math.inf
     keeper: asyncio.Task[None] | None = None
+    quiet_since: float | None = None
+    frozen_since: float | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -74,6 +78,23 @@ class Holds:
         self._orders = orders
         self._background = background
         self.by_content: dict[str, Hold] = {}
+        observe = machine.metrics.observe
+        observe(instruments.HELD, lambda: {(): len(self.by_content)})
+        observe(instruments.GUARDS, lambda: {(): sum(1 for hold in self._all if hold.guard)})
+        observe(instruments.FROZEN, lambda: {(): len(self._frozen_since)})
+        observe(instruments.FROZEN_AGE, self._frozen_age)
+
+    @property
+    def _all(self) -> Iterable[Hold]:
+        return self.by_content.values()
+
+    @property
+    def _frozen_since(self) -> list[float]:
+        return [hold.frozen_since for hold in self._all if hold.frozen_since is not None]
+
+    def _frozen_age(self) -> dict[tuple[str, ...], float]:
+        now = self._machine.clocks.monotonic()
+        return {(): now - min(self._frozen_since, default=now)}
 
     def of(self, content: str, attempt: int) -> Hold | None:
         """Give the hold of a content that is of at most this attempt."""
@@ -98,6 +119,8 @@ class Holds:
             boot_id=self._machine.clocks.boot_id,
             on_failure=hold.order.on_failure,
             fence_token=hold.order.fence_token if hold.order.devices else "",
+            order=hold.order.order,
+            traceparent=hold.order.traceparent,
         )
 
     async def arm(self, hold: Hold) -> None:
@@ -173,10 +196,11 @@ class Holds:
         async with hold.turn:
             if self.by_content.get(hold.content) is not hold:
                 return
-            await self._thaw(hold.worker)
+            await self._thaw(hold)
             where = hold.worker.places.control
             self._machine.control.put(where, control.COMPLETE, control.body(hold.attempt))
             self._machine.control.remove(where, control.QUIESCE)
+            self.count(hold, "complete")
             await self._forget(hold)
 
     async def give_up(self, hold: Hold, why: Failure) -> None:
@@ -184,7 +208,7 @@ class Holds:
         async with hold.turn:
             if self.by_content.get(hold.content) is not hold:
                 return
-            await self._thaw(hold.worker)
+            await self._thaw(hold)
             await self.unfence(hold.order)
             await self.free(hold, why)
             await self._forget(hold)
@@ -231,9 +255,29 @@ class Holds:
 
     # What they consist of.
 
-    async def _thaw(self, worker: Worker) -> None:
+    async def _thaw(self, hold: Hold) -> None:
         for driver in self._machine.drivers.values():
-            await driver.thaw(worker)
+            await self.thaw(hold, driver)
+
+    async def freeze(self, hold: Hold, driver: ProcessDriver) -> None:
+        """Freeze a worker; from here on its users notice."""
+        hold.frozen_since = self._machine.clocks.monotonic()
+        await driver.freeze(hold.worker)
+
+    async def thaw(self, hold: Hold, driver: ProcessDriver) -> None:
+        """Let a worker run, frozen or not."""
+        await driver.thaw(hold.worker)
+        since, hold.frozen_since = hold.frozen_since, None
+        if since is not None:
+            lasted = self._machine.clocks.monotonic() - since
+            self._machine.metrics.record(instruments.FREEZE_DURATION, lasted)
+
+    def count(self, hold: Hold, outcome: str) -> None:
+        """Record how long a worker was quiet, once."""
+        since, hold.quiet_since = hold.quiet_since, None
+        if since is not None:
+            lasted = self._machine.clocks.monotonic() - since
+            self._machine.metrics.record(instruments.HOLD_DURATION, lasted, outcome)
 
     async def unfence(self, order: PrepareOrder) -> None:
         """End the fence of a capture, if it has one."""
@@ -243,6 +287,7 @@ class Holds:
     async def free(self, hold: Hold, why: Failure) -> None:
         """Tell the worker to go on without the capture, or kill it by policy."""
         worker, where = hold.worker, hold.worker.places.control
+        self.count(hold, "aborted")
         self._machine.control.put(where, control.ABORTED, control.body(hold.attempt, why))
         self._machine.control.remove(where, control.QUIESCE)
         if hold.order.on_failure == "Kill":

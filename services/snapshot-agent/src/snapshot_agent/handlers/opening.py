@@ -131,6 +131,7 @@ class Opening:
     async def _quiesce(self) -> None:
         order, worker = self._order, self.hold.worker
         where = worker.places.control
+        self.hold.quiet_since = self._machine.clocks.monotonic()
         self._machine.control.put(where, control.QUIESCE, control.body(order.attempt))
         await self._within(
             min(order.quiesce_s, order.hold_s),

@@ -35,7 +35,9 @@ class Restores:
     async def restore(self, order: RestoreOrder, ctx: OrderContext) -> Result:
         """Fill the waiting worker with the process part and let it go."""
         filling = _Filling(self._machine, self._orders, self._pods, order, ctx)
-        await ctx.steps("restore", filling.table())
+        with self._machine.metrics.moving("restore") as moved:
+            await ctx.steps("restore", filling.table())
+            moved(filling.part.bytes)
         return {"bytes": filling.part.bytes}
 
 

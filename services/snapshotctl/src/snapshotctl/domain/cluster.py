@@ -152,7 +152,13 @@ def program_of(node: str, service: str) -> str:
 
 def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
     """Give the environment of every process: the user's, without settings meant for others."""
-    kept = ("SNAPBACK_OTLP_ENDPOINT", "SNAPBACK_LOG_LEVEL", "SNAPBACK_KEEP_", "SNAPBACK_QUARANTINE")
+    kept = (
+        "SNAPBACK_OTLP_ENDPOINT",
+        "SNAPBACK_HTTP_ADDRESS",
+        "SNAPBACK_LOG_LEVEL",
+        "SNAPBACK_KEEP_",
+        "SNAPBACK_QUARANTINE",
+    )
     environment = {
         name: value
         for name, value in inherited.items()

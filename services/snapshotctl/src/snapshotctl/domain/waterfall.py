@@ -32,7 +32,10 @@ class Bar(NamedTuple):
 
 
 class Waterfall(NamedTuple):
-    """A whole trace in the order in which it is drawn, and how long it took in seconds."""
+    """A whole trace in the order in which it is drawn, and how long it took in seconds.
+
+    `links` are the ids of other traces that it is linked to.
+    """
 
     bars: list[Bar]
     total_s: float
@@ -63,7 +66,9 @@ def layout(spans: Sequence[SpanRecord]) -> Waterfall:
         orphan = bool(span.parent_id) and span.parent_id not in known
         bars.append(Bar(depth, span, start / NANOSECONDS, length / NANOSECONDS, orphan))
         waiting += [(depth + 1, child) for child in children.get(span.span_id, [])]
-    links = sorted({link for span in known.values() for link in span.links})
+    own = {span.trace_id for span in known.values()}
+    contexts = {parse_traceparent(link) for span in known.values() for link in span.links}
+    links = sorted({context.trace_id for context in contexts if context} - own)
     return Waterfall(bars, (end - begin) / NANOSECONDS, links)
 
 
@@ -83,20 +88,24 @@ def lines(found: Waterfall, width: int) -> list[str]:
     ]
     for bar in found.bars:
         drawn += _remarks(bar)
-    for link in found.links:
-        if context := parse_traceparent(link):
-            drawn.append(f"  linked to trace {context.trace_id}")
-    return drawn
+    return drawn + [f"  linked to trace {trace}" for trace in found.links]
 
 
 def _remarks(bar: Bar) -> list[str]:
-    name = formats.plain(bar.span.name)
+    name = shown_name(bar.span)
     failed = [f"  failed: {name}: {formats.plain(bar.span.error)}"] if bar.span.error else []
     return failed + ([f"  {name}: its parent has not ended"] if bar.orphan else [])
 
 
 def _name(bar: Bar) -> str:
-    return "  " * min(bar.depth, 10) + formats.plain(bar.span.name)
+    return "  " * min(bar.depth, 10) + shown_name(bar.span)
+
+
+def shown_name(span: SpanRecord) -> str:
+    """Name a span for people: that of a message is long and hides the verb, so say only this."""
+    operation = span.attributes.get("messaging.operation.name")
+    verb = span.attributes.get("snapback.verb")
+    return formats.plain(f"{operation} {verb}" if operation and verb else span.name)
 
 
 def _cut(text: str, width: int) -> str:

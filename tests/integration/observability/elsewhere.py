@@ -1,0 +1,13 @@
+"""Metrics of what goes wrong: a good run does not record them, tests of `test_faults.py` do."""
+
+from snapshot_shared import instruments
+from snapshot_shared.instruments import Instrument
+
+RECORDED_ELSEWHERE: dict[Instrument, str] = {
+    instruments.RECONNECTIONS: "test_a_connection_that_comes_back_is_counted",
+    instruments.SPANS_DROPPED: "test_spans_that_nobody_could_take_are_counted",
+    instruments.REPEATED: "test_a_repeated_order_is_counted_and_not_accepted_again",
+    instruments.DEAD_LETTERS: "test_a_dead_letter_is_counted_by_its_reason",
+    instruments.UNPUBLISHED: "test_an_order_that_waits_for_the_sweep_is_counted",
+    instruments.CLIENTS_REFUSED: "test_a_client_without_a_session_is_counted_by_its_reason",
+}

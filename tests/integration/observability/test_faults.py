@@ -1,0 +1,202 @@
+"""What goes wrong is counted: each fault of `elsewhere.py`, brought about and read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gms.adapters.lease_socket import LeaseServer
+from gms.adapters.simulated import SimulatedDevice
+from gms.handlers.keeper import Gms
+from gms.handlers.sessions import LeaseSessions
+from snapshot_shared import instruments, subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import encode_json
+from snapshot_shared.courier import Clocks, Courier, OrderContext
+from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
+from snapshot_shared.instruments import Instrument
+from snapshot_shared.journal import Journal
+from snapshot_shared.metrics import Metrics
+from snapshot_shared.orders import DeleteOrder
+from snapshot_shared.runner import Runner, Step
+from snapshot_shared.telemetry import MAX_WAITING_SPANS, Telemetry
+from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
+from tests.support.nats_server import running_nats_server
+from tests.support.objects import checkpoint_document, presence
+from tests.support.operator_world import World
+
+NODE = NodeName("node-1")
+OWNER = Uid("00000000-0000-0000-0000-000000000001")
+ORDER = order_id("delete", OWNER, "gen-1")
+
+
+def scraped(name: str = "snap-agent") -> Metrics:
+    return Metrics(name, NODE, "0", scraped=True)
+
+
+def read(metrics: Metrics, instrument: Instrument, **labels: str) -> float:
+    """The sum of a metric over the labels that are not given."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+        if sample.name in instrument.series and labels.items() <= sample.labels.items()
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    never = asyncio.Event()
+    async with asyncio.timeout(20):
+        while not condition():
+            try:
+                async with asyncio.timeout(0.02):
+                    await never.wait()
+            except TimeoutError:
+                pass
+
+
+def order(node: str = NODE) -> bytes:
+    return encode_json(
+        DeleteOrder(
+            order=ORDER,
+            attempt=1,
+            node=node,
+            owner=OWNER,
+            deadline_s=20.0,
+            namespace="default",
+            content_uid=OWNER,
+            generation=1,
+        )
+    )
+
+
+@asynccontextmanager
+async def courier(nats_url: str, folder: Path, metrics: Metrics) -> AsyncIterator[Bus]:
+    """A service that deletes nothing, and the bus that it is on."""
+    bus = await Bus(nats_url, "test", metrics=metrics).connect()
+    await bus.ensure_assets()
+    journal = Journal.open(folder, now=0.0, metrics=metrics)
+    telemetry = Telemetry("snap-agent", NODE, "0", metrics=metrics)
+
+    async def nothing() -> None:
+        pass
+
+    async def delete(_order: DeleteOrder, context: OrderContext) -> dict[str, object]:
+        table = [Step(name, nothing, 5.0) for name in ("tombstone", "remove")]
+        await context.steps("delete", table)
+        return {}
+
+    service = Courier(
+        node=NODE,
+        service="agent",
+        bus=bus,
+        journal=journal,
+        telemetry=telemetry,
+        runner=Runner(journal, telemetry, metrics=metrics),
+        clocks=Clocks(asyncio.get_running_loop().time, lambda: 2e9, "boot"),
+        handlers={DeleteOrder: delete},
+    )
+    task = asyncio.create_task(service.serve())
+    try:
+        yield bus
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await service.drain()
+        await bus.close()
+        journal.close()
+
+
+def test_each_fault_has_its_test() -> None:
+    assert set(RECORDED_ELSEWHERE.values()) <= set(globals())
+
+
+async def test_a_dead_letter_is_counted_by_its_reason(nats_url: str, tmp_path: Path) -> None:
+    metrics = scraped()
+    async with courier(nats_url, tmp_path / "journal", metrics) as bus:
+        await bus.publish(subjects.order(NODE, "agent", OrderId(ORDER)), order(node="node-2"))
+        await until(lambda: read(metrics, instruments.DEAD_LETTERS) > 0)
+    assert read(metrics, instruments.DEAD_LETTERS, error_type="WrongNode") == 1
+    assert read(metrics, instruments.ACCEPTED) == 0
+
+
+async def test_a_repeated_order_is_counted_and_not_accepted_again(
+    nats_url: str, tmp_path: Path
+) -> None:
+    metrics = scraped()
+    async with courier(nats_url, tmp_path / "journal", metrics) as bus:
+        await bus.publish(subjects.order(NODE, "agent", OrderId(ORDER)), order())
+        await until(lambda: read(metrics, instruments.FINISHED) == 1)
+        # The stream keeps one message a subject: only now is the second one a repeat.
+        await bus.publish(subjects.order(NODE, "agent", OrderId(ORDER)), order())
+        await until(lambda: read(metrics, instruments.REPEATED, snapback_verb="delete") == 1)
+    assert read(metrics, instruments.ACCEPTED, snapback_verb="delete") == 1
+    assert read(metrics, instruments.FINISHED, snapback_outcome="done") == 1
+
+
+async def test_a_connection_that_comes_back_is_counted(tmp_path: Path) -> None:
+    metrics = scraped()
+    async with running_nats_server(tmp_path / "nats") as server:
+        bus = await Bus(server.url, "test", metrics=metrics).connect()
+        assert read(metrics, instruments.CONNECTED) == 1
+        await asyncio.to_thread(server.stop)
+        await until(lambda: read(metrics, instruments.CONNECTED) == 0)
+        await server.start_async()
+        await until(lambda: read(metrics, instruments.CONNECTED) == 1)
+        await until(lambda: read(metrics, instruments.RECONNECTIONS) == 1)
+        await bus.close()
+
+
+async def test_spans_that_nobody_could_take_are_counted() -> None:
+    metrics = scraped()
+    telemetry = Telemetry("snap-agent", NODE, "0", metrics=metrics)
+    for _ in range(MAX_WAITING_SPANS + 3):
+        with telemetry.span("dump"):
+            pass
+    assert read(metrics, instruments.SPANS_DROPPED, snapback_outcome="too-many") == 3
+    await telemetry.flush(Bus("nats://127.0.0.1:9", "test"))
+    lost = read(metrics, instruments.SPANS_DROPPED, snapback_outcome="not-published")
+    assert lost == MAX_WAITING_SPANS
+
+
+async def test_an_order_that_waits_for_the_sweep_is_counted() -> None:
+    metrics = scraped("snap-operator")
+    world = World()
+    world.interpreter._metrics = metrics
+    world.orders.most = 0
+    await world.join(presence(NODE))
+    await world.apply(checkpoint_document())
+    assert read(metrics, instruments.UNPUBLISHED, snapback_verb="run") == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"), [(b"noise", "InvalidMessage"), (b"", "")], ids=["noise", "nothing"]
+)
+async def test_a_client_without_a_session_is_counted_by_its_reason(
+    tmp_path: Path, sent: bytes, reason: str
+) -> None:
+    metrics = scraped("snap-gms")
+    devices = [SimulatedDevice(node=NODE, index=0, capacity=4 * 2**20)]
+    gms = Gms(node=NODE, incarnation=OWNER, devices=devices, metrics=metrics)
+    server = LeaseServer(tmp_path, LeaseSessions(gms), metrics=metrics)
+    server.start()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, str(tmp_path / "gms.sock"))
+            if sent:
+                await loop.sock_sendall(client, sent)
+                await loop.sock_recv(client, 65536)
+        refused = read(metrics, instruments.CLIENTS_REFUSED, error_type=reason)
+        assert refused == (1 if reason else 0)
+        assert read(metrics, instruments.MEMORY_FREE) == 4 * 2**20
+    finally:
+        await server.close()
+        devices[0].close()

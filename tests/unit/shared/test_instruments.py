@@ -1,0 +1,118 @@
+"""The table of metrics: names by the conventions, and what an exporter makes of them."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from snapshot_shared.errors import NoSpace
+from snapshot_shared.instruments import (
+    ACCEPTED,
+    ERROR,
+    JOURNAL_DURATION,
+    TABLE,
+    Instrument,
+    Shape,
+)
+from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.spans import message_attributes
+
+# https://ucum.org/ucum: seconds, bytes, one, or a thing that is counted in braces.
+UNIT = re.compile(r"s|By|1|\{[a-z_]+\}")
+
+MESSAGES = "opentelemetry.semconv._incubating.metrics.messaging_metrics"
+PROCESS = "opentelemetry.semconv._incubating.metrics.process_metrics"
+ATTRIBUTES = (
+    "opentelemetry.semconv._incubating.attributes.messaging_attributes",
+    "opentelemetry.semconv._incubating.attributes.cpu_attributes",
+    "opentelemetry.semconv.attributes.error_attributes",
+)
+
+
+def constants(*modules: str) -> set[Any]:
+    return {
+        value
+        for module in modules
+        for value in vars(import_module(module)).values()
+        if isinstance(value, str)
+    }
+
+
+def by_name(found: Instrument) -> str:
+    return found.name
+
+
+def test_names_are_different_in_both_forms() -> None:
+    assert len({found.name for found in TABLE}) == len(TABLE)
+    assert len({found.prometheus for found in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize("found", TABLE, ids=by_name)
+def test_a_name_is_of_the_conventions_or_ours(found: Instrument) -> None:
+    assert re.fullmatch(r"[a-z]+(\.[a-z_]+)+", found.name)
+    assert UNIT.fullmatch(found.unit)
+    if not found.name.startswith("snapback."):
+        assert found.name in constants(MESSAGES, PROCESS)
+
+
+@pytest.mark.parametrize("found", TABLE, ids=by_name)
+def test_an_attribute_is_of_the_conventions_or_ours(found: Instrument) -> None:
+    names = [*found.attributes, *(name for name, _ in found.fixed)]
+    conventional = {name for name in names if not name.startswith("snapback.")}
+    assert conventional <= constants(*ATTRIBUTES)
+    assert ERROR not in found.attributes[:-1]
+
+
+def test_attributes_of_message_spans_are_of_the_conventions() -> None:
+    found = message_attributes("process", "a.b.c", client="c", order="run-1", attempt=1)
+    conventional = {name for name in found if not name.startswith("snapback.")}
+    assert conventional <= constants(*ATTRIBUTES)
+
+
+@pytest.mark.parametrize("found", TABLE, ids=by_name)
+def test_what_prometheus_is_shown_has_the_names_that_the_table_says(found: Instrument) -> None:
+    metrics = Metrics("snap-agent", "node-1", "0", scraped=True)
+    values = tuple("x" for _ in found.attributes)
+    match found.shape:
+        case Shape.COUNTER:
+            metrics.add(found, *values)
+        case Shape.HISTOGRAM:
+            metrics.record(found, 0.5, *values)
+        case _:
+            metrics.observe(found, lambda: {values: 2})
+    families = text_string_to_metric_families(metrics.text().decode())
+    samples = [sample for family in families for sample in family.samples]
+    shown = [sample for sample in samples if sample.name in found.series]
+    assert {sample.name for sample in shown} == set(found.series)
+    for sample in shown:
+        assert set(sample.labels) - {"le"} == set(found.labels)
+
+
+def test_a_reason_is_an_attribute_only_where_something_failed() -> None:
+    metrics = Metrics("snap-agent", "node-1", "0", scraped=True)
+    with metrics.timed(JOURNAL_DURATION):
+        pass
+    assert "error_type" not in metrics.text().decode()
+    with pytest.raises(NoSpace), metrics.timed(JOURNAL_DURATION):
+        raise NoSpace("full")
+    assert 'error_type="NoSpace"' in metrics.text().decode()
+
+
+def test_values_must_be_as_many_as_the_attributes_of_the_table() -> None:
+    metrics = Metrics("snap-agent", "node-1", "0", scraped=True)
+    with pytest.raises(ValueError, match="zip"):
+        metrics.add(ACCEPTED, "run", "order-1")
+
+
+def test_metrics_that_nobody_reads_record_nothing_and_show_nothing() -> None:
+    for found in TABLE:
+        OFF.add(found)
+        OFF.record(found, 1.0)
+        OFF.observe(found, lambda: {(): 1 / 0})
+    assert OFF.text() == b""
+    assert OFF.routes() == []
+    assert not OFF.is_on

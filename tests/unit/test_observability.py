@@ -1,0 +1,119 @@
+"""deploy/observability asks only for metrics that there are, by the labels that they have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from snapshot_shared.instruments import TABLE
+from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "observability"
+
+KNOWN = {name: found for found in TABLE for name in found.series}
+OF_PROMETHEUS = {"instance", "job", "le", "service"}
+METRIC = re.compile(r"\b(?:snapback|messaging|process)_[a-z0-9_]+")
+MATCHERS = re.compile(r"\{([^}]*)\}")
+GROUPED = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
+LABEL = re.compile(r"([a-z_]+)\s*(?:=|!=|=~|!~)")
+
+
+def document(name: str) -> Any:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in document("alerts.yml")["groups"] for rule in group["rules"]]
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    for panel in json.loads((FOLDER / "grafana-dashboard.json").read_text())["panels"]:
+        if panel["type"] != "row":
+            yield panel
+
+
+EXPRESSIONS = [
+    *(
+        (f"{panel['title']}/{t['refId']}", t["expr"])
+        for panel in panels()
+        for t in panel["targets"]
+    ),
+    *((rule["alert"], rule["expr"]) for rule in alerts()),
+]
+
+
+@pytest.mark.parametrize("expression", [e for _, e in EXPRESSIONS], ids=[n for n, _ in EXPRESSIONS])
+def test_an_expression_uses_metrics_and_labels_of_the_table(expression: str) -> None:
+    labels = {name for inner in MATCHERS.findall(expression) for name in LABEL.findall(inner)}
+    for inner in GROUPED.findall(expression):
+        labels |= {name.strip() for name in inner.split(",")}
+    metrics = set(METRIC.findall(GROUPED.sub("", MATCHERS.sub("", expression))))
+    assert metrics
+    assert metrics <= set(KNOWN)
+    assert labels <= OF_PROMETHEUS.union(*(KNOWN[name].labels for name in metrics))
+
+
+def test_the_dashboard_shows_nearly_every_metric() -> None:
+    shown = {name for _, expression in EXPRESSIONS for name in METRIC.findall(expression)}
+    hidden = {found.name for found in TABLE if not shown.intersection(found.series)}
+    assert hidden == {
+        "messaging.client.consumed.messages",
+        "snapback.order.accepted",
+        "snapback.pod.running",
+    }
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_it_means_and_where_to_read_on(rule: dict[str, Any]) -> None:
+    assert {"summary", "description", "runbook"} == set(rule["annotations"])
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    assert page == "docs/troubleshooting.md"
+    assert re.fullmatch(r"[a-z]+", anchor)
+    if (ROOT / page).exists():
+        anchors = re.findall(
+            r"^#+ +`?(\w+)|<a id=\"(\w+)\"", (ROOT / page).read_text(), re.MULTILINE
+        )
+        assert anchor in {name.lower() for pair in anchors for name in pair}
+
+
+def test_prometheus_reads_the_rules_and_every_service() -> None:
+    found = document("prometheus.yml")
+    assert all((FOLDER / name).exists() for name in found["rule_files"])
+    (job,) = found["scrape_configs"]
+    targets = {target for group in job["static_configs"] for target in group["targets"]}
+    services = ("operator", "agent-1", "gms-1", "agent-2", "gms-2")
+    assert targets == {f"{name}:9090" for name in services}
+
+
+def test_the_collector_takes_what_the_services_send() -> None:
+    found = document("otel-collector.yaml")
+    assert found["receivers"]["otlp"]["protocols"] == {"http": {"endpoint": "0.0.0.0:4318"}}
+    pipelines = found["service"]["pipelines"]
+    assert set(pipelines) == {"traces", "metrics"}
+    for pipeline in pipelines.values():
+        for kind, names in pipeline.items():
+            assert set(names) <= set(found[kind])
+
+
+def test_each_metric_of_a_fault_is_in_the_table() -> None:
+    assert set(RECORDED_ELSEWHERE) <= set(TABLE)
