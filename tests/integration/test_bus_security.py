@@ -56,6 +56,7 @@ SENT: dict[str, tuple[str, Any]] = {
     "bucket of its own": (subjects.bucket_key("mine", "x"), {}),
     "apply": (subjects.api("apply"), {"documents": []}),
     "delete": (subjects.api("delete"), {"kind": "Pod", "name": "x"}),
+    "retention": (subjects.api("retention"), {"run": True}),
     "get": (subjects.api("get"), {"kind": "Pod"}),
     "the specs of b": (subjects.template(B), {"name": "x"}),
     "fault in b": (subjects.rpc(B, "agent", "sim"), {"arm": {"action": "crash", "step": "seal"}}),
@@ -354,7 +355,7 @@ async def test_who_may_look_cannot_give_orders_or_touch_streams(world: World, us
     allowed |= {"look at a stream", "list streams", "get a message", "account"}
     allowed |= {name for name in SENT if name.endswith("directly")}
     if user.role == "snapshotctl":
-        allowed |= {"apply", "delete", "fault in b"}
+        allowed |= {"apply", "delete", "retention", "fault in b"}
     for name, (subject, value) in SENT.items():
         world.server.complaints.clear()
         await client.publish(subject, _body(value))
@@ -506,7 +507,7 @@ async def test_who_may_look_sees_every_stream_bucket_object_and_service(
     async def echo(data: bytes, headers: Any) -> bytes:
         return data
 
-    verbs = ("get", "apply", "delete")
+    verbs = ("get", "apply", "delete", "retention")
     await operator.serve("snap-operator", "1.0.0", {}, {subjects.api(v): echo for v in verbs})
     assert {d.subject for d in await bus.replay("ORDERS", "snap.order.>")} == {TO_A, TO_B}
     assert len(await bus.replay("REPORTS", "snap.report.>")) == 2
@@ -524,6 +525,7 @@ async def test_who_may_look_sees_every_stream_bucket_object_and_service(
     if role == "snapshotctl":
         assert await bus.request(subjects.api("apply"), b"a") == b"a"
         assert await bus.request(subjects.api("delete"), b"d") == b"d"
+        assert await bus.request(subjects.api("retention"), b"r") == b"r"
         await bus.publish(subjects.span("cli", TRACE), b"{}")
         with pytest.raises(NotFound):
             await bus.request(subjects.rpc(A, "agent", "sim"), b"{}")

@@ -304,7 +304,9 @@ def _of_node(kin: Kin, presence: Mapping[NodeName, Presence], now: float) -> lis
     ]
 
 
-_PLACES = re.compile(r"\b(pod|job|dynamocheckpoint|snapshot|snapcontent|node|KIND)([ /])NAME\b")
+_PLACES = re.compile(
+    r"(?:\b(pod|job|dynamocheckpoint|snapshot|snapcontent|node|KIND)([ /]))?\bNAME\b"
+)
 _KINDS = {"snapcontent": "snapshotcontent"}
 
 
@@ -327,6 +329,8 @@ def filled(text: str, kin: Kin) -> str:
 
     def place(match: re.Match[str]) -> str:
         kind, between = match[1], match[2]
+        if kind is None:
+            return root
         if kind == "KIND":
             return f"{kind_of(kin.root).name.lower()}{between}{root}"
         name = names.get(_KINDS.get(kind, kind))
@@ -338,8 +342,7 @@ def filled(text: str, kin: Kin) -> str:
     text = _PLACES.sub(place, text)
     pod = names.get("pod")
     text = re.sub(r"\bPOD\b", pod, text) if pod else text
-    text = re.sub(r"\bNODE\b", node, text) if node else text
-    return re.sub(r"(?<!pod )(?<!pod/)(?<!node )\bNAME\b", root, text)
+    return re.sub(r"\bNODE\b", node, text) if node else text
 
 
 def order_ids(kin: Kin) -> Sequence[str]:
