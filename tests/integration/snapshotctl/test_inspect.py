@@ -92,6 +92,17 @@ def test_a_refused_restore_is_explained_with_both_values_and_what_to_do(running:
     assert "pod/misfit has failed: Incompatible" in failed.err
 
 
+def test_who_cannot_read_the_logs_is_told_where_they_are(running: Cli, tmp_path: Path) -> None:
+    elsewhere = Cli(tmp_path)
+    elsewhere.environment["NATS_NKEY"] = str(running.state() / "keys" / "snapshotctl.nk")
+    running.ok("apply", "-f", "-", stdin=_pod("nowhere", source="nothing"))
+    running.ok("wait", "pod/nowhere", "--for", "condition=PodScheduled=False")
+    server = running.record()["url"]
+    told = elsewhere.ok("--server", server, "explain", "nowhere").out
+    _has(told, "pod/nowhere waits: WaitingForSnapshot", "Log", "standard error of the operator")
+    running.ok("delete", "pod", "nowhere")
+
+
 def test_a_worker_that_failed_is_explained_with_what_it_wrote(running: Cli) -> None:
     said = '["sh", "-c", "echo out of cheese; exit 3"]'
     running.ok("apply", "-f", "-", stdin=_pod("failing", said, gpus=0))
@@ -189,19 +200,10 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
     taken = running.ok("checkpoint", pod, "--checkpoint-id", "second").out
     _has(taken, "snapshot/second created", "prepare", "seal", "snapshot/second is ready: Captured")
     assert "unchanged" in running.ok("checkpoint", pod, "--checkpoint-id", "second").out
-    first, *_, last = _lines_of_values(running.ok("checkpoint", pod, "-o", "json").out)
-    assert first[0]["kind"] == "Snapshot"
-    assert (last["state"], last["object"]) == ("fine", f"snapshot/{first[0]['name']}")
+    first, *_, last = _lines(running.ok("checkpoint", pod, "-o", "json"))
+    assert (first["kind"], first["action"]) == ("Snapshot", "created")
+    assert (last["state"], last["object"]) == ("fine", f"snapshot/{first['name']}")
     running.ok("delete", "pod", pod)
-
-
-def _lines_of_values(text: str) -> list[object]:
-    decoder, at, found = json.JSONDecoder(), 0, []
-    while at < len(text.rstrip()):
-        value, at = decoder.raw_decode(text, at)
-        found.append(value)
-        at += 1
-    return found
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_made(running: Cli, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def _advice(kin: Kin) -> list[str]:
 
 
 def _now(kin: Kin, **more: Any) -> list[str]:
-    given: dict[str, Any] = {"presence": {}, "progress": None, "now": NOW, **more}
+    given: dict[str, Any] = {"presence": {}, "progress": None, "silent": [], "now": NOW, **more}
     return story.now_lines(kin, story.standing(kin), **given)
 
 
@@ -116,12 +116,31 @@ def test_a_node_that_is_silent_and_a_deadline_that_has_passed_are_named() -> Non
     assert lines[-1].startswith("nothing is heard of node-1")
 
 
+def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
+    open_ = stories.order("prepare", UID)
+    kin = _kin(stories.content(capture=Capture.PREPARING, orders=[open_]))
+    found = story.standing(kin)
+    assert story.asked_services(kin, found) == [("node-1", "agent")]
+    assert _now(kin, silent=["agent@node-1"])[-1].startswith("agent@node-1 does not answer")
+    assert story.advice(kin, found, ["agent@node-1"]) == [
+        "Start agent@node-1 again; in a local cluster: `snapshotctl sim restart node-1`."
+    ]
+
+
 def test_what_waits_tells_what_for_and_since_when() -> None:
     rows = [row("PodScheduled", "False", "Unschedulable", "node-1 has 0 of 1 GPUs free")]
     kin = _kin(stories.pod(conditions=rows))
     assert story.headline(kin, story.standing(kin)) == "pod/worker waits: Unschedulable"
     assert _now(kin)[0] == "node-1 has 0 of 1 GPUs free"
     assert _now(kin)[1].endswith("10s ago")
+
+
+def test_a_capture_between_two_orders_does_not_wait() -> None:
+    rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
+    kin = _kin(stories.content(capture=Capture.SEALING, conditions=rows))
+    assert story.standing(kin).word == "under way"
+    pending = _kin(stories.content(conditions=rows))
+    assert story.standing(pending).word == "waiting"
 
 
 def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:

@@ -26,6 +26,7 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.reasons import REASONS
+from snapshot_shared.transitions import Capture
 from snapshotctl.domain import formats
 from snapshotctl.domain.history import stamp
 from snapshotctl.domain.kin import Kin, reference
@@ -205,7 +206,13 @@ def _open(kin: Kin, held: Condition | None, order: OrderStatus | None) -> Standi
             break
     if order is not None:
         return Standing("under way", order.ordered_at, reason, message, order=order)
-    return Standing("waiting", since, reason, message)
+    content = kin.content
+    is_begun = content is not None and content.status.capture in _BETWEEN
+    return Standing("under way" if is_begun else "waiting", since, reason, message)
+
+
+_BETWEEN = (Capture.PREPARING, Capture.STAGING, Capture.SEALING, Capture.ABORTING)
+"""Where a capture goes on by itself, also while no order is out."""
 
 
 def _waits(kin: Kin) -> Condition | None:
@@ -243,9 +250,13 @@ def now_lines(
     found: Standing,
     presence: Mapping[NodeName, Presence],
     progress: Progress | None,
+    silent: Sequence[str],
     now: float,
 ) -> list[str]:
-    """Say where it stands now and since when; where it is stuck, on what."""
+    """Say where it stands now and since when; where it is stuck, on what.
+
+    `silent` are the services (`agent@node-1`) that were asked just now and did not answer.
+    """
     lines = []
     if found.message:
         lines.append(formats.plain(found.message))
@@ -253,18 +264,17 @@ def now_lines(
     if found.since is not None and found.order is None:
         lines.append(f"since {stamp(found.since)[:19]}Z, {formats.age(now - found.since)} ago")
     if found.order is not None:
-        lines += _stuck(found.order, presence, progress, now)
+        lines += _stuck(found.order, progress, now)
+        lines += [] if isinstance(kin.root, Node) else [_heard(found.order.node, presence, now)]
     if isinstance(kin.root, Node):
         lines += _of_node(kin, presence, now)
-    return lines
+    return lines + [f"{name} does not answer: {_ABSENT}" for name in silent]
 
 
-def _stuck(
-    order: OrderStatus,
-    presence: Mapping[NodeName, Presence],
-    progress: Progress | None,
-    now: float,
-) -> list[str]:
+_ABSENT = "it does not run, it hangs, or its network is down"
+
+
+def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[str]:
     where = f"{order.service}@{order.node}"
     taken = "has not accepted it" if order.state == "ordered" else f"said {order.state}"
     left = order.deadline - now
@@ -280,7 +290,6 @@ def _stuck(
             f"last heard {formats.age(now - progress.at)} ago: {progress.part}, step "
             f"{progress.step}, {share}"
         )
-    lines.append(_heard(order.node, presence, now))
     return lines
 
 
@@ -310,8 +319,25 @@ _PLACES = re.compile(
 _KINDS = {"snapcontent": "snapshotcontent"}
 
 
-def advice(kin: Kin, found: Standing) -> list[str]:
-    """Say what to do: what the failure itself says, then what its reason always says."""
+def asked_services(kin: Kin, found: Standing) -> list[tuple[str, str]]:
+    """Name the services that everything waits for, each by node and kind; of a node both."""
+    if isinstance(kin.root, Node):
+        return [(kin.root.metadata.name, "agent"), (kin.root.metadata.name, "gms")]
+    return [(found.order.node, found.order.service)] if found.order is not None else []
+
+
+def advice(kin: Kin, found: Standing, silent: Sequence[str] = ()) -> list[str]:
+    """Say what to do: what the failure itself says, then what its reason always says.
+
+    A service that does not answer comes before all that.
+    """
+    if silent:
+        nodes = sorted({name.partition("@")[2] for name in silent})
+        return [
+            f"Start {name} again; in a local cluster: `snapshotctl sim restart {node}`."
+            for node in nodes
+            for name in [" and ".join(n for n in silent if n.endswith(f"@{node}"))]
+        ]
     lines = [formats.plain(found.next_step)] if found.next_step else []
     if reason := REASONS.get(found.reason):
         fix = filled(reason.fix, kin)
