@@ -56,19 +56,30 @@ def test_the_parts_of_a_capture_are_those_of_its_plan_until_they_are_staged() ->
     save = order("save", UID, part="gpu-0")
     vector = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0)]
     value = stories.content(orders=[dump, save], vector=vector)
-    assert phases.planned([value]) == (UID, {"process": 0, "gpu-0": 0})
-    assert phases.settled_parts([value]) == {"process": 7}
+    assert phases.planned(Kin(value, [value])) == (UID, {"process": 0, "gpu-0": 0})
+    assert phases.settled_parts(Kin(value, [value])) == {"process": 7}
 
 
 def test_the_parts_of_a_restore_are_those_that_are_loaded() -> None:
     load = order("load", POD, part="gpu-0", payload={"part": "gpu-0", "bytes": 9})
     value = stories.pod(orders=[load], restore=RestoreStatus(state=Restore.LOADING))
-    assert phases.planned([value]) == (POD, {"gpu-0": 9})
-    assert phases.settled_parts([value]) == {}
+    assert phases.planned(Kin(value, [value])) == (POD, {"gpu-0": 9})
+    assert phases.settled_parts(Kin(value, [value])) == {}
     done = replace(
         value, status=replace(value.status, orders=[stories.ended(load, "loaded", bytes=9)])
     )
-    assert phases.settled_parts([done]) == {"gpu-0": 9}
+    assert phases.settled_parts(Kin(done, [done])) == {"gpu-0": 9}
+
+
+def test_the_capture_of_a_pod_that_was_restored_shows_nothing_of_that_restore() -> None:
+    load = stories.ended(order("load", POD, part="gpu-0"), "loaded", bytes=9)
+    source = stories.pod(orders=[load], restore=RestoreStatus(state=Restore.RESTORED))
+    value = stories.content(orders=[order("prepare", UID)], vector=[VectorEntry(part="process")])
+    root = stories.snapshot()
+    kin = Kin(root, [root, source, value])
+    assert [phase.name for phase in phases.phases(kin)] == ["prepare: quiet and fenced"]
+    assert phases.planned(kin) == (UID, {"process": 0})
+    assert phases.settled_parts(kin) == {}
 
 
 def test_a_log_line_matters_when_it_names_the_story_or_is_a_warning_of_its_node() -> None:

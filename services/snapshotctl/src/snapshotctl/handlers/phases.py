@@ -62,11 +62,11 @@ class _Show:
     def _parts(self, kin: Kin) -> None:
         for phase in sorted(phases.phases(kin), key=lambda phase: phase.ended or phase.began):
             self._phase(phase)
-        plan = phases.planned(kin.told)
+        plan = phases.planned(kin)
         if plan is None:
             return
         owner, parts = plan
-        settled = phases.settled_parts(kin.told)
+        settled = phases.settled_parts(kin)
         if not self._is_begun:
             self._is_begun = True
             moving = {part: size for part, size in parts.items() if part not in settled}
