@@ -154,6 +154,13 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
     assert any("snapshotctl verify" in line for line in _advice(kin))
 
 
+def test_what_failed_and_is_being_deleted_is_told_as_going() -> None:
+    pod = stories.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
+    assert story.standing(_kin(pod)).word == "failed"
+    pod = replace(pod, metadata=replace(pod.metadata, deletion_timestamp=stories.STAMP))
+    assert story.standing(_kin(pod)).word == "going"
+
+
 def test_what_is_well_needs_nothing() -> None:
     rows = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
     kin = _kin(stories.pod(phase="Running", conditions=rows))
@@ -201,5 +208,6 @@ def test_a_node_is_there_or_not_or_lost(rows: list[Any], headline: str) -> None:
     ],
 )
 def test_a_fix_has_the_names_of_the_story(text: str, filled: str) -> None:
-    kin = _kin(stories.snapshot(), stories.pod(node_name="node-7"))
+    run = stories.order("run", derived_uid("pod", "worker"), node="node-7")
+    kin = _kin(stories.snapshot(), stories.pod(orders=[run]))
     assert story.filled(text, kin) == filled

@@ -34,6 +34,22 @@ from snapshotctl.domain.waiting import failure_of
 
 Word = Literal["fine", "under way", "waiting", "failed", "going"]
 
+_HEADLINES: dict[Word, str] = {
+    "fine": "is well",
+    "under way": "is under way",
+    "waiting": "waits",
+    "failed": "has failed",
+    "going": "is being deleted",
+}
+_BETWEEN = (Capture.PREPARING, Capture.STAGING, Capture.SEALING, Capture.ABORTING)
+"""Where a capture goes on by itself, also while no order is out."""
+
+_ABSENT = "it does not run, it hangs, or its network is down"
+_PLACES = re.compile(
+    r"(?:\b(pod|job|dynamocheckpoint|snapshot|snapcontent|node|KIND)([ /]))?\bNAME\b"
+)
+_KINDS = {"snapcontent": "snapshotcontent"}
+
 
 class Standing(NamedTuple):
     """How an object stands, why, and since when (seconds since the epoch).
@@ -99,15 +115,13 @@ def standing(kin: Kin) -> Standing:
     root = kin.root
     if isinstance(root, Node):
         return _node(kin)
+    order = next(iter(_unanswered(kin)), None)
+    if root.metadata.deletion_timestamp:
+        return _going(root, order)
     if failure_of(root):
         return _failed(kin)
     if quarantine := _quarantine(root):
         return quarantine
-    order = next(
-        (item for _, item in kin.orders if item.final is None and item.state != "lost"), None
-    )
-    if root.metadata.deletion_timestamp:
-        return _going(root, order)
     held = _main_condition(root)
     if held is not None and held.status == "True":
         return Standing(
@@ -118,12 +132,15 @@ def standing(kin: Kin) -> Standing:
     return _open(kin, held, order)
 
 
+def _unanswered(kin: Kin) -> list[OrderStatus]:
+    """List the orders that are still owed an answer, the oldest first."""
+    return [item for _, item in kin.orders if item.final is None and item.state != "lost"]
+
+
 def _node(kin: Kin) -> Standing:
     root = kin.root
     held = condition(root.status.conditions, "Ready")
-    order = next(
-        (item for _, item in kin.orders if item.final is None and item.state != "lost"), None
-    )
+    order = next(iter(_unanswered(kin)), None)
     if held is None:
         return Standing("waiting", None, "PresenceMissing", "nothing was heard of it yet")
     since = formats.instant(held.last_transition_time)
@@ -211,10 +228,6 @@ def _open(kin: Kin, held: Condition | None, order: OrderStatus | None) -> Standi
     return Standing("under way" if is_begun else "waiting", since, reason, message)
 
 
-_BETWEEN = (Capture.PREPARING, Capture.STAGING, Capture.SEALING, Capture.ABORTING)
-"""Where a capture goes on by itself, also while no order is out."""
-
-
 def _waits(kin: Kin) -> Condition | None:
     """What the pod of the story waits for, when no node was found for it."""
     for value in kin.members:
@@ -223,15 +236,6 @@ def _waits(kin: Kin) -> Condition | None:
             if held is not None and held.status == "False":
                 return held
     return None
-
-
-_HEADLINES: dict[Word, str] = {
-    "fine": "is well",
-    "under way": "is under way",
-    "waiting": "waits",
-    "failed": "has failed",
-    "going": "is being deleted",
-}
 
 
 def headline(kin: Kin, found: Standing) -> str:
@@ -271,9 +275,6 @@ def now_lines(
     return lines + [f"{name} does not answer: {_ABSENT}" for name in silent]
 
 
-_ABSENT = "it does not run, it hangs, or its network is down"
-
-
 def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[str]:
     where = f"{order.service}@{order.node}"
     taken = "has not accepted it" if order.state == "ordered" else f"said {order.state}"
@@ -303,7 +304,7 @@ def _heard(node: str, presence: Mapping[NodeName, Presence], now: float) -> str:
 def _of_node(kin: Kin, presence: Mapping[NodeName, Presence], now: float) -> list[str]:
     pods = [v for v in kin.members if isinstance(v, Pod) and v.status.node_name]
     running = [pod.metadata.name for pod in pods if pod.status.phase in ("Pending", "Running")]
-    waiting = [item for _, item in kin.orders if item.final is None and item.state != "lost"]
+    waiting = _unanswered(kin)
     names = ", ".join(sorted(running)) or "none"
     orders = ", ".join(f"{item.order} ({item.state})" for item in waiting) or "none"
     return [
@@ -311,12 +312,6 @@ def _of_node(kin: Kin, presence: Mapping[NodeName, Presence], now: float) -> lis
         f"{len(running)} pods there: {names}",
         f"{len(waiting)} orders not answered: {orders}",
     ]
-
-
-_PLACES = re.compile(
-    r"(?:\b(pod|job|dynamocheckpoint|snapshot|snapcontent|node|KIND)([ /]))?\bNAME\b"
-)
-_KINDS = {"snapcontent": "snapshotcontent"}
 
 
 def asked_services(kin: Kin, found: Standing) -> list[tuple[str, str]]:
@@ -332,12 +327,8 @@ def advice(kin: Kin, found: Standing, silent: Sequence[str] = ()) -> list[str]:
     A service that does not answer comes before all that.
     """
     if silent:
-        nodes = sorted({name.partition("@")[2] for name in silent})
-        return [
-            f"Start {name} again; in a local cluster: `snapshotctl sim restart {node}`."
-            for node in nodes
-            for name in [" and ".join(n for n in silent if n.endswith(f"@{node}"))]
-        ]
+        again = f"snapshotctl sim restart {silent[0].partition('@')[2]}"
+        return [f"Start {' and '.join(silent)} again; in a local cluster: `{again}`."]
     lines = [formats.plain(found.next_step)] if found.next_step else []
     if reason := REASONS.get(found.reason):
         fix = filled(reason.fix, kin)
@@ -351,7 +342,7 @@ def filled(text: str, kin: Kin) -> str:
     """Put the names of a story where a fix has NAME, POD or NODE, so that it can be pasted."""
     names = {kind_of(value).name.lower(): value.metadata.name for value in reversed(kin.members)}
     root = kin.root.metadata.name
-    node = next((v.status.node_name for v in kin.members if isinstance(v, Pod)), "")
+    nodes = [item.node for _, item in kin.orders]
 
     def place(match: re.Match[str]) -> str:
         kind, between = match[1], match[2]
@@ -368,7 +359,7 @@ def filled(text: str, kin: Kin) -> str:
     text = _PLACES.sub(place, text)
     pod = names.get("pod")
     text = re.sub(r"\bPOD\b", pod, text) if pod else text
-    return re.sub(r"\bNODE\b", node, text) if node else text
+    return re.sub(r"\bNODE\b", nodes[-1], text) if nodes else text
 
 
 def order_ids(kin: Kin) -> Sequence[str]:
