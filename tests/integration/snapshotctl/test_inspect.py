@@ -92,14 +92,22 @@ def test_a_refused_restore_is_explained_with_both_values_and_what_to_do(running:
     assert "pod/misfit has failed: Incompatible" in failed.err
 
 
-def test_who_cannot_read_the_logs_is_told_where_they_are(running: Cli, tmp_path: Path) -> None:
+def test_a_viewer_elsewhere_sees_all_but_the_logs_and_is_told_where_they_are(
+    running: Cli, tmp_path: Path
+) -> None:
     elsewhere = Cli(tmp_path)
-    elsewhere.environment["NATS_NKEY"] = str(running.state() / "keys" / "snapshotctl.nk")
+    elsewhere.environment["NATS_NKEY"] = str(running.state() / "keys" / "viewer.nk")
+    elsewhere.environment["NATS_INBOX_PREFIX"] = "_INBOX.viewer"
     running.ok("apply", "-f", "-", stdin=_pod("nowhere", source="nothing"))
     running.ok("wait", "pod/nowhere", "--for", "condition=PodScheduled=False")
     server = running.record()["url"]
     told = elsewhere.ok("--server", server, "explain", "nowhere").out
     _has(told, "pod/nowhere waits: WaitingForSnapshot", "Log", "standard error of the operator")
+    elsewhere.ok("--server", server, "describe", "pod", "nowhere")
+    elsewhere.ok("--server", server, "watch", "warm")
+    assert "warm" in elsewhere.ok("--server", server, "events").out
+    refused = elsewhere.run("--server", server, "artifacts", "gc", "--dry-run")
+    assert (refused.code, "snap.api.retention" in refused.err) == (4, True)
     running.ok("delete", "pod", "nowhere")
 
 
