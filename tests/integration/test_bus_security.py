@@ -62,6 +62,7 @@ SENT: dict[str, tuple[str, Any]] = {
     "abort a capture": (subjects.api("abort"), {"kind": "Snapshot", "name": "x", "by": "me"}),
     "requeue an order": (subjects.api("requeue"), {"order": ORDER}),
     "the operator's health": (subjects.api("health"), {}),
+    "retention": (subjects.api("retention"), {"run": True}),
     "get": (subjects.api("get"), {"kind": "Pod"}),
     "the specs of b": (subjects.template(B), {"name": "x"}),
     "what b may keep": (subjects.inventory(B), {"node": "x"}),
@@ -363,7 +364,7 @@ async def test_who_may_look_cannot_give_orders_or_touch_streams(world: World, us
     allowed |= {name for name in SENT if name.endswith("directly")}
     if user.role == "snapshotctl":
         allowed |= {"apply", "delete", "verify", "fault in b", "cordon b", "uncordon itself"}
-        allowed |= {"abort a capture", "requeue an order", "the operator's health"}
+        allowed |= {"abort a capture", "requeue an order", "the operator's health", "retention"}
     for name, (subject, value) in SENT.items():
         world.server.complaints.clear()
         await client.publish(subject, _body(value))
@@ -517,7 +518,7 @@ async def test_who_may_look_sees_every_stream_bucket_object_and_service(
     async def echo(data: bytes, headers: Any) -> bytes:
         return data
 
-    verbs = ("get", "apply", "delete")
+    verbs = ("get", "apply", "delete", "retention")
     await operator.serve("snap-operator", "1.0.0", {}, {subjects.api(v): echo for v in verbs})
     assert {d.subject for d in await bus.replay("ORDERS", "snap.order.>")} == {TO_A, TO_B}
     assert len(await bus.replay("REPORTS", "snap.report.>")) == 2
@@ -535,6 +536,7 @@ async def test_who_may_look_sees_every_stream_bucket_object_and_service(
     if role == "snapshotctl":
         assert await bus.request(subjects.api("apply"), b"a") == b"a"
         assert await bus.request(subjects.api("delete"), b"d") == b"d"
+        assert await bus.request(subjects.api("retention"), b"r") == b"r"
         await bus.publish(subjects.span("cli", TRACE), b"{}")
         with pytest.raises(NotFound):
             await bus.request(subjects.rpc(A, "agent", "sim"), b"{}")

@@ -88,7 +88,7 @@ class Sources:
 
     def _of(self, node: ast.AST, tree: ast.AST) -> Iterator[str]:
         match node:
-            case ast.Tuple(elts=[_, truth, reason, _]) if not _is_text(truth):
+            case ast.Tuple(elts=[type_, truth, reason, _]) if _is_row(type_, truth):
                 yield from self._texts(reason, tree)
             case ast.Call(func=func, args=args, keywords=keywords):
                 called = getattr(func, "id", getattr(func, "attr", ""))
@@ -125,6 +125,11 @@ class Sources:
 
 def _is_text(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def _is_row(type_: ast.expr, truth: ast.expr) -> bool:
+    """Whether four values may be a row of conditions: its type, whether it holds, and why."""
+    return (_is_text(type_) or isinstance(type_, ast.Name)) and not _is_text(truth)
 
 
 def _words(tree: ast.AST) -> Iterator[str]:
@@ -202,6 +207,7 @@ def test_every_entry_says_what_it_means_why_and_what_to_do(name: str) -> None:
         ('REASON = "Mine"\nFailure(reason=place.REASON)', {"Mine"}),
         ('def gone(kind): return Failure(reason=f"{kind}Gone")\ngone("Job")', {"JobGone"}),
         ("Failure(reason=found.reason)", set()),
+        ('SEALING = "Sealing"\n(Capture.A, Capture.B, Capture.SEALING, Capture.C)', set()),
     ],
 )
 def test_a_reason_is_found_wherever_it_is_written(source: str, reasons: set[str]) -> None:

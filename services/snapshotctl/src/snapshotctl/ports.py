@@ -87,6 +87,9 @@ class Operator(Protocol):
     async def all_spans(self) -> list[SpanRecord]:
         """Read all finished spans that are kept."""
 
+    async def answers(self, node: str, service: str) -> bool:
+        """Say whether a service of a node answers questions now."""
+
     def news(self) -> AbstractAsyncContextManager[AsyncIterator[News]]:
         """Follow all that happens for the length of the block. None where some may be lost."""
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from snapshot_shared.ids import OrderId, owner_of, verb_of
-from snapshot_shared.objects import AnyObject, OrderStatus
+from snapshot_shared.objects import AnyObject, Condition, OrderStatus, condition
 from snapshot_shared.orders import Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import STEPS
@@ -52,10 +52,14 @@ class Happening(NamedTuple):
     key: tuple[Any, ...] = ()
 
     @property
+    def head(self) -> str:
+        """What happened, with its reason where it has one."""
+        return formats.plain(": ".join(filter(None, (self.what, self.reason))))
+
+    @property
     def text(self) -> str:
         """What happened, with its reason and message where it has them."""
-        tail = ": ".join(filter(None, (self.reason, self.message)))
-        return formats.plain(f"{self.what}: {tail}" if tail else self.what)
+        return formats.plain(": ".join(filter(None, (self.what, self.reason, self.message))))
 
     @property
     def where(self) -> str:
@@ -122,9 +126,12 @@ def of_object(value: AnyObject) -> Iterator[Happening]:
     if deleted is not None:
         what = "deletion was asked for"
         yield Happening(deleted, "object", name, what, key=(meta.uid, "deleted"))
+    failed = condition(value.status.conditions, "Failed")
     for item in value.status.conditions:
         at = formats.instant(item.last_transition_time)
-        if at is not None and (item.type, item.status) not in _SILENT:
+        # It was not ready before either, so that its time is not the one of the failure.
+        is_echo = item.type == "Ready" and _is_same_failure(item, failed)
+        if at is not None and (item.type, item.status) not in _SILENT and not is_echo:
             yield Happening(
                 at,
                 "condition",
@@ -136,6 +143,10 @@ def of_object(value: AnyObject) -> Iterator[Happening]:
             )
     for order in orders_of(value):
         yield from _of_order(order, name, {meta.uid: name})
+
+
+def _is_same_failure(ready: Condition, failed: Condition | None) -> bool:
+    return failed is not None and failed.status == "True" and ready.reason == failed.reason
 
 
 def gone(name: str, uid: str, at: float) -> Happening:

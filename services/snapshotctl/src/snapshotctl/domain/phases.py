@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from snapshot_shared.objects import AnyObject, OrderStatus, Pod, SnapshotContent, condition
@@ -50,11 +49,18 @@ class Phase(NamedTuple):
 
 
 def phases(kin: Kin) -> list[Phase]:
-    """List the phases of a story in the order in which they began."""
-    found = [_order(item) for _, item in kin.orders]
-    warming = (_warming(value) for value in kin.told if isinstance(value, Pod))
-    found += [phase for phase in warming if phase is not None]
+    """List the phases of a story in the order in which they began.
+
+    How the pod of a capture was once restored is a story of its own.
+    """
+    found = [_order(item) for value, item in kin.orders if not _is_other(kin, value)]
+    pods = [v for v in kin.told if isinstance(v, Pod) and not _is_other(kin, v)]
+    found += [phase for phase in map(_warming, pods) if phase is not None]
     return sorted(found, key=lambda phase: phase.began)
+
+
+def _is_other(kin: Kin, value: AnyObject) -> bool:
+    return value is not kin.root and isinstance(value, Pod) and value.status.restore is not None
 
 
 def _order(item: OrderStatus) -> Phase:
@@ -89,29 +95,35 @@ def _warming(pod: Pod) -> Phase | None:
     )
 
 
-def planned(members: Sequence[AnyObject]) -> tuple[str, dict[str, int]] | None:
+def planned(kin: Kin) -> tuple[str, dict[str, int]] | None:
     """Give the uid of the object whose parts move, and their bytes by part, once they are fixed."""
-    for value in members:
-        if isinstance(value, Pod) and value.status.restore is not None:
-            loads = [item for item in value.status.orders if item.verb == "load"]
-            parts = {item.payload["part"]: item.payload.get("bytes", 0) for item in loads}
-            return (value.metadata.uid, parts) if loads else None
-        if isinstance(value, SnapshotContent) and value.status.vector:
-            plan = {e.part: e.layout.bytes if e.layout else 0 for e in value.status.vector}
-            return value.metadata.uid, plan
-    return None
+    owner = _mover(kin)
+    if isinstance(owner, Pod):
+        loads = [item for item in owner.status.orders if item.verb == "load"]
+        parts = {item.payload["part"]: item.payload.get("bytes", 0) for item in loads}
+        return (owner.metadata.uid, parts) if loads else None
+    if owner is None or not owner.status.vector:
+        return None
+    plan = {e.part: e.layout.bytes if e.layout else 0 for e in owner.status.vector}
+    return owner.metadata.uid, plan
 
 
-def settled_parts(members: Sequence[AnyObject]) -> dict[str, int]:
+def settled_parts(kin: Kin) -> dict[str, int]:
     """Give the bytes of the parts that are whole: staged in a capture, loaded in a restore."""
-    restoring = any(isinstance(v, Pod) and v.status.restore is not None for v in members)
-    verbs = ("load", "restore") if restoring else ("dump", "save")
+    owner = _mover(kin)
+    verbs = ("load", "restore") if isinstance(owner, Pod) else ("dump", "save")
     found = {}
-    for value in members:
-        for item in value.status.orders if isinstance(value, Pod | SnapshotContent) else ():
-            final = item.final
-            if item.verb not in verbs or final is None or final.failure is not None:
-                continue
-            name = final.part.part if final.part else item.payload.get("part", "process")
-            found[name] = final.part.bytes if final.part else final.bytes
+    for item in owner.status.orders if owner is not None else ():
+        final = item.final
+        if item.verb not in verbs or final is None or final.failure is not None:
+            continue
+        name = final.part.part if final.part else item.payload.get("part", "process")
+        found[name] = final.part.bytes if final.part else final.bytes
     return found
+
+
+def _mover(kin: Kin) -> Pod | SnapshotContent | None:
+    """Give the object whose orders move parts: a pod that is restored, or else the content."""
+    if isinstance(kin.root, Pod):
+        return kin.root
+    return kin.content

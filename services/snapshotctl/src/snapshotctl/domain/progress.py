@@ -32,8 +32,11 @@ class PartProgress(NamedTuple):
 
     @property
     def note(self) -> str:
-        """How fast it goes, or that it is done."""
-        return "in the manifest" if self.is_final else formats.rate(self.done, self.seconds)
+        """How fast it goes or went, where that was seen, and whether it is done."""
+        speed = formats.rate(self.done, self.seconds)
+        if not self.is_final:
+            return speed
+        return "in the manifest" if speed == "-" else f"{speed}, in the manifest"
 
     def line(self) -> str:
         """Write as one plain line whose first number are the bytes done."""

@@ -26,12 +26,29 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.reasons import REASONS
+from snapshot_shared.transitions import Capture
 from snapshotctl.domain import formats
 from snapshotctl.domain.history import stamp
 from snapshotctl.domain.kin import Kin, reference
 from snapshotctl.domain.waiting import failure_of
 
 Word = Literal["fine", "under way", "waiting", "failed", "going"]
+
+_HEADLINES: dict[Word, str] = {
+    "fine": "is well",
+    "under way": "is under way",
+    "waiting": "waits",
+    "failed": "has failed",
+    "going": "is being deleted",
+}
+_BETWEEN = (Capture.PREPARING, Capture.STAGING, Capture.SEALING, Capture.ABORTING)
+"""Where a capture goes on by itself, also while no order is out."""
+
+_ABSENT = "it does not run, it hangs, or its network is down"
+_PLACES = re.compile(
+    r"(?:\b(pod|job|dynamocheckpoint|snapshot|snapcontent|node|KIND)([ /]))?\bNAME\b"
+)
+_KINDS = {"snapcontent": "snapshotcontent"}
 
 
 class Standing(NamedTuple):
@@ -98,15 +115,13 @@ def standing(kin: Kin) -> Standing:
     root = kin.root
     if isinstance(root, Node):
         return _node(kin)
+    order = next(iter(_unanswered(kin)), None)
+    if root.metadata.deletion_timestamp:
+        return _going(root, order)
     if failure_of(root):
         return _failed(kin)
     if quarantine := _quarantine(root):
         return quarantine
-    order = next(
-        (item for _, item in kin.orders if item.final is None and item.state != "lost"), None
-    )
-    if root.metadata.deletion_timestamp:
-        return _going(root, order)
     held = _main_condition(root)
     if held is not None and held.status == "True":
         return Standing(
@@ -117,12 +132,15 @@ def standing(kin: Kin) -> Standing:
     return _open(kin, held, order)
 
 
+def _unanswered(kin: Kin) -> list[OrderStatus]:
+    """List the orders that are still owed an answer, the oldest first."""
+    return [item for _, item in kin.orders if item.final is None and item.state != "lost"]
+
+
 def _node(kin: Kin) -> Standing:
     root = kin.root
     held = condition(root.status.conditions, "Ready")
-    order = next(
-        (item for _, item in kin.orders if item.final is None and item.state != "lost"), None
-    )
+    order = next(iter(_unanswered(kin)), None)
     if held is None:
         return Standing("waiting", None, "PresenceMissing", "nothing was heard of it yet")
     since = formats.instant(held.last_transition_time)
@@ -205,7 +223,9 @@ def _open(kin: Kin, held: Condition | None, order: OrderStatus | None) -> Standi
             break
     if order is not None:
         return Standing("under way", order.ordered_at, reason, message, order=order)
-    return Standing("waiting", since, reason, message)
+    content = kin.content
+    is_begun = content is not None and content.status.capture in _BETWEEN
+    return Standing("under way" if is_begun else "waiting", since, reason, message)
 
 
 def _waits(kin: Kin) -> Condition | None:
@@ -216,15 +236,6 @@ def _waits(kin: Kin) -> Condition | None:
             if held is not None and held.status == "False":
                 return held
     return None
-
-
-_HEADLINES: dict[Word, str] = {
-    "fine": "is well",
-    "under way": "is under way",
-    "waiting": "waits",
-    "failed": "has failed",
-    "going": "is being deleted",
-}
 
 
 def headline(kin: Kin, found: Standing) -> str:
@@ -243,9 +254,13 @@ def now_lines(
     found: Standing,
     presence: Mapping[NodeName, Presence],
     progress: Progress | None,
+    silent: Sequence[str],
     now: float,
 ) -> list[str]:
-    """Say where it stands now and since when; where it is stuck, on what."""
+    """Say where it stands now and since when; where it is stuck, on what.
+
+    `silent` are the services (`agent@node-1`) that were asked just now and did not answer.
+    """
     lines = []
     if found.message:
         lines.append(formats.plain(found.message))
@@ -253,18 +268,14 @@ def now_lines(
     if found.since is not None and found.order is None:
         lines.append(f"since {stamp(found.since)[:19]}Z, {formats.age(now - found.since)} ago")
     if found.order is not None:
-        lines += _stuck(found.order, presence, progress, now)
+        lines += _stuck(found.order, progress, now)
+        lines += [] if isinstance(kin.root, Node) else [_heard(found.order.node, presence, now)]
     if isinstance(kin.root, Node):
         lines += _of_node(kin, presence, now)
-    return lines
+    return lines + [f"{name} does not answer: {_ABSENT}" for name in silent]
 
 
-def _stuck(
-    order: OrderStatus,
-    presence: Mapping[NodeName, Presence],
-    progress: Progress | None,
-    now: float,
-) -> list[str]:
+def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[str]:
     where = f"{order.service}@{order.node}"
     taken = "has not accepted it" if order.state == "ordered" else f"said {order.state}"
     left = order.deadline - now
@@ -280,7 +291,6 @@ def _stuck(
             f"last heard {formats.age(now - progress.at)} ago: {progress.part}, step "
             f"{progress.step}, {share}"
         )
-    lines.append(_heard(order.node, presence, now))
     return lines
 
 
@@ -294,7 +304,7 @@ def _heard(node: str, presence: Mapping[NodeName, Presence], now: float) -> str:
 def _of_node(kin: Kin, presence: Mapping[NodeName, Presence], now: float) -> list[str]:
     pods = [v for v in kin.members if isinstance(v, Pod) and v.status.node_name]
     running = [pod.metadata.name for pod in pods if pod.status.phase in ("Pending", "Running")]
-    waiting = [item for _, item in kin.orders if item.final is None and item.state != "lost"]
+    waiting = _unanswered(kin)
     names = ", ".join(sorted(running)) or "none"
     orders = ", ".join(f"{item.order} ({item.state})" for item in waiting) or "none"
     return [
@@ -304,12 +314,21 @@ def _of_node(kin: Kin, presence: Mapping[NodeName, Presence], now: float) -> lis
     ]
 
 
-_PLACES = re.compile(r"\b(pod|job|dynamocheckpoint|snapshot|snapcontent|node|KIND)([ /])NAME\b")
-_KINDS = {"snapcontent": "snapshotcontent"}
+def asked_services(kin: Kin, found: Standing) -> list[tuple[str, str]]:
+    """Name the services that everything waits for, each by node and kind; of a node both."""
+    if isinstance(kin.root, Node):
+        return [(kin.root.metadata.name, "agent"), (kin.root.metadata.name, "gms")]
+    return [(found.order.node, found.order.service)] if found.order is not None else []
 
 
-def advice(kin: Kin, found: Standing) -> list[str]:
-    """Say what to do: what the failure itself says, then what its reason always says."""
+def advice(kin: Kin, found: Standing, silent: Sequence[str] = ()) -> list[str]:
+    """Say what to do: what the failure itself says, then what its reason always says.
+
+    A service that does not answer comes before all that.
+    """
+    if silent:
+        again = f"snapshotctl sim restart {silent[0].partition('@')[2]}"
+        return [f"Start {' and '.join(silent)} again; in a local cluster: `{again}`."]
     lines = [formats.plain(found.next_step)] if found.next_step else []
     if reason := REASONS.get(found.reason):
         fix = filled(reason.fix, kin)
@@ -323,10 +342,12 @@ def filled(text: str, kin: Kin) -> str:
     """Put the names of a story where a fix has NAME, POD or NODE, so that it can be pasted."""
     names = {kind_of(value).name.lower(): value.metadata.name for value in reversed(kin.members)}
     root = kin.root.metadata.name
-    node = next((v.status.node_name for v in kin.members if isinstance(v, Pod)), "")
+    nodes = [item.node for _, item in kin.orders]
 
     def place(match: re.Match[str]) -> str:
         kind, between = match[1], match[2]
+        if kind is None:
+            return root
         if kind == "KIND":
             return f"{kind_of(kin.root).name.lower()}{between}{root}"
         name = names.get(_KINDS.get(kind, kind))
@@ -338,8 +359,7 @@ def filled(text: str, kin: Kin) -> str:
     text = _PLACES.sub(place, text)
     pod = names.get("pod")
     text = re.sub(r"\bPOD\b", pod, text) if pod else text
-    text = re.sub(r"\bNODE\b", node, text) if node else text
-    return re.sub(r"(?<!pod )(?<!pod/)(?<!node )\bNAME\b", root, text)
+    return re.sub(r"\bNODE\b", nodes[-1], text) if nodes else text
 
 
 def order_ids(kin: Kin) -> Sequence[str]:

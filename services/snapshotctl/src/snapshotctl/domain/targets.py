@@ -23,6 +23,12 @@ class Target(NamedTuple):
         """Write as people type it: `pod/worker`."""
         return f"{self.kind.name.lower()}/{self.name or '*'}"
 
+    @property
+    def typed(self) -> str:
+        """Write as arguments of a command, with the namespace where it is not the default."""
+        space = self.namespace or "default"
+        return str(self) if space == "default" else f"{self} -n {space}"
+
 
 def kind_named(text: str) -> Kind:
     """Find a kind by any of its names. WrongArguments lists them all."""

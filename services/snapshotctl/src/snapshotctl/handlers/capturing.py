@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
+import msgspec
+
 from snapshot_shared.errors import NotEligible, NotFound
 from snapshot_shared.objects import KINDS, DynamoCheckpoint, Pod, Snapshot, SnapshotContent
 from snapshot_shared.telemetry import Telemetry
@@ -15,7 +17,7 @@ from snapshotctl.domain.capturing import Captured, PodManifest
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.targets import Target
 from snapshotctl.domain.waiting import failure_of
-from snapshotctl.handlers.objects import apply, existing
+from snapshotctl.handlers.objects import existing, store
 from snapshotctl.handlers.phases import Clocks, watch
 from snapshotctl.ports import Operator, Screen
 
@@ -100,7 +102,11 @@ async def _captured(operator: Operator, name: str, namespace: str) -> Captured:
 
 async def _follow(means: Means, document: Document, namespace: str | None) -> None:
     """Make an object and show its phases until it settles."""
-    await apply(means.operator, means.screen, means.telemetry, [document])
+    [made] = await store(means.operator, means.telemetry, [document])
+    if means.screen.wants_table:
+        means.screen.line(f"{made.kind.lower()}/{made.name} {made.action}")
+    else:
+        means.screen.entry(msgspec.to_builtins(made))
     kind, name = KINDS[document.value["kind"]], document.value["metadata"]["name"]
     target = Target(kind, namespace, name)
     async with _going_on(means.screen, target):
@@ -119,6 +125,6 @@ async def _going_on(screen: Screen, target: Target) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        screen.note(f"{target} goes on; follow it: snapshotctl watch {target}")
-        screen.note(f"or give it up: snapshotctl delete {target}")
+        screen.note(f"{target} goes on; follow it: snapshotctl watch {target.typed}")
+        screen.note(f"or give it up: snapshotctl delete {target.typed}")
         raise

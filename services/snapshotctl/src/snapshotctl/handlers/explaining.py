@@ -16,7 +16,7 @@ from snapshotctl.handlers import looking
 from snapshotctl.handlers.traces import trace_of
 from snapshotctl.ports import Logs, Operator, Screen
 
-SHOWN = 40
+SHOWN = 60
 """How many of the last happenings are shown."""
 
 _NODE_PROGRAMS = ("agent", "gms")
@@ -46,13 +46,20 @@ async def explain(
     how = story.standing(found)
     progress = await operator.last_progress(how.order.order) if how.order else None
     presence = await operator.presence()
-    lines = story.now_lines(found, how, presence, progress, now)
+    silent = [
+        f"{service}@{node}"
+        for node, service in story.asked_services(found, how)
+        if not await operator.answers(node, service)
+    ]
+    lines = story.now_lines(found, how, presence, progress, silent, now)
+    advice = story.advice(found, how, silent)
     chosen = [] if logged is None else _log(found, how, logged)
     if screen.wants_table:
         _show(screen, found, how, happened, lines)
-        _show_log(screen, found, chosen, logged)
+        if how.word != "fine":
+            _show_log(screen, found, chosen, logged)
         screen.line("What to do", strong=True)
-        for line in story.advice(found, how):
+        for line in advice:
             screen.line(f"  {line}")
         return
     screen.value(
@@ -68,7 +75,8 @@ async def explain(
             "now": lines,
             "waitingFor": None if how.order is None else msgspec.to_builtins(how.order),
             "log": [line._asdict() for line in chosen],
-            "next": story.advice(found, how),
+            "silent": silent,
+            "next": advice,
         }
     )
 
@@ -83,12 +91,15 @@ def _show(
         screen.line(
             f"  … {len(happened) - SHOWN} earlier: snapshotctl events {found.root.metadata.name}"
         )
-    day = ""
+    day, known = "", set[tuple[str, str]]()
     for item in happened[-SHOWN:]:
         if (today := history.stamp(item.at)[:10]) != day:
             day = today
             screen.line(f"  {day} (UTC)")
-        screen.line(f"  {history.clock(item.at):<12}  {item.where}: {item.text}")
+        told = (item.reason, item.message)
+        text = f"{item.head}, as above" if told in known else item.text
+        known.update({told} if item.message else ())
+        screen.line(f"  {history.clock(item.at):<12}  {item.where}: {text}")
     screen.line("Where it stands", strong=True)
     for line in lines:
         screen.line(f"  {line}")

@@ -38,15 +38,22 @@ async def apply(
     operator: Operator, screen: Screen, telemetry: Telemetry, documents: Sequence[Document]
 ) -> None:
     """Store documents and say what became of each."""
+    results = await store(operator, telemetry, documents)
+    if not screen.wants_table:
+        screen.value([msgspec.to_builtins(result) for result in results])
+        return
+    for result in results:
+        screen.line(f"{result.kind.lower()}/{result.name} {result.action}")
+
+
+async def store(
+    operator: Operator, telemetry: Telemetry, documents: Sequence[Document]
+) -> list[Applied]:
+    """Store documents, all or none; problems name the place of each document."""
     try:
-        sent = await send(operator, telemetry, documents)
+        return (await send(operator, telemetry, documents)).results
     except RemoteFailure as error:
         raise RemoteFailure(_placed(error, documents)) from error
-    if not screen.wants_table:
-        screen.value([msgspec.to_builtins(result) for result in sent.results])
-        return
-    for result in sent.results:
-        screen.line(f"{result.kind.lower()}/{result.name} {result.action}")
 
 
 def _placed(error: RemoteFailure, documents: Sequence[Document]) -> Failure:
@@ -140,7 +147,7 @@ async def wait(
     if isinstance(answer, Never):
         raise NeverTrue(
             f"{goal} of {target} cannot come true: {answer.detail}",
-            next_step=f"look at it: snapshotctl get {target.kind.plural} {target.name} -o yaml",
+            next_step=f"the whole story: snapshotctl explain {target.typed}",
         )
     if screen.wants_table:
         screen.line(f"{target} {goal}: {answer.detail}")

@@ -39,17 +39,34 @@ class _Show:
         self._screen = screen
         self._shown: set[Any] = set()
         self._is_begun = False
+        self._wall = clocks.wall
         self.following = Following(phase, parts, clocks.monotonic)
 
-    def show(self, kin: Kin) -> None:
+    def show(self, kin: Kin, how: Standing) -> None:
         """Show what is new."""
+        self._parts(kin)
+        if (
+            how.word in ("waiting", "going")
+            and ("waits", how.reason, how.message) not in self._shown
+        ):
+            self._shown.add(("waits", how.reason, how.message))
+            self._waits(how)
+
+    def _waits(self, how: Standing) -> None:
+        why = ": ".join(filter(None, (how.reason, how.message)))
+        if self._screen.wants_table:
+            self._screen.line(f"  {clock(self._wall()):<12}  waits: {formats.plain(why)}")
+        else:
+            self._screen.entry({"waits": how.reason, "message": how.message})
+
+    def _parts(self, kin: Kin) -> None:
         for phase in sorted(phases.phases(kin), key=lambda phase: phase.ended or phase.began):
             self._phase(phase)
-        plan = phases.planned(kin.told)
+        plan = phases.planned(kin)
         if plan is None:
             return
         owner, parts = plan
-        settled = phases.settled_parts(kin.told)
+        settled = phases.settled_parts(kin)
         if not self._is_begun:
             self._is_begun = True
             moving = {part: size for part, size in parts.items() if part not in settled}
@@ -100,14 +117,14 @@ async def watch(
     except TimeoutError:
         raise DeadlineExceeded(
             f"{target} is not settled within {within_s:g} s",
-            next_step=f"see where it is: snapshotctl explain {target}",
+            next_step=f"see where it is: snapshotctl explain {target.typed}",
             budget_s=within_s,
         ) from None
     why = ": ".join(filter(None, (how.reason, how.message)))
     if how.word == "failed":
         raise NeverTrue(
             f"{target} has failed: {why}",
-            next_step=f"the whole story: snapshotctl explain {target}",
+            next_step=f"the whole story: snapshotctl explain {target.typed}",
         )
     if screen.wants_table:
         now = clock(clocks.wall())
@@ -129,8 +146,8 @@ async def _until_settled(operator: Operator, shown: _Show, target: Target) -> tu
                 with contextlib.suppress(BusUnavailable):
                     found = await _look(operator, target)
                     known |= {value.metadata.uid for value in found.members}
-                    shown.show(found)
                     how = story.standing(found)
+                    shown.show(found, how)
                     if how.word in ("fine", "failed"):
                         return found, how
                 with contextlib.suppress(TimeoutError):

@@ -34,7 +34,7 @@ async def until(
     except TimeoutError:
         raise DeadlineExceeded(
             f"{what}: not within {within_s:g} s",
-            next_step=f"look at it: snapshotctl get {target.kind.plural} {target.name} -o yaml",
+            next_step=f"see where it is: snapshotctl explain {target.typed}",
             step=what,
             budget_s=within_s,
         ) from None

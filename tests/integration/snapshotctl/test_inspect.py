@@ -1,0 +1,301 @@
+"""The commands with which people look, and those that capture and restore, on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.snapshotctl.conftest import Cli, Ended, interrupt, read_until
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.waits]
+
+WORKER = """\
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {name}
+  annotations: {annotations}
+spec:
+  containers:
+    - name: main
+      command: {command}
+      env:
+        - {{name: SIZE_MIB, value: "8"}}
+        - {{name: WARMUP_REQUESTS, value: "0"}}
+        - {{name: WARMUP_SECONDS, value: "0"}}
+      resources: {{limits: {{nvidia.com/gpu: {gpus}}}}}
+"""
+SERVES = '["python3", "deploy/examples/worker.py"]'
+
+
+def _pod(name: str, command: str = SERVES, *, gpus: int = 1, source: str = "") -> str:
+    annotations = f'{{nvidia.com/restore-from: "{source}"}}' if source else "{}"
+    return WORKER.format(name=name, command=command, gpus=gpus, annotations=annotations)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """A cluster of two nodes on which a checkpoint `warm` was captured."""
+    found = Cli(tmp_path_factory.mktemp("user"))
+    found.ok("up", "--nodes", "2", "--gpus", "3", "--gpu-memory", "64MiB")
+    found.ok("checkpoint", "--manifest", "-", "--checkpoint-id", "warm", stdin=_pod("source"))
+    yield found
+    found.purge()
+
+
+def _lines(ended: Ended) -> list[dict[str, str]]:
+    return [json.loads(line) for line in ended.out.splitlines()]
+
+
+def _has(text: str, *wanted: str) -> None:
+    """Each of these texts stands in the output, one after another."""
+    at = 0
+    for word in wanted:
+        at = text.find(word, at)
+        assert at >= 0, f"{word!r} is missing, or too early, in:\n{text}"
+
+
+def test_what_is_well_is_explained_from_the_wish_to_now(running: Cli) -> None:
+    _has(
+        running.ok("explain", "warm").out,
+        "dynamocheckpoint/warm is well: Captured",
+        "asked: start a worker of source on 1 GPU, capture it once it is warm; then it ends",
+        "run ordered from agent@node-1",
+        "prepare prepared by agent@node-1",
+        "save gpu-0 staged by gms@node-1, 8 MiB",
+        "the capture ended after",
+        "Where it stands",
+        "generation 1",
+        "What to do",
+        "`snapshotctl restore warm`",
+    )
+
+
+def test_a_refused_restore_is_explained_with_both_values_and_what_to_do(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("misfit", gpus=2, source="warm"))
+    running.run("wait", "pod/misfit", "--timeout", "30s")
+    _has(
+        running.ok("explain", "misfit").out,
+        "pod/misfit has failed: Incompatible",
+        "asked: restore a worker from warm on 2 GPUs",
+        "the snapshot has 1 GPUs, the pod asks for 2",
+        "give the pod as many nvidia.com/gpu as the source had",
+        "`snapshotctl artifacts show warm`",
+    )
+    failed = running.run("watch", "misfit")
+    assert failed.code == 1
+    assert "pod/misfit has failed: Incompatible" in failed.err
+
+
+def test_a_viewer_elsewhere_sees_all_but_the_logs_and_is_told_where_they_are(
+    running: Cli, tmp_path: Path
+) -> None:
+    elsewhere = Cli(tmp_path)
+    elsewhere.environment["NATS_NKEY"] = str(running.state() / "keys" / "viewer.nk")
+    elsewhere.environment["NATS_INBOX_PREFIX"] = "_INBOX.viewer"
+    running.ok("apply", "-f", "-", stdin=_pod("nowhere", source="nothing"))
+    running.ok("wait", "pod/nowhere", "--for", "condition=PodScheduled=False")
+    server = running.record()["url"]
+    told = elsewhere.ok("--server", server, "explain", "nowhere").out
+    _has(told, "pod/nowhere waits: WaitingForSnapshot", "Log", "standard error of the operator")
+    elsewhere.ok("--server", server, "describe", "pod", "nowhere")
+    elsewhere.ok("--server", server, "watch", "warm")
+    assert "warm" in elsewhere.ok("--server", server, "events").out
+    refused = elsewhere.run("--server", server, "artifacts", "gc", "--dry-run")
+    assert (refused.code, "snap.api.retention" in refused.err) == (4, True)
+    running.ok("delete", "pod", "nowhere")
+
+
+def test_a_worker_that_failed_is_explained_with_what_it_wrote(running: Cli) -> None:
+    said = '["sh", "-c", "echo out of cheese; exit 3"]'
+    running.ok("apply", "-f", "-", stdin=_pod("failing", said, gpus=0))
+    running.run("wait", "pod/failing", "--timeout", "30s")
+    found = running.ok("explain", "pod/failing", "-o", "json").value()
+    assert (found["state"], found["reason"]) == ("failed", "ContainerExited")
+    assert "exit code 3" in found["message"]
+    assert "out of cheese" in [line["text"] for line in found["log"]]
+    assert "run exited by agent@node-1 with exit code 3" in [h["what"] for h in found["happened"]]
+
+
+def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
+    running.ok("sim", "stall", "node-2", "--at", "spawn")
+    here = _pod("hanging", gpus=0).replace("spec:\n", "spec:\n  nodeName: node-2\n", 1)
+    running.ok("apply", "-f", "-", stdin=here)
+    running.ok("wait", "pod/hanging", "--for", "condition=PodScheduled")
+    with running.start("events", "hanging", "--follow") as follower:
+        read_until(follower, "run accepted by agent@node-2")
+        assert interrupt(follower).code == 130
+    _has(
+        running.ok("explain", "hanging").out,
+        "pod/hanging is under way: Starting",
+        "Where it stands",
+        "waits for agent@node-2 to end run-",
+        "agent@node-2 said accepted; its deadline is in",
+        "node-2 was heard of",
+    )
+    _has(
+        running.ok("explain", "node-2").out,
+        "node/node-2 is well: AgentPresent",
+        "1 pods there: hanging",
+        "1 orders not answered: run-",
+    )
+    running.ok("delete", "pod", "hanging")
+
+
+def test_an_object_that_does_not_exist_has_no_story(running: Cli) -> None:
+    for command in ("explain", "watch", "events"):
+        missing = running.run(command, "nobody")
+        assert (missing.code, "no dynamocheckpoint/nobody" in missing.err) == (3, True)
+    assert running.run("describe", "pod", "nobody").code == 3
+
+
+def test_everything_that_is_known_is_described_with_the_events_at_the_end(running: Cli) -> None:
+    [content] = [
+        item["metadata"]["name"]
+        for item in running.ok("get", "snapcontents".removesuffix("s"), "-o", "json").value()
+        if item["spec"]["snapshotRef"]["name"] == "warm"
+    ]
+    text = running.ok("describe", "snapcontent", content).out
+    _has(text, "Name:", content, "Spec:", "Status:", "Conditions:", "Parts:", "Readers:", "Orders:")
+    _has(text, "Obligations:", "Events:", "the capture ended after")
+    assert re.search(r"gpu-0 +8 MiB +sha256:[0-9a-f]{64} +GPU-", text)
+    found = running.ok("describe", f"snapcontent/{content}", "-o", "json").value()
+    assert found["object"]["status"]["capture"] == "Ready"
+    assert "seal sealed by agent@node-1" in " ".join(item["what"] for item in found["events"])
+
+
+def test_events_are_one_object_a_line_and_nothing_is_lost_with_the_object(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("shortlived", '["sleep", "1000"]', gpus=0))
+    running.ok("wait", "pod/shortlived", "--for", "condition=PodScheduled")
+    uid = running.ok("get", "pod/shortlived", "-o", "json").value()["metadata"]["uid"]
+    running.ok("delete", "pod/shortlived")
+    running.ok("wait", "pod/shortlived", "--for", "delete", "--timeout", "60s")
+    kept = [line for line in _lines(running.ok("events", "-o", "json")) if uid in str(line)]
+    assert {line["object"] for line in kept} == {f"(gone) {uid}"}
+    assert "stop stopped by agent@node-1" in {line["what"] for line in kept}
+    times = [line["time"] for line in kept]
+    assert times == sorted(times)
+
+
+def test_events_are_followed_as_they_happen_until_an_interrupt(running: Cli) -> None:
+    with running.start("events", "--follow", "-o", "json") as follower:
+        read_until(follower, "dynamocheckpoint/warm")
+        running.ok("apply", "-f", "-", stdin=_pod("followed", '["sleep", "1000"]', gpus=0))
+        seen = read_until(follower, "run started by")
+        running.ok("delete", "pod/followed")
+        seen += read_until(follower, '"gone"')
+        ended = interrupt(follower, signal.SIGINT)
+    assert (ended.code, ended.err) == (130, "interrupted\n")
+    assert [json.loads(line) for line in seen.splitlines()]
+    assert '"object": "pod/followed", "what": "created"' in seen
+
+
+def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: Cli) -> None:
+    shown = running.ok("restore", "warm").out
+    [pod] = re.findall(r"^pod/(warm-restored-\w+) created", shown)
+    _has(shown, "load gpu-0", "done", "restore the process", "done", f"pod/{pod} is ready")
+    assert "gpu-0: 8388608 of 8388608 bytes" in shown
+    again = running.ok("watch", pod).out
+    _has(
+        again, "load gpu-0", "commit gpu-0", "restore the process", f"pod/{pod} is ready: Restored"
+    )
+
+    taken = running.ok("checkpoint", pod, "--checkpoint-id", "second").out
+    _has(taken, "snapshot/second created", "prepare", "seal", "snapshot/second is ready: Captured")
+    assert "unchanged" in running.ok("checkpoint", pod, "--checkpoint-id", "second").out
+    first, *_, last = _lines(running.ok("checkpoint", pod, "-o", "json"))
+    assert (first["kind"], first["action"]) == ("Snapshot", "created")
+    assert (last["state"], last["object"]) == ("fine", f"snapshot/{first['name']}")
+    running.ok("delete", "pod", pod)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_made(running: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "pod.yaml"
+    file.write_text(_pod("stranger").replace("name: main", "name: other"))
+    before = running.ok("get", "pods", "-o", "json").value()
+    for words, code, answer in (
+        (["restore", "nothing"], 3, "no checkpoint or snapshot is called nothing"),
+        (["restore", "warm", "--container", "x"], 2, "warm holds container main, not x"),
+        (["restore", "warm", "--manifest", str(file)], 2, "the pod has other"),
+        (["checkpoint", "nobody"], 3, "nobody does not exist"),
+        (["checkpoint", "--manifest", str(file), "--container", "x"], 2, "has other"),
+    ):
+        refused = running.run(*words)
+        assert (refused.code, answer in refused.err) == (code, True), refused
+    assert len(running.ok("get", "pods", "-o", "json").value()) == len(before)
+
+
+def test_an_interrupted_restore_says_that_it_goes_on(running: Cli) -> None:
+    late = _pod("late", '["sleep", "1000"]')
+    with running.start("restore", "warm", "--manifest", "-") as process:
+        assert process.stdin is not None
+        process.stdin.write(late)
+        process.stdin.close()
+        process.stdin = None
+        read_until(process, "load gpu-0")
+        ended = interrupt(process)
+    assert ended.code == 130
+    assert "pod/late goes on; follow it: snapshotctl watch pod/late" in ended.err
+    running.ok("delete", "pod", "late")
+
+
+def test_artifacts_are_listed_shown_compared_and_judged(running: Cli) -> None:
+    running.ok("checkpoint", "--manifest", "-", "--checkpoint-id", "twin", stdin=_pod("source"))
+    bigger = _pod("source").replace('"8"', '"16"')
+    running.ok("checkpoint", "--manifest", "-", "--checkpoint-id", "big", stdin=bigger)
+    head, *rows = running.ok("artifacts", "ls").out.splitlines()
+    assert head.split()[:4] == ["NAMESPACE", "NAME", "SIZE", "GENERATION"]
+    assert {"warm", "twin", "big"} <= {row.split()[1] for row in rows[:-1]}
+
+    _has(
+        running.ok("artifacts", "show", "warm").out,
+        "warm: 8 MiB, not verified",
+        "root digest  sha256:",
+        "driver       cooperative",
+        "gpu-0",
+        "shard-0000.bin",
+        "1 x 8 MiB",
+    )
+    running.ok("artifacts", "verify", "warm", "--timeout", "60s")
+    shown = running.ok("artifacts", "show", "warm", "-o", "json").value()
+    assert shown["state"] == "verified"
+    [weights] = [part for part in shown["manifests"] if part["part"] == "gpu-0"]
+    assert sum(file["size"] for file in weights["files"]) == weights["bytes"] == 8 * 2**20
+
+    same = running.ok("artifacts", "diff", "warm", "twin", "-o", "json").value()
+    [gpu] = [part for part in same["parts"] if part["part"] == "gpu-0"]
+    assert (gpu["differing"], gpu["structure"]) == (0, "same")
+    other = running.ok("artifacts", "diff", "warm", "big", "-o", "json").value()
+    [gpu] = [part for part in other["parts"] if part["part"] == "gpu-0"]
+    assert (other["same"], gpu["left"], gpu["right"]) == (False, 8 * 2**20, 16 * 2**20)
+    assert gpu["differing"] >= 8 * 2**20
+
+    judged = running.ok("artifacts", "gc", "--dry-run", "-o", "json").value()
+    assert judged["limits"] == {}
+    assert {item["why"] for item in judged["artifacts"]} <= {
+        "it is within the limits",
+        "it is the newest usable one of its identity",
+    }
+
+
+def test_what_is_over_the_limits_is_named_first_and_goes_when_that_is_asked(cli: Cli) -> None:
+    cli.environment["SNAPBACK_KEEP_COUNT"] = "1"
+    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
+    for name in ("old", "new"):
+        cli.ok("checkpoint", "--manifest", "-", "--checkpoint-id", name, stdin=_pod("source"))
+    judged = cli.ok("artifacts", "gc", "--dry-run", "-o", "json").value()["artifacts"]
+    # The operator's own sweep may have been quicker.
+    if len(judged) == 2:
+        going = {item["name"]: item["why"] for item in judged if item["goes"]}
+        assert going == {"old": "the namespace holds 2 artifacts, the limit is 1"}
+    cli.ok("artifacts", "gc")
+    cli.ok("wait", "dynamocheckpoint/old", "--for", "delete", "--timeout", "60s") if cli.run(
+        "get", "dynamocheckpoint/old"
+    ).code == 0 else None
+    left = cli.ok("artifacts", "gc", "--dry-run").out
+    _has(left, "limits a namespace: count 1", "stays", "new", "0 of 1 artifacts")

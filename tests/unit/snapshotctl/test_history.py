@@ -1,0 +1,143 @@
+"""What happened, from the store, the reports and the spans."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects import KINDS, Node, Pod, SnapshotContent
+from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain import history, kin
+from snapshotctl.domain.kin import Changed, Kin
+from snapshotctl.domain.targets import Target
+from tests.support import stories
+from tests.support.stories import NOW, order, report, row
+
+UID = derived_uid("content", "snap")
+SEAL = order("seal", UID)
+
+
+def _told(*objects: SnapshotContent | Pod, reports: list[object] = []) -> list[str]:  # noqa: B006 - not changed
+    names = history.names_of(objects)
+    return [item.text for item in history.history(objects, reports, [], names)]  # type: ignore[arg-type]
+
+
+def test_a_report_that_the_store_and_the_stream_both_know_is_told_once() -> None:
+    item = stories.ended(SEAL, "sealed")
+    assert item.final is not None
+    told = _told(stories.content(orders=[item]), reports=[item.final])
+    assert [line for line in told if "sealed" in line] == ["seal sealed by agent@node-1"]
+
+
+def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
+    late = replace(SEAL, ordered_at=NOW - 10 + 0.5)
+    value = stories.content(orders=[late], conditions=[row("Ready", "False", "Capturing", "m")])
+    accepted = report(late, "accepted", n=1, at=NOW - 10 + 0.6)
+    assert _told(value, reports=[accepted]) == [
+        "created",
+        "seal ordered from agent@node-1",
+        "seal accepted by agent@node-1",
+        "Ready is False: Capturing: m",
+    ]
+
+
+def test_what_a_report_says_of_an_object_that_is_gone_is_kept_under_its_uid() -> None:
+    found = history.history([], [report(SEAL, "accepted")], [], {})
+    assert [item.object for item in found] == [f"(gone) {UID}"]
+
+
+def test_a_failure_a_later_attempt_and_an_exit_code_are_told() -> None:
+    failure = Failure(reason="NoSpace", message="full")
+    again = stories.ended(replace(SEAL, attempt=2), "failed", failure)
+    told = _told(stories.content(orders=[again]))
+    assert "seal failed by agent@node-1 (attempt 2): NoSpace: full" in told
+    run = order("run", derived_uid("pod", "worker"))
+    exited = stories.ended(run, "exited", exit_code=3)
+    assert "run exited by agent@node-1 with exit code 3" in _told(stories.pod(orders=[exited]))
+
+
+def test_an_order_that_was_lost_with_its_node_is_told() -> None:
+    lost = replace(SEAL, state="lost", ended_at=NOW)
+    assert "seal was lost with its node: NodeLost" in _told(stories.content(orders=[lost]))
+
+
+def test_a_span_is_told_when_its_step_failed_or_when_it_is_the_whole() -> None:
+    def span(name: str, error: str = "", **attributes: str) -> SpanRecord:
+        return SpanRecord(
+            trace_id="a" * 32,
+            span_id=name,
+            name=name,
+            service="s",
+            node="n",
+            start_ns=int(NOW * 1e9),
+            end_ns=int(NOW * 1e9) + 2_000_000_000,
+            error=error,
+            attributes=attributes,  # type: ignore[arg-type]
+        )
+
+    names = {UID: "content/x"}
+    by_order = {"snapback.order": SEAL.order}
+    failed = list(history.of_span(span("write-root", "no", **by_order), names))
+    assert [(item.object, item.text) for item in failed] == [
+        ("content/x", "step write-root of seal failed after 2.00 s: no")
+    ]
+    [whole] = history.of_span(span("capture", **{"snapback.content": "c"}), names)
+    assert (whole.object, whole.text) == ("snapshotcontent/c", "the capture ended after 2.00 s")
+    assert not list(history.of_span(span("write-root", **by_order), names))
+
+
+def test_an_event_is_one_flat_value_without_what_is_empty() -> None:
+    [happening] = history.history([], [report(SEAL, "accepted", n=1)], [], {UID: "content/x"})
+    assert happening.value() == {
+        "time": "1970-01-12T13:46:36.000Z",
+        "source": "report",
+        "object": "content/x",
+        "what": "seal accepted by agent@node-1",
+        "node": "node-1",
+        "order": SEAL.order,
+        "attempt": 1,
+    }
+
+
+def test_the_name_of_a_content_is_cut_for_lists() -> None:
+    name = f"snapshotcontent/snapshotcontent-{UID}"
+    [item] = history.history([], [report(SEAL, "accepted")], [], {UID: name})
+    assert (item.object, item.where) == (name, f"content {UID[:8]}…")
+
+
+def test_the_story_of_a_pod_leads_to_what_it_is_restored_from_and_no_further() -> None:
+    target = stories.pod(source="snap")
+    names = [str(link) for link in kin.links(target, target)]
+    assert names == ["snapshot/snap", "dynamocheckpoint/snap"]
+    assert kin.links(stories.content(), target) == []
+    assert kin.links(target, stories.snapshot()) == []
+    assert Kin(target, [target, stories.content(orders=[SEAL])]).orders == []
+
+
+def test_the_story_of_a_snapshot_leads_to_its_pod_and_its_content() -> None:
+    root = stories.snapshot(bound_snapshot_content_name="c")
+    assert [str(link) for link in kin.links(root, root)] == ["pod/worker", "snapshotcontent/c"]
+
+
+def test_a_pod_that_only_has_the_name_of_the_captured_one_does_not_belong() -> None:
+    root, source = stories.snapshot(), stories.pod()
+    other = replace(source, metadata=replace(source.metadata, uid=derived_uid("pod", "newer")))
+    assert not kin.is_strange(source, [root, source, stories.content()])
+    assert kin.is_strange(other, [root, other, stories.content()])
+
+
+def test_a_change_belongs_to_an_object_and_to_whom_owns_it() -> None:
+    uid, owner = derived_uid("x", "1"), derived_uid("x", "2")
+    target = Target(KINDS["Pod"], "default", "worker")
+    news = Changed("ADDED", target, uid, frozenset({owner}))
+    assert news.is_of({uid})
+    assert news.is_of({owner})
+    assert not news.is_of({derived_uid("x", "3")})
+
+
+def test_a_namespace_holds_its_contents_and_every_node() -> None:
+    node = Node(metadata=stories.meta("node", "n", namespace=None))
+    assert kin.is_in(stories.content(), "default")
+    assert not kin.is_in(stories.content(), "other")
+    assert kin.is_in(node, "other")

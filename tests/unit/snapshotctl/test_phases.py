@@ -1,0 +1,103 @@
+"""The phases of a capture or a restore, from what the store knows of the orders."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects import RestoreStatus
+from snapshot_shared.orders import PartResult, VectorEntry
+from snapshot_shared.transitions import Restore
+from snapshotctl.domain import logs, phases
+from snapshotctl.domain.kin import Kin
+from tests.support import stories
+from tests.support.stories import NOW, order, row
+
+UID = derived_uid("content", "snap")
+POD = derived_uid("pod", "worker")
+
+
+def test_an_order_begins_a_phase_and_its_report_ends_it() -> None:
+    done = stories.ended(order("prepare", UID), "prepared")
+    open_ = order("save", UID, part="gpu-0", at=NOW)
+    value = stories.content(orders=[open_, done])
+    first, second = phases.phases(Kin(value, [value]))
+    assert (first.name, first.ended - first.began) == ("prepare: quiet and fenced", 2.0)
+    assert first.line().endswith("2.00 s  done")
+    assert (second.name, second.where, second.ended) == ("save gpu-0", "gms@node-1", 0.0)
+    assert second.line().split()[1:] == ["save", "gpu-0", "gms@node-1"]
+
+
+def test_a_phase_that_failed_says_why_and_a_later_attempt_says_which() -> None:
+    failure = Failure(reason="NoSpace", message="full")
+    failed = stories.ended(replace(order("seal", UID), attempt=2), "failed", failure)
+    lost = replace(order("dump", UID, at=NOW), state="lost", ended_at=NOW + 1)
+    value = stories.content(orders=[failed, lost])
+    first, second = phases.phases(Kin(value, [value]))
+    assert first.line().endswith("seal (attempt 2)               2.00 s  failed: NoSpace: full")
+    assert second.failure == "NodeLost"
+
+
+def test_a_worker_warms_up_until_it_is_ready() -> None:
+    run = stories.ended(order("run", POD, at=NOW - 20), "started")
+    starting = stories.pod(orders=[run])
+    assert [phase.ended for phase in phases.phases(Kin(starting, [starting]))] == [NOW - 18, 0.0]
+    ready = stories.pod(orders=[run], conditions=[row("Ready", "True", "WorkerReady")])
+    _, warm = phases.phases(Kin(ready, [ready]))
+    assert (warm.name, warm.ended) == (phases.WARM, NOW - 10)
+    restored = stories.pod(orders=[run], restore=RestoreStatus(state=Restore.RESTORED))
+    assert len(phases.phases(Kin(restored, [restored]))) == 1
+
+
+def test_the_parts_of_a_capture_are_those_of_its_plan_until_they_are_staged() -> None:
+    part = PartResult(part="process", bytes=7, digest=stories.DIGEST)
+    dump = stories.ended(order("dump", UID), "staged", part=part)
+    save = order("save", UID, part="gpu-0")
+    vector = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0)]
+    value = stories.content(orders=[dump, save], vector=vector)
+    assert phases.planned(Kin(value, [value])) == (UID, {"process": 0, "gpu-0": 0})
+    assert phases.settled_parts(Kin(value, [value])) == {"process": 7}
+
+
+def test_the_parts_of_a_restore_are_those_that_are_loaded() -> None:
+    load = order("load", POD, part="gpu-0", payload={"part": "gpu-0", "bytes": 9})
+    value = stories.pod(orders=[load], restore=RestoreStatus(state=Restore.LOADING))
+    assert phases.planned(Kin(value, [value])) == (POD, {"gpu-0": 9})
+    assert phases.settled_parts(Kin(value, [value])) == {}
+    done = replace(
+        value, status=replace(value.status, orders=[stories.ended(load, "loaded", bytes=9)])
+    )
+    assert phases.settled_parts(Kin(done, [done])) == {"gpu-0": 9}
+
+
+def test_the_capture_of_a_pod_that_was_restored_shows_nothing_of_that_restore() -> None:
+    load = stories.ended(order("load", POD, part="gpu-0"), "loaded", bytes=9)
+    source = stories.pod(orders=[load], restore=RestoreStatus(state=Restore.RESTORED))
+    value = stories.content(orders=[order("prepare", UID)], vector=[VectorEntry(part="process")])
+    root = stories.snapshot()
+    kin = Kin(root, [root, source, value])
+    assert [phase.name for phase in phases.phases(kin)] == ["prepare: quiet and fenced"]
+    assert phases.planned(kin) == (UID, {"process": 0})
+    assert phases.settled_parts(kin) == {}
+
+
+def test_a_log_line_matters_when_it_names_the_story_or_is_a_warning_of_its_node() -> None:
+    def line(message: str, level: str = "INFO", at: str = "2026-01-01T00:00:02Z") -> str:
+        return f'{{"at": "{at}", "level": "{level}", "message": "{message}"}}'
+
+    lines = [
+        ("node-1-agent", line("about x-1", at="2026-01-01T00:00:03Z")),
+        ("node-1-agent", line("other")),
+        ("node-1-agent", line("trouble", "WARNING")),
+        ("node-2-agent", line("their trouble", "WARNING")),
+        ("node-1-agent", line("old trouble", "WARNING", "2025-01-01T00:00:00Z")),
+        ("operator", "not JSON, of x-1"),
+    ]
+    found = logs.relevant(lines, ["x-1"], ["operator", "node-1-agent"], "2026-01-01T00:00:00Z")
+    assert [item.text for item in found] == ["not JSON, of x-1", "trouble", "about x-1"]
+
+
+def test_a_traceback_in_a_log_is_shown_by_its_last_line() -> None:
+    raw = '{"message": "it failed", "traceback": "Traceback:\\n  a\\nOSError: no"}'
+    assert logs.parse("p", raw).text == "it failed [OSError: no]"

@@ -1,0 +1,213 @@
+"""How an object stands, why, and what to do, in plain words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import NodeName, derived_uid
+from snapshot_shared.objects import AnyObject, Node, NodeStatus, RestoreStatus
+from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.transitions import Capture, Restore
+from snapshotctl.domain import story
+from snapshotctl.domain.kin import Kin
+from tests.support import stories
+from tests.support.stories import NOW, row
+
+UID = derived_uid("content", "snap")
+TOO_SMALL = Failure(
+    reason="DeviceTooSmall",
+    message="the snapshot needs 9 bytes",
+    values={"needed": 9, "capacity": 4},
+    next_step="choose a larger node",
+)
+
+
+def _kin(*members: AnyObject) -> Kin:
+    return Kin(members[0], members)
+
+
+def _advice(kin: Kin) -> list[str]:
+    return story.advice(kin, story.standing(kin))
+
+
+def _now(kin: Kin, **more: Any) -> list[str]:
+    given: dict[str, Any] = {"presence": {}, "progress": None, "silent": [], "now": NOW, **more}
+    return story.now_lines(kin, story.standing(kin), **given)
+
+
+def test_a_failed_restore_tells_both_values_and_the_step_that_helps() -> None:
+    restore = RestoreStatus(state=Restore.FAILED, failure=TOO_SMALL)
+    failed = [row("Failed", "True", "DeviceTooSmall", "m")]
+    kin = _kin(stories.pod(source="snap", phase="Failed", restore=restore, conditions=failed))
+    found = story.standing(kin)
+    assert (found.word, found.reason) == ("failed", "DeviceTooSmall")
+    assert _now(kin)[1:3] == ["needed: 9", "capacity: 4"]
+    assert _advice(kin)[0] == "choose a larger node"
+
+
+def test_a_refusal_of_the_scheduler_keeps_the_step_that_stands_in_its_condition() -> None:
+    told = "the snapshot has 2 GPUs, the pod asks for 1. Next: ask for 2"
+    rows = [
+        row("Ready", "False", "Incompatible", told),
+        row("Failed", "True", "Incompatible", told),
+    ]
+    kin = _kin(stories.pod(source="snap", phase="Failed", reason="Incompatible", conditions=rows))
+    found = story.standing(kin)
+    assert found.message == "the snapshot has 2 GPUs, the pod asks for 1"
+    assert _advice(kin)[0] == "ask for 2"
+    assert "`snapshotctl artifacts show snap`" in _advice(kin)[1]
+
+
+def test_a_snapshot_fails_for_the_reason_of_its_capture_with_its_values() -> None:
+    rows = [row("Failed", "True", "DeviceTooSmall", "m")]
+    kin = _kin(
+        stories.snapshot(conditions=rows),
+        stories.content(capture=Capture.FAILED, failure=TOO_SMALL, conditions=rows),
+    )
+    assert story.standing(kin).values == {"needed": 9, "capacity": 4}
+    assert story.headline(kin, story.standing(kin)) == "snapshot/snap has failed: DeviceTooSmall"
+
+
+@pytest.mark.parametrize(
+    ("state", "told"), [("ordered", "has not accepted it"), ("accepted", "said accepted")]
+)
+def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
+    state: str, told: str
+) -> None:
+    orders = [
+        stories.ended(stories.order("prepare", UID, at=NOW - 9), "prepared"),
+        stories.order("save", UID, part="gpu-0", at=NOW - 4, state=state),
+        stories.order("dump", UID, at=NOW - 3),
+    ]
+    rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
+    kin = _kin(stories.content(capture=Capture.STAGING, orders=orders, conditions=rows))
+    found = story.standing(kin)
+    assert (found.word, found.order, found.since) == ("under way", orders[1], NOW - 4)
+    presence = Presence(node="node-1", boot_id="b", version="1", at=NOW - 7)
+    progress = Progress(
+        order=orders[1].order,
+        attempt=1,
+        node="node-1",
+        part="gpu-0",
+        step="write",
+        done=1024,
+        total=4096,
+        at=NOW - 2,
+    )
+    lines = _now(kin, presence={NodeName("node-1"): presence}, progress=progress)
+    assert lines == [
+        "attempt 1 is under way",
+        f"waits for gms@node-1 to end save-{UID}-gpu-0 (attempt 1)",
+        f"ordered 4s ago; gms@node-1 {told}; its deadline is in 56s",
+        "last heard 2s ago: gpu-0, step write, 1 KiB of 4 KiB",
+        "node-1 was heard of 7s ago",
+    ]
+
+
+def test_a_node_that_is_silent_and_a_deadline_that_has_passed_are_named() -> None:
+    late = stories.order("prepare", UID, at=NOW - 100)
+    kin = _kin(stories.content(capture=Capture.PREPARING, orders=[late]))
+    lines = _now(kin)
+    assert "its deadline has passed" in lines[-2]
+    assert lines[-1].startswith("nothing is heard of node-1")
+
+
+def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
+    open_ = stories.order("prepare", UID)
+    kin = _kin(stories.content(capture=Capture.PREPARING, orders=[open_]))
+    found = story.standing(kin)
+    assert story.asked_services(kin, found) == [("node-1", "agent")]
+    assert _now(kin, silent=["agent@node-1"])[-1].startswith("agent@node-1 does not answer")
+    assert story.advice(kin, found, ["agent@node-1"]) == [
+        "Start agent@node-1 again; in a local cluster: `snapshotctl sim restart node-1`."
+    ]
+
+
+def test_what_waits_tells_what_for_and_since_when() -> None:
+    rows = [row("PodScheduled", "False", "Unschedulable", "node-1 has 0 of 1 GPUs free")]
+    kin = _kin(stories.pod(conditions=rows))
+    assert story.headline(kin, story.standing(kin)) == "pod/worker waits: Unschedulable"
+    assert _now(kin)[0] == "node-1 has 0 of 1 GPUs free"
+    assert _now(kin)[1].endswith("10s ago")
+
+
+def test_a_capture_between_two_orders_does_not_wait() -> None:
+    rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
+    kin = _kin(stories.content(capture=Capture.SEALING, conditions=rows))
+    assert story.standing(kin).word == "under way"
+    pending = _kin(stories.content(conditions=rows))
+    assert story.standing(pending).word == "waiting"
+
+
+def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
+    rows = [
+        row("Ready", "False", "ArtifactCorrupt", "quarantined: part gpu-0"),
+        row("Quarantined", "True", "ArtifactCorrupt", "part gpu-0"),
+    ]
+    done = stories.committed()
+    kin = _kin(stories.content(capture=Capture.READY, committed=done, conditions=rows))
+    assert story.headline(kin, story.standing(kin)).endswith("is damaged: ArtifactCorrupt")
+    assert any("snapshotctl verify" in line for line in _advice(kin))
+
+
+def test_what_failed_and_is_being_deleted_is_told_as_going() -> None:
+    pod = stories.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
+    assert story.standing(_kin(pod)).word == "failed"
+    pod = replace(pod, metadata=replace(pod.metadata, deletion_timestamp=stories.STAMP))
+    assert story.standing(_kin(pod)).word == "going"
+
+
+def test_what_is_well_needs_nothing() -> None:
+    rows = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
+    kin = _kin(stories.pod(phase="Running", conditions=rows))
+    assert story.standing(kin).word == "fine"
+    assert _advice(kin) == ["Capture it: `snapshotctl checkpoint worker`."]
+
+
+def test_what_is_being_deleted_says_who_is_in_the_way() -> None:
+    going = stories.content(
+        capture=Capture.READY,
+        conditions=[row("Deleting", "False", "ReadersRegistered", "restored by x")],
+    )
+    going = replace(going, metadata=replace(going.metadata, deletion_timestamp=stories.STAMP))
+    found = story.standing(_kin(going))
+    assert (found.word, found.reason) == ("going", "ReadersRegistered")
+
+
+@pytest.mark.parametrize(
+    ("rows", "headline"),
+    [
+        ([row("Ready", "True", "AgentPresent")], "node/n is well: AgentPresent"),
+        ([row("Ready", "False", "PresenceMissing")], "node/n is not there: PresenceMissing"),
+        (
+            [row("Ready", "False", "PresenceMissing"), row("Lost", "True", "PresenceMissing")],
+            "node/n is lost: PresenceMissing",
+        ),
+    ],
+)
+def test_a_node_is_there_or_not_or_lost(rows: list[Any], headline: str) -> None:
+    node = Node(metadata=stories.meta("node", "n"), status=NodeStatus(conditions=rows))
+    kin = _kin(node)
+    assert story.headline(kin, story.standing(kin)) == headline
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("`snapshotctl explain NAME`", "`snapshotctl explain snap`"),
+        ("`snapshotctl explain pod/NAME`", "`snapshotctl explain pod/worker`"),
+        ("`snapshotctl checkpoint POD`", "`snapshotctl checkpoint worker`"),
+        ("`snapshotctl describe KIND NAME`", "`snapshotctl describe snapshot snap`"),
+        ("`snapshotctl delete job NAME`", "`snapshotctl delete job NAME`"),
+        ("`snapshotctl sim restart NODE`", "`snapshotctl sim restart node-7`"),
+        ("set SNAPBACK_NODE", "set SNAPBACK_NODE"),
+    ],
+)
+def test_a_fix_has_the_names_of_the_story(text: str, filled: str) -> None:
+    run = stories.order("run", derived_uid("pod", "worker"), node="node-7")
+    kin = _kin(stories.snapshot(), stories.pod(orders=[run]))
+    assert story.filled(text, kin) == filled
