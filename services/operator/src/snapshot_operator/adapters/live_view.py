@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +27,7 @@ from snapshot_operator.domain.page import (
     revision,
     sections,
     told,
+    traced,
 )
 from snapshot_operator.domain.plan import orders_of
 from snapshot_operator.ports import Change, Cluster
@@ -155,6 +156,7 @@ class LiveView:
         self.feed = Feed(life)
         self._lookers = 0
         self._task: asyncio.Task[None] | None = None
+        self._followers: list[asyncio.Task[None]] = []
         self._dirty = asyncio.Event()
         self._to_ask: dict[NodeName, None] = {}
         self._asking = asyncio.Event()
@@ -192,8 +194,9 @@ class LiveView:
         finally:
             self._lookers -= 1
             if not self._lookers and self._task is not None:
-                task, self._task = self._task, None
-                await end_all(task)
+                tasks = [self._task, *self._followers]
+                self._task, self._followers = None, []
+                await end_all(*tasks)
                 if self._task is None:
                     self.feed.forget()
                     self._reset()
@@ -218,17 +221,20 @@ class LiveView:
         """Observe for as long as somebody looks, also when a connection ended in the middle."""
         never = asyncio.Event()
         while True:
-            try:
-                await self._observe()
-            except Exception:
-                log.exception("the page has to look again")
+            self._entries.clear()
+            await self._read_store()
+            self._offer()
+            self._followers = [asyncio.create_task(work) for work in self._works()]
+            # Who leaves last ends them, too: a cancellation of this task cannot be relied upon to
+            # reach them.
+            done, _ = await asyncio.wait(self._followers, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                log.error("the page has to look again", exc_info=task.exception())
+            await end_all(*self._followers)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(never.wait(), AGAIN_S)
 
-    async def _observe(self) -> None:
-        self._entries.clear()
-        await self._read_store()
-        self._offer()
+    def _works(self) -> list[Coroutine[Any, Any, None]]:
         following: dict[str, Callable[[Delivery], None]] = {
             "snap.report.>": self._take_report,
             "snap.progress.>": self._take_progress,
@@ -236,14 +242,14 @@ class LiveView:
             "snap.dead.>": self._take_letter,
             subjects.bucket_key(subjects.NODES_BUCKET, "*"): self._take_presence,
         }
-        async with asyncio.TaskGroup() as group:
-            for subject, take in following.items():
-                group.create_task(self._follow(subject, take))
-            group.create_task(self._follow_objects())
-            group.create_task(self._read_streams())
-            group.create_task(self._ask_services())
-            group.create_task(self._read_letters())
-            group.create_task(self._keep_offering())
+        return [
+            *(self._follow(subject, take) for subject, take in following.items()),
+            self._follow_objects(),
+            self._read_streams(),
+            self._ask_services(),
+            self._read_letters(),
+            self._keep_offering(),
+        ]
 
     async def _read_store(self) -> None:
         for kind in KINDS.values():
@@ -428,6 +434,7 @@ class LiveView:
                 f"there is no {plural[:80]}/{namespace[:80]}/{name[:80]}",
                 next_step="go back to the page; it lists what there is",
             )
+        entry = traced(entry, self._entries)
         values = await self._values(entry)
         if not values:
             raise NotFound(f"{kind.name} {entry.name} is gone")
@@ -441,7 +448,7 @@ class LiveView:
             value = await self._cluster.get(one.kind, one.namespace or None, one.name)
             if value is not None:
                 found.append(value)
-            elif one is entry:
+            elif one.key == entry.key:
                 return []
         return found
 

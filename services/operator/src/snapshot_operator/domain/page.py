@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from snapshot_operator.domain import fold
 from snapshot_operator.domain.plan import orders_of
@@ -436,6 +437,12 @@ def family(entry: Entry, by_key: Mapping[str, Entry]) -> list[Entry]:
     return list(found.values())
 
 
+def traced(entry: Entry, by_key: Mapping[str, Entry]) -> Entry:
+    """Give an entry with a trace: its own, or else that of what it led to."""
+    found = (one.trace for one in family(entry, by_key) if one.trace)
+    return replace(entry, trace=next(found, ""))
+
+
 def working(entry: Entry, by_key: Mapping[str, Entry]) -> list[OpenOrder]:
     """Give the orders that are under way for an object, the oldest first."""
     orders = [order for one in family(entry, by_key) for order in one.open]
@@ -451,7 +458,8 @@ def revision(entry: Entry, facts: Facts, by_key: Mapping[str, Entry]) -> str:
     found = family(entry, by_key)
     heard_of = [f"{one.version}.{marks.get(one.uid, 0)}" for one in found]
     progress = sum(marks.get(moved(one.uid), 0) for one in found)
-    return f"{'-'.join(heard_of)}-{marks.get(entry.trace, 0)}/{progress}"
+    trace = traced(entry, by_key).trace
+    return f"{'-'.join(heard_of)}-{marks.get(trace, 0)}/{progress}"
 
 
 def told(found: str) -> str:
