@@ -95,6 +95,7 @@ def flow(
     began = steps[0].at if steps else 0.0
     arrows = [_arrow(step, lanes, began) for step in steps]
     bars = [bar for item in orders if (bar := _bar(item, steps, lanes, progress)) is not None]
+    bars.sort(key=lambda bar: bar["start"])
     return {"lanes": lanes, "arrows": arrows, "bars": bars, "began": began}
 
 
