@@ -23,6 +23,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.http import http_port
 from snapshot_shared.objects import AnyObject
 from snapshot_shared.service import system_clocks
+from tests.support.nats_server import running_nats_server
 from tests.support.objects import checkpoint as stored_checkpoint
 from tests.support.page_stories import be_busy
 from tests.support.page_world import GIB, PageWorld, checkpoint, page_world
@@ -61,7 +62,7 @@ async def served(nats_url: str) -> AsyncIterator[tuple[Counting, LiveView, str]]
     bus = await Bus(nats_url, "test").connect()
     await bus.ensure_assets()
     view = LiveView(cluster, bus, system_clocks(), "life", "")
-    page = Page(view, most_streams=3, patience_s=0.5, beat_s=0.2)
+    page = Page(view, ["ops.example"], most_streams=3, patience_s=0.5, beat_s=0.2)
     async with http_port("127.0.0.1:0", str, page.routes()) as port:
         yield cluster, view, f"http://127.0.0.1:{port}"
         page.close()
@@ -245,8 +246,10 @@ async def test_a_name_that_was_rebound_to_us_is_refused(
             assert response.status in (400, 421)
 
 
-@pytest.mark.parametrize("host", ["localhost:1234", "127.0.0.1", "[::1]:80", "10.0.0.7:9090"])
-async def test_addresses_and_localhost_are_answered(
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "127.0.0.1", "[::1]:80", "10.0.0.7:90", "Ops.example"]
+)
+async def test_addresses_localhost_and_names_of_ours_are_answered(
     light: aiohttp.ClientSession, host: str
 ) -> None:
     async with light.get("/", headers={"Host": host}) as response:
@@ -378,6 +381,31 @@ async def test_a_reader_that_takes_nothing_is_let_go_and_the_others_are_not_held
                 number += 1
                 await stream.until(lambda s, wanted=number: s["objects"]["all"] == wanted)
     slow.close()
+
+
+async def test_a_bus_that_is_gone_is_shown_until_it_is_back(tmp_path: Path) -> None:
+    async with running_nats_server(tmp_path / "nats") as server:
+        cluster = SqliteCluster(None, timestamp=lambda: "2026-01-01T00:00:00Z")
+        bus = await Bus(server.url, "test").connect()
+        await bus.ensure_assets()
+        view = LiveView(cluster, bus, system_clocks(), "life", "")
+        page = Page(view, beat_s=0.2)
+        async with (
+            http_port("127.0.0.1:0", str, page.routes()) as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+            reading(http) as stream,
+        ):
+            await stream.until(lambda s: s["problems"]["all"] == 0)
+            await asyncio.to_thread(server.stop)
+            await stream.until(lambda s: s["problems"]["rows"][0]["reason"] == "BusUnavailable")
+            # What the store says is shown meanwhile.
+            await cluster.create(_store(1))
+            await stream.until(lambda s: s["objects"]["all"] == 1)
+            await server.start_async()
+            await stream.until(lambda s: s["problems"]["all"] == 0)
+            page.close()
+        await bus.close()
+        cluster.close()
 
 
 async def test_an_address_in_use_says_what_to_do(served: tuple[Counting, LiveView, str]) -> None:

@@ -130,9 +130,26 @@ async def test_progress_of_another_attempt_is_not_shown() -> None:
             await world.answer_well(item)
     old = {saves[0].order: progress(saves[0], 1, 2, attempt=2)}
     assert "total" not in rows(await facts_of(world, progress=old), "objects")[0]["step"]
-    new = {saves[0].order: progress(saves[0], 1, 2)}
+    new = {saves[0].order: progress(saves[0], 1, 1024)}
     step = rows(await facts_of(world, progress=new), "objects")[0]["step"]
-    assert (step["done"], step["total"]) == (1, 2)
+    assert (step["done"], step["total"]) == (1, 2048)
+
+
+async def test_a_part_that_has_ended_counts_whole_while_others_go_on() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    while len(saves := [o for o in world.open() if o.verb == "save"]) < 2:
+        for item in world.open():
+            await world.answer_well(item)
+    heard = {item.order: progress(item, 512, 1024) for item in saves}
+    before = rows(await facts_of(world, progress=heard), "objects")[0]["step"]
+    await world.answer_well(saves[0])
+    after = rows(await facts_of(world, progress=heard), "objects")[0]["step"]
+    assert (before["done"], before["total"]) == (1024, 2048)
+    assert (after["done"], after["total"]) == (1536, 2048)
+    assert "2 parts" in before["what"]
+    assert f"save gpu-0: write on {saves[1].node}" == after["what"]
 
 
 async def test_a_list_is_bounded_and_says_how_many_there_are() -> None:

@@ -286,8 +286,6 @@ class LiveView:
     def _take_report(self, delivery: Delivery) -> None:
         report = decode_json(delivery.data, Report)
         self._mark(owner_of(OrderId(report.order)))
-        if report.is_terminal:
-            self._progress.pop(report.order, None)
         if report.service == "gms":
             self._ask(report.node)
 
@@ -345,6 +343,8 @@ class LiveView:
                 for found in await self._bus.replay(subjects.PROGRESS, "snap.progress.>"):
                     with contextlib.suppress(InvalidInput):
                         self._take_progress(found)
+            except NotPermitted as error:
+                log.warning("the page has less to show: %s", error)
             except BusUnavailable as error:
                 log.info("the page cannot read the streams yet: %s", error)
                 await self._bus.pause(again)

@@ -129,8 +129,7 @@ def _arrow(step: Step, lanes: Sequence[str], began: float) -> dict[str, Any]:
         return arrow | {"from": 0, "to": lane, "label": label(item), "state": _order_state(item)}
     kind = step.report.kind
     failure = step.report.failure
-    is_good = step.report.is_terminal or kind == "ready"
-    state = "bad" if kind in _BAD else "ok" if is_good else "busy"
+    state = "bad" if kind in _BAD else "ok" if fold.is_answered(item) else "busy"
     text = f"{kind}: {failure.reason}" if failure else kind
     return arrow | {"from": lane, "to": 0, "label": text, "state": state, "of": label(item)}
 

@@ -75,6 +75,14 @@ class OpenOrder(msgspec.Struct, frozen=True):
     since: float
 
 
+class PartOrder(msgspec.Struct, frozen=True):
+    """An order that moves a part of known size, in bytes, and whether it has ended."""
+
+    order: str
+    total: int
+    ended: bool
+
+
 class Artifact(msgspec.Struct, frozen=True):
     """A committed artifact. `state` is Quarantined, Verifying, Verified or Committed."""
 
@@ -107,6 +115,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[str, ...] = ()
     trace: str = ""
     open: tuple[OpenOrder, ...] = ()
+    parts: tuple[PartOrder, ...] = ()
     artifact: Artifact | None = None
     node: NodeFacts | None = None
 
@@ -185,6 +194,7 @@ def entry_of(value: AnyObject) -> Entry:
         links=tuple(_links(value)),
         trace=trace_of(value),
         open=tuple(_open(value)),
+        parts=tuple(_parts(value)),
         artifact=_artifact(value) if isinstance(value, SnapshotContent) else None,
         node=_node_facts(value) if isinstance(value, Node) else None,
     )
@@ -316,6 +326,15 @@ def _open(value: AnyObject) -> Iterable[OpenOrder]:
     for item in orders_of(value):
         if not fold.is_answered(item):
             yield OpenOrder(item.order, item.verb, item.attempt, item.node, item.ordered_at)
+
+
+def _parts(value: AnyObject) -> Iterable[PartOrder]:
+    orders = [item for item in orders_of(value) if item.verb in ("save", "load")]
+    last = max((item.attempt for item in orders), default=0)
+    for item in orders:
+        if item.attempt == last:
+            layout = item.payload.get("layout") or item.payload
+            yield PartOrder(item.order, int(layout.get("bytes", 0)), fold.is_answered(item))
 
 
 def _artifact(content: SnapshotContent) -> Artifact | None:
@@ -488,28 +507,36 @@ def _object_row(
         "rev": revision(entry, facts, by_key),
         "below": is_led_to,
     }
-    if not is_led_to and (step := step_of(working(entry, by_key), facts.progress)):
+    parts = [part for one in family(entry, by_key) for part in one.parts]
+    if not is_led_to and (step := step_of(working(entry, by_key), parts, facts.progress)):
         row["step"] = step
     return row
 
 
-def step_of(orders: Sequence[OpenOrder], progress: Mapping[str, Progress]) -> dict[str, Any] | None:
-    """Say what is being done now. `done` and `total` are bytes, absent where nobody counts."""
+def step_of(
+    orders: Sequence[OpenOrder], parts: Sequence[PartOrder], progress: Mapping[str, Progress]
+) -> dict[str, Any] | None:
+    """Say what is being done now. `done` and `total` are bytes, absent where nobody counts.
+
+    A part that has ended counts whole, so that nothing goes back while others are under way.
+    """
     if not orders:
         return None
     moved = [(order, found) for order in orders if (found := heard(order, progress)) is not None]
     if not moved:
         order = orders[-1]
         return {"what": f"{order.verb} on {order.node}", "since": order.since}
-    done = sum(min(found.done, found.total) for _, found in moved)
-    total = sum(found.total for _, found in moved)
     order, found = moved[-1]
-    parts = f"{len(moved)} parts" if len(moved) > 1 else found.part
+    counted = {part.order: part.total if part.ended else 0 for part in parts}
+    counted |= {order.order: min(found.done, found.total) for order, found in moved}
+    totals = {part.order: part.total for part in parts}
+    totals |= {order.order: found.total for order, found in moved}
+    what = f"{len(moved)} parts" if len(moved) > 1 else found.part
     return {
-        "what": f"{order.verb} {parts}: {found.step} on {order.node}",
+        "what": f"{order.verb} {what}: {found.step} on {order.node}",
         "since": moved[0][0].since,
-        "done": done,
-        "total": total,
+        "done": sum(counted.values()),
+        "total": sum(totals.values()),
     }
 
 
