@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -52,11 +53,9 @@ async def rests(driver: Browser, script: str) -> Any:
     return await at(driver.execute_script, f"return {script}")
 
 
-async def press(driver: Browser, *keys: str) -> None:
-    def type_() -> None:
-        driver.switch_to.active_element.send_keys(*keys)
-
-    await at(type_)
+async def press(driver: Browser, key: str) -> None:
+    """Press a key, whatever has the focus then: rows are replaced as they change."""
+    await at(ActionChains(driver).send_keys(key).perform)
 
 
 async def test_an_empty_cluster_says_what_to_type(tmp_path: Path) -> None:
