@@ -335,6 +335,20 @@ async def test_nothing_is_read_and_nothing_kept_while_nobody_looks(
     assert view.feed.since(0).sections == {}
 
 
+async def test_a_store_of_more_than_one_page_is_read_whole_while_it_changes(
+    served: tuple[Counting, LiveView, str],
+) -> None:
+    cluster, _view, url = served
+    stored = [await cluster.create(_store(number)) for number in range(450)]
+    for value in stored[:10]:
+        await cluster.delete(value)
+    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
+        await stream.until(lambda s: s["objects"]["all"] == 440)
+        await cluster.delete(stored[20])
+        await stream.until(lambda s: s["objects"]["all"] == 439)
+    assert cluster.lists >= 8
+
+
 async def test_many_who_look_share_one_observer_and_one_more_is_told_to_wait(
     served: tuple[Counting, LiveView, str],
 ) -> None:

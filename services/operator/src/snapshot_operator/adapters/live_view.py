@@ -260,6 +260,7 @@ class LiveView:
                     self._take_object("ADDED", value)
                 if len(found) < PAGE:
                     break
+                await _others_first()
                 meta = found[-1].metadata
                 after = f"{meta.namespace or ''}/{meta.name}"
 
@@ -484,3 +485,10 @@ def _decoded(delivery: Delivery, type_: type[Any]) -> Any:
         return decode_json(delivery.data, type_)
     except InvalidMessage:
         return None
+
+
+async def _others_first() -> None:
+    """Let whatever else is ready run: orders do not wait for a page that is opened."""
+    turn = asyncio.Event()
+    asyncio.get_running_loop().call_soon(turn.set)
+    await turn.wait()

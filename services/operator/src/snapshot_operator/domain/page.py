@@ -381,10 +381,12 @@ def sections(facts: Facts) -> dict[str, Any]:
     shown = _grouped([e for e in entries if e.kind in SHOWN_KINDS], facts.entries.values())
     held = [e for e in entries if e.artifact is not None]
     found = problems(entries, facts)
+    under_way = _by_node(entries)
+    names = {e.uid: f"{e.namespace}/{e.name}" for e in entries if e.kind == "Pod"}
     return {
         "problems": {"rows": found[:MOST_PROBLEMS], "all": len(found)},
         "nodes": {
-            "rows": [_node_row(e, entries, facts) for e in nodes[:MOST_NODES]],
+            "rows": [_node_row(e, under_way.get(e.name, []), facts) for e in nodes[:MOST_NODES]],
             "all": len(nodes),
         },
         "objects": {
@@ -395,7 +397,7 @@ def sections(facts: Facts) -> dict[str, Any]:
             "all": len(shown),
         },
         "artifacts": {
-            "rows": [_artifact_row(e, entries) for e in held[:MOST_ARTIFACTS]],
+            "rows": [_artifact_row(e, names) for e in held[:MOST_ARTIFACTS]],
             "all": len(held),
             "bytes": sum(e.artifact.size for e in held if e.artifact),
         },
@@ -546,12 +548,18 @@ def heard(order: OpenOrder, progress: Mapping[str, Progress]) -> Progress | None
     return found if found is not None and found.attempt == order.attempt else None
 
 
-def _node_row(entry: Entry, entries: Sequence[Entry], facts: Facts) -> dict[str, Any]:
+def _by_node(entries: Sequence[Entry]) -> dict[str, list[OpenOrder]]:
+    found: dict[str, list[OpenOrder]] = {}
+    for order in (order for entry in entries for order in entry.open):
+        found.setdefault(order.node, []).append(order)
+    return found
+
+
+def _node_row(entry: Entry, mine: Sequence[OpenOrder], facts: Facts) -> dict[str, Any]:
     known = entry.node
     seen = facts.presence.get(entry.name)
     answer = facts.gms.get(entry.name)
     devices = {device.uuid: device for device in answer.devices} if answer else {}
-    mine = [o for e in entries for o in e.open if o.node == entry.name]
     return {
         "key": entry.key,
         "name": entry.name,
@@ -586,10 +594,9 @@ def _gpu(row: tuple[int, str, str, int], now: DeviceStatus | None) -> dict[str, 
     return found
 
 
-def _artifact_row(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
+def _artifact_row(entry: Entry, names: Mapping[str, str]) -> dict[str, Any]:
     held = entry.artifact
     assert held is not None  # noqa: S101 - only those with one are asked for
-    names = {e.uid: f"{e.namespace}/{e.name}" for e in entries if e.uid in held.readers}
     return {
         "key": entry.key,
         "name": entry.name,
