@@ -29,7 +29,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs idle leftovers clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs screenshots idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -146,6 +146,9 @@ demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 
 docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python -m docs.generate
+
+screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
+	@$(BIN)/python -m tests.browser.screenshots
 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py

@@ -155,6 +155,13 @@ def _operator() -> Allowed:
         f"{_API}.STREAM.MSG.DELETE.{subjects.ORDERS}",
         f"{_API}.DIRECT.GET.{nodes}",
         *_consumer(subjects.REPORTS, "operator", "snap.report.>"),
+        # For the page.
+        "snap.rpc.gms.*.status",
+        f"{_API}.STREAM.MSG.GET.{subjects.DEAD}",
+        *(
+            f"{_API}.DIRECT.GET.{stream}"
+            for stream in (subjects.REPORTS, subjects.PROGRESS, subjects.SPANS)
+        ),
     )
     listen = (
         f"{subjects.API}.*",
@@ -163,6 +170,7 @@ def _operator() -> Allowed:
         f"{subjects.EVENTS}.>",
         subjects.bucket_key(subjects.NODES_BUCKET, "*"),
         subjects.elections(subjects.REPORTS, "operator"),
+        *(f"snap.{kind}.>" for kind in ("report", "progress", "span", "dead")),
     )
     return Allowed(publish, (*listen, *_discovery("snap-operator")), answers=True)
 

@@ -474,6 +474,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Bring it back, or give it up: `snapshotctl delete node NAME`; restore its workers on "
             "another node: `snapshotctl restore NAME`.",
         ),
+        "NotReady": Reason(
+            "Nothing new begins on this node: it is not known to be there with its devices.",
+            "Its agent has not been heard of for 30 s, or has not found its GPU memory service yet.",
+            "`snapshotctl explain NODE`; in a local cluster: `snapshotctl sim restart NODE`.",
+        ),
         "OutcomeUnknown": Reason(
             "A step that must not run twice was interrupted; nobody can tell how it ended.",
             "The service crashed within the step.",
@@ -488,6 +493,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "An order must not be carried out on this node; nothing was touched.",
             "It does not fit what the node knows of the pod.",
             "The message names what differs; see `snapshotctl explain NAME`.",
+        ),
+        "SchedulingDisabled": Reason(
+            "Nothing new begins on this node; what runs there goes on.",
+            "Somebody cordoned it.",
+            "Let it take work again: `snapshotctl uncordon NODE`.",
         ),
         "Superseded": Reason(
             "A higher attempt of the same order, or an abort, is known on the node.",

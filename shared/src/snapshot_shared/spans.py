@@ -8,12 +8,15 @@ knows the identity can be its child, or end it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from snapshot_shared.ids import short_hash
 from snapshot_shared.subjects import family
+
+NANOSECONDS = 1e9
 
 _TRACEPARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
@@ -107,3 +110,57 @@ def message_attributes(
         "snapback.order.id": order,
         "snapback.attempt": attempt,
     }
+
+
+class Bar(NamedTuple):
+    """One span of a waterfall. Times are seconds; `start_s` counts from the trace's begin.
+
+    `orphan` says that its parent is not there, for example because it has not ended yet.
+    """
+
+    depth: int
+    span: SpanRecord
+    start_s: float
+    duration_s: float
+    orphan: bool
+
+
+class Waterfall(NamedTuple):
+    """A whole trace in the order in which it is drawn, and how long it took in seconds.
+
+    `links` are the ids of other traces that it is linked to.
+    """
+
+    bars: list[Bar]
+    total_s: float
+    links: list[str]
+
+    @property
+    def services(self) -> list[str]:
+        """Name the services that took part."""
+        return sorted({bar.span.service for bar in self.bars})
+
+
+def layout(spans: Sequence[SpanRecord]) -> Waterfall:
+    """Order spans parents first, siblings by their start. A repeated span counts once."""
+    known = {span.span_id: span for span in spans}
+    begin = min((span.start_ns for span in known.values()), default=0)
+    end = max((span.end_ns for span in known.values()), default=0)
+    children: dict[str, list[SpanRecord]] = {}
+    for span in known.values():
+        parent = span.parent_id if span.parent_id in known else ""
+        children.setdefault(parent, []).append(span)
+    for siblings in children.values():
+        siblings.sort(key=lambda span: (span.start_ns, -span.end_ns, span.span_id), reverse=True)
+    bars: list[Bar] = []
+    waiting = [(0, span) for span in children.get("", [])]
+    while waiting:
+        depth, span = waiting.pop()
+        start, length = span.start_ns - begin, span.end_ns - span.start_ns
+        orphan = bool(span.parent_id) and span.parent_id not in known
+        bars.append(Bar(depth, span, start / NANOSECONDS, length / NANOSECONDS, orphan))
+        waiting += [(depth + 1, child) for child in children.get(span.span_id, [])]
+    own = {span.trace_id for span in known.values()}
+    contexts = {parse_traceparent(link) for span in known.values() for link in span.links}
+    links = sorted({context.trace_id for context in contexts if context} - own)
+    return Waterfall(bars, (end - begin) / NANOSECONDS, links)

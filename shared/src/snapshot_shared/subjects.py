@@ -69,6 +69,11 @@ def report(node: NodeName, order_id: OrderId, kind: str) -> str:
     return f"snap.report.{token(node)}.{check_order_id(order_id)}.{kind}"
 
 
+def reports_of(order_id: OrderId) -> str:
+    """Filter for all reports of one order, whichever node they come from."""
+    return f"snap.report.*.{check_order_id(order_id)}.*"
+
+
 def progress(node: NodeName, order_id: OrderId) -> str:
     """Subject of the progress of one order; the last value is kept."""
     return f"snap.progress.{token(node)}.{check_order_id(order_id)}"

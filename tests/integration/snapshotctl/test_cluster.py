@@ -1,8 +1,10 @@
 """Local clusters: up, down, and what goes wrong on the way."""
 
 import contextlib
+import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 from snapshotctl.adapters import processes
@@ -23,6 +25,10 @@ def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> 
     up = cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
     assert "snapshotctl down" in up.out
     record = cli.record()
+    assert f"page             {record['page']}" in up.out
+    with urllib.request.urlopen(record["page"] + "api/state") as answer:
+        nodes = json.loads(answer.read())["nodes"]["rows"]
+    assert [row["name"] for row in nodes] == ["node-1"]
     assert sorted(_alive(cli)) == ["nats-server", "node-1-agent", "node-1-gms", "operator"]
     assert cli.state().stat().st_mode & 0o777 == 0o700
     assert Path(record["socket_dir"]).stat().st_mode & 0o777 == 0o700
@@ -36,6 +42,7 @@ def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> 
     context = cli.home / "config" / "nats" / "context" / "snapback-default.json"
     assert record["url"] in context.read_text()
     cli.ok("down")
+    assert cli.record()["page"] == ""
     assert _members(cli) == []
     assert not Path(record["socket_dir"]).exists()
     assert not context.exists()

@@ -54,6 +54,7 @@ def test_every_part_of_the_capture_rises_to_the_size_in_the_manifest(cli: Cli) -
         assert seen == sorted(set(seen))
         assert len(seen) >= 3
     assert f"snapshotctl down --name {demo.name} --purge" in out
+    assert f"  page {cli.record(demo.name)['page']}" in out
     assert cli.left(cli.record(demo.name)["run"]) == []
     cli.ok("down", "--name", demo.name, "--purge")
 

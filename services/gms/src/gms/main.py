@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from gms.adapters.admission import LeasePolicy
@@ -160,7 +161,8 @@ async def _serve_orders(
     )
 
     async def answer(_data: bytes, _headers: Mapping[str, str]) -> bytes:
-        return encode_json(await control.status(StatusRequest()))
+        status = msgspec.to_builtins(await control.status(StatusRequest()))
+        return encode_json({**status, "version": VERSION})
 
     async def connected() -> None:
         await bus.connect()

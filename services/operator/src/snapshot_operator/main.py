@@ -7,11 +7,14 @@ import contextlib
 import logging
 import sys
 import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from snapshot_operator.adapters.live_view import LiveView
 from snapshot_operator.adapters.nats_bus import Announcer, NatsNodes, NatsOrders
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter, Key
@@ -59,6 +62,10 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     `quarantine` says what is moved aside below an artifact root when no content knows it and it
     has not changed for `quarantine_days`: nothing (`off`), generations without a root manifest
     (`incomplete`), or everything (`all`).
+
+    With an HTTP address there is a page to look at: `page_hosts` are the host names, with commas
+    between them, that it answers to beside localhost and addresses, `nats_context` is the context
+    in the commands that it shows, and `page_file` is where its address is written.
     """
 
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
@@ -67,6 +74,9 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     keep_bytes: Annotated[int, Meta(ge=1)] | None = None
     quarantine: Literal["off", "incomplete", "all"] = "incomplete"
     quarantine_days: Annotated[float, Meta(gt=0)] = 7.0
+    page_hosts: str = ""
+    page_file: Path | None = None
+    nats_context: str = ""
 
     @property
     def limits(self) -> Limits:
@@ -108,10 +118,7 @@ async def serve(stop: asyncio.Event) -> None:
     )
     await bus.connect()
     try:
-        async with (
-            http_port(settings.http_address, bus.not_ready, metrics.routes()),
-            metrics.running(),
-        ):
+        async with _http(settings, cluster, bus, clocks, metrics), metrics.running():
             await until_stopped(stop, _ensured(bus))
             if not stop.is_set():
                 await _serve(
@@ -123,6 +130,30 @@ async def serve(stop: asyncio.Event) -> None:
         telemetry.shutdown()
         await bus.close()
         cluster.close()
+
+
+@contextlib.asynccontextmanager
+async def _http(
+    settings: OperatorSettings, cluster: Cluster, bus: Bus, clocks: Clocks, metrics: Metrics
+) -> AsyncIterator[None]:
+    """Serve health, metrics and the page for the length of the block, if there is an address."""
+    if settings.http_address is None:
+        yield
+        return
+    from snapshot_operator.adapters.page import Page  # noqa: PLC0415 - costs start-up time
+
+    view = LiveView(cluster, bus, clocks, uuid.uuid4().hex[:12], settings.nats_context)
+    page = Page(view, filter(None, settings.page_hosts.replace(" ", "").split(",")))
+    async with http_port(
+        settings.http_address, bus.not_ready, [*page.routes(), *metrics.routes()]
+    ) as port:
+        if settings.page_file is not None and port is not None:
+            host = settings.http_address.rpartition(":")[0]
+            settings.page_file.write_text(f"http://{host}:{port}/\n", "ascii")
+        try:
+            yield
+        finally:
+            page.close()
 
 
 async def _ensured(bus: Bus) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 from contextlib import AbstractContextManager
-from typing import Any
 
 import msgspec
 
+from snapshot_operator.domain.page import mirrored
 from snapshot_operator.ports import Change
 from snapshot_shared import subjects
 from snapshot_shared.api import ObjectEvent
@@ -174,7 +174,7 @@ class Announcer:
 
     async def _tell(self, change: Change, value: AnyObject) -> None:
         kind, meta = kind_of(value), value.metadata
-        shown = _mirrored(value)
+        shown = mirrored(value)
         event = ObjectEvent(type=change, object=shown, source=self._source)
         subject = subjects.event(kind.plural, meta.namespace, meta.name)
         await self._bus.announce(subject, encode_json(event))
@@ -185,16 +185,6 @@ class Announcer:
             await self._bus.remove(subjects.OBJECTS_BUCKET, key)
         else:
             await self._bus.put(subjects.OBJECTS_BUCKET, key, encode_json(shown))
-
-
-def _mirrored(value: AnyObject) -> dict[str, Any]:
-    """Give what the mirror may show: identity and status, never a spec with its environment."""
-    shown: dict[str, Any] = msgspec.to_builtins(value)
-    identity = shown.get("spec", {}).get("identity")
-    shown.pop("spec", None)
-    if identity:
-        shown["identity"] = identity
-    return shown
 
 
 def _subject(order: OrderStatus) -> str:

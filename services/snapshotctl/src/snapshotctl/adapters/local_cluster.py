@@ -134,6 +134,7 @@ class LocalCluster:
         since = time.time()
         await self._start_nats(nodes)
         self._say(f"nats-server listens at {self.record.url}")
+        self._places.page.unlink(missing_ok=True)
         self._start(plans.operator_program(self._setting()))
         for node in nodes:
             self._start_gms(node)
@@ -141,6 +142,8 @@ class LocalCluster:
             await self._start_agent(node)
         await self._ready("the nodes", self._nodes_ready(nodes, since), NODES_S)
         self._say("the operator answers")
+        # It is served before the operator begins to serve anything else.
+        self._save(replace(self.record, page=self._places.page.read_text("ascii").strip()))
         for node in nodes:
             self._announce(node)
         self._where.write_context(self.record)
@@ -255,6 +258,7 @@ class LocalCluster:
             # Workers start where they did before, wherever this command runs.
             Path(self.record.workdir or self._workdir),
             self._environment,
+            self._name,
         )
 
     def _start(self, program: Program) -> None:
@@ -375,7 +379,7 @@ class LocalCluster:
                 break
         folders.remove_sockets(Path(record.socket_dir))
         self._where.remove_context(self._name)
-        self._save(replace(record, url="", processes=[], owner=None))
+        self._save(replace(record, url="", page="", processes=[], owner=None))
         if purge:
             folders.remove(Path(record.state_dir))
 

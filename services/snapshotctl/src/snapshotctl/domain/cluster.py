@@ -47,7 +47,8 @@ class ClusterRecord(
 ):
     """What `cluster.json` says. `owner` is the demo that will end this cluster, if one will.
 
-    `workdir` is the working directory of its workers.
+    `workdir` is the working directory of its workers, and `page` the address of the operator's
+    page.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ClusterRecord(
     socket_dir: str
     workdir: str = ""
     url: str = ""
+    page: str = ""
     nodes: list[NodeSpec] = []
     processes: list[ProcessRecord] = []
     owner: ProcessRecord | None = None
@@ -98,6 +100,11 @@ class Places(NamedTuple):
         return self.state / "artifacts"
 
     @property
+    def page(self) -> Path:
+        """Where the operator writes the address of its page."""
+        return self.state / OPERATOR / "page"
+
+    @property
     def nats(self) -> Path:
         """The folder of nats-server."""
         return self.state / "nats"
@@ -133,6 +140,7 @@ class Setting(NamedTuple):
     url: str
     workdir: Path
     inherited: Mapping[str, str]
+    name: str = ""
 
 
 def agent_of(node: str) -> str:
@@ -168,8 +176,12 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
 
 
 def operator_program(setting: Setting) -> Program:
-    """Describe the operator."""
-    environment = _service(setting, User("operator"), setting.places.state / OPERATOR)
+    """Describe the operator, with its page at a free port of the loopback address."""
+    environment = _service(setting, User("operator"), setting.places.state / OPERATOR) | {
+        "SNAPBACK_HTTP_ADDRESS": "127.0.0.1:0",
+        "SNAPBACK_PAGE_FILE": str(setting.places.page),
+        "SNAPBACK_NATS_CONTEXT": CONTEXT_PREFIX + setting.name,
+    }
     return Program(OPERATOR, (setting.python, "-P", "-m", "snapshot_operator.main"), environment)
 
 

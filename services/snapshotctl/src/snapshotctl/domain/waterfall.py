@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
-from snapshot_shared.spans import SpanRecord, parse_traceparent
+from snapshot_shared.spans import Bar, SpanRecord, Waterfall
 from snapshotctl.domain import formats
 
-NANOSECONDS = 1e9
 NAME_WIDTH = 34
 WHERE_WIDTH = 26
 MIN_BAR = 10
@@ -16,60 +12,6 @@ _TIMES = 24
 """Columns of the two times and the edges."""
 BAR = "█"
 EDGE = "▏"
-
-
-class Bar(NamedTuple):
-    """One span of a waterfall. Times are seconds; `start_s` counts from the trace's begin.
-
-    `orphan` says that its parent is not there, for example because it has not ended yet.
-    """
-
-    depth: int
-    span: SpanRecord
-    start_s: float
-    duration_s: float
-    orphan: bool
-
-
-class Waterfall(NamedTuple):
-    """A whole trace in the order in which it is drawn, and how long it took in seconds.
-
-    `links` are the ids of other traces that it is linked to.
-    """
-
-    bars: list[Bar]
-    total_s: float
-    links: list[str]
-
-    @property
-    def services(self) -> list[str]:
-        """Name the services that took part."""
-        return sorted({bar.span.service for bar in self.bars})
-
-
-def layout(spans: Sequence[SpanRecord]) -> Waterfall:
-    """Order spans parents first, siblings by their start. A repeated span counts once."""
-    known = {span.span_id: span for span in spans}
-    begin = min((span.start_ns for span in known.values()), default=0)
-    end = max((span.end_ns for span in known.values()), default=0)
-    children: dict[str, list[SpanRecord]] = {}
-    for span in known.values():
-        parent = span.parent_id if span.parent_id in known else ""
-        children.setdefault(parent, []).append(span)
-    for siblings in children.values():
-        siblings.sort(key=lambda span: (span.start_ns, -span.end_ns, span.span_id), reverse=True)
-    bars: list[Bar] = []
-    waiting = [(0, span) for span in children.get("", [])]
-    while waiting:
-        depth, span = waiting.pop()
-        start, length = span.start_ns - begin, span.end_ns - span.start_ns
-        orphan = bool(span.parent_id) and span.parent_id not in known
-        bars.append(Bar(depth, span, start / NANOSECONDS, length / NANOSECONDS, orphan))
-        waiting += [(depth + 1, child) for child in children.get(span.span_id, [])]
-    own = {span.trace_id for span in known.values()}
-    contexts = {parse_traceparent(link) for span in known.values() for link in span.links}
-    links = sorted({context.trace_id for context in contexts if context} - own)
-    return Waterfall(bars, (end - begin) / NANOSECONDS, links)
 
 
 def lines(found: Waterfall, width: int) -> list[str]:

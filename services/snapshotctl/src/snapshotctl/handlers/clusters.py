@@ -40,6 +40,7 @@ async def up(cluster: Cluster, screen: Screen, nodes: list[NodeSpec]) -> None:
     option = "" if record.name == DEFAULT_CLUSTER else f" --cluster {record.name}"
     screen.line(f"Local cluster {record.name!r} is up.", strong=True)
     screen.line(f"  state and logs   {record.state_dir}")
+    screen.line(f"  page             {record.page}")
     screen.line(f"  look around      snapshotctl{option} nodes")
     screen.line(f"  the same by nats nats --context {CONTEXT_PREFIX}{record.name} kv ls snap_nodes")
     screen.line(f"  first checkpoint snapshotctl{option} apply -f deploy/examples/checkpoint.yaml")

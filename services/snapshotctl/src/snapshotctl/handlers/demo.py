@@ -69,6 +69,7 @@ async def run(stage: Stage, *, size_mib: int, keep: bool) -> None:
         raise
     if keep:
         stage.cluster.keep()
+        stage.screen.line(f"  page {stage.cluster.record.page}")
         stage.screen.line(
             f"  end it with: snapshotctl down --name {stage.cluster.record.name} --purge"
         )

@@ -9,7 +9,7 @@ import msgspec
 
 from snapshot_shared.errors import NotFound
 from snapshot_shared.objects import TRACEPARENT, AnyObject, Pod, SnapshotContent
-from snapshot_shared.spans import SpanRecord, parse_traceparent
+from snapshot_shared.spans import SpanRecord, layout, parse_traceparent
 from snapshotctl.domain import waterfall
 from snapshotctl.domain.formats import span_time
 from snapshotctl.domain.targets import Target, traced
@@ -35,7 +35,7 @@ async def trace(operator: Operator, screen: Screen, name: str, namespace: str) -
 
 def show(screen: Screen, trace_id: str, spans: Sequence[SpanRecord]) -> None:
     """Draw a trace."""
-    found = waterfall.layout(spans)
+    found = layout(spans)
     screen.line(
         f"trace {trace_id}: {len(found.bars)} spans, {span_time(found.total_s)}, "
         f"services {', '.join(found.services)}",

@@ -1,0 +1,432 @@
+"""The page over HTTP: a real operator, a real nats-server with users, a real client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from snapshot_operator.adapters.live_view import LiveView
+from snapshot_operator.adapters.page import Page
+from snapshot_operator.adapters.sqlite import SqliteCluster
+from snapshot_shared.bus import Bus
+from snapshot_shared.errors import Failure
+from snapshot_shared.http import http_port
+from snapshot_shared.objects import AnyObject
+from snapshot_shared.service import system_clocks
+from tests.support.nats_server import running_nats_server
+from tests.support.objects import checkpoint as stored_checkpoint
+from tests.support.page_stories import be_busy
+from tests.support.page_world import GIB, PageWorld, checkpoint, page_world
+
+PATIENCE_S = 30.0
+CHECKPOINT = "dynamocheckpoints/default/llama-70b"
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[PageWorld]:
+    async with page_world(tmp_path) as found:
+        yield found
+        assert "violation" not in found.log.lower()
+        assert "Traceback" not in found.log
+
+
+@pytest.fixture
+async def http(world: PageWorld) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(world.url) as session:
+        yield session
+
+
+class Counting(SqliteCluster):
+    """The store, which counts how often it was listed."""
+
+    lists = 0
+
+    async def list(self, *words: Any, **more: Any) -> list[AnyObject]:
+        self.lists += 1
+        return await super().list(*words, **more)
+
+
+@pytest.fixture
+async def served(nats_url: str) -> AsyncIterator[tuple[Counting, LiveView, str]]:
+    cluster = Counting(None, timestamp=lambda: "2026-01-01T00:00:00Z")
+    bus = await Bus(nats_url, "test").connect()
+    await bus.ensure_assets()
+    view = LiveView(cluster, bus, system_clocks(), "life", "")
+    page = Page(view, ["ops.example"], most_streams=3, patience_s=0.5, beat_s=0.2)
+    async with http_port("127.0.0.1:0", str, page.routes()) as port:
+        yield cluster, view, f"http://127.0.0.1:{port}"
+        page.close()
+    await bus.close()
+    cluster.close()
+
+
+@pytest.fixture
+async def light(served: tuple[Counting, LiveView, str]) -> AsyncIterator[aiohttp.ClientSession]:
+    """A page around no operator, for what is about requests alone."""
+    async with aiohttp.ClientSession(served[2]) as session:
+        yield session
+
+
+class Stream:
+    """The events of one reader, and the sections that they add up to."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._lines = response.content
+        self.sections: dict[str, Any] = {}
+        self.last_id = ""
+
+    async def event(self) -> str:
+        """Take the next event and give its kind."""
+        fields: dict[str, str] = {}
+        async with asyncio.timeout(PATIENCE_S):
+            while line := (await self._lines.readline()).decode():
+                name, _, value = line.rstrip("\n").partition(": ")
+                if name:
+                    fields[name] = value
+                elif "event" in fields:
+                    break
+            else:
+                return ""
+        self.last_id = fields.get("id", self.last_id)
+        self.sections |= json.loads(fields["data"])
+        return fields["event"]
+
+    async def until(self, holds: Any) -> None:
+        while True:
+            with contextlib.suppress(LookupError, ValueError):
+                if holds(self.sections):
+                    return
+            assert await self.event(), self.sections
+
+
+def row_of(sections: dict[str, Any]) -> dict[str, Any]:
+    [found] = [row for row in sections["objects"]["rows"] if row["key"] == CHECKPOINT]
+    return found  # type: ignore[no-any-return]
+
+
+@contextlib.asynccontextmanager
+async def reading(http: aiohttp.ClientSession, **headers: str) -> AsyncIterator[Stream]:
+    async with http.get("/events", headers=headers) as response:
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        yield Stream(response)
+
+
+async def test_a_browser_sees_a_capture_grow_step_by_step(
+    world: PageWorld, http: aiohttp.ClientSession
+) -> None:
+    async with reading(http) as stream:
+        await stream.until(lambda s: s["objects"]["all"] == 0)
+        node = await world.join("node-1")
+        node.used, node.sessions = [7 * GIB, 0], [1, 0]
+        await node.appear()
+        await stream.until(lambda s: s["nodes"]["rows"][0]["gpus"][0]["used"] == 7 * GIB)
+        row = stream.sections["nodes"]["rows"][0]
+        assert (row["phase"], row["slots"], row["agent"]) == ("Ready", 2, "0.1.0")
+        assert row["gms"] == "0.1.0"
+        assert row["gpus"][0]["free"] == 73 * GIB
+        assert row["gpus"][0]["sessions"] == 1
+
+        await world.apply(checkpoint("llama-70b"))
+        await world.run_worker()
+        saves = await world.prepare(4 * GIB)
+        await world.progress(saves[0], "write", GIB, 4 * GIB)
+        await stream.until(lambda s: row_of(s)["step"]["done"] == GIB)
+        assert row_of(stream.sections)["step"]["what"] == "save gpu-0: write on node-1"
+        assert stream.sections["about"]["follow"] == CHECKPOINT
+
+        await world.done(await world.order("release"))
+        for save in saves:
+            part = {"part": save["part"], "bytes": 4 * GIB, "digest": "sha256:" + "0" * 64}
+            await world.report(save, "staged", part=part)
+        await world.done(await world.order("seal"), root_digest="sha256:" + "1" * 64)
+        await stream.until(lambda s: row_of(s)["phase"] == "Ready")
+        await stream.until(lambda s: s["artifacts"]["rows"][0]["size"] >= 8 * GIB)
+
+
+async def test_the_details_have_orders_reports_and_spans(
+    world: PageWorld, http: aiohttp.ClientSession
+) -> None:
+    await be_busy(world)
+    async with http.get(f"/api/objects/{CHECKPOINT}") as response:
+        found = await response.json()
+    labels = [(arrow["label"], arrow.get("of")) for arrow in found["flow"]["arrows"]]
+    assert labels.index(("prepare", None)) < labels.index(("prepared", "prepare"))
+    assert labels.index(("prepared", "prepare")) < labels.index(("dump", None))
+    assert ("leased", "save gpu-0") in labels
+    assert found["flow"]["lanes"] == ["operator", "agent node-3", "gms node-3"]
+    bars = {bar["label"]: bar for bar in found["flow"]["bars"]}
+    assert bars["save gpu-0"]["step"] == "write"
+    assert "end" not in bars["save gpu-0"]
+    assert bars["dump"]["state"] == "ok"
+    assert {"freeze", "order dump"} <= {bar["name"] for bar in found["waterfall"]["bars"]}
+    parts = {part["part"]: part for part in found["parts"]}
+    assert parts["process"]["state"] == "ok"
+    assert 0 < parts["gpu-1"]["done"] < parts["gpu-1"]["total"]
+
+
+async def test_nothing_that_is_served_has_a_spec_or_a_value_of_the_environment(
+    world: PageWorld, http: aiohttp.ClientSession
+) -> None:
+    await be_busy(world)
+    await world.dead_letter("node-1", "snap.order.x", Failure(reason="Poison", message="bad"))
+    async with reading(http) as stream:
+        await stream.until(lambda s: s["problems"]["all"] == 1)
+        texts = [json.dumps(stream.sections)]
+    for row in stream.sections["objects"]["rows"]:
+        async with http.get(f"/api/objects/{row['key']}") as response:
+            assert response.status == 200
+            texts.append(await response.text())
+    for text in texts:
+        assert "TOP-SECRET" not in text
+        assert "API_KEY" not in text
+        assert '"spec"' not in text
+
+
+async def test_whoever_comes_back_gets_only_what_has_changed_since(
+    world: PageWorld, http: aiohttp.ClientSession
+) -> None:
+    await world.join("node-1")
+    async with reading(http) as other, reading(http) as stream:
+        await stream.until(lambda s: s["nodes"]["rows"][0]["gms"] == "0.1.0")
+        last = stream.last_id
+        async with reading(http, **{"Last-Event-ID": last}) as again:
+            await again.event()
+            assert "objects" not in again.sections
+            assert again.sections["now"] > 0
+        async with reading(http, **{"Last-Event-ID": "another-life.999"}) as fresh:
+            await fresh.event()
+            assert "objects" in fresh.sections
+        assert other.sections == {}
+
+
+async def test_the_state_is_served_as_json_and_an_unknown_object_is_named(
+    world: PageWorld, http: aiohttp.ClientSession
+) -> None:
+    await world.join("node-1")
+    async with http.get("/api/state") as response:
+        found = await response.json()
+    assert {"problems", "nodes", "objects", "artifacts", "about", "version"} <= set(found)
+    async with http.get("/api/objects/pods/default/none") as response:
+        assert response.status == 404
+        assert (await response.json())["error"] == "there is no pods/default/none"
+    async with http.get("/api/objects/x/..%2f..%2fetc/passwd") as response:
+        assert response.status == 404
+
+
+async def test_the_page_runs_nothing_but_its_own_script(light: aiohttp.ClientSession) -> None:
+    async with light.get("/") as response:
+        html = await response.text()
+        policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert len(re.findall(r"'sha256-[^']+'", policy)) == 2
+    # Names of XML are no addresses that are asked for.
+    asked = re.findall(r"https?://(?!www\.w3\.org/2000/svg)", html)
+    assert asked == []
+    assert "Access-Control-Allow-Origin" not in response.headers
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost.x"])
+async def test_a_name_that_was_rebound_to_us_is_refused(
+    light: aiohttp.ClientSession, host: str
+) -> None:
+    for path in ("/", "/events", "/api/state"):
+        async with light.get(path, headers={"Host": host}) as response:
+            assert response.status in (400, 421)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "127.0.0.1", "[::1]:80", "10.0.0.7:90", "Ops.example"]
+)
+async def test_addresses_localhost_and_names_of_ours_are_answered(
+    light: aiohttp.ClientSession, host: str
+) -> None:
+    async with light.get("/", headers={"Host": host}) as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+async def test_nothing_but_reading_is_answered(light: aiohttp.ClientSession, method: str) -> None:
+    for path in ("/", "/events", "/api/state", f"/api/objects/{CHECKPOINT}"):
+        async with light.request(method, path) as response:
+            assert response.status == 405
+    async with light.head("/") as response:
+        assert response.status == 200
+
+
+async def test_the_data_is_not_given_to_another_site(light: aiohttp.ClientSession) -> None:
+    headers = {"Sec-Fetch-Site": "cross-site"}
+    for path in ("/events", "/api/state"):
+        async with light.get(path, headers=headers) as response:
+            assert response.status == 403
+    async with light.get("/", headers=headers) as response:
+        assert response.status == 200
+
+
+async def test_the_operator_ends_at_once_although_somebody_looks(
+    world: PageWorld, http: aiohttp.ClientSession
+) -> None:
+    async with reading(http) as stream:
+        await stream.event()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await world.stop_operator() == 0
+        with contextlib.suppress(aiohttp.ClientError):
+            while await stream.event():
+                pass
+
+
+async def test_the_page_goes_on_with_the_operator_that_comes_after(
+    world: PageWorld, http: aiohttp.ClientSession
+) -> None:
+    await world.join("node-1")
+    async with reading(http) as stream:
+        await stream.until(lambda s: s["nodes"]["all"] == 1)
+        last = stream.last_id
+    await world.stop_operator()
+    await world.start_operator()
+    async with (
+        aiohttp.ClientSession(world.url) as again,
+        reading(again, **{"Last-Event-ID": last}) as stream,
+    ):
+        await stream.until(lambda s: s["nodes"]["all"] == 1)
+
+
+# What a program around a page can count: one reader, many, slow ones, none.
+
+
+def _store(number: int, text: str = "") -> AnyObject:
+    value = stored_checkpoint(f"llm-{number}")
+    if not text:
+        return value
+    from msgspec.structs import replace
+
+    labels = {f"k{n}": text for n in range(20)}
+    changed: Any = replace(value, metadata=replace(value.metadata, labels=labels))
+    return changed  # type: ignore[no-any-return]
+
+
+async def test_nothing_is_read_and_nothing_kept_while_nobody_looks(
+    served: tuple[Counting, LiveView, str],
+) -> None:
+    cluster, view, url = served
+    await cluster.create(_store(1))
+    assert cluster.lists == 0
+    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
+        await stream.until(lambda s: s["objects"]["all"] == 1)
+        assert view._task is not None
+    async with asyncio.timeout(PATIENCE_S):
+        while view._task is not None or view._entries:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    before = cluster.lists
+    await cluster.create(_store(2))
+    assert cluster.lists == before
+    assert view._entries == {}
+    assert view.feed.since(0).sections == {}
+
+
+async def test_a_store_of_more_than_one_page_is_read_whole_while_it_changes(
+    served: tuple[Counting, LiveView, str],
+) -> None:
+    cluster, _view, url = served
+    stored = [await cluster.create(_store(number)) for number in range(450)]
+    for value in stored[:10]:
+        await cluster.delete(value)
+    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
+        await stream.until(lambda s: s["objects"]["all"] == 440)
+        await cluster.delete(stored[20])
+        await stream.until(lambda s: s["objects"]["all"] == 439)
+    assert cluster.lists >= 8
+
+
+async def test_many_who_look_share_one_observer_and_one_more_is_told_to_wait(
+    served: tuple[Counting, LiveView, str],
+) -> None:
+    cluster, _view, url = served
+    async with aiohttp.ClientSession(url) as http, contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(reading(http))
+        await first.until(lambda s: "objects" in s)
+        lists = cluster.lists
+        for _ in range(2):
+            other = await stack.enter_async_context(reading(http))
+            await other.until(lambda s: "objects" in s)
+        assert cluster.lists == lists
+        async with http.get("/events") as refused:
+            assert refused.status == 503
+            assert int(refused.headers["Retry-After"]) > 0
+
+
+async def test_a_reader_hears_a_beat_when_there_is_nothing_to_tell(
+    served: tuple[Counting, LiveView, str],
+) -> None:
+    _cluster, _view, url = served
+    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
+        while await stream.event() != "beat":
+            pass
+        assert stream.sections["now"] > 0
+
+
+async def test_a_reader_that_takes_nothing_is_let_go_and_the_others_are_not_held_up(
+    served: tuple[Counting, LiveView, str],
+) -> None:
+    cluster, view, url = served
+    for number in range(150):
+        await cluster.create(_store(number))
+    host, port = url.removeprefix("http://").split(":")
+    slow = socket.create_connection((host, int(port)))
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
+        await stream.until(lambda s: s["objects"]["all"] == 150)
+        async with asyncio.timeout(PATIENCE_S):
+            number = 150
+            while view._lookers > 1 or number < 160:
+                await cluster.create(_store(number))
+                number += 1
+                await stream.until(lambda s, wanted=number: s["objects"]["all"] == wanted)
+    slow.close()
+
+
+async def test_a_bus_that_is_gone_is_shown_until_it_is_back(tmp_path: Path) -> None:
+    async with running_nats_server(tmp_path / "nats") as server:
+        cluster = SqliteCluster(None, timestamp=lambda: "2026-01-01T00:00:00Z")
+        bus = await Bus(server.url, "test").connect()
+        await bus.ensure_assets()
+        view = LiveView(cluster, bus, system_clocks(), "life", "")
+        page = Page(view, beat_s=0.2)
+        async with (
+            http_port("127.0.0.1:0", str, page.routes()) as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+            reading(http) as stream,
+        ):
+            await stream.until(lambda s: s["problems"]["all"] == 0)
+            await asyncio.to_thread(server.stop)
+            await stream.until(lambda s: s["problems"]["rows"][0]["reason"] == "BusUnavailable")
+            # What the store says is shown meanwhile.
+            await cluster.create(_store(1))
+            await stream.until(lambda s: s["objects"]["all"] == 1)
+            await server.start_async()
+            await stream.until(lambda s: s["problems"]["all"] == 0)
+            page.close()
+        await bus.close()
+        cluster.close()
+
+
+async def test_an_address_in_use_says_what_to_do(served: tuple[Counting, LiveView, str]) -> None:
+    from snapshot_shared.errors import AddressInUse
+
+    _cluster, _view, url = served
+    routes: list[web.AbstractRouteDef] = []
+    with pytest.raises(AddressInUse, match="cannot listen on"):
+        async with http_port(url.removeprefix("http://"), str, routes):
+            pass

@@ -1,0 +1,450 @@
+"""A real operator with its page, on a real nats-server with the product's users.
+
+The nodes are played by the test: it says what they say, over their own keys. So each state of the
+page can be had at once, and whatever the page needs is proven to be permitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from snapshot_operator.adapters.sqlite import SqliteCluster
+from snapshot_operator.domain.conditions import timestamp
+from snapshot_operator.domain.nodes import node_absent, node_from
+from snapshot_shared import subjects
+from snapshot_shared.api import ApplyReply, ApplyRequest
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import Failure, NotFound
+from snapshot_shared.ids import NodeName, OrderId, token
+from snapshot_shared.objects import Node
+from snapshot_shared.orders import (
+    TERMINAL,
+    DeadLetter,
+    LayoutRef,
+    PartResult,
+    Presence,
+    PresenceDevice,
+    Progress,
+    Report,
+    VectorEntry,
+)
+from snapshot_shared.permissions import User, users_of
+from snapshot_shared.spans import SpanRecord
+from snapshotctl.adapters.inotify import appears
+from tests.support.keyed_server import KeyedServer, keyed_server
+
+GIB = 1024**3
+DIGEST = "sha256:" + "0" * 64
+PATIENCE_S = 30.0
+PRESENCE_EVERY_S = 10.0
+LOST = "node-4"
+
+
+class PlayedNode:
+    """One node: its agent's and its GPU memory service's words."""
+
+    def __init__(self, name: str, agent: Bus, gms: Bus, product: str, gpus: int) -> None:
+        self.name = NodeName(name)
+        self.agent = agent
+        self.gms = gms
+        self.devices = [
+            PresenceDevice(
+                index=index,
+                uuid=f"GPU-{name}-{index}",
+                product=product,
+                capacity_bytes=80 * GIB,
+            )
+            for index in range(gpus)
+        ]
+        self.version = "0.1.0"
+        self.used = [0] * gpus
+        self.sessions = [0] * gpus
+
+    async def appear(self) -> None:
+        presence = Presence(
+            node=self.name,
+            boot_id="boot",
+            version="0.1.0",
+            devices=self.devices,
+            drivers=["cooperative"],
+            artifact_root="/artifacts",
+            free_bytes=1536 * GIB,
+            slots=2,
+            at=time.time(),
+        )
+        await self.agent.put(subjects.NODES_BUCKET, token(self.name), encode_json(presence))
+
+    async def status(self, _data: bytes, _headers: Any) -> bytes:
+        devices = [
+            {
+                "uuid": device.uuid,
+                "index": device.index,
+                "product": device.product,
+                "endpoint": f"{self.name}-gpu{device.index}",
+                "capacity": device.capacity_bytes,
+                "used": used,
+                "free": device.capacity_bytes - used,
+                "retired": 0,
+                "domains": [
+                    {
+                        "domain": "weights",
+                        "lock": "RO",
+                        "sessions": [
+                            {
+                                "session": n,
+                                "access": "RO",
+                                "client": "engine",
+                                "pid": 100 + n,
+                                "state": "active",
+                            }
+                            for n in range(sessions)
+                        ],
+                    }
+                ],
+            }
+            for device, used, sessions in zip(self.devices, self.used, self.sessions, strict=True)
+        ]
+        return encode_json(
+            {"node": self.name, "incarnation": "one", "devices": devices, "version": self.version}
+        )
+
+
+class PageWorld:
+    """The operator's page at `url`, and the means to have things happen on it."""
+
+    def __init__(self, server: KeyedServer, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+        self.url = ""
+        self.nodes: dict[str, PlayedNode] = {}
+        self.process: asyncio.subprocess.Process | None = None
+        self._orders: dict[tuple[str, int], dict[str, Any]] = {}
+        self._news = asyncio.Condition()
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._cli: Bus | None = None
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "operator.log").read_text("utf-8", "replace")
+
+    async def start(self, **settings: str) -> None:
+        await (await self.server.root()).ensure_assets()
+        self._cli = await self.server.bus(User("snapshotctl"))
+        self._tasks.append(asyncio.create_task(self._collect()))
+        await self.start_operator(**settings)
+
+    async def start_operator(self, **settings: str) -> None:
+        file = self.folder / "page"
+        file.unlink(missing_ok=True)
+        environment = {
+            "SNAPBACK_NATS_URL": self.server.url,
+            "SNAPBACK_NATS_CREDENTIALS": self.server.seed(User("operator")),
+            "SNAPBACK_STATE_DIR": str(self.folder / "operator"),
+            "SNAPBACK_HTTP_ADDRESS": "127.0.0.1:0",
+            "SNAPBACK_PAGE_FILE": str(file),
+            "SNAPBACK_NATS_CONTEXT": "snapback-default",
+            **settings,
+        }
+        with (self.folder / "operator.log").open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "snapshot_operator.main",
+                env={**os.environ, **environment},
+                stderr=log,
+            )
+        async with asyncio.timeout(PATIENCE_S):
+            await appears(file)
+            # It appears when it is opened, and is written at once.
+            while not file.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        self.url = file.read_text().strip()
+
+    async def stop_operator(self) -> int:
+        process, self.process = self.process, None
+        assert process is not None
+        process.terminate()
+        return await process.wait()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.process is not None:
+            await self.stop_operator()
+
+    # What people do.
+
+    async def apply(self, *documents: dict[str, Any]) -> None:
+        assert self._cli is not None
+        raw = [msgspec.Raw(msgspec.json.encode(document)) for document in documents]
+        trace = f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-01"
+        request = encode_json(ApplyRequest(documents=raw, traceparent=trace))
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                with contextlib.suppress(NotFound):
+                    reply = await self._cli.request(subjects.api("apply"), request)
+                    break
+                await asyncio.sleep(0.05)
+        found = decode_json(reply, ApplyReply)
+        assert found.failure is None, found.failure
+
+    # What nodes do.
+
+    async def join(self, name: str, *, gpus: int = 2, product: str = "NVIDIA H100") -> PlayedNode:
+        agent = await self.server.bus(User("agent", NodeName(name)))
+        gms = await self.server.bus(User("gms", NodeName(name)))
+        node = PlayedNode(name, agent, gms, product, gpus)
+        self.nodes[name] = node
+        question = subjects.rpc(node.name, "gms", "status")
+        await gms.serve("snap-gms", "0.1.0", {"node": name}, {question: node.status})
+        self._tasks.append(asyncio.create_task(self._present(node)))
+        await node.appear()
+        return node
+
+    async def _present(self, node: PlayedNode) -> None:
+        while True:
+            await asyncio.sleep(PRESENCE_EVERY_S)
+            await node.appear()
+
+    async def _collect(self) -> None:
+        root = await self.server.root()
+        async with root.listening("snap.order.>") as heard:
+            while True:
+                delivery = await heard.get()
+                order = msgspec.json.decode(delivery.data)
+                if isinstance(order, dict) and "order" in order:
+                    order["service"] = delivery.subject.split(".")[3]
+                    async with self._news:
+                        self._orders[(order["order"], order["attempt"])] = order
+                        self._news.notify_all()
+
+    async def order(
+        self, verb: str, wanted: Callable[[dict[str, Any]], bool] = lambda _: True
+    ) -> dict[str, Any]:
+        """Wait for an order that was not taken yet, and take it."""
+
+        def found() -> tuple[str, int] | None:
+            return next(
+                (
+                    key
+                    for key, order in self._orders.items()
+                    if key[0].startswith(f"{verb}-") and wanted(order)
+                ),
+                None,
+            )
+
+        async with asyncio.timeout(PATIENCE_S), self._news:
+            while (key := found()) is None:
+                await self._news.wait()
+            return self._orders.pop(key)
+
+    async def report(self, order: dict[str, Any], kind: str, **fields: Any) -> None:
+        key = (order["order"], order["attempt"])
+        self._numbers[key] = self._numbers.get(key, 0) + 1
+        node = self.nodes[order["node"]]
+        bus = node.agent if order["service"] == "agent" else node.gms
+        report = Report(
+            order=key[0],
+            attempt=key[1],
+            n=self._numbers[key],
+            kind=kind,  # type: ignore[arg-type]
+            node=node.name,
+            service=order["service"],
+            at=time.time(),
+            **fields,
+        )
+        subject = subjects.report(node.name, OrderId(key[0]), kind)
+        await bus.publish(subject, encode_json(report))
+
+    async def done(self, order: dict[str, Any], **fields: Any) -> None:
+        """Accept an order and end it well."""
+        await self.report(order, "accepted")
+        await self.report(order, TERMINAL[order["order"].partition("-")[0]], **fields)
+
+    async def fail(self, order: dict[str, Any], failure: Failure) -> None:
+        await self.report(order, "accepted")
+        await self.report(order, "failed", failure=failure)
+
+    async def progress(self, order: dict[str, Any], step: str, done: int, total: int) -> None:
+        node = self.nodes[order["node"]]
+        bus = node.agent if order["service"] == "agent" else node.gms
+        message = Progress(
+            order=order["order"],
+            attempt=order["attempt"],
+            node=node.name,
+            part=order.get("part", "process"),
+            step=step,
+            done=done,
+            total=total,
+            at=time.time(),
+        )
+        subject = subjects.progress(node.name, OrderId(order["order"]))
+        await bus.publish(subject, encode_json(message))
+
+    async def span(
+        self, order: dict[str, Any], name: str, start: float, seconds: float, **fields: Any
+    ) -> None:
+        """Tell of a finished span below an order; `start` is seconds since the epoch."""
+        _, trace, parent, _ = order["traceparent"].split("-")
+        node = self.nodes[order["node"]]
+        service = order["service"]
+        span = SpanRecord(
+            trace_id=trace,
+            span_id=os.urandom(8).hex(),
+            parent_id=parent,
+            name=name,
+            service=f"snap-{service}",
+            node=node.name,
+            start_ns=int(start * 1e9),
+            end_ns=int((start + seconds) * 1e9),
+            **fields,
+        )
+        bus = node.agent if service == "agent" else node.gms
+        await bus.publish(subjects.span(node.name, trace), encode_json(span))
+
+    async def dead_letter(self, node: str, subject: str, failure: Failure) -> None:
+        letter = DeadLetter(
+            subject=subject,
+            node=node,
+            service="agent",
+            sequence=7,
+            at=time.time(),
+            failure=failure,
+            payload=b"TOP-SECRET",
+        )
+        bus = self.nodes[node].agent
+        await bus.publish(subjects.dead(NodeName(node)), encode_json(letter))
+
+    # Whole stories.
+
+    async def run_worker(self) -> dict[str, Any]:
+        order = await self.order("run")
+        await self.done(order)
+        if not order.get("standby"):
+            await self.report(order, "ready")
+        return order
+
+    async def prepare(self, bytes_a_gpu: int) -> list[dict[str, Any]]:
+        """Carry a capture on to its saves and give them, leased; its process part is staged."""
+        order = await self.order("prepare")
+        await self.report(order, "accepted")
+        vector = [VectorEntry(part="process")] + [
+            VectorEntry(
+                part=f"gpu-{device['ordinal']}",
+                ordinal=device["ordinal"],
+                layout=LayoutRef(
+                    device=device["uuid"],
+                    incarnation="one",
+                    generation=1,
+                    layout_id="layout",
+                    structure_hash="hash",
+                    bytes=bytes_a_gpu,
+                ),
+            )
+            for device in order["devices"]
+        ]
+        await self.report(order, "prepared", vector=vector)
+        began = time.time()
+        await self.span(order, "quiesce", began - 0.08, 0.05)
+        dump = await self.order("dump")
+        saves = [await self.order("save") for _ in order["devices"]]
+        for save in saves:
+            await self.report(save, "accepted")
+            await self.report(save, "leased")
+        part = PartResult(part="process", bytes=3 * 2**20, digest=DIGEST)
+        await self.done(dump, part=part)
+        await self.span(dump, "freeze", began, 0.01)
+        await self.span(dump, "copy-state", began + 0.01, 0.06)
+        await self.span(dump, "thaw", began + 0.07, 0.01)
+        return saves
+
+    async def capture(self, bytes_a_gpu: int = 14 * GIB) -> None:
+        """Play a whole capture well."""
+        await self.run_worker()
+        saves = await self.prepare(bytes_a_gpu)
+        await self.done(await self.order("release"))
+        for save in saves:
+            part = PartResult(part=save["part"], bytes=bytes_a_gpu, digest=DIGEST)
+            await self.report(save, "staged", part=part)
+        seal = await self.order("seal")
+        await self.done(seal, root_digest=DIGEST, bytes=bytes_a_gpu * len(saves))
+
+    async def restore(self, failure: Failure | None = None) -> None:
+        """Play a restore, up to its end or to a load that fails."""
+        await self.run_worker()
+        loads = [await self.order("load") for _ in range(2)]
+        for load in loads:
+            if failure is not None:
+                await self.fail(load, failure)
+            else:
+                await self.done(load, bytes=load["bytes"])
+        if failure is not None:
+            return
+        for _ in loads:
+            await self.done(await self.order("commit"))
+        await self.done(await self.order("restore"))
+
+
+def checkpoint(name: str, *, node: str = "node-1", model: str = "", **meta: Any) -> dict[str, Any]:
+    container = {
+        "name": "main",
+        "command": ["worker"],
+        "env": [{"name": "API_KEY", "value": "TOP-SECRET"}],
+        "resources": {"limits": {"nvidia.com/gpu": 2}},
+    }
+    spec = {"containers": [container], "nodeSelector": {"kubernetes.io/hostname": node}}
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoCheckpoint",
+        "metadata": {"name": name, **meta},
+        "spec": {
+            "identity": {"model": model or f"example/{name}", "backendFramework": "vllm"},
+            "job": {"sourcePolicy": "Resume", "podTemplateSpec": {"spec": spec}},
+        },
+    }
+
+
+def restored(name: str, source: str, node: str = "node-2") -> dict[str, Any]:
+    spec = checkpoint(name, node=node)["spec"]["job"]["podTemplateSpec"]["spec"]
+    meta = {"name": name, "annotations": {"nvidia.com/restore-from": source}}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+async def lose_node(folder: Path, name: str = LOST) -> None:
+    """Write into the store of an operator that does not run that it has lost a node."""
+    (folder / "operator").mkdir(mode=0o700, parents=True, exist_ok=True)
+    now = time.time() - 600
+    store = SqliteCluster(folder / "operator" / "objects.sqlite", timestamp=lambda: timestamp(now))
+    device = PresenceDevice(
+        index=0, uuid=f"GPU-{name}-0", product="NVIDIA H100", capacity_bytes=80 * GIB
+    )
+    presence = Presence(node=name, boot_id="boot", version="0.1.0", devices=[device], at=now)
+    node = await store.create(node_from(presence, None, now))
+    assert isinstance(node, Node)
+    await store.update_status(node_absent(node, 95.0, now))
+    store.close()
+
+
+@contextlib.asynccontextmanager
+async def page_world(folder: Path, **settings: str) -> AsyncIterator[PageWorld]:
+    """Run an operator with its page; the nodes are node-1 to node-3, once they join."""
+    users = users_of([NodeName(f"node-{number}") for number in (1, 2, 3)])
+    async with keyed_server(folder, users) as server:
+        world = PageWorld(server, folder)
+        try:
+            await world.start(**settings)
+            yield world
+        finally:
+            await world.close()

@@ -1,0 +1,355 @@
+"""What the page shows, as values: entries of objects, the sections, and the flow of orders."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from msgspec.structs import replace
+
+from snapshot_operator.domain.flow import Known, details, flow, waterfall
+from snapshot_operator.domain.nodes import node_absent
+from snapshot_operator.domain.page import (
+    LETTER_SHOWN_S,
+    MOST_OBJECTS,
+    Entry,
+    Facts,
+    entry_of,
+    problems,
+    revision,
+    sections,
+    told,
+    traced,
+)
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import Node, NodeSpec, OrderStatus
+from snapshot_shared.orders import DeadLetter, Progress, Report
+from snapshot_shared.spans import SpanRecord
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World
+
+OWNER = "00000000-0000-0000-0000-000000000001"
+CHECKPOINT = "dynamocheckpoints/default/llm"
+
+
+async def facts_of(world: World, **more: Any) -> Facts:
+    entries = {entry.key: entry for entry in map(entry_of, await world.everything())}
+    return Facts(entries=entries, presence=world.present, now=world.now, **more)
+
+
+async def captured() -> World:
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    return world
+
+
+def rows(facts: Facts, section: str) -> list[dict[str, Any]]:
+    return sections(facts)[section]["rows"]  # type: ignore[no-any-return]
+
+
+def order(verb: str, part: str = "", **fields: Any) -> OrderStatus:
+    values = {
+        "order": f"{verb}-{OWNER}" + (f"-{part}" if part else ""),
+        "verb": verb,
+        "attempt": 1,
+        "node": "node-1",
+        "service": "gms" if verb == "save" else "agent",
+        "payload": {"part": part} if part else {},
+        "ordered_at": 100.0,
+        "deadline": 200.0,
+    }
+    return OrderStatus(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def report(item: OrderStatus, n: int, kind: str, at: float, **fields: Any) -> Report:
+    return Report(
+        order=item.order,
+        attempt=item.attempt,
+        n=n,
+        kind=kind,  # type: ignore[arg-type]
+        node=item.node,
+        service=item.service,
+        at=at,
+        **fields,
+    )
+
+
+def progress(item: OrderStatus, done: int, total: int, attempt: int = 1) -> Progress:
+    return Progress(
+        order=item.order,
+        attempt=attempt,
+        node=item.node,
+        part="gpu-0",
+        step="write",
+        done=done,
+        total=total,
+        at=1.0,
+    )
+
+
+async def test_an_object_stands_first_and_what_it_led_to_below_it() -> None:
+    world = await captured()
+    found = rows(await facts_of(world), "objects")
+    assert [(row["kind"], row["below"]) for row in found] == [
+        ("DynamoCheckpoint", False),
+        ("Snapshot", True),
+        ("SnapshotContent", True),
+        ("Pod", True),
+    ]
+    assert {row["phase"] for row in found} == {"Ready"}
+
+
+async def test_an_empty_cluster_has_a_command_to_begin_with_and_no_problem() -> None:
+    found = sections(Facts(entries={}, context="snapback-x"))
+    assert found["problems"] == {"rows": [], "all": 0}
+    assert found["about"]["follow"] == ""
+    assert found["about"]["commands"]["start"] == [
+        "NATS_CONTEXT=snapback-x snapshotctl apply -f deploy/examples/checkpoint.yaml"
+    ]
+    assert found["about"]["commands"]["nodes"][0] == "nats --context snapback-x kv watch snap_nodes"
+
+
+async def test_what_is_under_way_comes_first_and_is_followed() -> None:
+    world = await captured()
+    await world.apply(restore_document(node="node-2"))
+    facts = await facts_of(world)
+    first = rows(facts, "objects")[0]
+    assert (first["key"], first["phase"]) == ("pods/default/restored", "Loading")
+    assert first["step"]["what"].startswith(("load on", "run on"))
+    assert sections(facts)["about"]["follow"] == "pods/default/restored"
+
+
+async def test_progress_of_another_attempt_is_not_shown() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    while not (saves := [o for o in world.open() if o.verb == "save"]):
+        for item in world.open():
+            await world.answer_well(item)
+    old = {saves[0].order: progress(saves[0], 1, 2, attempt=2)}
+    assert "total" not in rows(await facts_of(world, progress=old), "objects")[0]["step"]
+    new = {saves[0].order: progress(saves[0], 1, 1024)}
+    step = rows(await facts_of(world, progress=new), "objects")[0]["step"]
+    assert (step["done"], step["total"]) == (1, 2048)
+
+
+async def test_a_part_that_has_ended_counts_whole_while_others_go_on() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    while len(saves := [o for o in world.open() if o.verb == "save"]) < 2:
+        for item in world.open():
+            await world.answer_well(item)
+    heard = {item.order: progress(item, 512, 1024) for item in saves}
+    before = rows(await facts_of(world, progress=heard), "objects")[0]["step"]
+    await world.answer_well(saves[0])
+    after = rows(await facts_of(world, progress=heard), "objects")[0]["step"]
+    assert (before["done"], before["total"]) == (1024, 2048)
+    assert (after["done"], after["total"]) == (1536, 2048)
+    assert "2 parts" in before["what"]
+    assert f"save gpu-0: write on {saves[1].node}" == after["what"]
+
+
+async def test_a_list_is_bounded_and_says_how_many_there_are() -> None:
+    world = World()
+    await world.apply(checkpoint_document())
+    [one] = [e for e in map(entry_of, await world.everything()) if e.kind == "DynamoCheckpoint"]
+    entries: dict[str, Entry] = {}
+    for number in range(MOST_OBJECTS + 50):
+        key = f"dynamocheckpoints/default/llm-{number}"
+        entries[key] = replace(one, key=key, uid=str(number))
+    found = sections(Facts(entries=entries))["objects"]
+    assert (len(found["rows"]), found["all"]) == (MOST_OBJECTS, MOST_OBJECTS + 50)
+
+
+async def test_an_artifact_has_its_size_generation_and_verdict() -> None:
+    world = await captured()
+    [row] = rows(await facts_of(world), "artifacts")
+    assert (row["generation"], row["parts"], row["verdict"]) == (1, 3, "Committed")
+    assert row["size"] == 2058
+    assert row["snapshot"] == "default/llm"
+    assert row["readers"] == []
+
+
+async def test_a_failed_capture_is_one_problem_with_its_next_step() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    while not (found := [o for o in world.open() if o.verb == "prepare"]):
+        for item in world.open():
+            await world.answer_well(item)
+    await world.fail(found[0], "NotEligible")
+    await world.answer_all()
+    facts = await facts_of(world)
+    [problem] = problems(list(facts.entries.values()), facts)
+    assert problem["what"] == "DynamoCheckpoint llm failed"
+    assert problem["reason"] == "NotEligible"
+    assert problem["next"]
+    assert problem["open"] == CHECKPOINT
+
+
+async def test_a_damaged_artifact_is_one_problem_and_everything_that_holds_it_is_bad() -> None:
+    world = await captured()
+    await world.apply(restore_document(node="node-2"))
+    for item in world.open():
+        if item.verb == "load":
+            await world.fail(item, "ArtifactCorrupt")
+    await world.answer_all()
+    facts = await facts_of(world)
+    [row] = rows(facts, "artifacts")
+    assert row["verdict"] == "Quarantined"
+    phases = {row["key"]: row["phase"] for row in rows(facts, "objects")}
+    assert phases[CHECKPOINT] == "Ready (ArtifactCorrupt)"
+    assert phases["snapshots/default/llm"] == "Ready (ArtifactCorrupt)"
+    found = problems(list(facts.entries.values()), facts)
+    assert sorted(problem["what"] for problem in found) == [
+        "DynamoCheckpoint llm is damaged",
+        "Pod restored failed",
+    ]
+
+
+async def test_a_node_is_ready_closed_lost_or_not_heard_of() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    [node] = [value for value in await world.everything() if isinstance(value, Node)]
+    cases = {
+        "Ready": node,
+        "SchedulingDisabled": replace(node, spec=NodeSpec(unschedulable=True)),
+        "NotReady": node_absent(node, 20.0, world.now),
+        "Lost": node_absent(node_absent(node, 20.0, world.now), 95.0, world.now),
+    }
+    for phase, value in cases.items():
+        entry = entry_of(value)
+        facts = Facts(entries={entry.key: entry})
+        [row] = rows(facts, "nodes")
+        assert row["phase"] == phase
+        assert row["heard"] is None
+        assert row["gms"] is None
+        found = problems([entry], facts)
+        assert bool(found) == (phase in ("NotReady", "Lost"))
+
+
+def test_a_dead_letter_is_a_problem_for_a_day_and_its_payload_is_never_shown() -> None:
+    letter = DeadLetter(
+        subject="snap.order.x",
+        node="node-1",
+        service="agent",
+        sequence=3,
+        at=1000.0,
+        failure=Failure(reason="Poison", message="bad"),
+        payload=b"secret",
+    )
+    facts = Facts(entries={}, dead={"snap.dead.node-1": (3, letter)}, now=1000.0 + LETTER_SHOWN_S)
+    [problem] = problems([], facts)
+    assert problem["what"] == "3 dead letters on node-1, the newest for its agent"
+    assert "secret" not in json.dumps(problem)
+    assert problems([], facts._replace(now=facts.now + 1)) == []
+
+
+def test_a_bus_that_cannot_be_used_is_a_problem() -> None:
+    [problem] = problems([], Facts(entries={}, bus="not connected to NATS"))
+    assert (problem["reason"], problem["message"]) == ("BusUnavailable", "not connected to NATS")
+
+
+async def test_a_revision_changes_with_the_object_what_it_led_to_and_what_is_heard() -> None:
+    world = await captured()
+    facts = await facts_of(world)
+    entry = traced(facts.entries[CHECKPOINT], facts.entries)
+    before = revision(entry, facts, facts.entries)
+    content = (await world.content()).metadata.uid
+    heard = revision(entry, facts._replace(marks={content: 1}), facts.entries)
+    spans = revision(entry, facts._replace(marks={entry.trace: 1}), facts.entries)
+    moved = revision(entry, facts._replace(marks={f"{content}/progress": 1}), facts.entries)
+    assert len({before, heard, spans, moved}) == 4
+    assert told(before) == told(moved)
+    assert told(before) != told(heard)
+
+
+async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
+    world = World()
+    secret = [{"name": "API_KEY", "value": "TOP-SECRET"}]
+    document = restore_document()
+    document["metadata"]["annotations"] = {}
+    document["spec"]["containers"][0]["env"] = secret
+    await world.apply(document)
+    pod = await world.get("Pod", "restored")
+    found = json.dumps(details(entry_of(pod), Known([pod], [], [], {}), ""))
+    assert "TOP-SECRET" not in found
+    assert "API_KEY" not in found
+
+
+# The flow of orders.
+
+
+def test_a_report_is_never_drawn_before_its_order_whatever_its_clock_says() -> None:
+    item = order("prepare")
+    found = flow([item], [report(item, 2, "prepared", 1.0), report(item, 1, "accepted", 0.5)], {})
+    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "prepared"]
+    assert [arrow["at"] for arrow in found["arrows"]] == [0.0, 0.0]
+
+
+def test_an_acceptance_is_shown_until_something_comes_of_it() -> None:
+    item = order("prepare")
+    found = flow([item], [report(item, 1, "accepted", 101.0)], {})
+    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "accepted"]
+
+
+def test_a_report_that_came_twice_is_one_arrow_and_that_of_another_attempt_is_none() -> None:
+    item = order("prepare")
+    one = report(item, 2, "prepared", 101.0)
+    other = report(replace(item, attempt=2), 2, "prepared", 101.0)
+    found = flow([item], [one, one, other], {})
+    assert len(found["arrows"]) == 2
+
+
+def test_what_the_stream_has_lost_is_drawn_from_the_store() -> None:
+    item = order("prepare")
+    item = replace(item, state="prepared", final=report(item, 2, "prepared", 101.0))
+    found = flow([item], [], {})
+    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "prepared"]
+    assert found["bars"][0]["end"] == 1
+
+
+def test_work_under_way_has_no_end_and_shows_how_far_it_is() -> None:
+    item = order("save", "gpu-0")
+    found = flow([item], [], {item.order: progress(item, 1, 4)})
+    assert found["lanes"] == ["operator", "gms node-1"]
+    assert found["bars"] == [
+        {
+            "lane": 1,
+            "start": 0,
+            "label": "save gpu-0",
+            "state": "busy",
+            "done": 1,
+            "total": 4,
+            "step": "write",
+        }
+    ]
+
+
+def test_a_failure_is_named_on_its_arrow_and_a_lost_order_is_bad() -> None:
+    item = order("prepare", attempt=2)
+    failed = report(item, 1, "failed", 101.0, failure=Failure(reason="NotEligible", message="x"))
+    found = flow([replace(item, state="failed", final=failed)], [], {})
+    assert [arrow["state"] for arrow in found["arrows"]] == ["bad", "bad"]
+    assert found["arrows"][0]["label"] == "prepare #2"
+    assert found["arrows"][1]["label"] == "failed: NotEligible"
+    assert flow([order("prepare", state="lost")], [], {})["bars"][0]["state"] == "bad"
+
+
+def test_a_waterfall_gives_seconds_from_the_first_span() -> None:
+    base = {"trace_id": "t", "service": "snap-agent", "node": "node-1"}
+    spans = [
+        SpanRecord(span_id="a", name="capture", start_ns=10**9, end_ns=3 * 10**9, **base),
+        SpanRecord(
+            span_id="b", parent_id="a", name="dump", start_ns=2 * 10**9, end_ns=3 * 10**9, **base
+        ),
+    ]
+    found = waterfall(spans)
+    assert (found["total"], found["all"]) == (2.0, 2)
+    assert [(bar["name"], bar["depth"], bar["start"]) for bar in found["bars"]] == [
+        ("capture", 0, 0.0),
+        ("dump", 1, 1.0),
+    ]
