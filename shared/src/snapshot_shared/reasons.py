@@ -476,7 +476,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "NotReady": Reason(
             "Nothing new begins on this node: it is not known to be there with its devices.",
-            "Its agent has not been heard of for 30 s, or has not found its GPU memory service yet.",
+            "Its agent was not heard of for 30 s, or has not found its GPU memory service yet.",
             "`snapshotctl explain NODE`; in a local cluster: `snapshotctl sim restart NODE`.",
         ),
         "OutcomeUnknown": Reason(
