@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.snapback-setup
 SETUP_LOCK := .setup.lock
 SERVERS := .servers
+TOOLS := .tools/bin
+NATS_CLI := $(shell awk '$$1 == "github.com/nats-io/natscli" {print $$2}' tests/support/tools/go.mod)
 # In the order of their dependencies.
 PACKAGES := shared services/operator services/snapshot-agent services/gms services/snapshotctl
 SETUP_INPUTS := requirements.lock $(PACKAGES:%=%/pyproject.toml)
@@ -29,7 +31,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs idle leftovers clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs docs-test inspect-docs tools idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -147,6 +149,19 @@ demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python -m docs.generate
 
+tools: ## Put the nats CLI into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
+	@mkdir -p $(TOOLS)
+	@if [[ -x "$${SNAPBACK_TOOLS:-}/nats" ]]; then \
+		install -m 755 "$$SNAPBACK_TOOLS/nats" $(TOOLS)/nats; \
+	elif [[ "$$($(TOOLS)/nats --version 2>/dev/null)" != "$(NATS_CLI)" ]]; then \
+		command -v go >/dev/null || { echo "tools: there is no Go here to build the nats CLI" \
+			"$(NATS_CLI); install Go 1.25 or later, or give a folder that has the program:" \
+			"make tools SNAPBACK_TOOLS=/usr/local/bin" >&2; exit 1; }; \
+		echo "Building the nats CLI $(NATS_CLI): a minute the first time"; \
+		cd tests/support/tools && go build -o "$(CURDIR)/$(TOOLS)/nats" github.com/nats-io/natscli/nats; \
+	fi
+	@echo "$(TOOLS)/nats is $$($(TOOLS)/nats --version)"
+
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
 
@@ -154,6 +169,6 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
+	rm -rf $(VENV) $(SERVERS) .tools .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

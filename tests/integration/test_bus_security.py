@@ -354,7 +354,7 @@ async def test_who_may_look_cannot_give_orders_or_touch_streams(world: World, us
     allowed |= {"look at a stream", "list streams", "get a message", "account"}
     allowed |= {name for name in SENT if name.endswith("directly")}
     if user.role == "snapshotctl":
-        allowed |= {"apply", "delete", "fault in b"}
+        allowed |= {"apply", "delete", "fault in b", "pause the consumer of b"}
     for name, (subject, value) in SENT.items():
         world.server.complaints.clear()
         await client.publish(subject, _body(value))

@@ -219,6 +219,7 @@ def _snapshotctl() -> Allowed:
         subjects.api("verify"),
         "snap.rpc.*.*.sim",
         "snap.span.cli.*",
+        f"{_API}.CONSUMER.PAUSE.{subjects.ORDERS}.*",
         *(subject for stream in _WITHOUT_DURABLES for subject in _consumers(stream)),
     )
     return viewer._replace(publish=publish)
