@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_shared.errors import AlreadyExists, Conflict, NotFound
+from snapshot_shared.objects import Node, NodeSpec, NodeStatus, ObjectMeta
 from tests.support.objects import checkpoint
 
 NOW = "2026-01-01T00:00:00Z"
@@ -76,6 +77,33 @@ async def test_a_status_write_keeps_spec_and_metadata(cluster: SqliteCluster) ->
     stored = await cluster.update_status(with_message(forged, "x"))
     assert stored.metadata.labels == {}
     assert stored.spec == first.spec
+
+
+async def test_a_spec_write_keeps_status_and_raises_the_generation(
+    cluster: SqliteCluster,
+) -> None:
+    node: Any = await cluster.create(Node(metadata=ObjectMeta(name="node-1")))
+    told: Any = await cluster.update_status(replace(node, status=NodeStatus(version="1")))
+    wanted = replace(told, spec=NodeSpec(unschedulable=True), status=NodeStatus(version="forged"))
+    stored: Any = await cluster.update_spec(wanted)
+    assert stored.spec.unschedulable
+    assert stored.status.version == "1"
+    assert stored.metadata.generation == 2
+    assert await cluster.get("Node", None, "node-1") == stored
+
+
+async def test_a_stale_spec_write_is_a_conflict_and_one_to_what_is_gone_is_not_found(
+    cluster: SqliteCluster,
+) -> None:
+    node: Any = await cluster.create(Node(metadata=ObjectMeta(name="node-1")))
+    newer = await cluster.update_status(replace(node, status=NodeStatus(version="1")))
+    wanted = replace(node, spec=NodeSpec(unschedulable=True))
+    with pytest.raises(Conflict):
+        await cluster.update_spec(wanted)
+    assert await cluster.get("Node", None, "node-1") == newer
+    await cluster.delete(newer)
+    with pytest.raises(NotFound):
+        await cluster.update_spec(wanted)
 
 
 async def test_a_status_write_to_a_deleted_object_is_not_found(cluster: SqliteCluster) -> None:

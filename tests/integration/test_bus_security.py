@@ -56,6 +56,12 @@ SENT: dict[str, tuple[str, Any]] = {
     "bucket of its own": (subjects.bucket_key("mine", "x"), {}),
     "apply": (subjects.api("apply"), {"documents": []}),
     "delete": (subjects.api("delete"), {"kind": "Pod", "name": "x"}),
+    "verify": (subjects.api("verify"), {"kind": "Snapshot", "name": "x"}),
+    "cordon b": (subjects.api("cordon"), {"node": B, "unschedulable": True}),
+    "uncordon itself": (subjects.api("cordon"), {"node": A, "unschedulable": False}),
+    "abort a capture": (subjects.api("abort"), {"kind": "Snapshot", "name": "x", "by": "me"}),
+    "requeue an order": (subjects.api("requeue"), {"order": ORDER}),
+    "the operator's health": (subjects.api("health"), {}),
     "get": (subjects.api("get"), {"kind": "Pod"}),
     "the specs of b": (subjects.template(B), {"name": "x"}),
     "fault in b": (subjects.rpc(B, "agent", "sim"), {"arm": {"action": "crash", "step": "seal"}}),
@@ -354,7 +360,9 @@ async def test_who_may_look_cannot_give_orders_or_touch_streams(world: World, us
     allowed |= {"look at a stream", "list streams", "get a message", "account"}
     allowed |= {name for name in SENT if name.endswith("directly")}
     if user.role == "snapshotctl":
-        allowed |= {"apply", "delete", "fault in b", "pause the consumer of b"}
+        allowed |= {"apply", "delete", "verify", "fault in b", "cordon b", "uncordon itself"}
+        allowed |= {"abort a capture", "requeue an order", "the operator's health"}
+        allowed |= {"pause the consumer of b"}
     for name, (subject, value) in SENT.items():
         world.server.complaints.clear()
         await client.publish(subject, _body(value))

@@ -394,6 +394,10 @@ class StoreView:
             raise Conflict("somebody else wrote first")
         return await self._world.store.update_status(value)
 
+    async def update_spec(self, value: AnyObject) -> AnyObject:
+        await self._delay()
+        return await self._world.store.update_spec(value)
+
     async def delete(self, value: AnyObject) -> bool:
         await self._delay()
         return await self._world.store.delete(value)

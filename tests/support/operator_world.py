@@ -14,6 +14,7 @@ from snapshot_operator.controller import Controller, Interpreter
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.domain.retention import Limits
 from snapshot_operator.handlers import Api, fold_presence, fold_report
+from snapshot_operator.handlers.operations import Operations, Sweeping
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.errors import BusUnavailable, Failure
 from snapshot_shared.objects import AnyObject, OrderStatus
@@ -48,6 +49,10 @@ class MemoryOrders:
             self.stream[order.order] = order
             self.history.append(order)
 
+    async def replace(self, order: OrderStatus) -> None:
+        self.stream[order.order] = order
+        self.history.append(order)
+
     async def withdraw(self, order: OrderStatus) -> None:
         found = self.stream.get(order.order)
         if found is not None and found.attempt <= order.attempt:
@@ -76,6 +81,11 @@ class World:
             self.cluster, self.orders, self.interpreter, lambda: self.now, limits
         )
         self.api = Api(self.cluster)
+        self.operations = Operations(
+            self.cluster,
+            self.orders,
+            lambda: Sweeping(self.controller.swept_at, self.controller.fill),
+        )
         self.present: dict[str, Presence] = {}
         self.answered: set[tuple[str, int]] = set()
         self.numbers: dict[tuple[str, int], int] = {}

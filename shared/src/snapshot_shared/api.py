@@ -7,9 +7,10 @@ Every reply either has a `failure` or the fields of its success.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from snapshot_shared.errors import Failure
 
@@ -89,6 +90,67 @@ class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     content: str = ""
     verification: int = 0
+    failure: Failure | None = None
+
+
+class CordonRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Let nothing new begin on a node, or let it again."""
+
+    node: str
+    unschedulable: bool
+
+
+class CordonReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The node, and whether it was otherwise before."""
+
+    node: str = ""
+    changed: bool = False
+    failure: Failure | None = None
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """End the capture behind a checkpoint, snapshot or content now. `by` is shown to people."""
+
+    kind: str
+    namespace: str | None = None
+    name: str
+    by: Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class AbortReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The content, and the state its capture was in; it ends `Failed` with reason `Aborted`."""
+
+    content: str = ""
+    capture: str = ""
+    failure: Failure | None = None
+
+
+class RequeueRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Publish the current order with this id again, as the operator has it."""
+
+    order: str
+
+
+class RequeueReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was published, and for whom."""
+
+    order: str = ""
+    attempt: int = 0
+    node: str = ""
+    service: str = ""
+    failure: Failure | None = None
+
+
+class HealthRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask how the operator itself is."""
+
+
+class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The operator's version, its last sweep (seconds since the epoch), and how full ORDERS was."""
+
+    version: str = ""
+    swept_at: float | None = None
+    fill: float = 0.0
     failure: Failure | None = None
 
 

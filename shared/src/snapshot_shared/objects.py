@@ -2,7 +2,8 @@
 
 They are the Kubernetes objects of the same names. Of Job and Pod only the fields below are
 honoured in standalone mode; `manifests` refuses any other by its path. Spec is what a user wants
-and never changes after creation; status is written by the operator alone.
+and never changes after creation, but for a Node that is cordoned; status is written by the
+operator alone.
 """
 
 from __future__ import annotations
@@ -316,7 +317,8 @@ class SnapshotContentStatus(
     `attempt` is the fencing token. `obligations` are the verbs that still have to be answered
     before this object is settled. `readers` are uids of pods that restore from it.
     `verifications` counts what was asked for and `verified` what has ended; `doubted` is the
-    number that had been asked for when damage was last found.
+    number that had been asked for when damage was last found. `abort_requested_by` names who
+    wants the capture to end now, if somebody does.
     """
 
     capture: Capture = Capture.PENDING
@@ -330,6 +332,7 @@ class SnapshotContentStatus(
     verifications: int = 0
     verified: int = 0
     doubted: int = 0
+    abort_requested_by: str = ""
     failure: Failure | None = None
     traceparent: str = ""
     conditions: list[Condition] = []
@@ -432,7 +435,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What people want of a node."""
+    """What people want of a node; nothing new begins on one that is `unschedulable` (cordoned)."""
 
     unschedulable: bool = False
 

@@ -40,6 +40,9 @@ VIEWERS = "SNAPBACK_VIEWERS"
 ANSWER_S = 10
 """How long after a question its answer may be sent, in seconds."""
 
+PEOPLES_VERBS = ("apply", "delete", "verify", "cordon", "abort", "requeue", "health")
+"""What only the person at the command line may ask of the operator."""
+
 _API = "$JS.API"
 _WITHOUT_DURABLES = tuple(s for s in STREAMS if s not in (subjects.ORDERS, subjects.REPORTS))
 
@@ -214,9 +217,7 @@ def _snapshotctl() -> Allowed:
     viewer = _viewer()
     publish = (
         *viewer.publish,
-        subjects.api("apply"),
-        subjects.api("delete"),
-        subjects.api("verify"),
+        *(subjects.api(verb) for verb in PEOPLES_VERBS),
         "snap.rpc.*.*.sim",
         "snap.span.cli.*",
         f"{_API}.CONSUMER.PAUSE.{subjects.ORDERS}.*",

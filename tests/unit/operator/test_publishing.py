@@ -58,3 +58,25 @@ def test_a_newer_attempt_replaces_the_older() -> None:
 
 def test_the_same_attempt_is_stored_once() -> None:
     assert run(1, 1) == (1, 1)
+
+
+def test_replacing_puts_an_order_in_place_of_whatever_stands_there() -> None:
+    async def replaced() -> list[bytes]:
+        bus = await SimBus(SimServer(), "operator").connect()
+        await bus.ensure_assets()
+        orders = NatsOrders(bus)  # type: ignore[arg-type]
+        await orders.replace(order(1))
+        # Poison that claims to be newer than every order.
+        await bus.publish(SUBJECT, b'{"attempt": 1000000}')
+        await orders.publish(order(1))
+        before = await bus.last(subjects.ORDERS, SUBJECT)
+        await orders.replace(order(1))
+        after = await bus.last(subjects.ORDERS, SUBJECT)
+        assert before is not None
+        assert after is not None
+        return [before[1], after[1]]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        before, after = runner.run(replaced())
+    assert msgspec.json.decode(before) == {"attempt": 1000000}
+    assert msgspec.json.decode(after) == {"order": ORDER, "attempt": 1}

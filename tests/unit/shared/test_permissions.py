@@ -67,7 +67,7 @@ def test_only_the_operator_orders_and_changes_streams(user: User) -> None:
 
 @pytest.mark.parametrize("user", USERS, ids=lambda user: user.name)
 def test_only_the_person_at_the_command_line_changes_objects(user: User) -> None:
-    for verb in ("apply", "delete", "verify"):
+    for verb in ("apply", "delete", "verify", "cordon", "abort", "requeue", "health"):
         assert may_publish(user, subjects.api(verb)) == (user.role == "snapshotctl")
     assert may_publish(user, subjects.api("get")) == (user.role in ("snapshotctl", "viewer"))
     assert may_publish(user, "snap.rpc.agent.node-a.sim") == (user.role == "snapshotctl")

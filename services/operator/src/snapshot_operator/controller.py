@@ -349,6 +349,10 @@ class Controller:
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._changed_kinds: set[str] = set()
         self._looked_as_of = cluster.as_of()
+        self.swept_at: float | None = None
+        """When the stream was last made to agree with the store, in seconds since the epoch."""
+        self.fill = 0.0
+        """The share of the stream's room that was taken then."""
         cluster.subscribe(self._changed)
 
     def enqueue(self, key: Key) -> None:
@@ -497,10 +501,11 @@ class Controller:
         await self._measure()
         for order in sorted(unanswered, key=lambda order: order.verb not in fold.CLEANING):
             await self._publish_again(order, published)
+        self.swept_at = self._wall()
 
     async def _measure(self) -> None:
         """See whether there is room for new work; when there is again, look at who waits."""
-        fill = await self._orders.fill()
+        self.fill = fill = await self._orders.fill()
         was_full, self._observer.is_full = self._observer.is_full, backpressure.is_full(fill)
         if self._observer.is_full:
             log.warning("the stream of orders is %.0f%% full: nothing new begins", 100 * fill)

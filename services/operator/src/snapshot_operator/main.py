@@ -18,6 +18,7 @@ from snapshot_operator.controller import Controller, Interpreter, Key
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.domain.retention import Limits
 from snapshot_operator.handlers import Api, fold_one_presence, fold_presence, fold_report
+from snapshot_operator.handlers.operations import Operations, Sweeping
 from snapshot_operator.ports import Cluster, Nodes
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Delivery
@@ -115,7 +116,9 @@ async def _serve(
     orders = NatsOrders(bus)
     interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
     controller = Controller(cluster, orders, interpreter, clocks.wall, limits)
-    endpoints = {subjects.api(verb): handler for verb, handler in Api(cluster).endpoints().items()}
+    operations = Operations(cluster, orders, lambda: Sweeping(controller.swept_at, controller.fill))
+    answers = Api(cluster).endpoints() | operations.endpoints()
+    endpoints = {subjects.api(verb): handler for verb, handler in answers.items()}
     await bus.serve("snap-operator", VERSION, {"node": NODE}, endpoints)
     log.info("the operator serves")
     await until_stopped(

@@ -40,6 +40,9 @@ class Cluster(Protocol):
         was decided may rest on more objects than the one that is written.
         """
 
+    async def update_spec(self, value: AnyObject) -> AnyObject:
+        """Replace the spec; its generation rises. Conflict when stale, NotFound when gone."""
+
     async def delete(self, value: AnyObject) -> bool:
         """Mark for deletion; without finalizers the object is gone at once (True)."""
 
@@ -63,6 +66,9 @@ class OrderBus(Protocol):
 
     async def publish(self, order: OrderStatus) -> None:
         """Publish one order; a higher attempt replaces a lower, an equal one is left alone."""
+
+    async def replace(self, order: OrderStatus) -> None:
+        """Publish one order in place of whatever stands on its subject. BusUnavailable."""
 
     async def withdraw(self, order: OrderStatus) -> None:
         """Delete the message of an answered order; absent is success."""

@@ -20,6 +20,9 @@ from snapshot_shared.orders import SCHEMA_VERSION, Presence
 
 log = logging.getLogger(__name__)
 
+TRIES = 5
+"""How often a publish is tried while others write on the same subject."""
+
 
 class _Claim(msgspec.Struct):
     attempt: int = 0
@@ -35,14 +38,10 @@ class NatsOrders:
     async def publish(self, order: OrderStatus) -> None:
         """Publish with the expected last sequence; on conflict compare attempts and decide."""
         subject = _subject(order)
-        payload = encode_json(order.payload)
-        headers = {"Snapback-Schema": str(SCHEMA_VERSION)}
-        if trace := order.payload.get("traceparent"):
-            headers["traceparent"] = trace
         expected = 0
-        for _ in range(5):
+        for _ in range(TRIES):
             try:
-                await self._bus.publish(subject, payload, headers=headers, expected_last=expected)
+                await self._send(subject, order, expected)
             except Conflict:
                 found = await self._bus.last(subjects.ORDERS, subject)
                 if found is None:
@@ -54,6 +53,24 @@ class NatsOrders:
             else:
                 return
         raise Conflict(f"order {order.order} keeps changing on the stream")
+
+    async def replace(self, order: OrderStatus) -> None:
+        """Publish whatever stands there. A later attempt that this hides, the sweep puts back."""
+        subject = _subject(order)
+        for _ in range(TRIES):
+            found = await self._bus.last(subjects.ORDERS, subject)
+            try:
+                return await self._send(subject, order, found[0] if found else 0)
+            except Conflict:
+                continue
+        raise Conflict(f"order {order.order} keeps changing on the stream")
+
+    async def _send(self, subject: str, order: OrderStatus, expected: int) -> None:
+        headers = {"Snapback-Schema": str(SCHEMA_VERSION)}
+        if trace := order.payload.get("traceparent"):
+            headers["traceparent"] = trace
+        payload = encode_json(order.payload)
+        await self._bus.publish(subject, payload, headers=headers, expected_last=expected)
 
     async def withdraw(self, order: OrderStatus) -> None:
         """Delete the message by its exact sequence, if it is still this attempt."""

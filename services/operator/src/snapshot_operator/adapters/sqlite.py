@@ -173,6 +173,20 @@ class SqliteCluster:
         self._transact(write)
         return final
 
+    async def update_spec(self, value: AnyObject) -> AnyObject:
+        """Replace the spec of an object that has not changed since it was read."""
+        final = value
+
+        def write(version: str) -> tuple[Change, AnyObject]:
+            nonlocal final
+            found: Any = self._current(value)
+            meta = replace(found.metadata, generation=found.metadata.generation + 1)
+            final = _with_version(replace(found, spec=value.spec, metadata=meta), version)
+            return "MODIFIED", self._store(final)
+
+        self._transact(write)
+        return final
+
     async def delete(self, value: AnyObject) -> bool:
         """Mark for deletion; without finalizers the object is gone at once."""
         stamp = self._timestamp()

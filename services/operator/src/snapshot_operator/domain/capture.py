@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from snapshot_operator.domain import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.domain.nodes import lost_nodes
 from snapshot_operator.domain.plan import Finalize, Plan, status_plan
+from snapshot_operator.domain.scheduler import unusable_for_new_work
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects import (
     TRACEPARENT,
@@ -32,6 +33,9 @@ from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
 MAX_ATTEMPTS = 3
 MAX_BYTES = 2**50
 _SETTLED = (Capture.READY, Capture.FAILED)
+_UNDER_WAY = (Capture.PREPARING, Capture.STAGING, Capture.SEALING)
+CORDONED = "NodeCordoned"
+_ABORTED = Failure(reason="Aborted", message="the capture was aborted")
 
 
 class CaptureView(NamedTuple):
@@ -56,6 +60,13 @@ def reconcile_content(view: CaptureView, now: float) -> Plan:
         return _plan(content, replace(content.status, orders=orders), now)
     if content.metadata.deletion_timestamp:
         return _deletion(view, now)
+    if (failure := _wanted_end(content)) and content.status.capture in _UNDER_WAY:
+        return _failed(content, failure, now)
+    return _step(view, now)
+
+
+def _step(view: CaptureView, now: float) -> Plan:
+    content = view.content
     match content.status.capture:
         case Capture.PENDING:
             return _begin(view, now)
@@ -112,8 +123,29 @@ def _plan(content: SnapshotContent, status: SnapshotContentStatus, now: float) -
     return status_plan(content, new, wake_at=fold.next_deadline(status.orders, now))
 
 
+def _wanted_end(content: SnapshotContent) -> Failure | None:
+    """Say that somebody wants the capture to end, if somebody does."""
+    by = content.status.abort_requested_by
+    if not by:
+        return None
+    return Failure(
+        reason="Aborted",
+        message=f"the capture was aborted by {by}",
+        values={"by": by},
+        next_step="delete it, and apply it again when the worker may be captured",
+    )
+
+
 def _begin(view: CaptureView, now: float) -> Plan:
     content = view.content
+    if failure := _wanted_end(content):
+        # Nothing was begun, or all that was has answered.
+        rows = conditions.failed(content.status.conditions, content, now, failure)
+        ended = _moved(content, CaptureEvent.FAILED, failure=failure, conditions=rows)
+        return _plan(content, ended, now)
+    home = content.spec.source.node_name
+    if any(node.metadata.name == home and node.spec.unschedulable for node in view.nodes):
+        return _waits(content, CORDONED, f"node {home} is cordoned: no capture begins there", now)
     if _is_queued_behind(content, view.siblings):
         message = "an older capture of the same container is not settled yet"
         return _waits(content, "WaitingForCapture", message, now)
@@ -286,8 +318,9 @@ def _ready(view: CaptureView, now: float) -> Plan:
 def _reader(view: CaptureView) -> str | quarantine.Wait:
     if view.is_full:
         return quarantine.Wait(backpressure.REASON, backpressure.MESSAGE)
-    wait = quarantine.Wait("NoNode", "no node is ready to read the artifact")
-    return _reading_node(view) or wait
+    wait = quarantine.Wait("NoNode", "no node is ready to read the artifact, and not cordoned")
+    open_ = [node for node in view.nodes if not unusable_for_new_work(node)]
+    return _reading_node(view._replace(nodes=open_)) or wait
 
 
 def _release(content: SnapshotContent, now: float) -> Plan:
@@ -334,7 +367,7 @@ def _aborting(view: CaptureView, now: float) -> Plan:
     waiting = [item for item in current if not fold.is_answered(item) and now < item.deadline]
     if waiting:
         return Plan(wake_at=fold.next_deadline(waiting, now))
-    failure = status.failure or Failure(reason="Aborted", message="the capture was aborted")
+    failure = _wanted_end(content) or status.failure or _ABORTED
     was_frozen = any(item.verb == "dump" for item in current)
     all_answered = all(fold.is_answered(item) for item in current)
     may_retry = failure.retryable and not was_frozen and not content.metadata.deletion_timestamp
@@ -348,13 +381,14 @@ def _aborting(view: CaptureView, now: float) -> Plan:
         )
         return _plan(content, _moved(content, CaptureEvent.RETRY, conditions=again), now)
     gave_up = conditions.failed(status.conditions, content, now, failure)
-    return _plan(content, _moved(content, CaptureEvent.ABORTED, conditions=gave_up), now)
+    ended = _moved(content, CaptureEvent.ABORTED, failure=failure, conditions=gave_up)
+    return _plan(content, ended, now)
 
 
 def _deletion(view: CaptureView, now: float) -> Plan:
     content = view.content
     status = content.status
-    if status.capture in (Capture.PREPARING, Capture.STAGING, Capture.SEALING):
+    if status.capture in _UNDER_WAY:
         failure = Failure(reason="Deleted", message="the snapshot was deleted during its capture")
         return _failed(content, failure, now)
     if status.capture is Capture.ABORTING:

@@ -45,8 +45,8 @@ def place(
         if refusal:
             continue
         name = node.metadata.name
-        if node.spec.unschedulable or not is_true(node.status.conditions, "Ready"):
-            reasons.append(f"{name} is not ready")
+        if unusable := unusable_for_new_work(node):
+            reasons.append(f"{name} {unusable}")
             continue
         free = [d for d in node.status.devices if d.uuid not in used.get(name, set())]
         if len(free) >= wanted:
@@ -56,6 +56,13 @@ def place(
             )
         reasons.append(f"{name} has {len(free)} of {wanted} GPUs free")
     return Waiting("Unschedulable", "; ".join(reasons))
+
+
+def unusable_for_new_work(node: Node) -> str:
+    """Say why nothing new may begin on a node, for the end of a sentence; empty when it may."""
+    if not is_true(node.status.conditions, "Ready"):
+        return "is not ready"
+    return "is cordoned" if node.spec.unschedulable else ""
 
 
 def _admits(pod: Pod, node: Node) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -14,6 +14,7 @@ from snapshot_operator.domain import fold, quarantine
 from snapshot_operator.domain.nodes import absences, node_absent, node_from
 from snapshot_operator.domain.ordering import template_digest
 from snapshot_operator.domain.plan import FINALIZER, orders_of
+from snapshot_operator.handlers.answering import Endpoint, answering
 from snapshot_operator.ports import Cluster
 from snapshot_shared import subjects
 from snapshot_shared.api import (
@@ -30,20 +31,17 @@ from snapshot_shared.api import (
     VerifyRequest,
 )
 from snapshot_shared.bus import ASKED
-from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import (
     AlreadyExists,
     Conflict,
     Forbidden,
     InvalidManifest,
-    InvalidMessage,
     NoSpace,
     NotEligible,
     NotFound,
-    SnapbackError,
     StalePodReference,
     StoreBusy,
-    failure_of,
 )
 from snapshot_shared.ids import OrderId, check_node, owner_of
 from snapshot_shared.manifests import parse
@@ -65,9 +63,6 @@ from snapshot_shared.orders import Presence, Report
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 900 * 1024
-_T = TypeVar("_T")
-
-Endpoint = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 
 
 class Api:
@@ -80,10 +75,10 @@ class Api:
     def endpoints(self) -> dict[str, Endpoint]:
         """Give the handler of each `snap.api.<verb>`; a node asks for templates by its name."""
         return {
-            "apply": _answering(ApplyRequest, ApplyReply, self.apply),
-            "get": _answering(GetRequest, GetReply, self.get),
-            "delete": _answering(DeleteRequest, DeleteReply, self.delete),
-            "verify": _answering(VerifyRequest, VerifyReply, self.verify),
+            "apply": answering(ApplyRequest, ApplyReply, self.apply),
+            "get": answering(GetRequest, GetReply, self.get),
+            "delete": answering(DeleteRequest, DeleteReply, self.delete),
+            "verify": answering(VerifyRequest, VerifyReply, self.verify),
             "template.*": self._template,
         }
 
@@ -204,7 +199,7 @@ class Api:
                 raise Forbidden(f"this is not the subject on which {request.node} asks")
             return await self.template(request)
 
-        return await _answering(TemplateRequest, TemplateReply, answer)(data, headers)
+        return await answering(TemplateRequest, TemplateReply, answer)(data, headers)
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
         """Give an agent the spec of a pod that was placed on its node."""
@@ -289,22 +284,6 @@ def _applied(value: AnyObject, action: Any) -> Applied:
         uid=meta.uid,
         action=action,
     )
-
-
-def _answering(
-    request_type: type[_T], reply_type: type[Any], handler: Callable[[_T], Awaitable[Any]]
-) -> Endpoint:
-    async def answer(data: bytes, _headers: Mapping[str, str]) -> bytes:
-        try:
-            request = decode_json(data, request_type, limit=1024 * 1024)
-            return encode_json(await handler(request))
-        except (SnapbackError, InvalidMessage) as error:
-            return encode_json(reply_type(failure=error.to_failure()))
-        except Exception as error:
-            log.exception("request failed")
-            return encode_json(reply_type(failure=failure_of(error)))
-
-    return answer
 
 
 async def fold_report(

@@ -1,0 +1,287 @@
+"""What people on call wish: cordon a node, abort a capture, have an order sent again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from snapshot_operator.domain.scheduler import Waiting, place
+from snapshot_shared.api import (
+    AbortReply,
+    AbortRequest,
+    CordonReply,
+    CordonRequest,
+    HealthReply,
+    HealthRequest,
+    RequeueReply,
+    RequeueRequest,
+    VerifyRequest,
+)
+from snapshot_shared.codec import encode_json
+from snapshot_shared.objects import Pod, condition, is_true
+from snapshot_shared.transitions import Capture
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World
+
+REPLIES = {
+    "cordon": CordonReply,
+    "abort": AbortReply,
+    "requeue": RequeueReply,
+    "health": HealthReply,
+}
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await world.join(presence("node-1"))
+    return world
+
+
+async def ask(world: World, verb: str, request: Any) -> Any:
+    """Ask as a client does: bytes in, bytes out; then let the operator settle."""
+    data = request if isinstance(request, bytes) else encode_json(request)
+    answer = await world.operations.endpoints()[verb](data, {})
+    await world.settle()
+    return msgspec.json.decode(answer, type=REPLIES[verb])
+
+
+async def cordon(world: World, node: str, *, unschedulable: bool = True) -> Any:
+    return await ask(world, "cordon", CordonRequest(node=node, unschedulable=unschedulable))
+
+
+async def abort(world: World, kind: str = "dckpt", name: str = "llm") -> Any:
+    return await ask(world, "abort", AbortRequest(kind=kind, name=name, by="ann@desk"))
+
+
+async def requeue(world: World, order: str) -> Any:
+    return await ask(world, "requeue", RequeueRequest(order=order))
+
+
+async def prepared(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+
+
+@pytest.mark.parametrize("verb", ["cordon", "abort", "requeue"])
+@pytest.mark.parametrize("data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"node": 7}'])
+async def test_noise_is_answered_with_a_reason(world: World, verb: str, data: bytes) -> None:
+    assert (await ask(world, verb, data)).failure.reason == "InvalidMessage"
+
+
+# Cordon.
+
+
+async def test_a_cordoned_node_gets_no_new_pod_until_it_is_uncordoned(world: World) -> None:
+    assert (await cordon(world, "node-1")).changed
+    document = restore_document()
+    del document["metadata"]["annotations"]
+    await world.apply(document)
+    assert not world.open("run")
+    pod = await world.get("Pod", "restored")
+    assert (pod.status.reason, pod.status.message) == ("Unschedulable", "node-1 is cordoned")
+    assert (await cordon(world, "node-1", unschedulable=False)).changed
+    assert world.open("run")
+
+
+async def test_the_scheduler_passes_a_cordoned_node_by_for_one_that_is_not(world: World) -> None:
+    await world.join(presence("node-2"))
+    await cordon(world, "node-1")
+    await world.apply(checkpoint_document())
+    assert [order.node for order in world.open("run")] == ["node-2"]
+
+
+async def test_the_scheduler_tells_a_cordoned_node_from_one_that_is_not_ready(
+    world: World,
+) -> None:
+    await cordon(world, "node-1")
+    nodes: Any = await world.cluster.list("Node")
+    pod = msgspec.convert({**restore_document(), "kind": "Pod"}, Pod)
+    assert place(pod, nodes, {}, []) == Waiting("Unschedulable", "node-1 is cordoned")
+    world.present.clear()
+    await world.see(absent_s=40.0)
+    nodes = await world.cluster.list("Node")
+    assert place(pod, nodes, {}, []) == Waiting("Unschedulable", "node-1 is not ready")
+
+
+async def test_cordoning_twice_changes_nothing_and_presence_does_not_undo_it(
+    world: World,
+) -> None:
+    await cordon(world, "node-1")
+    before = await world.cluster.get("Node", None, "node-1")
+    again = await cordon(world, "node-1")
+    assert (again.node, again.changed) == ("node-1", False)
+    assert await world.cluster.get("Node", None, "node-1") == before
+    await world.join(presence("node-1", gpus=4))
+    await world.see(absent_s=0.0)
+    node: Any = await world.cluster.get("Node", None, "node-1")
+    assert node.spec.unschedulable
+    assert len(node.status.devices) == 4
+
+
+async def test_a_node_that_is_not_there_cannot_be_cordoned(world: World) -> None:
+    answer = await cordon(world, "node-9")
+    assert answer.failure.reason == "NotFound"
+    assert "snapshotctl get nodes" in answer.failure.next_step
+    assert (await cordon(world, "Node_9")).failure.reason == "InvalidName"
+
+
+async def test_a_capture_that_runs_goes_on_on_a_cordoned_node(world: World) -> None:
+    await prepared(world)
+    assert world.open("prepare")
+    await cordon(world, "node-1")
+    await world.answer_all()
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
+
+
+async def test_a_capture_that_has_not_begun_waits_with_a_reason(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await cordon(world, "node-1")
+    await world.answer_well(world.open("run")[0])
+    assert not world.open("prepare")
+    snapshot = await world.get("Snapshot", "llm")
+    assert condition(snapshot.status.conditions, "Ready").reason == "NodeCordoned"  # type: ignore[union-attr]
+    await cordon(world, "node-1", unschedulable=False)
+    assert world.open("prepare")
+
+
+async def test_a_verification_goes_to_a_node_that_is_not_cordoned(world: World) -> None:
+    await prepared(world)
+    await world.answer_all()
+    await cordon(world, "node-1")
+    await world.api.verify(VerifyRequest(kind="Snapshot", name="llm"))
+    await world.settle()
+    assert not world.open("verify")
+    await world.join(presence("node-2"))
+    assert [order.node for order in world.open("verify")] == ["node-2"]
+
+
+async def test_a_cordoned_node_still_cleans_up(world: World) -> None:
+    await prepared(world)
+    await world.answer_all()
+    await cordon(world, "node-1")
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    await world.answer_all()
+    assert not await world.cluster.list("SnapshotContent")
+
+
+# Abort.
+
+
+@pytest.mark.parametrize("kind", ["dckpt", "snapshot"])
+async def test_an_aborted_capture_ends_failed_and_says_who_wanted_it(
+    world: World, kind: str
+) -> None:
+    await prepared(world)
+    await world.answer_well(world.open("prepare")[0])
+    assert (await abort(world, kind)).capture == "Staging"
+    assert sorted(order.service for order in world.open("abort")) == ["agent", "gms"]
+    await world.answer_all()
+    content = await world.content()
+    assert content.status.capture is Capture.FAILED
+    assert content.status.failure.reason == "Aborted"
+    assert [order.payload["generation"] for order in world.orders.history if order.verb == "delete"]
+    found = await world.get("DynamoCheckpoint", "llm")
+    failed = condition(found.status.conditions, "Failed")
+    assert found.status.phase == "Failed"
+    assert failed is not None
+    assert failed.reason == "Aborted"
+    assert "ann@desk" in failed.message
+
+
+async def test_a_capture_that_has_not_begun_is_aborted_without_an_order(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await cordon(world, "node-1")
+    await world.answer_well(world.open("run")[0])
+    assert (await abort(world)).capture == "Pending"
+    assert (await world.content()).status.capture is Capture.FAILED
+    assert not world.open("abort")
+    assert not world.open("prepare")
+
+
+async def test_a_capture_that_would_be_tried_again_is_not_when_it_was_aborted(
+    world: World,
+) -> None:
+    await prepared(world)
+    await world.fail(world.open("prepare")[0], "QuiesceTimeout", retryable=True)
+    assert (await abort(world)).capture == "Aborting"
+    for order in world.open("abort"):
+        await world.answer_well(order)
+    content = await world.content()
+    assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 1)
+    assert content.status.failure.reason == "Aborted"
+
+
+async def test_asking_twice_to_abort_keeps_who_asked_first(world: World) -> None:
+    await prepared(world)
+    await abort(world)
+    request = AbortRequest(kind="dckpt", name="llm", by="bob@desk")
+    assert (await ask(world, "abort", request)).failure is None
+    assert (await world.content()).status.abort_requested_by == "ann@desk"
+    assert len(world.open("abort")) == 2
+
+
+async def test_a_committed_capture_is_not_aborted(world: World) -> None:
+    await prepared(world)
+    await world.answer_all()
+    answer = await abort(world)
+    assert answer.failure.reason == "NotEligible"
+    assert "generation 1 is committed" in answer.failure.message
+    assert "snapshotctl delete" in answer.failure.next_step
+    assert is_true((await world.content()).status.conditions, "Ready")
+
+
+async def test_what_has_no_capture_under_way_is_not_aborted(world: World) -> None:
+    assert (await abort(world)).failure.reason == "NotFound"
+    await world.apply(checkpoint_document())
+    early = await abort(world)
+    assert early.failure.reason == "NotEligible"
+    assert early.failure.next_step == "to give it up: snapshotctl delete dckpt llm"
+    await world.answer_well(world.open("run")[0])
+    pod = await abort(world, "pod", world.open("prepare")[0].payload["pod"]["name"])
+    assert "snapshotctl delete po" in pod.failure.next_step
+    await world.fail(world.open("prepare")[0], "GateClosed")
+    await world.answer_all()
+    assert "failed already: GateClosed" in (await abort(world)).failure.message
+
+
+# Requeue.
+
+
+async def test_an_order_that_is_awaited_is_published_again_as_the_operator_has_it(
+    world: World,
+) -> None:
+    await world.apply(checkpoint_document())
+    (run,) = world.open("run")
+    world.orders.stream.clear()
+    answer = await requeue(world, run.order)
+    assert (answer.attempt, answer.node, answer.service) == (1, "node-1", "agent")
+    assert world.orders.stream[run.order] == run
+
+
+async def test_an_order_that_is_answered_or_unknown_is_not_published_again(world: World) -> None:
+    await world.apply(checkpoint_document())
+    (run,) = world.open("run")
+    await world.fail(run, "SpawnFailed")
+    world.orders.history.clear()
+    answered = await requeue(world, run.order)
+    assert answered.failure.reason == "NotEligible"
+    assert "ended failed (SpawnFailed" in answered.failure.message
+    assert f"snapshotctl orders show {run.order}" in answered.failure.next_step
+    never = await requeue(world, run.order.replace("run-", "prepare-"))
+    assert "has never ordered" in never.failure.message
+    gone = await requeue(world, "dump-00000000-0000-0000-0000-000000000001")
+    assert "is gone" in gone.failure.message
+    assert (await requeue(world, "nonsense")).failure.reason == "InvalidName"
+    assert not world.orders.history
+
+
+async def test_the_operator_tells_when_it_swept(world: World) -> None:
+    assert (await ask(world, "health", HealthRequest())).swept_at is None
+    await world.controller.sweep_once()
+    health = await ask(world, "health", HealthRequest())
+    assert health.swept_at == world.now
+    assert health.version
