@@ -149,6 +149,9 @@ demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python -m docs.generate
 
+docs-test: $(STAMP) ## Type every command of every document
+	$(BIN)/pytest --durations=5 tests/docs
+
 tools: ## Put the nats CLI into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
 	@mkdir -p $(TOOLS)
 	@if [[ -x "$${SNAPBACK_TOOLS:-}/nats" ]]; then \
