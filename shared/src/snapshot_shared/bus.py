@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import nats.errors
@@ -60,6 +61,7 @@ ENSURE_AGAIN_S = 1.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
 DEDUPLICATE_S = 120.0
+CONSUMERS_A_PAGE = 256
 
 ASKED = "Snapback-Asked"
 """The header by which a handler is told the subject of a request, whatever its sender wrote."""
@@ -159,6 +161,21 @@ class Delivery(NamedTuple):
     async def ack(self) -> None:
         """Settle and wait until the server has it."""
         await _translating(self.raw.ack_sync(timeout=REQUEST_S), "ack")
+
+
+class StreamState(NamedTuple):
+    """A stream as it is. `differs` names the settings that are not as the product wants them.
+
+    `fill` is the share of its room that is taken, from 0 to 1; `durables` gives filters by name.
+    """
+
+    name: str
+    exists: bool
+    differs: tuple[str, ...] = ()
+    messages: int = 0
+    bytes: int = 0
+    fill: float = 0.0
+    durables: Mapping[str, str] = MappingProxyType({})
 
 
 class _Hearing:
@@ -360,8 +377,45 @@ class Bus:
                 continue
             except (nats.errors.Error, nats.js.errors.Error) as error:
                 raise _unavailable(error, f"look at stream {config.name}") from error
-            if _differs(config, found):
+            if _differing(config, found):
                 await _translating(stream.update_stream(config), f"update stream {config.name}")
+
+    async def examine(self) -> list[StreamState]:
+        """Look at every stream, and at those of buckets, without changing any. BusUnavailable."""
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        found = []
+        for wanted in (*STREAMS, *map(stream_of, BUCKETS)):
+            name = wanted.name or ""
+            try:
+                info = await manager.stream_info(name)
+            except nats.js.errors.NotFoundError:
+                found.append(StreamState(name, exists=False))
+                continue
+            except (nats.errors.Error, nats.js.errors.Error) as error:
+                raise _unavailable(error, f"look at stream {name}") from error
+            state = info.state
+            # How many servers keep it is a setting of the operator.
+            differs = tuple(f for f in _differing(wanted, info.config) if f != "num_replicas")
+            found.append(
+                StreamState(
+                    name,
+                    exists=True,
+                    differs=differs,
+                    messages=state.messages,
+                    bytes=state.bytes,
+                    fill=_fill(state.messages, state.bytes, info.config),
+                    durables=await self._durables(name, state.consumer_count),
+                )
+            )
+        return found
+
+    async def _durables(self, stream: str, count: int) -> dict[str, str]:
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        found: dict[str, str] = {}
+        for offset in range(0, count, CONSUMERS_A_PAGE):
+            page = await _translating(manager.consumers_info(stream, offset), f"list {stream}")
+            found |= {consumer.name: consumer.config.filter_subject or "" for consumer in page}
+        return found
 
     async def keep_assets(self) -> None:
         """Ensure the assets now, after each reconnection and every 30 s, for ever.
@@ -445,9 +499,7 @@ class Bus:
         """Give the share of a stream's room that is taken, by messages or by bytes, from 0 to 1."""
         manager = self.client.jetstream(timeout=REQUEST_S)
         info = await _translating(manager.stream_info(stream), f"measure {stream}")
-        state, limits = info.state, info.config
-        taken = ((state.messages, limits.max_msgs), (state.bytes, limits.max_bytes))
-        return max((used / most for used, most in taken if most and most > 0), default=0.0)
+        return _fill(info.state.messages, info.state.bytes, info.config)
 
     async def consume(
         self,
@@ -603,6 +655,34 @@ class Bus:
             raise _unavailable(error, f"request {subject}") from error
         return answer.data
 
+    async def ask_all(self, subject: str, *, expected: int, within_s: float) -> list[bytes]:
+        """Ask all who serve a subject; give up to `expected` answers that come in time."""
+        answers: list[bytes] = []
+        try:
+            inbox = self.client.new_inbox()
+            source = await self.client.subscribe(inbox)
+            try:
+                await self.client.publish(subject, b"", reply=inbox)
+                async with asyncio.timeout(within_s):
+                    while len(answers) < expected:
+                        message = await source.next_msg(timeout=within_s)
+                        if message.data:
+                            answers.append(message.data)
+            finally:
+                with contextlib.suppress(nats.errors.Error):
+                    await source.unsubscribe()
+        except (nats.errors.TimeoutError, TimeoutError):
+            return answers
+        except nats.errors.Error as error:
+            raise _unavailable(error, f"ask {subject}") from error
+        return answers
+
+    @property
+    def server_version(self) -> str:
+        """Version of the server behind the connection, such as `2.14.3`."""
+        found = self.client.connected_server_version
+        return f"{found.major}.{found.minor}.{found.patch}"
+
     async def serve(
         self, name: str, version: str, metadata: Mapping[str, str], endpoints: Mapping[str, Handler]
     ) -> None:
@@ -681,7 +761,12 @@ def _is_refusal(error: BaseException) -> bool:
     return "authorization violation" in str(error).lower()
 
 
-def _differs(wanted: StreamConfig, found: StreamConfig) -> bool:
+def _fill(messages: int, size: int, limits: StreamConfig) -> float:
+    taken = ((messages, limits.max_msgs), (size, limits.max_bytes))
+    return max((used / most for used, most in taken if most and most > 0), default=0.0)
+
+
+def _differing(wanted: StreamConfig, found: StreamConfig) -> list[str]:
     fields = (
         "subjects",
         "max_msgs_per_subject",
@@ -693,10 +778,11 @@ def _differs(wanted: StreamConfig, found: StreamConfig) -> bool:
         "allow_direct",
         "allow_rollup_hdrs",
     )
-    return any(
-        getattr(wanted, field) is not None and getattr(wanted, field) != getattr(found, field)
+    return [
+        field
         for field in fields
-    )
+        if getattr(wanted, field) is not None and getattr(wanted, field) != getattr(found, field)
+    ]
 
 
 async def _translating(awaitable: Awaitable[Any], what: str) -> Any:

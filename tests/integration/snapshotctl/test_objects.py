@@ -141,5 +141,5 @@ def test_the_examples_are_accepted(running: Cli) -> None:
 def test_nodes_say_when_they_were_last_seen(running: Cli) -> None:
     head, row = running.ok("nodes").out.splitlines()
     shown = dict(zip(re.split(r"\s{3,}", head), re.split(r"\s{3,}", row), strict=True))
-    assert (shown["NAME"], shown["READY"], shown["GPUS"]) == ("node-1", "True", "2")
+    assert (shown["NAME"], shown["STATUS"], shown["GPUS"]) == ("node-1", "Ready", "2")
     assert shown["SEEN"].endswith(" ago")

@@ -1,16 +1,20 @@
 """The command line without a server: help, wrong arguments, exit codes."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 
 OBJECTS = ["apply", "get", "delete", "wait", "verify", "nodes", "trace"]
-COMMANDS = [*OBJECTS, "up", "down", "demo", "leftovers", "sim"]
+ON_CALL = ["orders", "cordon", "uncordon", "abort", "schema", "doctor", "dead"]
+COMMANDS = [*OBJECTS, "up", "down", "demo", "leftovers", "sim", *ON_CALL]
 SIM = ["crash", "stall", "fail", "restart"]
+DEAD = ["ls", "show", "requeue"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +49,29 @@ def test_the_help_of_every_way_to_break_something_has_an_example(
     assert f"\n    snapshotctl sim {command} node-1" in capsys.readouterr().out
     assert _run(monkeypatch, "sim", "--help") == Exit.OK
     assert f"\n  {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", DEAD)
+def test_the_help_of_everything_about_dead_letters_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert _run(monkeypatch, "dead", command, "--help") == Exit.OK
+    assert f"\n    snapshotctl dead {command}" in capsys.readouterr().out
+
+
+def test_a_schema_is_printed_without_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("dump_order", "dump_order.v1", "snapback.v1.dump_order"):
+        assert _run(monkeypatch, "schema", name) == Exit.OK
+        schema = json.loads(capsys.readouterr().out)
+        assert schema["$defs"]["DumpOrder"]["properties"]["vector"]["type"] == "array"
+    assert _run(monkeypatch, "schema", "SnapshotContent", "-o", "yaml") == Exit.OK
+    assert yaml.safe_load(capsys.readouterr().out)["$ref"] == "#/$defs/SnapshotContent"
+    assert _run(monkeypatch, "schema", "-o", "json") == Exit.OK
+    assert {"dump_order.v1", "report.v1", "pod.v1"} <= set(json.loads(capsys.readouterr().out))
+    assert _run(monkeypatch, "schema") == Exit.OK
+    assert "\ndump_order.v1 " in capsys.readouterr().out
 
 
 def test_the_help_lists_every_command_and_every_exit_code(
@@ -88,7 +115,22 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["sim", "stall", "node-1", "--at", "gate", "--service", "nats"], "agent, gms"),
         (["sim", "stall", "node-1", "--at", "gate", "--clear"], "exclude"),
         (["sim", "restart", "node-1", "--service", "nats"], "agent, gms"),
+        (["orders", "a", "b"], "a node, or show ORDER"),
+        (["orders", "show"], "snapshotctl orders --all"),
+        (["orders", "show", "a", "b"], "found 3 words"),
+        (["dead"], "requeue"),
+        (["dead", "show"], "snapshotctl dead show 3"),
+        (["dead", "show", "x"], "snapshotctl dead show 3"),
+        (["dead", "requeue", "0"], "greater than or equal to 1"),
+        (["cordon"], "snapshotctl cordon node-1"),
+        (["uncordon"], "snapshotctl uncordon node-1"),
+        (["abort"], "NAME"),
+        (["abort", "pod/x"], "snapshotctl delete pod x"),
+        (["abort", "node/x"], "a Node has no capture"),
+        (["abort", "x", "--timeout", "soon"], "5m"),
+        (["schema", "repot"], "did you mean report?"),
         (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
+        (["get", "pods", "--server", "a:1,u:pw@b:x"], "'b:x' is not the address"),
     ],
 )
 def test_wrong_arguments_are_answered_with_the_right_ones(
@@ -121,6 +163,14 @@ def test_nothing_at_all_is_answered_with_the_help(
         ["wait", "pod/x"],
         ["verify", "x"],
         ["sim", "fail", "n", "--at", "gate"],
+        ["orders"],
+        ["orders", "show", "dump-00000000-0000-0000-0000-000000000001"],
+        ["dead", "ls"],
+        ["dead", "show", "1"],
+        ["dead", "requeue", "1"],
+        ["cordon", "n"],
+        ["uncordon", "n"],
+        ["abort", "x"],
     ],
 )
 def test_without_a_server_every_command_says_how_to_start_one(

@@ -89,7 +89,19 @@ def _shown(table: Table) -> dict[str, str]:
             "Node",
             {},
             {"devices": [DEVICE], "drivers": ["cooperative"]},
-            {"READY": "Unknown", "GPUS": "1", "GPU-MEMORY": "4 GiB", "DRIVERS": "cooperative"},
+            {"STATUS": "Unknown", "GPUS": "1", "GPU-MEMORY": "4 GiB", "DRIVERS": "cooperative"},
+        ),
+        (
+            "Node",
+            {"unschedulable": True},
+            {"conditions": [{"type": "Ready", "status": "True", "reason": "r"}]},
+            {"STATUS": "Ready,SchedulingDisabled"},
+        ),
+        (
+            "Node",
+            {},
+            {"conditions": [{"type": "Ready", "status": "False", "reason": "r"}]},
+            {"STATUS": "NotReady"},
         ),
     ],
 )

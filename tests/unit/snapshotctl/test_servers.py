@@ -11,6 +11,7 @@ from snapshotctl.domain.servers import (
     ContextNamed,
     Server,
     choose,
+    endpoints,
     server_of_context,
     shown,
 )
@@ -120,3 +121,14 @@ def test_a_context_that_we_cannot_use_says_why() -> None:
 def test_a_context_that_cannot_be_read_is_refused(data: bytes) -> None:
     with pytest.raises(WrongArguments, match="cannot be read"):
         server_of_context(data, ContextNamed("c", "NATS_CONTEXT"))
+
+
+def test_several_addresses_are_completed_one_by_one_and_shown_without_passwords() -> None:
+    chosen = choose("a:1, tls://u:pw@b:2,c", None, {}, None)
+    assert isinstance(chosen, Server)
+    assert chosen.url == "nats://a:1,tls://u:pw@b:2,nats://c"
+    assert shown(chosen.url) == "nats://a:1,tls://b:2,nats://c"
+
+
+def test_a_cluster_is_known_by_any_of_its_addresses() -> None:
+    assert endpoints("nats://localhost:1,nats://b") == {("127.0.0.1", 1), ("b", 4222)}

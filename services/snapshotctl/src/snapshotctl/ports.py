@@ -9,14 +9,22 @@ from typing import Any, Protocol
 
 import msgspec
 
-from snapshot_shared.api import Applied, Fault, VerifyReply
+from snapshot_shared.api import (
+    AbortReply,
+    Applied,
+    CordonReply,
+    Fault,
+    RequeueReply,
+    VerifyReply,
+)
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import AnyObject, Kind
-from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec
 from snapshotctl.domain.progress import PartProgress
+from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.rows import Table
 from snapshotctl.domain.targets import Target
 
@@ -60,6 +68,31 @@ class Operator(Protocol):
 
     def progress(self) -> AbstractAsyncContextManager[AsyncIterator[Progress]]:
         """Follow the progress of all orders for the length of the block."""
+
+
+class OnCall(Operator, Protocol):
+    """What people on call may see and wish besides. What is refused is a RemoteFailure."""
+
+    async def cordon(self, node: NodeName, *, unschedulable: bool) -> CordonReply:
+        """Let nothing new begin on a node, or let it again."""
+
+    async def abort(self, target: Target, by: str) -> AbortReply:
+        """Have the capture behind an object ended."""
+
+    async def requeue(self, order: str) -> RequeueReply:
+        """Have the operator publish its own current order again."""
+
+    async def queued(self, node: NodeName | None) -> list[Queued]:
+        """Read the stream of orders, of one node or of all, oldest first."""
+
+    async def progress_now(self, node: NodeName | None) -> list[Progress]:
+        """Read the last progress of each order."""
+
+    async def reports_of(self, order: str) -> list[Report]:
+        """Read all reports on one order, as they came."""
+
+    async def letters(self, node: NodeName | None) -> list[Letter]:
+        """Read the dead letters, oldest first."""
 
 
 class Parts(Protocol):

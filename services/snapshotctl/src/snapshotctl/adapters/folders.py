@@ -24,7 +24,7 @@ from snapshotctl.domain.servers import (
     ContextNamed,
     Server,
     choose,
-    endpoint,
+    endpoints,
     server_of_context,
 )
 
@@ -74,7 +74,7 @@ class Folders:
         """Add our key when the address is that of a local cluster of this user."""
         for state in self.states.iterdir() if self.states.is_dir() else ():
             record = read_record(state)
-            if record and record.url and endpoint(record.url) == endpoint(server.url):
+            if record and record.url and endpoints(record.url) & endpoints(server.url):
                 return server._replace(credentials=plans.server_of(record).credentials)
         return server
 

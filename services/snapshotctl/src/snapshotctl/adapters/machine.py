@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import os
 import platform
 import shutil
+import socket
 import sys
 import time
 from pathlib import Path
@@ -20,6 +22,15 @@ _CGROUP = Path("/sys/fs/cgroup")
 def now() -> float:
     """Give the time in seconds since the epoch."""
     return time.time()
+
+
+def person() -> str:
+    """Name who sits here: user and host, for others to read."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:128]
 
 
 def look(state_dir: Path, examples: Path) -> Machine:

@@ -11,13 +11,21 @@ import msgspec
 
 from snapshot_shared import subjects
 from snapshot_shared.api import (
+    AbortReply,
+    AbortRequest,
     Applied,
     ApplyReply,
     ApplyRequest,
+    CordonReply,
+    CordonRequest,
     DeleteReply,
     DeleteRequest,
     GetReply,
     GetRequest,
+    HealthReply,
+    HealthRequest,
+    RequeueReply,
+    RequeueRequest,
     VerifyReply,
     VerifyRequest,
 )
@@ -31,10 +39,12 @@ from snapshot_shared.errors import (
     NotPermitted,
     RemoteFailure,
 )
-from snapshot_shared.ids import NodeName, check_node, name_of
+from snapshot_shared.ids import NodeName, check_node, name_of, token
 from snapshot_shared.objects import KINDS, AnyObject, Kind
-from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain import formats
+from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
 
@@ -46,7 +56,18 @@ MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
 MAX_PAGES = 10_000
 
-Reply = TypeVar("Reply", ApplyReply, GetReply, DeleteReply, VerifyReply)
+T = TypeVar("T")
+Reply = TypeVar(
+    "Reply",
+    ApplyReply,
+    GetReply,
+    DeleteReply,
+    VerifyReply,
+    CordonReply,
+    AbortReply,
+    RequeueReply,
+    HealthReply,
+)
 
 
 class OperatorClient:
@@ -95,6 +116,50 @@ class OperatorClient:
         )
         return await self._ask("verify", request, VerifyReply)
 
+    async def cordon(self, node: NodeName, *, unschedulable: bool) -> CordonReply:
+        request = CordonRequest(node=node, unschedulable=unschedulable)
+        return await self._ask("cordon", request, CordonReply)
+
+    async def abort(self, target: Target, by: str) -> AbortReply:
+        request = AbortRequest(
+            kind=target.kind.name, namespace=target.namespace, name=target.name or "", by=by
+        )
+        return await self._ask("abort", request, AbortReply)
+
+    async def requeue(self, order: str) -> RequeueReply:
+        return await self._ask("requeue", RequeueRequest(order=order), RequeueReply)
+
+    async def health(self) -> HealthReply:
+        return await self._ask("health", HealthRequest(), HealthReply)
+
+    async def queued(self, node: NodeName | None) -> list[Queued]:
+        filter_ = f"snap.order.{token(node) if node else '*'}.*.*"
+        found = await self.bus.replay(subjects.ORDERS, filter_)
+        return [Queued(d.subject, d.sequence, stored_at(d), d.data) for d in found]
+
+    async def progress_now(self, node: NodeName | None) -> list[Progress]:
+        filter_ = f"snap.progress.{token(node) if node else '*'}.*"
+        return await self._decoded(subjects.PROGRESS, filter_, Progress)
+
+    async def reports_of(self, order: str) -> list[Report]:
+        return await self._decoded(subjects.REPORTS, f"snap.report.*.{order}.*", Report)
+
+    async def letters(self, node: NodeName | None) -> list[Letter]:
+        filter_ = subjects.dead(node) if node else "snap.dead.*"
+        found = []
+        for delivery in await self.bus.replay(subjects.DEAD, filter_):
+            with contextlib.suppress(InvalidMessage):
+                found.append(Letter(delivery.sequence, decode_json(delivery.data, DeadLetter)))
+        return found
+
+    async def _decoded(self, stream: str, filter_: str, type_: type[T]) -> list[T]:
+        """Read what a stream holds; what does not decode is left out."""
+        found = []
+        for delivery in await self.bus.replay(stream, filter_):
+            with contextlib.suppress(InvalidMessage):
+                found.append(decode_json(delivery.data, type_))
+        return found
+
     @contextlib.asynccontextmanager
     async def watching(self, target: Target) -> AsyncIterator[_Changes]:
         kind, name = target.kind, target.name
@@ -140,12 +205,7 @@ class OperatorClient:
             yield _Changes(queue, again)
 
     async def spans(self, trace_id: str) -> list[SpanRecord]:
-        deliveries = await self.bus.replay(subjects.SPANS, subjects.spans_of(trace_id))
-        records = []
-        for delivery in deliveries:
-            with contextlib.suppress(InvalidMessage):
-                records.append(decode_json(delivery.data, SpanRecord))
-        return records
+        return await self._decoded(subjects.SPANS, subjects.spans_of(trace_id), SpanRecord)
 
     async def presence(self) -> dict[NodeName, Presence]:
         found: dict[NodeName, Presence] = {}
@@ -207,6 +267,11 @@ async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:
         delivery = await queue.get()
         with contextlib.suppress(InvalidMessage):
             yield decode_json(delivery.data, Progress)
+
+
+def stored_at(delivery: Delivery) -> float:
+    """Give when the server stored a message, in seconds since the epoch, or 0.0."""
+    return formats.instant(delivery.headers.get("Nats-Time-Stamp", "")) or 0.0
 
 
 def _object(kind: Kind, item: Any) -> AnyObject:

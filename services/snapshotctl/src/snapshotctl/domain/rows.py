@@ -49,14 +49,14 @@ def table_of(
 
 def table_of_nodes(nodes: Sequence[Node], presence: dict[NodeName, Presence], now: float) -> Table:
     """Lay out nodes with what they last said of themselves. `now` is seconds since the epoch."""
-    head = ("NAME", "READY", "GPUS", "GPU-MEMORY", "DRIVERS", "FREE-DISK", "SLOTS", "SEEN", "AGE")
+    head = ("NAME", "STATUS", "GPUS", "GPU-MEMORY", "DRIVERS", "FREE-DISK", "SLOTS", "SEEN", "AGE")
     rows = []
     for node in nodes:
         seen = presence.get(NodeName(node.metadata.name))
         devices = node.status.devices or (seen.devices if seen else [])
         cells = (
             node.metadata.name,
-            _ready(node),
+            node_status(node),
             str(len(devices)),
             _memory(devices),
             ",".join(node.status.drivers) or "-",
@@ -124,7 +124,7 @@ def _pod(item: Pod) -> tuple[str, ...]:
 def _node(item: Node) -> tuple[str, ...]:
     devices = item.status.devices
     return (
-        _ready(item),
+        node_status(item),
         str(len(devices)),
         _memory(devices),
         ",".join(item.status.drivers) or "-",
@@ -132,10 +132,14 @@ def _node(item: Node) -> tuple[str, ...]:
     )
 
 
-def _ready(node: Node) -> str:
+_NODE_STATES = {"True": "Ready", "False": "NotReady"}
+
+
+def node_status(node: Node) -> str:
+    """Say of a node what `kubectl get nodes` does: `Ready`, or `Ready,SchedulingDisabled`."""
     held = condition(node.status.conditions, "Ready")
-    ready = "Unknown" if held is None else held.status
-    return f"{ready},Unschedulable" if node.spec.unschedulable else ready
+    state = _NODE_STATES.get(held.status, "Unknown") if held else "Unknown"
+    return f"{state},SchedulingDisabled" if node.spec.unschedulable else state
 
 
 def _memory(devices: Sequence[PresenceDevice]) -> str:
@@ -155,5 +159,5 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = 
     ),
     "Job": (("POD", "ACTIVE", "SUCCEEDED", "FAILED"), _job),
     "Pod": (("READY", "STATUS", "NODE", "GPUS", "RESTORE-FROM"), _pod),
-    "Node": (("READY", "GPUS", "GPU-MEMORY", "DRIVERS", "VERSION"), _node),
+    "Node": (("STATUS", "GPUS", "GPU-MEMORY", "DRIVERS", "VERSION"), _node),
 }

@@ -79,7 +79,11 @@ def _server(url: str, source: str, environment: Mapping[str, str]) -> Server:
 
 
 def address(text: str, source: str) -> str:
-    """Complete an address to a URL. WrongArguments when it cannot be one."""
+    """Complete one address, or several with commas between them. WrongArguments."""
+    return ",".join(_one_address(part.strip(), source) for part in text.split(","))
+
+
+def _one_address(text: str, source: str) -> str:
     url = text if "://" in text else f"nats://{text}"
     try:
         parts = urlsplit(url)
@@ -89,17 +93,20 @@ def address(text: str, source: str) -> str:
         usable = False
     if not usable:
         raise WrongArguments(
-            f"{source} {text!r} is not the address of a NATS server",
-            next_step="write it as nats://127.0.0.1:4222",
+            f"{source} {shown(text)!r} is not the address of a NATS server",
+            next_step="write it as nats://127.0.0.1:4222, several with commas between them",
         )
     return url
 
 
-def endpoint(url: str) -> tuple[str, int]:
-    """Give host and port of a URL of NATS, so that two ways to write one place are the same."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return _LOOPBACK if host == "localhost" else host, parts.port or _PORT
+def endpoints(url: str) -> set[tuple[str, int]]:
+    """Give hosts and ports of a URL of NATS, so that two ways to write one place are the same."""
+    found = set()
+    for one in url.split(","):
+        parts = urlsplit(one)
+        host = parts.hostname or ""
+        found.add((_LOOPBACK if host == "localhost" else host, parts.port or _PORT))
+    return found
 
 
 def cluster_name(text: str) -> str:
@@ -147,6 +154,10 @@ def server_of_context(data: bytes, choice: ContextNamed) -> Server:
 
 
 def shown(url: str) -> str:
-    """Write a URL for people, without a password or token in it."""
-    scheme, _, rest = url.rpartition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    """Write a URL, or several with commas, for people, without a password or token in it."""
+    return ",".join(map(_one_shown, url.split(",")))
+
+
+def _one_shown(url: str) -> str:
+    scheme, mark, rest = url.rpartition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"

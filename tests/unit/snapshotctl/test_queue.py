@@ -1,0 +1,185 @@
+"""The queue of each service and the life of one order, put together from three sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from snapshot_shared import subjects
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import NodeName, OrderId
+from snapshot_shared.objects import OrderStatus, Pod
+from snapshot_shared.orders import DeadLetter, Progress, Report, StepTime
+from snapshotctl.domain import queue
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.queue import Letter, Owned, Queued
+
+UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
+ORDER = f"run-{UID}"
+NOW = 100.0
+ITEM = OrderStatus(
+    order=ORDER,
+    verb="run",
+    attempt=2,
+    node="node.1",
+    service="agent",
+    payload={"attempt": 2},
+    ordered_at=40.0,
+    deadline=150.0,
+)
+FAILURE = Failure(reason="SpawnFailed", message="no\x1b[2J such file")
+
+
+def pod(*items: OrderStatus) -> Pod:
+    document = {
+        "kind": "Pod",
+        "metadata": {"name": "w", "uid": UID},
+        "spec": {"containers": [{"name": "main"}]},
+        "status": {"orders": [msgspec.to_builtins(item) for item in items]},
+    }
+    return msgspec.convert(document, Pod)
+
+
+def message(payload: bytes = b'{"attempt": 2}', order: str = ORDER) -> Queued:
+    subject = subjects.order(NodeName("node.1"), "agent", OrderId(order))
+    return Queued(subject, 7, 41.0, payload)
+
+
+def progress(attempt: int = 2, total: int = 8) -> Progress:
+    return Progress(
+        order=ORDER,
+        attempt=attempt,
+        node="node.1",
+        part="process",
+        step="copy-state",
+        done=2,
+        total=total,
+        at=90.0,
+    )
+
+
+def report(n: int, kind: Any, **fields: Any) -> Report:
+    return Report(
+        order=ORDER, attempt=2, n=n, kind=kind, node="node.1", service="agent", at=n, **fields
+    )
+
+
+def final(kind: Any, **fields: Any) -> OrderStatus:
+    return replace(ITEM, state=kind, final=report(2, kind, **fields))
+
+
+@pytest.mark.parametrize(
+    ("item", "on_stream", "moving", "state"),
+    [
+        (ITEM, message(), None, "queued"),
+        (ITEM, None, None, "not on the stream"),
+        (ITEM, message(b'{"attempt": 1}'), None, "not on the stream"),
+        (ITEM, message(b"\xff"), None, "not on the stream"),
+        (replace(ITEM, deadline=99.0), message(), None, "queued, late"),
+        (replace(ITEM, state="accepted"), message(), None, "accepted"),
+        (replace(ITEM, state="leased"), None, None, "accepted"),
+        (replace(ITEM, state="accepted"), message(), progress(), "working: copy-state 25%"),
+        (replace(ITEM, state="accepted"), message(), progress(total=0), "working: copy-state"),
+        (final("started"), None, progress(), "answered: started"),
+        (final("failed", failure=FAILURE), None, None, "answered: failed (SpawnFailed)"),
+        (replace(ITEM, state="lost"), None, None, "answered: lost"),
+    ],
+)
+def test_an_order_stands_where_its_three_sources_say(
+    item: OrderStatus, on_stream: Queued | None, moving: Progress | None, state: str
+) -> None:
+    assert queue.state_of(item, on_stream, moving, NOW) == state
+
+
+def test_the_queue_shows_what_is_open_and_on_demand_what_was_answered() -> None:
+    other = replace(final("started"), order=f"stop-{UID}", verb="stop")
+    owned = queue.owned_orders([pod(ITEM, other)])
+    open_ = queue.lines([message()], owned, [], NOW, answered=False)
+    assert [(line.order, line.owner, line.state) for line in open_] == [(ORDER, "pod/w", "queued")]
+    everything = queue.lines([message()], owned, [], NOW, answered=True)
+    assert [line.verb for line in everything] == ["run", "stop"]
+    assert queue.table_of_lines(open_, NOW).rows[0][-1] == "60s"
+
+
+def test_progress_of_another_attempt_says_nothing_about_this_one() -> None:
+    owned = queue.owned_orders([pod(replace(ITEM, state="accepted"))])
+    [line] = queue.lines([], owned, [progress(attempt=1)], NOW, answered=False)
+    assert line.state == "accepted"
+
+
+def test_a_message_that_no_object_asks_for_is_shown_as_such() -> None:
+    strange = Queued("snap.order.node_1.agent.noise\x1b", 9, 90.0, b"\xff{")
+    [line] = queue.lines([strange], [], [], NOW, answered=False)
+    assert (line.node, line.state, line.owner, line.attempt) == ("node.1", "not wanted", "-", 0)
+    assert "\x1b" not in "".join(queue.table_of_lines([line], NOW).rows[0])
+
+
+def test_the_life_of_an_order_has_each_report_once_and_in_order() -> None:
+    told = [
+        report(2, "started", steps=[StepTime(step="spawn", seconds=0.5)]),
+        report(1, "accepted"),
+    ]
+    letters = [Letter(3, letter()), Letter(4, letter("snap.order.a.agent.b"))]
+    owned = [Owned(pod(), ITEM), Owned(pod(), replace(ITEM, attempt=1))]
+    found = queue.life(ORDER, message(), owned, [*told, *told], None, letters, NOW)
+    assert found is not None
+    assert [r.kind for r in found.reports] == ["accepted", "started"]
+    assert (found.attempt, found.sequence, found.letters) == (2, 7, [3])
+    assert found.payload == {"attempt": 2}
+    rows = queue.table_of_reports(found.reports).rows
+    assert rows[1] == ("2", "2", "started", "+1.00 s", "spawn 500 ms")
+
+
+def test_what_others_wrote_into_a_report_cannot_steer_the_terminal() -> None:
+    [row] = queue.table_of_reports([report(1, "failed", failure=FAILURE)]).rows
+    assert "\x1b" not in row[-1]
+    assert row[-1].startswith("SpawnFailed: no")
+
+
+def test_an_order_lives_on_in_its_reports_when_its_object_is_gone() -> None:
+    found = queue.life(
+        ORDER, None, [], [report(1, "accepted"), report(2, "started")], None, [], NOW
+    )
+    assert found is not None
+    assert (found.state, found.owner) == ("answered: started, its object is gone", "-")
+    assert queue.life(ORDER, None, [], [], None, [], NOW) is None
+
+
+def letter(subject: str | None = None, payload: bytes = b"\x00noise") -> DeadLetter:
+    return DeadLetter(
+        subject=subject or message().subject,
+        node="node.1",
+        service="agent",
+        sequence=7,
+        at=95.0,
+        failure=FAILURE,
+        payload=payload,
+    )
+
+
+@pytest.mark.parametrize(
+    ("payload", "shown"),
+    [(b'{"a": 1}', {"a": 1}), (b"\xffno", "\ufffdno"), (b"[" * 5000, "[" * 5000)],
+)
+def test_a_dead_letter_shows_what_it_says_whatever_that_is(payload: bytes, shown: Any) -> None:
+    value = queue.shown_letter(Letter(3, letter(payload=payload)))
+    assert (value["number"], value["order"], value["payload"]) == (3, ORDER, shown)
+    assert queue.table_of_letters([Letter(3, letter())], NOW).rows[0][0] == "3"
+
+
+@pytest.mark.parametrize(
+    "subject", ["", "snap.order.a.b", "snap.order.a.nats.x", "snap.order.a.gms.b"]
+)
+def test_a_subject_that_names_no_order_is_told_from_one_that_does(subject: str) -> None:
+    assert queue.order_of(subject) == ""
+    assert queue.shown_letter(Letter(1, letter(subject or "x")))["order"] is None
+
+
+def test_what_is_no_id_of_an_order_is_answered_with_how_one_looks() -> None:
+    assert queue.order_id(ORDER) == ORDER
+    with pytest.raises(WrongArguments) as refused:
+        queue.order_id("dump-me")
+    assert "<verb>-<uid>" in refused.value.next_step
