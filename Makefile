@@ -150,7 +150,13 @@ docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python -m docs.generate
 
 docs-test: $(STAMP) ## Type every command of every document
-	$(BIN)/pytest --durations=5 tests/docs
+	@log=$$(mktemp); trap 'rm -f $$log' EXIT; \
+	$(BIN)/pytest tests/docs -k "break-it" >$$log 2>&1 & longest=$$!; \
+	status=0; $(BIN)/pytest --durations=5 tests/docs -k "not break-it" || status=1; \
+	wait $$longest || status=1; cat $$log; exit $$status
+
+inspect-docs: $(STAMP) ## Take the answers of docs/inspect.md from a real cluster
+	$(BIN)/python -m tests.docs.inspect_page
 
 tools: ## Put the nats CLI into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
 	@mkdir -p $(TOOLS)

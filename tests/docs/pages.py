@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,7 @@ _PERSONAL = ("NATS_", "SNAPBACK_", "XDG_")
 _HASTE = ("--timeout 30s", "--timeout 12s")
 LINE_S = 120.0
 STOP_S = 10.0
+LISTENS_S = 2.0
 
 
 class How(NamedTuple):
@@ -167,6 +169,8 @@ class Shell:
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(_PERSONAL)},
             "HOME": str(folder),
+            # The nats CLI takes the home of the user, whatever HOME says.
+            "XDG_CONFIG_HOME": str(folder / ".config"),
             "PATH": ":".join(paths),
             "COLUMNS": "100",
         }
@@ -198,8 +202,9 @@ class Shell:
             start_new_session=True,
         ) as running:
             assert running.stdout is not None
-            os.set_blocking(running.stdout.fileno(), True)
-            said = running.stdout.read1(65536)
+            # Some say that they listen, with --raw they do not.
+            ready, _, _ = select.select([running.stdout], [], [], LISTENS_S)
+            said = os.read(running.stdout.fileno(), 65536) if ready else b""
             if meanwhile:
                 other = self.type(meanwhile, timeout_s=timeout_s)
                 assert other.code == 0, f"{meanwhile}\n{other.text}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs import inspect_page
 from tests.docs.pages import ROOT, Block, Shell, blocks, documents, nats_cli, parse_how, play
 
 INSPECT = ROOT / "docs/inspect.md"
@@ -77,6 +78,30 @@ def _begin(story: list[Block], shell: Shell) -> None:
     assert first.how is not None
     said = shell.type(f"snapshotctl up {' '.join(first.how.options)}")
     assert said.code == 0, said.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_cluster_answers_as_the_page_of_questions_says(tmp_path: Path) -> None:
+    if nats_cli() is None:
+        pytest.skip("no nats CLI here: run make tools")
+    written = inspect_page.written(INSPECT.read_text(encoding="utf-8"))
+    assert len(written) >= 20
+    shell = Shell(tmp_path)
+    stable = inspect_page.Stable(tmp_path)
+    try:
+        inspect_page.scene(shell)
+        for block, said in inspect_page.answered(INSPECT, shell):
+            if block.line in written:
+                answer = inspect_page.shown(said, stable)
+                assert _beginning(answer) == _beginning(written[block.line]), block.where
+    finally:
+        shell.type("snapshotctl down --purge")
+
+
+def _beginning(answer: list[str]) -> str:
+    """Give what of an answer is the same each time."""
+    return re.sub(r"\d+", "0", answer[0][:24]) if answer else ""
 
 
 @pytest.mark.parametrize("block", LEFT_OUT, ids=lambda block: block.where)
