@@ -541,6 +541,49 @@ async def test_who_may_look_sees_every_stream_bucket_object_and_service(
     assert _complained(caplog) == []
 
 
+@pytest.mark.parametrize("role", ["viewer", "snapshotctl"])
+async def test_who_may_look_can_examine_every_stream_and_durable(world: World, role: str) -> None:
+    bus = await world.server.bus(User(role))  # type: ignore[arg-type]
+    found = {state.name: state for state in await bus.examine()}
+    assert [state for state in found.values() if not state.exists or state.differs] == []
+    assert found["ORDERS"].messages == 2
+    assert 0 < found["ORDERS"].fill < 0.001
+    assert dict(found["ORDERS"].durables) == {
+        f"agent-{token(node)}": subjects.orders_of(node, "agent") for node in (A, B)
+    }
+    context = world.root.client.jetstream()
+    await context.delete_stream("DEAD")
+    spans = (await context.stream_info("SPANS")).config
+    await context.update_stream(spans.evolve(max_age=600.0))
+    for number in range(300):
+        await context.add_consumer("SPANS", durable_name=f"reader-{number}", ack_policy="none")
+    found = {state.name: state for state in await bus.examine()}
+    assert not found["DEAD"].exists
+    assert found["SPANS"].differs == ("max_age",)
+    assert len(found["SPANS"].durables) == 300
+    assert bus.server_version.startswith("2.")
+
+
+async def test_all_who_serve_are_asked_at_once_and_late_ones_are_not_waited_for(
+    world: World,
+) -> None:
+    async def echo(data: bytes, headers: Any) -> bytes:
+        return data
+
+    operator = await world.server.bus(User("operator"))
+    await operator.serve("snap-operator", "1.0.0", {}, {subjects.api("health"): echo})
+    for node in (A, B):
+        agent = await world.server.bus(User("agent", node))
+        question = subjects.rpc(node, "agent", "status")
+        await agent.serve("snap-agent", "1.0.0", {"node": node}, {question: echo})
+    cli = await world.server.bus(User("snapshotctl"))
+    answers = await cli.ask_all("$SRV.INFO", expected=3, within_s=10.0)
+    names = sorted(json.loads(answer)["name"] for answer in answers)
+    assert names == ["snap-agent", "snap-agent", "snap-operator"]
+    assert len(await cli.ask_all("$SRV.INFO", expected=4, within_s=0.5)) == 3
+    assert await cli.ask_all("$SRV.INFO.nobody", expected=1, within_s=0.5) == []
+
+
 async def test_a_service_waits_for_streams_that_only_the_operator_makes(tmp_path: Path) -> None:
     async with keyed_server(tmp_path, users_of([A])) as server:
         agent = await server.bus(User("agent", A))

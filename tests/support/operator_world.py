@@ -13,7 +13,7 @@ from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.domain.retention import Limits
-from snapshot_operator.handlers import Api, fold_presence, fold_report
+from snapshot_operator.handlers import Api, Retention, fold_presence, fold_report
 from snapshot_operator.handlers.operations import Operations, Sweeping
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.errors import BusUnavailable, Failure
@@ -80,12 +80,13 @@ class World:
         self.controller = Controller(
             self.cluster, self.orders, self.interpreter, lambda: self.now, limits
         )
-        self.api = Api(self.cluster)
         self.operations = Operations(
             self.cluster,
             self.orders,
             lambda: Sweeping(self.controller.swept_at, self.controller.fill),
         )
+        retention = Retention(limits, self.controller.judged, self.controller.retain)
+        self.api = Api(self.cluster, retention)
         self.present: dict[str, Presence] = {}
         self.answered: set[tuple[str, int]] = set()
         self.numbers: dict[tuple[str, int], int] = {}

@@ -154,6 +154,38 @@ class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     failure: Failure | None = None
 
 
+class RetentionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Ask what retention would delete now; with `run` it is done first."""
+
+    namespace: str | None = None
+    run: bool = False
+    after: str = ""
+
+
+class Retained(msgspec.Struct, frozen=True, kw_only=True):
+    """One captured artifact by the object that stands for it: whether it goes, and why (not)."""
+
+    kind: str
+    namespace: str
+    name: str
+    content: str
+    bytes: int
+    goes: bool
+    why: str
+
+
+class RetentionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The artifacts by the names of their contents; `next` is the `after` of the next page.
+
+    `limits` are what a namespace may keep (count, days, bytes); one that is missing is none.
+    """
+
+    artifacts: list[Retained] = []
+    limits: dict[str, float] = {}
+    next: str = ""
+    failure: Failure | None = None
+
+
 class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An agent asks for the spec of a pod that a run order names."""
 

@@ -40,7 +40,7 @@ VIEWERS = "SNAPBACK_VIEWERS"
 ANSWER_S = 10
 """How long after a question its answer may be sent, in seconds."""
 
-PEOPLES_VERBS = ("apply", "delete", "verify", "cordon", "abort", "requeue", "health")
+PEOPLES_VERBS = ("apply", "delete", "verify", "retention", "cordon", "abort", "requeue", "health")
 """What only the person at the command line may ask of the operator."""
 
 _API = "$JS.API"

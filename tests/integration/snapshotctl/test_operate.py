@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,103 @@ def _until_started(cli: Cli, order: str) -> None:
         if life["state"].startswith("answered: started"):
             return
     pytest.fail(f"{order} was not carried out: {life}")
+
+
+SECRET = "hf_0123456789abcdef"
+
+
+def test_a_bundle_holds_everything_and_no_key_and_no_environment(
+    one_node: Cli, tmp_path: Path
+) -> None:
+    document = (
+        POD.format(name="secretive")
+        + f"""\
+      env:
+        - name: HF_TOKEN
+          value: {SECRET}
+        - name: PLAIN
+          value: plain-0123456789
+"""
+    )
+    one_node.ok("apply", "-f", "-", stdin=document)
+    one_node.ok("wait", "pod/secretive", "--for", "condition=PodScheduled", "--timeout", "30s")
+    with (one_node.state() / "logs" / "node-1-agent.log").open("a") as log:
+        log.write(f"a worker printed {SECRET}\n")
+    path = tmp_path / "report.tar.gz"
+    told = one_node.ok("bundle", "-o", str(path), "-o", "json").value()
+    assert (told["file"], told["missing"]) == (str(path), [])
+    files = _unpacked(path)
+    listed = {member["name"] for member in told["members"]}
+    assert {f"report/{name}" for name in listed} == set(files)
+    wanted = {"versions.json", "settings.json", "doctor.json", "doctor.txt", "streams.json"}
+    wanted |= {"nodes.json", "orders.json", "reports.json", "dead-letters.json", "spans.json"}
+    wanted |= {"objects/pods.json", "objects/nodes.json", "logs/operator.log", "cluster.json"}
+    wanted |= {"logs/node-1-agent.log", "logs/nats-server.log", "README.txt"}
+    assert wanted <= listed
+    [pod] = json.loads(files["report/objects/pods.json"])
+    assert pod["metadata"]["name"] == "secretive"
+    everything = b"".join(files.values())
+    seeds = [key.read_bytes().strip() for key in (one_node.state() / "keys").iterdir()]
+    assert len(seeds) >= 5
+    assert [seed for seed in seeds if seed in everything] == []
+    assert SECRET.encode() not in everything
+    assert b"plain-0123456789" not in everything
+    assert b"a worker printed <redacted>" in files["report/logs/node-1-agent.log"]
+    assert "accepted" in {report["kind"] for report in json.loads(files["report/reports.json"])}
+
+
+def test_a_bundle_of_a_cluster_that_is_down_has_its_logs(one_node: Cli, tmp_path: Path) -> None:
+    _kill(one_node, "nats-server")
+    path = tmp_path / "down.tar.gz"
+    told = one_node.ok("bundle", "-o", str(path))
+    assert "   missing  everything of the cluster: cannot reach nats://127.0.0.1" in told.out
+    files = _unpacked(path)
+    assert b"nats-server ended" in files["down/doctor.txt"]
+    assert "down/logs/nats-server.log" in files
+
+
+def _unpacked(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        found = {entry.name: archive.extractfile(entry) for entry in archive.getmembers()}
+        return {name: file.read() for name, file in found.items() if file is not None}
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_cluster_that_is_well(running: Cli) -> None:
+    # The first sweep of an operator comes with its start, and its nodes' clocks are ours.
+    well = running.ok("doctor")
+    assert "ok    all 8 streams and buckets are as wanted\n" in well.out
+    assert "ok    node-1 is Ready\n" in well.out
+    assert well.out.endswith(" 0 fail\n")
+
+
+def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
+    _kill(one_node, "node-1-gms")
+    _publish_as_operator(one_node, "snap.order.node-1.agent.nonsense", b"noise")
+    _letters(one_node)
+    one_node.ok("cordon", "node-1")
+    ill = one_node.run("doctor")
+    assert ill.code == 1
+    restart = "snapshotctl sim restart node-1 --service gms --name default"
+    assert f"fail  local cluster default: node-1-gms ended  → {restart}\n" in ill.out
+    assert f"fail  the GMS of node-1 does not answer  → {restart}\n" in ill.out
+    assert "warn  1 dead letter  → snapshotctl dead ls\n" in ill.out
+    assert "warn  node-1 is cordoned  → snapshotctl uncordon node-1\n" in ill.out
+    one_node.ok(*restart.split()[1:])
+    one_node.ok("uncordon", "node-1")
+    found = one_node.ok("doctor", "-o", "json").value()
+    assert {finding["level"] for finding in found} == {"ok", "warn"}
+
+
+def test_names_are_completed_from_the_running_cluster(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=POD.format(name="offered"))
+    variables = {"_SNAPSHOTCTL_COMPLETE": "complete_bash"}
+    for line, offered in {
+        "cordon ": "node-1",
+        "get pods off": "offered",
+        "delete pod/off": "pod/offered",
+        "trace off": "offered",
+    }.items():
+        variables |= {"COMP_WORDS": f"snapshotctl {line}", "COMP_CWORD": str(len(line.split(" ")))}
+        shell = Cli(running.home)
+        shell.environment |= variables
+        assert shell.ok().out.split() == [offered]

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_operator.handlers import Api
 from snapshot_shared import subjects
 from snapshot_shared.api import (
     ApplyReply,
@@ -16,6 +15,7 @@ from snapshot_shared.api import (
     DeleteRequest,
     GetReply,
     GetRequest,
+    RetentionReply,
     TemplateReply,
     TemplateRequest,
     VerifyReply,
@@ -31,6 +31,7 @@ REPLIES = {
     "get": GetReply,
     "delete": DeleteReply,
     "verify": VerifyReply,
+    "retention": RetentionReply,
     "template.*": TemplateReply,
 }
 
@@ -38,7 +39,7 @@ REPLIES = {
 async def ask(world: World, verb: str, request: Any, reply: type[Any], *, asked: str = "") -> Any:
     """Ask as a client does: bytes in, bytes out."""
     data = request if isinstance(request, bytes) else encode_json(request)
-    endpoints = Api(world.cluster).endpoints()
+    endpoints = world.api.endpoints()
     return msgspec.json.decode(await endpoints[verb](data, {ASKED: asked}), type=reply)
 
 
@@ -102,7 +103,9 @@ async def test_the_trace_of_apply_is_kept_on_the_object_and_its_children() -> No
 
 
 @pytest.mark.parametrize("verb", REPLIES)
-@pytest.mark.parametrize("data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7, "after": 7}']
+)
 async def test_noise_is_answered_with_a_reason(verb: str, data: bytes) -> None:
     answer = await ask(World(), verb, data, REPLIES[verb])
     assert answer.failure.reason == "InvalidMessage"

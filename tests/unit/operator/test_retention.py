@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.domain.conditions import timestamp
-from snapshot_operator.domain.retention import DAY_S, Holdings, Limits, to_let_go
+from snapshot_operator.domain.retention import DAY_S, Holdings, Limits, Verdict, judged
 from snapshot_operator.main import OperatorSettings
+from snapshot_shared.api import RetentionRequest
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects import (
     Committed,
@@ -74,9 +75,13 @@ def contents(*names: str, pod: str = "worker", namespace: str = "default") -> li
     return [content_of(name, namespace, pod, age) for name, age in zip(names, ages, strict=True)]
 
 
+def let_go(holdings: Holdings, limits: Limits, now: float) -> list[Verdict]:
+    return [verdict for verdict in judged(holdings, limits, now) if verdict.goes]
+
+
 def chosen(found: list[SnapshotContent], limits: Limits, *pods: Pod) -> list[str]:
     holdings = Holdings([], [snapshot_of(content) for content in found], found, pods)
-    return [item.value.metadata.name for item in to_let_go(holdings, limits, NOW)]
+    return [item.value.metadata.name for item in let_go(holdings, limits, NOW)]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,7 @@ def test_the_oldest_are_let_go_until_every_limit_is_kept_but_never_the_newest(
 def test_each_namespace_has_limits_of_its_own() -> None:
     found = contents("a", "b") + contents("a", "b", "c", namespace="other")
     holdings = Holdings([], [snapshot_of(content) for content in found], found, [])
-    gone = to_let_go(holdings, Limits(count=2), NOW)
+    gone = let_go(holdings, Limits(count=2), NOW)
     assert [(item.value.metadata.namespace, item.value.metadata.name) for item in gone] == [
         ("other", "a")
     ]
@@ -172,6 +177,31 @@ def test_what_is_being_captured_or_deleted_is_not_counted() -> None:
     assert chosen([going, b, staging], Limits(count=1)) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, "the namespace holds 3 artifacts, the limit is 2"),
+        ({"readers": ["x", "y"]}, "it is being restored by 2 pods"),
+        ({"orders": [OPEN_RELEASE]}, "its capture or a verification is under way"),
+        ({"conditions": condition_of("Quarantined")}, "it is in quarantine"),
+    ],
+)
+def test_every_artifact_is_judged_with_the_reason(change: dict[str, Any], why: str) -> None:
+    oldest, *others = contents("a", "b", "c")
+    found = [with_status(oldest, **change), *others]
+    holdings = Holdings([], [snapshot_of(content) for content in found], found, [])
+    first, _, last = judged(holdings, Limits(count=2), NOW)
+    assert (first.content, first.why) == (found[0], why)
+    assert (last.goes, last.why) == (False, "it is the newest usable one of its identity")
+
+
+def test_within_the_limits_everything_stays_for_that_reason() -> None:
+    found = contents("a", "b")
+    holdings = Holdings([], [snapshot_of(content) for content in found], found, [])
+    first, _ = judged(holdings, Limits(), NOW)
+    assert (first.goes, first.why) == (False, "it is within the limits")
+
+
 def asking(source: str, **status: Any) -> Pod:
     from snapshot_shared.manifests import parse
 
@@ -220,7 +250,7 @@ def test_a_checkpoint_goes_as_a_whole_and_not_before_its_worker_has_ended(
     worker = asking("none", phase=phase)
     worker = replace(worker, metadata=replace(worker.metadata, uid=derived_uid("pod", "pod-a")))
     holdings = Holdings([c for c, _ in pairs], [s for _, s in pairs], found, [worker])
-    gone = to_let_go(holdings, Limits(count=1), NOW)
+    gone = let_go(holdings, Limits(count=1), NOW)
     assert [item.value.metadata.name for item in gone] == expected
     assert all(isinstance(item.value, DynamoCheckpoint) for item in gone)
 
@@ -248,6 +278,29 @@ async def test_a_checkpoint_over_the_limit_is_deleted_with_its_artifact_and_the_
     caplog.clear()
     await world.controller.retain()
     assert not caplog.text
+
+
+async def test_whoever_asks_is_told_what_goes_and_may_have_it_done() -> None:
+    world = World(Limits(count=1))
+    await world.join(presence("node-1", gpus=4))
+    for name in ("old", "new"):
+        await world.apply(checkpoint_document(name, sourcePolicy="Terminate"))
+        await world.answer_all()
+        run = next(o for o in reversed(world.orders.history) if o.verb == "run")
+        await world.report(run, "exited", exit_code=0)
+        await world.answer_all()
+        world.now += 60
+    told = await world.api.retention(RetentionRequest())
+    assert told.limits == {"count": 1}
+    assert {item.name: item.goes for item in told.artifacts} == {"old": True, "new": False}
+    assert (await world.api.retention(RetentionRequest(namespace="other"))).artifacts == []
+    assert len(await world.cluster.list("DynamoCheckpoint")) == 2
+
+    done = await world.api.retention(RetentionRequest(run=True))
+    assert [item.name for item in done.artifacts] == ["new"]
+    await world.settle()
+    await world.answer_all()
+    assert [c.metadata.name for c in await world.cluster.list("DynamoCheckpoint")] == ["new"]
 
 
 def test_limits_are_read_from_the_environment_and_are_off_without() -> None:

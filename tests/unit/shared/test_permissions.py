@@ -67,7 +67,8 @@ def test_only_the_operator_orders_and_changes_streams(user: User) -> None:
 
 @pytest.mark.parametrize("user", USERS, ids=lambda user: user.name)
 def test_only_the_person_at_the_command_line_changes_objects(user: User) -> None:
-    for verb in ("apply", "delete", "verify", "cordon", "abort", "requeue", "health"):
+    verbs = ("apply", "delete", "verify", "retention", "cordon", "abort", "requeue", "health")
+    for verb in verbs:
         assert may_publish(user, subjects.api(verb)) == (user.role == "snapshotctl")
     assert may_publish(user, subjects.api("get")) == (user.role in ("snapshotctl", "viewer"))
     assert may_publish(user, "snap.rpc.agent.node-a.sim") == (user.role == "snapshotctl")
@@ -79,7 +80,17 @@ def test_a_viewer_publishes_only_questions() -> None:
     reading += ("snap.api.get", "$JS.API.STREAM.", "$JS.API.CONSUMER.")
     lists = allowed(User("viewer"))
     assert all(subject.startswith(reading) for subject in lists.publish)
-    changing = ("CREATE", "UPDATE", "DELETE", "PURGE", "NEXT", "apply", "verify", "sim")
+    changing = (
+        "CREATE",
+        "UPDATE",
+        "DELETE",
+        "PURGE",
+        "NEXT",
+        "apply",
+        "verify",
+        "retention",
+        "sim",
+    )
     assert not [s for s in lists.publish if set(s.split(".")) & set(changing)]
     assert not lists.answers
 

@@ -19,6 +19,10 @@ from snapshotctl.domain.arguments import hoisted
         (["get", "--", "-o", "json"], ["get", "--", "-o", "json"]),
         (["get", "pods", "-o"], ["-o", "get", "pods"]),
         (["up", "--name", "x"], ["up", "--name", "x"]),
+        (["bundle", "-o", "x.tar.gz"], ["bundle", "-o", "x.tar.gz"]),
+        (["bundle", "-o", "json"], ["-o", "json", "bundle"]),
+        (["-o", "json", "bundle", "-o", "x.tgz"], ["-o", "json", "bundle", "-o", "x.tgz"]),
+        (["bundle", "-o"], ["-o", "bundle"]),
         ([], []),
     ],
 )

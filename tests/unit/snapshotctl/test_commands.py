@@ -1,18 +1,32 @@
 """The command line without a server: help, wrong arguments, exit codes."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from snapshot_shared.reasons import REASONS
 from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 
 OBJECTS = ["apply", "get", "delete", "wait", "verify", "nodes", "trace"]
-ON_CALL = ["orders", "cordon", "uncordon", "abort", "schema", "doctor", "dead"]
-COMMANDS = [*OBJECTS, "up", "down", "demo", "leftovers", "sim", *ON_CALL]
+ON_CALL = [
+    "orders",
+    "cordon",
+    "uncordon",
+    "abort",
+    "schema",
+    "doctor",
+    "bundle",
+    "completion",
+    "dead",
+]
+LOOKS = ["explain", "describe", "events", "watch", "checkpoint", "restore"]
+COMMANDS = [*OBJECTS, *LOOKS, *ON_CALL, "artifacts", "up", "down", "demo", "leftovers", "sim"]
+ARTIFACTS = ["ls", "show", "verify", "diff", "gc"]
 SIM = ["crash", "stall", "fail", "restart"]
 DEAD = ["ls", "show", "requeue"]
 
@@ -74,6 +88,74 @@ def test_a_schema_is_printed_without_a_server(
     assert "\ndump_order.v1 " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_asks_by_the_variable_that_is_answered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: str
+) -> None:
+    assert _run(monkeypatch, "completion", shell) == Exit.OK
+    assert f"_SNAPSHOTCTL_COMPLETE=complete_{shell}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("dea", ["dead"]),
+        ("get po", ["pods"]),
+        ("get pods ", []),
+        ("get nothing ", []),
+        ("wait pod/", []),
+        ("cordon ", []),
+        ("abort x", []),
+        ("orders ", ["show"]),
+        ("--server http://x cordon ", []),
+        ("schema dump", ["dump_order.v1"]),
+        ("-o y", ["yaml"]),
+    ],
+)
+def test_completion_offers_what_it_knows_and_without_a_server_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    offered: list[str],
+) -> None:
+    monkeypatch.setenv("_SNAPSHOTCTL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"snapshotctl {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" "))))
+    with pytest.raises(SystemExit) as ended:
+        _run(monkeypatch)
+    assert ended.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.out.split() == offered
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("command", ARTIFACTS)
+def test_the_help_of_every_look_at_artifacts_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert _run(monkeypatch, "artifacts", command, "--help") == Exit.OK
+    assert f"\n    snapshotctl artifacts {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["DeviceTooSmall", "DEVICETOOSMALL"])
+def test_a_reason_is_explained_without_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert _run(monkeypatch, "explain", word) == Exit.OK
+    out = capsys.readouterr().out
+    assert out.startswith("DeviceTooSmall\n")
+    assert REASONS["DeviceTooSmall"].fix in out
+
+
+@pytest.mark.parametrize("name", sorted(REASONS))
+def test_what_a_reason_says_to_run_is_a_command_that_exists(name: str) -> None:
+    for words in re.findall(r"`snapshotctl ([^`]*)`", REASONS[name].fix):
+        command, *rest = words.split()
+        assert command in (*COMMANDS, "--version", "COMMAND")
+        assert command != "artifacts" or rest[0] in ARTIFACTS
+        assert command != "sim" or rest[0] in SIM
+
+
 def test_the_help_lists_every_command_and_every_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +187,25 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["verify"], "NAME"),
         (["verify", "pod/x"], "a Pod holds no artifact"),
         (["verify", "x", "--timeout", "soon"], "5m"),
+        (["explain"], "NAME|REASON"),
+        (["explain", "DeviceToSmall"], "did you mean DeviceTooSmall"),
+        (["explain", "Xyzzy"], "docs/troubleshooting.md"),
+        (["explain", "x_y"], "x_y"),
+        (["describe", "pods"], "a name is missing"),
+        (["describe", "thing", "x"], "dynamocheckpoints"),
+        (["events", "x", "-A"], "exclude each other"),
+        (["events", "-n", "No_Space"], "No_Space"),
+        (["watch"], "NAME"),
+        (["watch", "x", "--timeout", "soon"], "5m"),
+        (["artifacts"], "show"),
+        (["artifacts", "show", "pod/x"], "a Pod holds no artifact"),
+        (["artifacts", "diff", "x"], "'B'"),
+        (["checkpoint"], "--manifest FILE"),
+        (["checkpoint", "x", "--manifest", "y.yaml"], "either"),
+        (["checkpoint", "x", "--checkpoint-id", "No_Name"], "No_Name"),
+        (["checkpoint", "--manifest", "missing.yaml"], "missing.yaml"),
+        (["restore"], "is missing"),
+        (["restore", "a", "--checkpoint-id", "b"], "once"),
         (["sim"], "restart"),
         (["sim", "crash"], "snapshotctl sim crash node-1 --at copy-state"),
         (["sim", "crash", "node-1"], "--at STEP is missing"),
@@ -128,6 +229,9 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["abort", "pod/x"], "snapshotctl delete pod x"),
         (["abort", "node/x"], "a Node has no capture"),
         (["abort", "x", "--timeout", "soon"], "5m"),
+        (["bundle", "-o", "cluster.yaml"], "ends with .tar.gz"),
+        (["bundle", "--reports", "-1"], "snapshotctl bundle -o report.tar.gz"),
+        (["completion", "tcsh"], "'fish'"),
         (["schema", "repot"], "did you mean report?"),
         (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
         (["get", "pods", "--server", "a:1,u:pw@b:x"], "'b:x' is not the address"),
@@ -162,6 +266,15 @@ def test_nothing_at_all_is_answered_with_the_help(
         ["delete", "pod/x"],
         ["wait", "pod/x"],
         ["verify", "x"],
+        ["explain", "x"],
+        ["describe", "pod", "x"],
+        ["events"],
+        ["events", "--follow"],
+        ["watch", "x"],
+        ["artifacts", "ls"],
+        ["artifacts", "gc", "--dry-run"],
+        ["checkpoint", "x"],
+        ["restore", "x"],
         ["sim", "fail", "n", "--at", "gate"],
         ["orders"],
         ["orders", "show", "dump-00000000-0000-0000-0000-000000000001"],

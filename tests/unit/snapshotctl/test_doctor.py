@@ -210,6 +210,12 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             "snapshotctl orders",
         ),
         (of(health=None), "fail", "no operator answers", "snapshot_operator.main"),
+        (
+            of(health=None, refused=Failure(reason="NotPermitted", message="viewer may not")),
+            "warn",
+            "how the operator is cannot be asked: viewer may not",
+            "NATS_NKEY",
+        ),
         (of(operators=["1.0", "0.9"]), "warn", "version 0.9 is used", "same version"),
         (of(health=HealthReply(version="1.0")), "warn", "has not swept", "snapshotctl doctor"),
         (

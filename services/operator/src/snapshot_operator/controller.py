@@ -46,7 +46,7 @@ from snapshot_operator.domain.requests import (
     reconcile_job,
     reconcile_snapshot,
 )
-from snapshot_operator.domain.retention import Holdings, Limits, to_let_go
+from snapshot_operator.domain.retention import Holdings, Limits, Verdict, judged
 from snapshot_operator.ports import Change, Cluster, OrderBus
 from snapshot_shared.errors import (
     AlreadyExists,
@@ -518,19 +518,27 @@ class Controller:
             return
         as_of = self._cluster.as_of()
         try:
-            holdings = Holdings(
-                await self._all(DynamoCheckpoint),
-                await self._all(Snapshot),
-                await self._all(SnapshotContent),
-                await self._all(Pod),
-            )
-            for value, why in to_let_go(holdings, self._limits, self._wall()):
-                meta = value.metadata
-                name = f"{kind_of(value).name} {meta.namespace}/{meta.name}"
-                log.warning("retention deletes %s: %s", name, why)
-                await self._interpreter.apply(Plan((Delete(value),)), as_of)
+            for verdict in await self.judged():
+                if verdict.goes:
+                    await self._let_go(verdict, as_of)
         except (Conflict, NotFound) as error:
             log.info("retention waits for the next sweep: %s", error)
+
+    async def _let_go(self, verdict: Verdict, as_of: int) -> None:
+        value, meta = verdict.value, verdict.value.metadata
+        name = f"{kind_of(value).name} {meta.namespace}/{meta.name}"
+        log.warning("retention deletes %s: %s", name, verdict.why)
+        await self._interpreter.apply(Plan((Delete(value),)), as_of)
+
+    async def judged(self) -> list[Verdict]:
+        """Judge every captured artifact: whether it goes now, and why, or why it stays."""
+        holdings = Holdings(
+            await self._all(DynamoCheckpoint),
+            await self._all(Snapshot),
+            await self._all(SnapshotContent),
+            await self._all(Pod),
+        )
+        return judged(holdings, self._limits, self._wall())
 
     async def _all(self, type_: type[T]) -> list[T]:
         found = await self._cluster.list(type_.__name__)

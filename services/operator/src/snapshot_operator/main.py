@@ -17,7 +17,13 @@ from snapshot_operator.adapters.sqlite import SqliteCluster
 from snapshot_operator.controller import Controller, Interpreter, Key
 from snapshot_operator.domain.conditions import timestamp
 from snapshot_operator.domain.retention import Limits
-from snapshot_operator.handlers import Api, fold_one_presence, fold_presence, fold_report
+from snapshot_operator.handlers import (
+    Api,
+    Retention,
+    fold_one_presence,
+    fold_presence,
+    fold_report,
+)
 from snapshot_operator.handlers.operations import Operations, Sweeping
 from snapshot_operator.ports import Cluster, Nodes
 from snapshot_shared import subjects
@@ -117,7 +123,8 @@ async def _serve(
     interpreter = Interpreter(cluster, orders, telemetry, clocks.wall)
     controller = Controller(cluster, orders, interpreter, clocks.wall, limits)
     operations = Operations(cluster, orders, lambda: Sweeping(controller.swept_at, controller.fill))
-    answers = Api(cluster).endpoints() | operations.endpoints()
+    api = Api(cluster, Retention(limits, controller.judged, controller.retain))
+    answers = api.endpoints() | operations.endpoints()
     endpoints = {subjects.api(verb): handler for verb, handler in answers.items()}
     await bus.serve("snap-operator", VERSION, {"node": NODE}, endpoints)
     log.info("the operator serves")

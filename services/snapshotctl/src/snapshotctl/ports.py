@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from snapshot_shared.api import (
     CordonReply,
     Fault,
     RequeueReply,
+    RetentionReply,
     VerifyReply,
 )
 from snapshot_shared.errors import Failure
@@ -22,11 +23,16 @@ from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import AnyObject, Kind
 from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain.artifacts import Artifact, Manifests
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec
+from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.progress import PartProgress
 from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.rows import Table
 from snapshotctl.domain.targets import Target
+
+News = Changed | Report | SpanRecord | None
+"""That an object has changed, a report, a span; or None: read everything again."""
 
 
 class Changes(Protocol):
@@ -54,6 +60,9 @@ class Operator(Protocol):
     async def verify(self, target: Target) -> VerifyReply:
         """Ask for a verification of what an object holds. NotFound, NotEligible."""
 
+    async def retention(self, namespace: str | None, *, run: bool) -> RetentionReply:
+        """Ask what retention would delete now, or have it done first."""
+
     def watching(self, target: Target) -> AbstractAsyncContextManager[Changes]:
         """Follow one object for the length of the block."""
 
@@ -68,6 +77,18 @@ class Operator(Protocol):
 
     def progress(self) -> AbstractAsyncContextManager[AsyncIterator[Progress]]:
         """Follow the progress of all orders for the length of the block."""
+
+    async def last_progress(self, order: str) -> Progress | None:
+        """Read how far an order said last that it was."""
+
+    async def reports(self, orders: Collection[str] | None = None) -> list[Report]:
+        """Read the reports that are kept of some orders, or of all."""
+
+    async def all_spans(self) -> list[SpanRecord]:
+        """Read all finished spans that are kept."""
+
+    def news(self) -> AbstractAsyncContextManager[AsyncIterator[News]]:
+        """Follow all that happens for the length of the block. None where some may be lost."""
 
 
 class OnCall(Operator, Protocol):
@@ -88,9 +109,6 @@ class OnCall(Operator, Protocol):
     async def progress_now(self, node: NodeName | None) -> list[Progress]:
         """Read the last progress of each order."""
 
-    async def reports_of(self, order: str) -> list[Report]:
-        """Read all reports on one order, as they came."""
-
     async def letters(self, node: NodeName | None) -> list[Letter]:
         """Read the dead letters, oldest first."""
 
@@ -108,11 +126,14 @@ class Screen(Protocol):
     def line(self, text: str = "", *, strong: bool = False) -> None:
         """Print one line of the result."""
 
-    def table(self, table: Table) -> None:
-        """Print rows below their headers."""
+    def table(self, table: Table, *, indent: str = "") -> None:
+        """Print rows below their headers, each line after an indent."""
 
     def value(self, value: Any) -> None:
         """Print a value as JSON or YAML, whichever was asked for."""
+
+    def entry(self, value: Any) -> None:
+        """Print one of many values as they come: JSON on one line, or an item of a YAML list."""
 
     def note(self, text: str) -> None:
         """Print a remark beside the result, on standard error."""
@@ -130,6 +151,30 @@ class Screen(Protocol):
     @property
     def width(self) -> int:
         """Columns that a line may have."""
+
+
+class Logs(Protocol):
+    """The logs of a cluster that can be read from here."""
+
+    @property
+    def folder(self) -> str:
+        """Where they are, for people."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Give the last lines of every service, each with the name of its program."""
+
+    def worker(self, node: str, pod_uid: str) -> list[tuple[str, str]]:
+        """Give the last lines that a pod's containers wrote, each with the container."""
+
+
+class Files(Protocol):
+    """Artifacts on disk, where they can be read from here."""
+
+    def manifests(self, artifact: Artifact) -> Manifests | None:
+        """Read the manifests of an artifact; None when they cannot be read here.
+
+        ArtifactCorrupt when they are not those that were committed.
+        """
 
 
 class Cluster(Protocol):

@@ -38,10 +38,12 @@ class Holdings(NamedTuple):
     pods: Sequence[Pod]
 
 
-class LetGo(NamedTuple):
-    """An object to delete, which takes its artifact with it, and why."""
+class Verdict(NamedTuple):
+    """Whether an artifact goes now with the object that stands for it, and why, or why it stays."""
 
     value: DynamoCheckpoint | Snapshot
+    content: SnapshotContent
+    goes: bool
     why: str
 
 
@@ -67,35 +69,38 @@ class _Artifact(NamedTuple):
         return (self.content.metadata.creation_timestamp, self.content.metadata.name)
 
 
-def to_let_go(holdings: Holdings, limits: Limits, now: float) -> list[LetGo]:
-    """Choose what to delete, the oldest first; `now` is seconds since the epoch.
+def judged(holdings: Holdings, limits: Limits, now: float) -> list[Verdict]:
+    """Judge every captured artifact, the oldest first; `now` is seconds since the epoch.
 
     What somebody needs or may need stays, whatever the limits say, and counts: what has readers,
     is under way, in quarantine, asked for by a pod, to be retained, the newest usable one of its
     identity, and a checkpoint whose worker still runs, for it would end with the checkpoint.
     """
     found = sorted(_artifacts(holdings), key=lambda artifact: artifact.age_key)
-    chosen: list[LetGo] = []
+    verdicts: list[Verdict] = []
     for namespace in dict.fromkeys(artifact.namespace for artifact in found):
         here = [artifact for artifact in found if artifact.namespace == namespace]
-        chosen += _of_namespace(here, holdings.pods, limits, now)
-    return chosen
+        verdicts += _of_namespace(here, holdings.pods, limits, now)
+    return verdicts
 
 
 def _of_namespace(
     here: Sequence[_Artifact], pods: Sequence[Pod], limits: Limits, now: float
-) -> list[LetGo]:
+) -> list[Verdict]:
     count, size = len(here), sum(artifact.bytes for artifact in here)
     newest = {a.identity: a.content.metadata.uid for a in here if _is_usable(a)}
-    chosen: list[LetGo] = []
+    verdicts: list[Verdict] = []
     for artifact in here:
         why = _excess(artifact, count, size, limits, now)
         is_newest = newest.get(artifact.identity) == artifact.content.metadata.uid
-        if not why or is_newest or _is_needed(artifact, pods):
+        need = "it is the newest usable one of its identity" if is_newest else ""
+        stays = need or _need(artifact, pods) or (not why and "it is within the limits")
+        if stays:
+            verdicts.append(Verdict(artifact.value, artifact.content, goes=False, why=stays))
             continue
-        chosen.append(LetGo(artifact.value, why))
+        verdicts.append(Verdict(artifact.value, artifact.content, goes=True, why=why))
         count, size = count - 1, size - artifact.bytes
-    return chosen
+    return verdicts
 
 
 def _excess(artifact: _Artifact, count: int, size: int, limits: Limits, now: float) -> str:
@@ -136,18 +141,22 @@ def _is_usable(artifact: _Artifact) -> bool:
     return not quarantine.is_quarantined(artifact.content)
 
 
-def _is_needed(artifact: _Artifact, pods: Sequence[Pod]) -> bool:
+def _need(artifact: _Artifact, pods: Sequence[Pod]) -> str:
+    """Say who needs an artifact, or nothing."""
     content, status = artifact.content, artifact.content.status
     names = {artifact.snapshot.metadata.name, artifact.value.metadata.name}
     is_under_way = not capture.is_settled(content) or status.verifications > status.verified
-    return (
-        bool(status.readers)
-        or is_under_way
-        or quarantine.is_quarantined(content)
-        or content.spec.deletion_policy == "Retain"
-        or any(_asks_for(pod, artifact.namespace, names) for pod in pods)
-        or (isinstance(artifact.value, DynamoCheckpoint) and _has_worker(content, pods))
-    )
+    asking = any(_asks_for(pod, artifact.namespace, names) for pod in pods)
+    working = isinstance(artifact.value, DynamoCheckpoint) and _has_worker(content, pods)
+    needs = {
+        f"it is being restored by {len(status.readers)} pods": bool(status.readers),
+        "its capture or a verification is under way": is_under_way,
+        "it is in quarantine": quarantine.is_quarantined(content),
+        "its deletionPolicy is Retain": content.spec.deletion_policy == "Retain",
+        "a pod asks to be restored from it": asking,
+        "its worker runs, and would end with the checkpoint": working,
+    }
+    return next((why for why, holds in needs.items() if holds), "")
 
 
 def _asks_for(pod: Pod, namespace: str, names: set[str]) -> bool:

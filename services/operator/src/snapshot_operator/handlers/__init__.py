@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -14,6 +14,7 @@ from snapshot_operator.domain import fold, quarantine
 from snapshot_operator.domain.nodes import absences, node_absent, node_from
 from snapshot_operator.domain.ordering import template_digest
 from snapshot_operator.domain.plan import FINALIZER, orders_of
+from snapshot_operator.domain.retention import Limits, Verdict
 from snapshot_operator.handlers.answering import Endpoint, answering
 from snapshot_operator.ports import Cluster
 from snapshot_shared import subjects
@@ -25,6 +26,9 @@ from snapshot_shared.api import (
     DeleteRequest,
     GetReply,
     GetRequest,
+    Retained,
+    RetentionReply,
+    RetentionRequest,
     TemplateReply,
     TemplateRequest,
     VerifyReply,
@@ -63,14 +67,25 @@ from snapshot_shared.orders import Presence, Report
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 900 * 1024
+RETENTION_PAGE = 1000
+"""Artifacts in one reply: names are bounded, so that they fit."""
+
+
+class Retention(NamedTuple):
+    """What is kept, what that means for each artifact now, and how the rest is let go."""
+
+    limits: Limits
+    judge: Callable[[], Awaitable[list[Verdict]]]
+    run: Callable[[], Awaitable[None]]
 
 
 class Api:
     """Answers `snap.api.*`. Every failure becomes a reply; nothing is stored by halves."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, retention: Retention) -> None:
         """Use the object store."""
         self._cluster = cluster
+        self._retention = retention
 
     def endpoints(self) -> dict[str, Endpoint]:
         """Give the handler of each `snap.api.<verb>`; a node asks for templates by its name."""
@@ -79,6 +94,7 @@ class Api:
             "get": answering(GetRequest, GetReply, self.get),
             "delete": answering(DeleteRequest, DeleteReply, self.delete),
             "verify": answering(VerifyRequest, VerifyReply, self.verify),
+            "retention": answering(RetentionRequest, RetentionReply, self.retention),
             "template.*": self._template,
         }
 
@@ -170,6 +186,26 @@ class Api:
                 continue
             number = wanted.status.verifications
             return VerifyReply(content=content.metadata.name, verification=number)
+
+    async def retention(self, request: RetentionRequest) -> RetentionReply:
+        """Say what goes now and why each other artifact stays; do it first when that is asked."""
+        if request.run:
+            await self._retention.run()
+        limits = self._retention.limits
+        found = sorted(
+            map(_retained, await self._retention.judge()), key=lambda artifact: artifact.content
+        )
+        wanted = [
+            artifact
+            for artifact in found
+            if artifact.content > request.after and request.namespace in (None, artifact.namespace)
+        ]
+        page = wanted[:RETENTION_PAGE]
+        return RetentionReply(
+            artifacts=page,
+            limits={k: v for k, v in msgspec.structs.asdict(limits).items() if v is not None},
+            next=page[-1].content if len(wanted) > len(page) else "",
+        )
 
     async def _content(self, value: AnyObject) -> SnapshotContent:
         """Find the committed content behind an object that people name."""
@@ -273,6 +309,19 @@ def _prepared(value: AnyObject, traceparent: str) -> AnyObject:
     meta = replace(meta, annotations=annotations, finalizers=[FINALIZER])
     changed: Any = replace(value, metadata=meta)
     return changed  # type: ignore[no-any-return]
+
+
+def _retained(verdict: Verdict) -> Retained:
+    meta, committed = verdict.value.metadata, verdict.content.status.committed
+    return Retained(
+        kind=kind_of(verdict.value).name,
+        namespace=meta.namespace or "default",
+        name=meta.name,
+        content=verdict.content.metadata.name,
+        bytes=committed.bytes if committed is not None else 0,
+        goes=verdict.goes,
+        why=verdict.why,
+    )
 
 
 def _applied(value: AnyObject, action: Any) -> Applied:

@@ -72,11 +72,18 @@ class Folders:
 
     def _with_key(self, server: Server) -> Server:
         """Add our key when the address is that of a local cluster of this user."""
+        record = self.record_at(server)
+        if record is None:
+            return server
+        return server._replace(credentials=plans.server_of(record).credentials)
+
+    def record_at(self, server: Server) -> ClusterRecord | None:
+        """Find the local cluster of this user whose bus has that address."""
         for state in self.states.iterdir() if self.states.is_dir() else ():
             record = read_record(state)
             if record and record.url and endpoints(record.url) & endpoints(server.url):
-                return server._replace(credentials=plans.server_of(record).credentials)
-        return server
+                return record
+        return None
 
     def _selected_context(self) -> str | None:
         with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import Awaitable
 from importlib import metadata
@@ -21,6 +22,7 @@ from snapshot_shared.errors import (
     InvalidInput,
     InvalidMessage,
     NotFound,
+    NotPermitted,
     SnapbackError,
 )
 from snapshot_shared.frames import StatusReply
@@ -45,6 +47,8 @@ AT_A_TIME = 32
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 
 class _Service(msgspec.Struct):
     """What a service says of itself in the directory of NATS services."""
@@ -56,16 +60,19 @@ class _Service(msgspec.Struct):
 
 async def observe(folders: Folders, server: str | None, cluster: str | None) -> Observed:
     """Look at everything that can be reached. WrongArguments for an address that is none."""
+    found: Server | None = None
+    seen: ClusterSeen | None = None
+    unreachable: Failure | None = None
     try:
         found = folders.find_server(server, cluster)
         async with connected(found) as client:
             seen = await _cluster(client, found)
     except BusUnavailable as error:
-        return Observed(machine.now(), VERSION, local(folders, None), error.to_failure(), None)
-    return Observed(machine.now(), VERSION, local(folders, found), None, seen)
+        unreachable = error.to_failure()
+    return Observed(machine.now(), VERSION, _local(folders, found), unreachable, seen)
 
 
-def local(folders: Folders, server: Server | None) -> LocalSeen:
+def _local(folders: Folders, server: Server | None) -> LocalSeen:
     """Look at this machine, and at the local cluster whose server that is, if it is one."""
     found = folders.look()
     name, ended = "", list[str]()
@@ -98,9 +105,16 @@ async def _cluster(client: OperatorClient, server: Server) -> ClusterSeen:
         streams = [Stream(*state) for state in await bus.examine()]
     except BusUnavailable as error:
         jetstream = error.to_failure()
-    health = await _or_none(client.health())
-    contents = await _or_none(client.all_of(KINDS["SnapshotContent"], None)) if health else None
-    nodes = await _or_none(client.all_of(KINDS["Node"], None)) if health else None
+    health: HealthReply | None = None
+    refused: Failure | None = None
+    try:
+        health = await client.health()
+    except NotPermitted as error:
+        refused = error.to_failure()
+    except SnapbackError as error:
+        log.info("the operator does not answer: %s", error)
+    contents = await _or_none(client.all_of(KINDS["SnapshotContent"], None))
+    nodes = await _or_none(client.all_of(KINDS["Node"], None))
     known = {node.metadata.name: node for node in nodes or () if isinstance(node, Node)}
     present = await _or_none(_presence(bus)) or {}
     names = sorted({*known, *present})
@@ -110,7 +124,8 @@ async def _cluster(client: OperatorClient, server: Server) -> ClusterSeen:
         server_version=bus.server_version,
         jetstream=jetstream,
         streams=streams,
-        health=health if isinstance(health, HealthReply) else None,
+        health=health,
+        refused=refused,
         operators=[found.version for found in directory if found.name == "snap-operator"],
         nodes=await _nodes(client, names, known, present, directory),
         contents=[found for found in contents or () if isinstance(found, SnapshotContent)],

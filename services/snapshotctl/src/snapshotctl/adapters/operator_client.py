@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,8 +25,11 @@ from snapshot_shared.api import (
     GetRequest,
     HealthReply,
     HealthRequest,
+    ObjectEvent,
     RequeueReply,
     RequeueRequest,
+    RetentionReply,
+    RetentionRequest,
     VerifyReply,
     VerifyRequest,
 )
@@ -39,14 +43,18 @@ from snapshot_shared.errors import (
     NotPermitted,
     RemoteFailure,
 )
-from snapshot_shared.ids import NodeName, check_node, name_of, token
-from snapshot_shared.objects import KINDS, AnyObject, Kind
+from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of, token
+from snapshot_shared.objects import KINDS, AnyObject, Kind, ObjectMeta, find_kind
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain import formats
+from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
+from snapshotctl.ports import News
+
+log = logging.getLogger(__name__)
 
 SAFETY_S = 15.0
 """How long an event may be lost before it is looked for."""
@@ -56,7 +64,6 @@ MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
 MAX_PAGES = 10_000
 
-T = TypeVar("T")
 Reply = TypeVar(
     "Reply",
     ApplyReply,
@@ -67,7 +74,9 @@ Reply = TypeVar(
     AbortReply,
     RequeueReply,
     HealthReply,
+    RetentionReply,
 )
+Message = TypeVar("Message", Progress, Report, SpanRecord)
 
 
 class OperatorClient:
@@ -139,10 +148,7 @@ class OperatorClient:
 
     async def progress_now(self, node: NodeName | None) -> list[Progress]:
         filter_ = f"snap.progress.{token(node) if node else '*'}.*"
-        return await self._decoded(subjects.PROGRESS, filter_, Progress)
-
-    async def reports_of(self, order: str) -> list[Report]:
-        return await self._decoded(subjects.REPORTS, f"snap.report.*.{order}.*", Report)
+        return await self._kept(subjects.PROGRESS, filter_, Progress)
 
     async def letters(self, node: NodeName | None) -> list[Letter]:
         filter_ = subjects.dead(node) if node else "snap.dead.*"
@@ -152,13 +158,15 @@ class OperatorClient:
                 found.append(Letter(delivery.sequence, decode_json(delivery.data, DeadLetter)))
         return found
 
-    async def _decoded(self, stream: str, filter_: str, type_: type[T]) -> list[T]:
-        """Read what a stream holds; what does not decode is left out."""
-        found = []
-        for delivery in await self.bus.replay(stream, filter_):
-            with contextlib.suppress(InvalidMessage):
-                found.append(decode_json(delivery.data, type_))
-        return found
+    async def retention(self, namespace: str | None, *, run: bool) -> RetentionReply:
+        request = RetentionRequest(namespace=namespace, run=run)
+        reply = await self._ask("retention", request, RetentionReply)
+        found = list(reply.artifacts)
+        while reply.next:
+            request = RetentionRequest(namespace=namespace, after=reply.next)
+            reply = await self._ask("retention", request, RetentionReply)
+            found += reply.artifacts
+        return RetentionReply(artifacts=found, limits=reply.limits)
 
     @contextlib.asynccontextmanager
     async def watching(self, target: Target) -> AsyncIterator[_Changes]:
@@ -205,7 +213,7 @@ class OperatorClient:
             yield _Changes(queue, again)
 
     async def spans(self, trace_id: str) -> list[SpanRecord]:
-        return await self._decoded(subjects.SPANS, subjects.spans_of(trace_id), SpanRecord)
+        return await self._kept(subjects.SPANS, subjects.spans_of(trace_id), SpanRecord)
 
     async def presence(self) -> dict[NodeName, Presence]:
         found: dict[NodeName, Presence] = {}
@@ -218,6 +226,42 @@ class OperatorClient:
     async def progress(self) -> AsyncIterator[AsyncIterator[Progress]]:
         async with self.bus.listening("snap.progress.>") as queue:
             yield _progress(queue)
+
+    async def last_progress(self, order: str) -> Progress | None:
+        filter_ = f"snap.progress.*.{check_order_id(order)}"
+        found = await self._kept(subjects.PROGRESS, filter_, Progress)
+        return found[-1] if found else None
+
+    async def reports(self, orders: Collection[str] | None = None) -> list[Report]:
+        if orders is None:
+            return await self._kept(subjects.REPORTS, "snap.report.>", Report)
+        filters = [f"snap.report.*.{check_order_id(order)}.*" for order in orders]
+        return [
+            report
+            for filter_ in filters
+            for report in await self._kept(subjects.REPORTS, filter_, Report)
+        ]
+
+    async def all_spans(self) -> list[SpanRecord]:
+        return await self._kept(subjects.SPANS, "snap.span.>", SpanRecord)
+
+    async def _kept(self, stream: str, filter_: str, type_: type[Message]) -> list[Message]:
+        """Read what a stream holds; what is none of its messages does not count."""
+        found = []
+        for delivery in await self.bus.replay(stream, filter_):
+            with contextlib.suppress(InvalidMessage):
+                found.append(decode_json(delivery.data, type_))
+        return found
+
+    @contextlib.asynccontextmanager
+    async def news(self) -> AsyncIterator[AsyncIterator[News]]:
+        again = self.bus.reconnections()
+        async with (
+            self.bus.listening(f"{subjects.EVENTS}.>") as events,
+            self.bus.listening("snap.report.>") as reports,
+            self.bus.listening("snap.span.>") as spans,
+        ):
+            yield _news((events, reports, spans), again)
 
     async def _ask(self, verb: str, request: msgspec.Struct, type_: type[Reply]) -> Reply:
         data = encode_json(request)
@@ -260,6 +304,55 @@ class _Changes:
         self._again.clear()
         while not self._queue.empty():
             self._queue.get_nowait()
+
+
+class _Told(msgspec.Struct):
+    """What an `api.ObjectEvent` tells of every object: specs are not announced."""
+
+    kind: str
+    metadata: ObjectMeta
+
+
+async def _news(
+    queues: Sequence[asyncio.Queue[Delivery]], again: asyncio.Event
+) -> AsyncIterator[News]:
+    """Yield what arrives, in the order of its arrival on each queue; None after a reconnection."""
+    while True:
+        waiters = [asyncio.ensure_future(queue.get()) for queue in queues]
+        waiters_again = asyncio.ensure_future(again.wait())
+        try:
+            await asyncio.wait([*waiters, waiters_again], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            arrived = [waiter.result() for waiter in waiters if _is_there(waiter)]
+            for waiter in (*waiters, waiters_again):
+                waiter.cancel()
+        if again.is_set():
+            again.clear()
+            yield None
+        for delivery in arrived:
+            try:
+                found = _one_news(delivery)
+            except (InvalidMessage, NotFound, msgspec.ValidationError) as error:
+                log.info("news on %s is not understood: %s", delivery.subject, error)
+            else:
+                yield found
+
+
+def _is_there(waiter: asyncio.Future[Any]) -> bool:
+    return waiter.done() and not waiter.cancelled()
+
+
+def _one_news(delivery: Delivery) -> News:
+    if delivery.subject.startswith("snap.report."):
+        return decode_json(delivery.data, Report)
+    if delivery.subject.startswith("snap.span."):
+        return decode_json(delivery.data, SpanRecord)
+    event = decode_json(delivery.data, ObjectEvent)
+    told = msgspec.convert(event.object, _Told)
+    meta = told.metadata
+    kind = find_kind(told.kind)
+    owners = frozenset(owner.uid for owner in meta.owner_references)
+    return Changed(event.type, Target(kind, meta.namespace, meta.name), meta.uid, owners)
 
 
 async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:

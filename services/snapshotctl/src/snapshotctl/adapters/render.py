@@ -44,20 +44,28 @@ class Terminal:
             self._console.print(Text(text, style="bold" if strong else ""))
             self._out.flush()
 
-    def table(self, table: Table) -> None:
+    def table(self, table: Table, *, indent: str = "") -> None:
         widths = [
             max(len(row[index]) for row in (table.columns, *table.rows))
             for index in range(len(table.columns))
         ]
         for number, row in enumerate((table.columns, *table.rows)):
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            self.line("   ".join(cells).rstrip(), strong=number == 0)
+            self.line(indent + "   ".join(cells).rstrip(), strong=number == 0)
 
     def value(self, value: Any) -> None:
         if self._output == "yaml":
             text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
         else:
             text = json.dumps(value, indent=2) + "\n"
+        self._out.write(text)
+        self._out.flush()
+
+    def entry(self, value: Any) -> None:
+        if self._output == "yaml":
+            text = yaml.safe_dump([value], sort_keys=False, allow_unicode=True, width=100)
+        else:
+            text = json.dumps(value) + "\n"
         self._out.write(text)
         self._out.flush()
 

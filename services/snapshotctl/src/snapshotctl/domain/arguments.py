@@ -7,6 +7,9 @@ from collections.abc import Sequence
 GLOBAL_OPTIONS = ("--server", "--cluster", "--output", "-o")
 """Each takes a value."""
 
+FORMS = ("table", "json", "yaml")
+"""What `--output` may say."""
+
 
 def hoisted(arguments: Sequence[str]) -> list[str]:
     """Move the options that count for all commands in front of the command."""
@@ -18,7 +21,10 @@ def hoisted(arguments: Sequence[str]) -> list[str]:
         if word == "--":
             rest += [word, *reversed(waiting)]
             break
-        if word in GLOBAL_OPTIONS:
+        if word == "-o" and rest[:1] == ["bundle"] and waiting and waiting[-1] not in FORMS:
+            # There it names the file; a form of the result cannot be the name of an archive.
+            rest += [word, waiting.pop()]
+        elif word in GLOBAL_OPTIONS:
             front += [word, *([waiting.pop()] if waiting else [])]
         elif word.startswith(("--server=", "--cluster=", "--output=")) or _is_short(word):
             front.append(word)

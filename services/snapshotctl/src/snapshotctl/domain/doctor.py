@@ -72,7 +72,10 @@ class LocalSeen(NamedTuple):
 
 
 class ClusterSeen(NamedTuple):
-    """What the bus and the operator said. `health` is None when no operator answered."""
+    """What the bus and the operator said. `health` is None when no operator answered.
+
+    `refused` says why this user may not ask for it.
+    """
 
     server: str
     server_version: str
@@ -83,6 +86,7 @@ class ClusterSeen(NamedTuple):
     nodes: Sequence[NodeSeen]
     contents: Sequence[SnapshotContent]
     letters: int
+    refused: Failure | None = None
 
 
 class Observed(NamedTuple):
@@ -250,6 +254,10 @@ def _durables(cluster: ClusterSeen) -> Iterator[Finding]:
 
 def _operator(seen: Observed, cluster: ClusterSeen) -> Iterator[Finding]:
     health = cluster.health
+    if cluster.refused is not None:
+        fix = "use the key of the user snapshotctl: --cluster, a nats context, or NATS_NKEY"
+        yield warn(f"how the operator is cannot be asked: {cluster.refused.message}", fix)
+        return
     if health is None:
         yield fail("no operator answers", "start it: python -m snapshot_operator.main")
         return

@@ -42,7 +42,7 @@ def target(words: list[str], namespace: str | None) -> Target:
             next_step="for example: pod my-worker, or pod/my-worker",
         )
     kind = kind_named(words[0])
-    name = _checked(words[1]) if len(words) == 2 else None
+    name = checked_name(words[1]) if len(words) == 2 else None
     return Target(kind, place(kind, namespace), name)
 
 
@@ -69,12 +69,25 @@ def everywhere(found: Target) -> Target:
 
 def place(kind: Kind, namespace: str | None) -> str | None:
     """Give the namespace in which a kind is looked for. WrongArguments for a bad one."""
-    if not kind.namespaced or namespace is None:
-        return None
+    return None if not kind.namespaced or namespace is None else checked_namespace(namespace)
+
+
+def checked_namespace(text: str) -> str:
+    """Return a namespace. WrongArguments for a bad one."""
     try:
-        return check_label(namespace)
+        return check_label(text)
     except InvalidName as error:
         raise WrongArguments(error.message, next_step=error.next_step) from error
+
+
+def told(name: str, namespace: str) -> list[Target]:
+    """Give what a name may mean where nodes count, too, in the order in which it is looked up."""
+    if "/" in name:
+        return [one_target([name], namespace)]
+    kinds = ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod", "Node")
+    return [
+        Target(KINDS[kind], place(KINDS[kind], namespace), checked_name(name)) for kind in kinds
+    ]
 
 
 def traced(name: str, namespace: str) -> list[Target]:
@@ -82,7 +95,7 @@ def traced(name: str, namespace: str) -> list[Target]:
     if "/" in name:
         return [one_target([name], namespace)]
     kinds = (KINDS[kind] for kind in ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod"))
-    return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
+    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
 
 
 def verified(name: str, namespace: str) -> list[Target]:
@@ -96,7 +109,7 @@ def verified(name: str, namespace: str) -> list[Target]:
             )
         return [found]
     kinds = (KINDS[kind] for kind in _VERIFIABLE)
-    return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
+    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
 
 
 def aborted(name: str, namespace: str) -> list[Target]:
@@ -115,10 +128,11 @@ def aborted(name: str, namespace: str) -> list[Target]:
             )
         return [found]
     kinds = (KINDS[kind] for kind in _VERIFIABLE)
-    return [Target(kind, place(kind, namespace), _checked(name)) for kind in kinds]
+    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
+    """Return the name of an object. WrongArguments for a bad one."""
     try:
         return check_name(name)
     except InvalidName as error:

@@ -50,7 +50,7 @@ async def show_order(operator: OnCall, screen: Screen, order: str, *, now: float
         order,
         messages[-1] if messages else None,
         queue.owned_orders(await _owners(operator)),
-        await operator.reports_of(order),
+        await operator.reports([order]),
         progress[-1] if progress else None,
         await operator.letters(None),
         now,

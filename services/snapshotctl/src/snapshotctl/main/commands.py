@@ -18,19 +18,19 @@ from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
 from snapshotctl.handlers import clusters, demo, objects, traces, verifying
-from snapshotctl.main import operate, sim
+from snapshotctl.main import completing, inspect, operate, sim
 from snapshotctl.main.running import example, failed
 from snapshotctl.main.wiring import Tools, read_documents, run_work
 
 _EXITS = "\b\nExit codes:\n" + exits.help_text()
-_WHERE = (
+WHERE = (
     "Where the server is: --server, --cluster, NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the "
     "selected nats context, the local cluster 'default'; the first that is set counts."
 )
+"""How a command finds its server."""
 
 app = typer.Typer(
     name="snapshotctl",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -42,7 +42,14 @@ Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of 
 Name = Annotated[
     str | None, typer.Option("--name", help="Name of the local cluster.", show_default="default")
 ]
-Words = Annotated[list[str], typer.Argument(metavar="KIND NAME", help="KIND NAME or KIND/NAME.")]
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="KIND NAME",
+        help="KIND NAME or KIND/NAME.",
+        autocompletion=completing.kinds_and_names,
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -51,7 +58,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog=f"{_WHERE}\n\n{_EXITS}")
+@app.callback(epilog=f"{WHERE}\n\n{_EXITS}")
 def common(
     context: typer.Context,
     server: Annotated[
@@ -103,7 +110,12 @@ def apply(
 def get(
     context: typer.Context,
     words: Annotated[
-        list[str], typer.Argument(metavar="KIND [NAME]", help="What to show; KIND/NAME also works.")
+        list[str],
+        typer.Argument(
+            metavar="KIND [NAME]",
+            help="What to show; KIND/NAME also works.",
+            autocompletion=completing.kinds_and_names,
+        ),
     ],
     namespace: Namespace = "default",
     everywhere: Annotated[
@@ -178,7 +190,11 @@ def verify(
     context: typer.Context,
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A checkpoint, snapshot or content; KIND/NAME."),
+        typer.Argument(
+            metavar="NAME",
+            help="A checkpoint, snapshot or content; KIND/NAME.",
+            autocompletion=completing.captured,
+        ),
     ],
     timeout: Annotated[
         str, typer.Option("--timeout", metavar="TIME", help="How long at most: 90s, 5m, 1h30m.")
@@ -225,7 +241,9 @@ def trace(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="A checkpoint, snapshot, content or pod; KIND/NAME; a trace id."
+            metavar="NAME",
+            help="A checkpoint, snapshot, content or pod; KIND/NAME; a trace id.",
+            autocompletion=completing.traced,
         ),
     ],
     namespace: Namespace = "default",
@@ -328,6 +346,7 @@ def leftovers(context: typer.Context) -> None:
 
 app.add_typer(operate.app)
 app.add_typer(sim.app)
+inspect.register(app)
 
 
 def run(words: Sequence[str]) -> int:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from snapshot_shared.manifests import message_schemas
-from snapshotctl.adapters import machine, observer
+from snapshotctl.adapters import archive, machine, observer
+from snapshotctl.domain import bundle as contents
 from snapshotctl.domain import formats, schemas, targets
+from snapshotctl.domain.cluster import Places
 from snapshotctl.domain.exits import Exit, WrongArguments
+from snapshotctl.handlers import bundling, oncall, queues
 from snapshotctl.handlers import doctor as findings
-from snapshotctl.handlers import oncall, queues
+from snapshotctl.main import completing
 from snapshotctl.main.running import example
 from snapshotctl.main.wiring import Tools, run_work
 
@@ -26,10 +33,20 @@ dead = typer.Typer(
 app.add_typer(dead)
 
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the objects.")]
-Node = Annotated[str, typer.Argument(metavar="NODE", help="The node, as in: snapshotctl nodes.")]
+Node = Annotated[
+    str,
+    typer.Argument(
+        metavar="NODE", help="The node, as in: snapshotctl nodes.", autocompletion=completing.nodes
+    ),
+]
 MaybeNode = Annotated[
     str | None,
-    typer.Argument(metavar="[NODE]", help="Only those of this node.", show_default=False),
+    typer.Argument(
+        metavar="NODE",
+        help="Only those of this node.",
+        show_default=False,
+        autocompletion=completing.nodes,
+    ),
 ]
 Number = Annotated[
     int, typer.Argument(metavar="NUMBER", min=1, help="Its number, as in: snapshotctl dead ls.")
@@ -47,7 +64,11 @@ def orders(
     context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NODE | show ORDER", help="Of one node; or one order's life."),
+        typer.Argument(
+            metavar="NODE | show ORDER",
+            help="Of one node; or one order's life.",
+            autocompletion=completing.queue_words,
+        ),
     ] = None,
     answered: Annotated[bool, typer.Option("--all", help="Show answered orders, too.")] = False,
 ) -> None:
@@ -153,7 +174,12 @@ def _set_unschedulable(tools: Tools, node: str, *, unschedulable: bool) -> None:
 def abort(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A checkpoint, snapshot or content; KIND/NAME.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A checkpoint, snapshot or content; KIND/NAME.",
+            autocompletion=completing.captured,
+        ),
     ],
     timeout: Annotated[
         str, typer.Option("--timeout", metavar="TIME", help="How long to wait: 90s, 5m.")
@@ -188,7 +214,12 @@ def schema(
     context: typer.Context,
     type_: Annotated[
         str | None,
-        typer.Argument(metavar="[TYPE]", help="A type of message or object.", show_default=False),
+        typer.Argument(
+            metavar="TYPE",
+            help="A type of message or object.",
+            show_default=False,
+            autocompletion=completing.schemas,
+        ),
     ] = None,
 ) -> None:
     """Print the JSON Schema of a message or object, or list all.
@@ -207,6 +238,29 @@ def schema(
     run_work(tools, work())
 
 
+@app.command(
+    epilog=example(
+        "source <(snapshotctl completion bash)",
+        "snapshotctl completion zsh > ~/.zfunc/_snapshotctl",
+        "snapshotctl completion fish > ~/.config/fish/completions/snapshotctl.fish",
+    )
+)
+def completion(
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"], typer.Argument(metavar="bash|zsh|fish", help="The shell.")
+    ],
+) -> None:
+    """Print the script by which a shell completes commands and names.
+
+    `snapshotctl --install-completion` puts it where the shell finds it.
+    """
+    typer.echo(
+        get_completion_script(
+            prog_name=completing.PROGRAM, complete_var=completing.VARIABLE, shell=shell
+        )
+    )
+
+
 @app.command(epilog=example("snapshotctl doctor", "snapshotctl doctor -o json"))
 def doctor(context: typer.Context) -> None:
     """Check this machine and the cluster; say how to mend each.
@@ -219,5 +273,52 @@ def doctor(context: typer.Context) -> None:
     async def work() -> Exit:
         seen = await observer.observe(tools.folders, tools.server, tools.cluster)
         return findings.show(tools.screen, seen)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example("snapshotctl bundle", "snapshotctl bundle -o report.tar.gz --reports 2000")
+)
+def bundle(
+    context: typer.Context,
+    file: Annotated[
+        str | None,
+        typer.Option("-o", "--file", metavar="FILE.tar.gz", help="Where it goes."),
+    ] = None,
+    reports: Annotated[
+        int, typer.Option("--reports", metavar="N", min=0, help="How many of the last reports.")
+    ] = 500,
+) -> None:
+    """Collect what a bug report needs into one archive.
+
+    Versions, the doctor's findings, all objects, nodes, orders, reports, dead letters, traces,
+    settings, and the ends of a local cluster's logs. Values of environment variables, keys and
+    passwords are taken out. What cannot be had is named, and the rest is taken.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        now = machine.now()
+        stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
+        path = Path(contents.file_name(file, stamp))
+        collection = bundling.Collection()
+        seen = await observer.observe(tools.folders, tools.server, tools.cluster)
+        collection.add("versions.json", archive.versions())
+        collection.add("settings.json", contents.settings(os.environ))
+        bundling.add_findings(collection, seen)
+        if seen.unreachable is None:
+            async with tools.operator() as operator:
+                await bundling.add_cluster(collection, operator, last=reports)
+        else:
+            why = seen.unreachable.message
+            collection.missing.append(contents.Missing("everything of the cluster", why))
+        if record := tools.local_record(seen.local.cluster):
+            collection.add("cluster.json", record)
+            for name, data in archive.log_ends(Places(Path(record.state_dir), Path()).logs):
+                collection.add_text(name, data)
+        files = collection.files(seen.version)
+        size = archive.write(path, files, now=now)
+        bundling.show(tools.screen, str(path), size, files, collection.missing)
 
     run_work(tools, work())

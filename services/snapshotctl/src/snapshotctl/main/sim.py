@@ -11,6 +11,7 @@ from snapshotctl.adapters.fault_switch import FaultSwitch
 from snapshotctl.domain import faults as places
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.handlers import faults
+from snapshotctl.main import completing
 from snapshotctl.main.running import example
 from snapshotctl.main.wiring import Tools, run_work
 
@@ -25,7 +26,12 @@ app = typer.Typer(
     ),
 )
 
-Node = Annotated[str, typer.Argument(metavar="NODE", help="The node, as in: snapshotctl nodes.")]
+Node = Annotated[
+    str,
+    typer.Argument(
+        metavar="NODE", help="The node, as in: snapshotctl nodes.", autocompletion=completing.nodes
+    ),
+]
 At = Annotated[
     str | None, typer.Option("--at", metavar="STEP", help="The step at whose beginning it happens.")
 ]

@@ -21,16 +21,18 @@ from snapshot_shared.courier import end_all
 from snapshot_shared.service import VERSION
 from snapshot_shared.telemetry import Telemetry
 from snapshotctl.adapters import machine
+from snapshotctl.adapters.cluster_logs import ClusterLogs
 from snapshotctl.adapters.folders import Folders
 from snapshotctl.adapters.local_cluster import LocalCluster
 from snapshotctl.adapters.operator_client import OperatorClient, connected
 from snapshotctl.adapters.render import Output, Terminal
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import documents
-from snapshotctl.domain.cluster import DEMO_PREFIX, server_of
+from snapshotctl.domain.cluster import DEMO_PREFIX, ClusterRecord, server_of
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
+from snapshotctl.handlers.phases import Clocks
 from snapshotctl.handlers.summary import Stage
 from snapshotctl.main.running import carry_out
 
@@ -62,6 +64,16 @@ class Tools:
         endpoint = os.environ.get("SNAPBACK_OTLP_ENDPOINT")
         return Telemetry(SERVICE, NODE, VERSION, otlp_endpoint=endpoint)
 
+    @property
+    def clocks(self) -> Clocks:
+        """The clocks of this machine."""
+        return Clocks(machine.now, time.monotonic)
+
+    def logs(self) -> ClusterLogs | None:
+        """Find the logs of the server's cluster; None when they are not on this machine."""
+        record = self.folders.record_at(self.folders.find_server(self.server, self.cluster))
+        return None if record is None else ClusterLogs(record)
+
     @contextlib.asynccontextmanager
     async def operator(self, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
         """Find the server and connect for the length of the block."""
@@ -85,8 +97,20 @@ class Tools:
 
     def local_cluster(self, name: str | None) -> LocalCluster:
         """Give the local cluster that is meant."""
+        return self._cluster(self._chosen(name), Path.cwd(), secrets.token_hex(4))
+
+    def local_record(self, name: str) -> ClusterRecord | None:
+        """Give what is recorded of a local cluster; without a name of the one that is meant.
+
+        None where there is none, or where a server was named that is not its own.
+        """
+        if not name and (self.server or os.environ.get("NATS_URL")):
+            return None
+        return self.folders.record(self._chosen(name))
+
+    def _chosen(self, name: str | None) -> str:
         chosen = name or self.cluster or os.environ.get("SNAPBACK_CLUSTER") or DEFAULT_CLUSTER
-        return self._cluster(cluster_name(chosen), Path.cwd(), secrets.token_hex(4))
+        return cluster_name(chosen)
 
     def _cluster(
         self, name: str, workdir: Path, run: str, *, is_demo: bool = False

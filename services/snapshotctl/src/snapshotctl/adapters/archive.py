@@ -1,0 +1,81 @@
+"""A compressed archive that is there whole or not at all, and the ends of logs for it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import platform
+import sys
+import tarfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from snapshot_shared.errors import NoSpace
+from snapshotctl.domain.bundle import LOG_BYTES, Member
+from snapshotctl.domain.exits import WrongArguments
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write(path: Path, members: Sequence[Member], *, now: float) -> int:
+    """Write an archive for its owner alone and give its bytes. NoSpace, WrongArguments.
+
+    It gets its name when it is complete; whatever goes wrong, nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            with tarfile.open(fileobj=file, mode="w:gz") as archive:
+                _fill(archive, path.name.partition(".")[0], members, int(now))
+            file.flush()
+            os.fsync(fd)
+        size = temporary.stat().st_size
+        temporary.replace(path)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise NoSpace(
+                f"no space left for {path}: {error.strerror}",
+                next_step="name a file on another disk: snapshotctl bundle -o /elsewhere/x.tar.gz",
+            ) from error
+        raise WrongArguments(
+            f"{path} cannot be written: {error.strerror or error}",
+            next_step="name a file in a folder that you may write to, with --output",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return size
+
+
+def _fill(archive: tarfile.TarFile, folder: str, members: Sequence[Member], now: int) -> None:
+    for name, data in members:
+        entry = tarfile.TarInfo(f"{folder}/{name}")
+        entry.size, entry.mtime, entry.mode = len(data), now, 0o600
+        archive.addfile(entry, io.BytesIO(data))
+
+
+def log_ends(folder: Path) -> list[Member]:
+    """Read the end of each log in a folder; links, and what cannot be read, are left out."""
+    found = []
+    for path in sorted(folder.glob("*.log")):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        with os.fdopen(fd, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            found.append(Member(f"logs/{path.name}", file.read(LOG_BYTES)))
+    return found
+
+
+def versions() -> dict[str, Any]:
+    """Say what is installed here."""
+    installed = {found.name: found.version for found in metadata.distributions()}
+    return {
+        "python": sys.version,
+        "system": platform.platform(),
+        "packages": dict(sorted(installed.items())),
+    }

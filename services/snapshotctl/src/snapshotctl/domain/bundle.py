@@ -1,0 +1,152 @@
+"""What goes into a bug report, and what must not: secrets are taken out before anything is written.
+
+Values of environment variables never go in. What looks like a key is taken out of every text,
+logs included, and so is every secret that the environment of a pod shows us.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshotctl.domain.exits import WrongArguments
+
+REDACTED = "<redacted>"
+LOG_BYTES = 2 * 1024 * 1024
+"""How much of the end of each log is taken."""
+MIN_SECRET = 6
+"""A shorter value cannot be told from ordinary words in a log."""
+SUFFIXES = (".tar.gz", ".tgz")
+
+_SECRET_NAME = re.compile(
+    r"token|secret|passw|credential|api[-_]?key|private[-_]?key|access[-_]?key|_key$|nkey|auth",
+    re.IGNORECASE,
+)
+_SEED = re.compile(rb"S[ACNOUX][A-Z2-7]{56}")
+_PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*-----", re.DOTALL)
+_LOGIN = re.compile(rb"(?<=://)[^/@\s\"']+(?=@)")
+_BEARER = re.compile(rb"(?i)(?<=bearer )[\w.~+/-]{8,}=*")
+_SETTINGS = ("SNAPBACK_", "NATS_", "XDG_", "OTEL_")
+
+
+class Member(NamedTuple):
+    """One file of the bundle."""
+
+    name: str
+    data: bytes
+
+
+class Missing(NamedTuple):
+    """What could not be taken, and why."""
+
+    what: str
+    why: str
+
+
+def file_name(text: str | None, stamp: str) -> str:
+    """Return where the bundle goes. WrongArguments unless it is named as a compressed archive."""
+    if text is None:
+        return f"snapback-bundle-{stamp}.tar.gz"
+    if not text.endswith(SUFFIXES):
+        raise WrongArguments(
+            f"--output {text!r} is not the name of a bundle",
+            next_step="name a file that ends with .tar.gz",
+        )
+    return text
+
+
+def redacted(value: Any) -> Any:
+    """Take the values of environment variables, and the secrets of arguments, out of an object."""
+    match value:
+        case dict():
+            return {key: _redacted_field(key, item) for key, item in value.items()}
+        case list():
+            return [redacted(item) for item in value]
+        case _:
+            return value
+
+
+def _redacted_field(key: str, item: Any) -> Any:
+    if key == "env" and isinstance(item, list):
+        return [v | {"value": REDACTED} if isinstance(v, dict) else REDACTED for v in item]
+    if key in ("args", "command") and isinstance(item, list):
+        return list(_redacted_arguments(item))
+    return redacted(item)
+
+
+def _redacted_arguments(words: Sequence[Any]) -> Iterator[Any]:
+    """Take out what follows an option such as `--api-key`, or stands behind its `=`."""
+    for word, secret in _marked(words):
+        yield word if secret is None else str(word).removesuffix(secret) + REDACTED
+
+
+def _marked(words: Sequence[Any]) -> Iterator[tuple[Any, str | None]]:
+    """Give each word of a command line with the secret at its end, if it has one."""
+    is_secret = False
+    for word in words:
+        text = str(word)
+        name, equals, behind = text.partition("=")
+        names_one = bool(_SECRET_NAME.search(name))
+        found = text if is_secret else behind if equals and names_one else None
+        yield word, found or None
+        is_secret = text.startswith("-") and names_one and not equals
+
+
+def secrets_in(value: Any) -> frozenset[str]:
+    """Collect the values of variables and arguments whose names say that they are secret."""
+    return frozenset(found for found in _secrets(value) if len(found) >= MIN_SECRET)
+
+
+def _secrets(value: Any) -> Iterator[str]:
+    match value:
+        case {"name": str(name), "value": str(text), **_rest} if _SECRET_NAME.search(name):
+            yield text
+        case dict():
+            for key, item in value.items():
+                if key in ("args", "command") and isinstance(item, list):
+                    yield from (secret for _, secret in _marked(item) if secret)
+                yield from _secrets(item)
+        case list():
+            for item in value:
+                yield from _secrets(item)
+        case _:
+            return
+
+
+def scrubbed(data: bytes, secrets: Iterable[str]) -> bytes:
+    """Take keys, logins of addresses and known secrets out of a text."""
+    replacement = REDACTED.encode()
+    for pattern in (_PRIVATE_KEY, _SEED, _LOGIN, _BEARER):
+        data = pattern.sub(replacement, data)
+    # A secret that holds another one goes first, or a piece of it would stay.
+    for secret in sorted(secrets, key=len, reverse=True):
+        for written in (secret.encode(), msgspec.json.encode(secret)[1:-1]):
+            data = data.replace(written, replacement)
+    return data
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give what the environment says to us, without secrets."""
+    return {
+        name: REDACTED if _SECRET_NAME.search(name) else value
+        for name, value in sorted(environment.items())
+        if name.startswith(_SETTINGS)
+    }
+
+
+def as_json(name: str, value: Any) -> Member:
+    """Make a file of a value, for people to read."""
+    return Member(name, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def contents(members: Sequence[Member], missing: Sequence[Missing], version: str) -> Member:
+    """Write down what the bundle holds, and what it does not."""
+    lines = [f"A bundle of snapshotctl {version}, for a bug report.", "", "It holds:"]
+    lines += [f"  {member.name}  {len(member.data)} bytes" for member in members]
+    if missing:
+        lines += ["", "It lacks:", *(f"  {what}: {why}" for what, why in missing)]
+    lines += ["", "Values of environment variables, keys and passwords were taken out.", ""]
+    return Member("README.txt", "\n".join(lines).encode())

@@ -1,0 +1,219 @@
+"""From a pod, running or as a manifest, to the objects that capture and restore it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot_shared.errors import InvalidManifest, NotEligible
+from snapshot_shared.ids import short_hash
+from snapshot_shared.objects import (
+    GROUP,
+    HOSTNAME_LABEL,
+    RESTORE_FROM,
+    DynamoCheckpoint,
+    Pod,
+    Snapshot,
+    SnapshotContent,
+)
+from snapshotctl.domain.documents import Document
+from snapshotctl.domain.exits import WrongArguments
+
+MAX_NAME = 63
+_FINISHED = ("Succeeded", "Failed")
+
+
+class PodManifest(NamedTuple):
+    """A pod as somebody wrote it: its name, its containers, and the whole document."""
+
+    where: str
+    name: str
+    namespace: str | None
+    containers: list[str]
+    value: dict[str, Any]
+
+
+def pod_manifest(documents: Sequence[Document]) -> PodManifest:
+    """Take the one pod of a file. InvalidManifest when it holds anything else."""
+    if len(documents) != 1:
+        raise InvalidManifest(
+            f"{documents[0].where}: the file holds {len(documents)} documents",
+            next_step="give a file with one Pod",
+        )
+    where, value = documents[0]
+    if not isinstance(value, dict) or value.get("kind", "Pod") != "Pod":
+        kind = value.get("kind") if isinstance(value, dict) else type(value).__name__
+        raise InvalidManifest(
+            f"{where}: kind: {kind!r} is no Pod", next_step="give a file with one Pod"
+        )
+    meta, spec = value.get("metadata"), value.get("spec")
+    name = meta.get("name") if isinstance(meta, dict) else None
+    containers = spec.get("containers") if isinstance(spec, dict) else None
+    listed = containers if isinstance(containers, list) else []
+    names = [str(item["name"]) for item in listed if isinstance(item, dict) and "name" in item]
+    if not isinstance(name, str) or not name:
+        raise InvalidManifest(f"{where}: metadata.name: is required", next_step="name the pod")
+    if not names or len(names) != len(listed):
+        raise InvalidManifest(
+            f"{where}: spec.containers: a pod needs containers with names",
+            next_step="give the pod at least one container",
+        )
+    space = meta.get("namespace") if isinstance(meta, dict) else None
+    return PodManifest(where, name, space if isinstance(space, str) else None, names, value)
+
+
+def container(names: Sequence[str], wanted: str | None, whose: str) -> str:
+    """Choose the container to capture: the one that is wanted, or the only one. WrongArguments."""
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted in names:
+        return str(wanted)
+    found = ", ".join(names)
+    problem = "which container?" if wanted is None else f"there is no container {wanted!r}:"
+    raise WrongArguments(
+        f"{problem} {whose} has {found}", next_step=f"name one: --container {names[0]}"
+    )
+
+
+def snapshot_of(pod: Pod, target: str, name: str | None) -> Document:
+    """Write the Snapshot of a running pod. NotEligible when it cannot be captured any more.
+
+    Its name follows from the pod's uid: to ask twice is to ask once.
+    """
+    meta = pod.metadata
+    if meta.deletion_timestamp or pod.status.phase in _FINISHED:
+        state = "is being deleted" if meta.deletion_timestamp else f"has ended ({pod.status.phase})"
+        raise NotEligible(
+            f"pod {meta.name} {state} and cannot be captured",
+            next_step="name a pod that runs: snapshotctl get pods",
+        )
+    found = name or f"{meta.name[: MAX_NAME - 6]}-{short_hash('snapshot', meta.uid, length=5)}"
+    source = {"name": meta.name, "uid": meta.uid, "containers": [target]}
+    value = {
+        "apiVersion": GROUP,
+        "kind": "Snapshot",
+        "metadata": {"name": found, "namespace": meta.namespace},
+        "spec": {"source": {"podRef": source}, "sourcePolicy": "Resume"},
+    }
+    return Document(f"the snapshot of pod {meta.name}", value)
+
+
+def checkpoint_of(pod: PodManifest, target: str, name: str | None, namespace: str) -> Document:
+    """Write the DynamoCheckpoint that starts, captures and ends the worker of a manifest."""
+    meta = pod.value["metadata"]
+    template: dict[str, Any] = {"spec": pod.value["spec"]}
+    told = {key: meta[key] for key in ("labels", "annotations") if key in meta}
+    if told:
+        template["metadata"] = told
+    value = {
+        "apiVersion": GROUP,
+        "kind": "DynamoCheckpoint",
+        "metadata": {"name": name or pod.name, "namespace": namespace},
+        "spec": {
+            "identity": {"model": pod.name, "backendFramework": "pod"},
+            "job": {
+                "podTemplateSpec": template,
+                "targetContainerName": target,
+                "sourcePolicy": "Terminate",
+            },
+        },
+    }
+    return Document(pod.where, value)
+
+
+def namespace_of(pod: PodManifest | None, wanted: str | None) -> str:
+    """Give the namespace: that of the command line, of the manifest, or `default`."""
+    return wanted or (pod.namespace if pod is not None else None) or "default"
+
+
+class Captured(NamedTuple):
+    """What is known of the source of an artifact: its objects, as far as they are there."""
+
+    checkpoint: DynamoCheckpoint | None
+    snapshot: Snapshot | None
+    content: SnapshotContent | None
+    pod: Pod | None
+
+    @property
+    def container(self) -> str | None:
+        """The container that was captured."""
+        if self.content is not None:
+            return self.content.spec.source.pod_ref.containers[0]
+        if self.snapshot is not None:
+            return self.snapshot.spec.source.pod_ref.containers[0]
+        return self.checkpoint.spec.job.target_container_name if self.checkpoint else None
+
+
+def restored(
+    name: str,
+    captured: Captured,
+    manifest: PodManifest | None,
+    *,
+    namespace: str,
+    suffix: str,
+    target: str | None,
+) -> Document:
+    """Write the pod that is restored from what is called `name`.
+
+    Without a manifest it is as the captured pod was, but may run on any node: an artifact is bound
+    to none. NotEligible when nobody knows how that was, WrongArguments for a container that was
+    not captured.
+    """
+    if manifest is not None:
+        value = copy.deepcopy(manifest.value)
+        value.setdefault("apiVersion", "v1")
+        value["kind"] = "Pod"
+        names = manifest.containers
+    else:
+        spec = _spec(name, captured)
+        spec.pop("nodeName", None)
+        spec.get("nodeSelector", {}).pop(HOSTNAME_LABEL, None)
+        names = [item["name"] for item in spec["containers"]]
+        pod_name = f"{name[: MAX_NAME - len(suffix) - 1]}-{suffix}"
+        value = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod_name}, "spec": spec}
+    _check_container(name, captured.container, target, names)
+    meta = value["metadata"]
+    annotations = meta.get("annotations") or {}
+    asked = annotations.get(RESTORE_FROM, name)
+    if asked != name:
+        raise WrongArguments(
+            f"the manifest asks for {RESTORE_FROM}: {asked}, the command for {name}",
+            next_step="name the same in both, or leave the annotation out",
+        )
+    meta["annotations"] = {**annotations, RESTORE_FROM: name}
+    meta["namespace"] = namespace
+    return Document(manifest.where if manifest else f"the pod restored from {name}", value)
+
+
+def _spec(name: str, captured: Captured) -> dict[str, Any]:
+    """Give the spec of the captured pod: of the template, or of the pod while it is there."""
+    if captured.checkpoint is not None:
+        spec = captured.checkpoint.spec.job.pod_template_spec.spec
+    elif captured.pod is not None:
+        spec = captured.pod.spec
+    else:
+        raise NotEligible(
+            f"the pod that {name} was captured from is gone, so its spec is not known",
+            next_step=f"write it down: snapshotctl restore {name} --manifest FILE",
+        )
+    found: dict[str, Any] = msgspec.to_builtins(spec)
+    return found
+
+
+def _check_container(
+    name: str, captured: str | None, target: str | None, names: Sequence[str]
+) -> None:
+    wanted = target or captured
+    if target is not None and captured is not None and target != captured:
+        raise WrongArguments(
+            f"{name} holds container {captured}, not {target}",
+            next_step=f"leave --container out, or use --container {captured}",
+        )
+    if wanted is not None and wanted not in names:
+        raise WrongArguments(
+            f"{name} holds container {wanted}; the pod has {', '.join(names)}",
+            next_step=f"call a container of the pod {wanted}",
+        )

@@ -1,0 +1,59 @@
+"""Reading all that belongs to the story of one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from snapshot_shared.errors import NotFound
+from snapshot_shared.objects import KINDS, AnyObject, Node
+from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain import history, kin
+from snapshotctl.domain.history import Happening
+from snapshotctl.domain.kin import Kin
+from snapshotctl.domain.targets import Target
+from snapshotctl.handlers.traces import trace_of
+from snapshotctl.ports import Operator
+
+
+async def find(operator: Operator, targets: Sequence[Target]) -> AnyObject:
+    """Read the first of the targets that exists. NotFound lists them all."""
+    for target in targets:
+        found = await operator.get(target)
+        if found is not None:
+            return found
+    raise NotFound(
+        f"there is no {', no '.join(map(str, targets))}",
+        next_step="list what there is, for example: snapshotctl get dynamocheckpoints -A",
+    )
+
+
+async def gather(operator: Operator, root: AnyObject) -> Kin:
+    """Read what belongs to the story of an object."""
+    if isinstance(root, Node):
+        values: list[AnyObject] = []
+        for kind in ("Pod", "SnapshotContent"):
+            values += await operator.all_of(KINDS[kind], None)
+        return Kin(root, [root, *kin.on_node(root, values)])
+    members: list[AnyObject] = [root]
+    for value in members:
+        for target in kin.links(value, root):
+            found = await operator.get(target)
+            known = {member.metadata.uid for member in members}
+            if found is not None and found.metadata.uid not in known:
+                members.append(found)
+    return Kin(root, [value for value in members if not kin.is_strange(value, members)])
+
+
+async def history_of(operator: Operator, found: Kin) -> list[Happening]:
+    """Read what happened in a story, also what the store has forgotten."""
+    orders = {item.order for _, item in found.orders}
+    reports = await operator.reports(sorted(orders))
+    spans: list[SpanRecord] = []
+    if isinstance(found.root, Node):
+        reports = [report for report in reports if report.node == found.root.metadata.name]
+    else:
+        traces = {trace_of(value) for value in found.told} - {""}
+        for trace in sorted(traces):
+            spans += await operator.spans(trace)
+    names = history.names_of(found.members)
+    return history.history(found.told, reports, spans, names)

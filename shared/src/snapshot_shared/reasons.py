@@ -1,0 +1,608 @@
+"""What every reason means, where it comes from, and what to do: one table for people.
+
+A reason is the CamelCase word of an error, a condition or a report. `snapshotctl explain REASON`
+and docs/troubleshooting.md show what stands here; a test compares it with the sources.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Reason(NamedTuple):
+    """One reason in plain words. `fix` names the command to run, between backquotes."""
+
+    meaning: str
+    cause: str
+    fix: str
+
+
+SECTIONS: dict[str, dict[str, Reason]] = {
+    "What is well": {
+        "AgentPresent": Reason(
+            "The agent of this node says every 10 s that it is there.",
+            "Its presence was read from the bucket `snap_nodes`.",
+            "Nothing is to be done; `snapshotctl nodes` says when it was last heard of.",
+        ),
+        "Captured": Reason(
+            "The artifact is committed and may be restored.",
+            "All parts were staged and sealed, and the store holds the digest of the root "
+            "manifest.",
+            "Restore it: `snapshotctl restore NAME`.",
+        ),
+        "Completed": Reason(
+            "The containers of the pod have ended with exit code 0.",
+            "The process came to its end, or it was ended after its capture, as the policy "
+            "`Terminate` wants it.",
+            "Nothing is to be done; `snapshotctl delete pod NAME` removes the record.",
+        ),
+        "DigestsMatch": Reason(
+            "Every byte of the artifact was read and is what was written.",
+            "A verification has ended and found no damage; a quarantine is lifted by it.",
+            "Nothing is to be done.",
+        ),
+        "Restored": Reason(
+            "The worker serves again from a captured state.",
+            "Its GPU memory was loaded and verified, and it said itself that it goes on.",
+            "Nothing is to be done; `snapshotctl trace pod/NAME` shows where the time went.",
+        ),
+        "RestoreSucceeded": Reason(
+            "The restore into this pod has ended well.",
+            "The last order of the restore was answered `restored`.",
+            "Nothing is to be done.",
+        ),
+        "Scheduled": Reason(
+            "A node and devices were chosen for the pod.",
+            "The node admits the pod, is ready and has enough devices free.",
+            "Nothing is to be done.",
+        ),
+        "WorkerReady": Reason(
+            "The worker has said that a capture may begin.",
+            "The file `ready-for-snapshot` stands in its control directory.",
+            "Capture it: `snapshotctl checkpoint POD`.",
+        ),
+    },
+    "What is under way or waits": {
+        "BusFull": Reason(
+            "Nothing new begins, because the stream of orders is more than 80 % full.",
+            "Many orders are unanswered: nodes are slow, or agents do not run.",
+            "Look for agents that are not there: `snapshotctl nodes`. It goes on by itself.",
+        ),
+        "Capturing": Reason(
+            "The capture is under way.",
+            "Orders of this attempt are with the node of the worker.",
+            "Wait, and watch the parts: `snapshotctl watch NAME`.",
+        ),
+        "NoNode": Reason(
+            "No node is ready to read or to remove the artifact.",
+            "Every node is without presence; any ready node would do.",
+            "See which are there: `snapshotctl nodes`, and start an agent.",
+        ),
+        "NoSuchNode": Reason(
+            "No node matches what the pod asks for.",
+            "Its `nodeName` or `nodeSelector` names a node that has never had an agent.",
+            "Compare with `snapshotctl nodes`; correct the pod, or start the agent of that node.",
+        ),
+        "PodPending": Reason(
+            "The worker's pod is being created.",
+            "The Job of the checkpoint has just begun.",
+            "Wait; `snapshotctl watch NAME` shows what follows.",
+        ),
+        "ReadersRegistered": Reason(
+            "The artifact is to be deleted, but pods still restore from it.",
+            "The uids of those pods stand in `status.readers` of the content.",
+            "It goes when they are done; to hurry, delete the pods: `snapshotctl delete pod NAME`.",
+        ),
+        "Retrying": Reason(
+            "An attempt failed before the worker was frozen, and another one begins.",
+            "The failure was retryable; there are three attempts at most.",
+            "Wait; `snapshotctl explain NAME` says what the attempt before failed of.",
+        ),
+        "Starting": Reason(
+            "The containers of the pod are being started.",
+            "The order `run` is with the agent of the node.",
+            "Wait; if it lasts, read the agent's log: `snapshotctl explain pod/NAME`.",
+        ),
+        "Unschedulable": Reason(
+            "The pod waits for a node or for free devices.",
+            "All nodes that it admits are not ready, or other pods hold their devices.",
+            "See who holds them: `snapshotctl get pods -A`; delete a pod, or add a node.",
+        ),
+        "Verifying": Reason(
+            "A node reads every byte of the artifact.",
+            "Somebody ran `snapshotctl verify`, or damage was found while it was read.",
+            "Wait: `snapshotctl verify NAME` joins it and ends with the result.",
+        ),
+        "WaitingForCapture": Reason(
+            "An older capture of the same container is not over yet.",
+            "A container is captured for one snapshot at a time.",
+            "See what the other one waits for: `snapshotctl get snapshotcontents`.",
+        ),
+        "WaitingForPod": Reason(
+            "The pod to capture is not ready for a snapshot yet.",
+            "The worker has not written `ready-for-snapshot` into its control directory.",
+            "See how it stands: `snapshotctl explain pod/NAME`.",
+        ),
+        "WaitingForSnapshot": Reason(
+            "The pod waits for the snapshot that it shall be restored from.",
+            "`nvidia.com/restore-from` names a snapshot or checkpoint that is not there, not "
+            "captured yet, or being deleted.",
+            "List what there is in the pod's namespace: `snapshotctl get dynamocheckpoints`.",
+        ),
+        "WorkerStarting": Reason(
+            "The worker runs and is not ready for a snapshot yet.",
+            "It loads weights or warms up, and has not written `ready-for-snapshot`.",
+            "Wait; `snapshotctl explain pod/NAME` shows the last lines that it wrote. The limit is "
+            "`spec.job.activeDeadlineSeconds`.",
+        ),
+    },
+    "A worker cannot be captured": {
+        "AgentLost": Reason(
+            "The guard gave up the capture, because the agent of the node was gone.",
+            "The agent crashed or was stopped for more than 5 s while it held the worker. The "
+            "worker was thawed and serves.",
+            "Read the agent's log (`snapshotctl explain NAME` shows its last lines), then delete "
+            "the snapshot and take a new one.",
+        ),
+        "AgentRestarted": Reason(
+            "The agent ended within a step that may be undone, and it was undone.",
+            "The agent crashed or was restarted during the order.",
+            "It is tried again by itself where nothing was frozen; else take a new snapshot: "
+            "`snapshotctl checkpoint POD`.",
+        ),
+        "ControlFolderBroken": Reason(
+            "The control directory of the worker is not as the agent made it.",
+            "The worker, or somebody in its container, replaced or removed the directory.",
+            "Correct the worker: it may write into the directory, not replace it. Then start it "
+            "again and take a new snapshot.",
+        ),
+        "HoldDeadline": Reason(
+            "The capture was not confirmed in time, and the agent let the worker go on.",
+            "The operator or NATS was away for longer than the hold deadline.",
+            "Look whether the operator answers: `snapshotctl nodes`; then take a new snapshot.",
+        ),
+        "InvalidTargetContainer": Reason(
+            "The pod has no container of that name.",
+            "`spec.source.podRef.containers` or `--container` names another one.",
+            "See the names: `snapshotctl describe pod NAME`, and name one of them.",
+        ),
+        "JobDeleted": Reason(
+            "The Job of the checkpoint was deleted before the capture was done.",
+            "Somebody deleted it by hand.",
+            "`snapshotctl delete dynamocheckpoint NAME`, then apply it again.",
+        ),
+        "JobFailed": Reason(
+            "The worker ended before it was captured.",
+            "Its Job has failed, and says no more precisely why.",
+            "Read what it printed: `snapshotctl explain NAME`; correct the worker and apply the "
+            "checkpoint again under another name.",
+        ),
+        "JobNameConflict": Reason(
+            "A Job of the checkpoint's name exists and belongs to something else.",
+            "The checkpoint would start its worker by a Job of its own name.",
+            "Rename the checkpoint, or `snapshotctl delete job NAME`.",
+        ),
+        "NotEligible": Reason(
+            "The object or the worker is not in a state in which this can be done.",
+            "For example: nothing is captured yet, the worker is being captured already, or it "
+            "was started on its own and does not wait for a restore.",
+            "The message names the state; see all of it with `snapshotctl describe KIND NAME`.",
+        ),
+        "PlanMismatch": Reason(
+            "The agent prepared other parts than the pod's devices need.",
+            "Agent and operator differ in their version, or the pod's devices changed.",
+            "Compare the versions: `snapshotctl get nodes`; upgrade the older program.",
+        ),
+        "PodDeleted": Reason(
+            "The pod of the Job is gone.",
+            "Somebody deleted it before the Job had ended.",
+            "Delete the checkpoint and apply it again: `snapshotctl delete dynamocheckpoint NAME`.",
+        ),
+        "PodFailed": Reason(
+            "The pod of the Job has failed, and says no more precisely why.",
+            "The container ended, or its node was lost.",
+            "Look at the pod: `snapshotctl explain pod/NAME`.",
+        ),
+        "SnapshotContentDeleted": Reason(
+            "The content of the snapshot was deleted.",
+            "Somebody deleted the SnapshotContent by hand; the artifact went with it.",
+            "Delete the snapshot and take a new one: `snapshotctl delete snapshot NAME`.",
+        ),
+        "SnapshotContentNameConflict": Reason(
+            "A content of the snapshot's name exists and belongs to something else.",
+            "The name follows from the snapshot's uid, so somebody has made that content by hand.",
+            "Delete the snapshot and take a new one: `snapshotctl delete snapshot NAME`.",
+        ),
+        "SnapshotDeleted": Reason(
+            "The Snapshot of the checkpoint was deleted before the capture was done.",
+            "Somebody deleted it by hand.",
+            "`snapshotctl delete dynamocheckpoint NAME`, then apply it again.",
+        ),
+        "SnapshotNameConflict": Reason(
+            "A Snapshot of the checkpoint's name exists and belongs to something else.",
+            "The checkpoint would capture its worker by a Snapshot of its own name.",
+            "Rename the checkpoint, or `snapshotctl delete snapshot NAME`.",
+        ),
+        "SourceExited": Reason(
+            "The worker ended while it was needed.",
+            "It crashed or was killed during its capture or its restore; the message has the "
+            "exit code where one is known.",
+            "Read what it printed: `snapshotctl explain pod/NAME`; start it again.",
+        ),
+        "SourcePodGone": Reason(
+            "The pod to capture has ended.",
+            "It finished, failed, or is being deleted.",
+            "Start the worker again, then take a snapshot of that pod: "
+            "`snapshotctl checkpoint POD`.",
+        ),
+        "SourcePodNotFound": Reason(
+            "There is no pod of the name that the snapshot gives.",
+            "The name is misspelt, or the pod is in another namespace.",
+            "List the pods: `snapshotctl get pods -A`; name a running one.",
+        ),
+        "StalePodReference": Reason(
+            "The pod of that name is not the one that was meant.",
+            "It was deleted and made again since, so its uid differs; both stand in the message.",
+            "Take a snapshot of the pod that runs now: `snapshotctl checkpoint POD`.",
+        ),
+    },
+    "A restore is refused or fails": {
+        "DeviceTooSmall": Reason(
+            "The artifact can never fit on the GPU of the target.",
+            "A GPU of the node has less memory than one GPU of the source used; both numbers "
+            "stand in the message.",
+            "Choose a node with larger GPUs (`snapshotctl nodes`), and make the pod again with "
+            "its nodeSelector.",
+        ),
+        "Incompatible": Reason(
+            "The target cannot take the artifact; nothing was touched.",
+            "The number of GPUs, the architecture, the driver or the worker differ from what was "
+            "captured; both values stand in the message.",
+            "Choose a target that is like the source: `snapshotctl artifacts show NAME` says what "
+            "the source was.",
+        ),
+        "Quarantined": Reason(
+            "The artifact was found damaged; nobody begins to restore from it.",
+            "A load, a restore or a verification found bytes that differ from their digests.",
+            "Restore another one (`snapshotctl artifacts ls`); if the storage was repaired, "
+            "`snapshotctl verify NAME` lifts it.",
+        ),
+        "RestoreFailed": Reason(
+            "The restore into this pod has failed, and says no more precisely why.",
+            "An order of the restore ended badly.",
+            "See which one: `snapshotctl explain pod/NAME`; then delete the pod and restore again.",
+        ),
+        "SnapshotFailed": Reason(
+            "What the pod shall be restored from has failed itself.",
+            "The capture of that snapshot or checkpoint ended badly; its own reason follows in "
+            "the message.",
+            "`snapshotctl explain NAME` of the snapshot; take a new one, or start the worker cold.",
+        ),
+    },
+    "Artifacts and disks": {
+        "ArtifactCorrupt": Reason(
+            "Bytes, sizes, names or digests of the artifact differ from its manifest.",
+            "The storage lost or changed data, or somebody wrote into the artifact; part, file "
+            "and chunk stand in the message.",
+            "Restore another one; repair the storage, then `snapshotctl verify NAME`.",
+        ),
+        "ArtifactError": Reason(
+            "The artifact on disk cannot be used.",
+            "The message says what is wrong with it.",
+            "Have all of it read: `snapshotctl verify NAME`.",
+        ),
+        "ArtifactExists": Reason(
+            "Something else already stands where this artifact has to go.",
+            "A folder of the same content and generation was left or made by hand.",
+            "Look at the path in the message and move it away; then take a new snapshot.",
+        ),
+        "ArtifactMissing": Reason(
+            "A part, a file or a manifest of the artifact is not there.",
+            "Somebody removed files below the artifact root, or the storage is not mounted on "
+            "that node.",
+            "Mount or restore the storage, then `snapshotctl verify NAME`.",
+        ),
+        "DeleteFailed": Reason(
+            "The artifact could not be removed; it is tried again.",
+            "A node failed to remove the files; its failure follows in the message.",
+            "Correct what the message names. The tries rest for 30 s and longer; "
+            "`snapshotctl describe snapcontent NAME` lists them.",
+        ),
+        "JournalCorrupt": Reason(
+            "The journal of a service cannot be read to its end.",
+            "The disk below its state folder lost or changed data.",
+            "Check the disk. Move the journal that the message names away, and start the service "
+            "again; captures under way on the node fail.",
+        ),
+        "NoSpace": Reason(
+            "The disk has too little room.",
+            "Needed and free bytes stand in the message.",
+            "`snapshotctl artifacts ls` shows what takes the room; delete checkpoints, or free "
+            "the disk.",
+        ),
+        "StorageFailed": Reason(
+            "The disk does not read or write any more.",
+            "The kernel answered with an input/output error, or the file system is read-only.",
+            "Look at the kernel's log on that node: `dmesg | tail`, and replace the disk.",
+        ),
+        "TransferKilled": Reason(
+            "Somebody killed the process that moved the bytes.",
+            "Often the kernel did, because memory was short; the signal stands in the message.",
+            "Look for it: `dmesg | grep -i oom` on that node; give GMS more memory.",
+        ),
+        "Unsound": Reason(
+            "A verification found the artifact damaged.",
+            "Bytes on disk differ from their digests.",
+            "Restore another one: `snapshotctl artifacts ls`; this one stays in quarantine.",
+        ),
+        "Unverified": Reason(
+            "Nobody could read all of the artifact; whether it is sound is not known.",
+            "The node that read it was lost, or time ran out.",
+            "Try again: `snapshotctl verify NAME`.",
+        ),
+    },
+    "GPU memory": {
+        "AddressTaken": Reason(
+            "The addresses that the weights had are in use in this process.",
+            "The engine mapped something else there before it attached.",
+            "Attach to GMS earlier in the worker, before other libraries map memory.",
+        ),
+        "DeviceError": Reason(
+            "A GPU, real or simulated, refused what was asked.",
+            "The message has the driver's answer.",
+            "Look at the GPU on that node: `nvidia-smi`; in simulation read the log of GMS.",
+        ),
+        "Fenced": Reason(
+            "A capture holds the device; nobody attaches or commits meanwhile.",
+            "The worker asked while it is being captured.",
+            "Wait, it is retryable; `snapshotctl get snapshotcontents` shows the capture.",
+        ),
+        "GenerationMismatch": Reason(
+            "The writer wanted to replace another generation than the committed one.",
+            "Two loaders wrote to one device, and the other one was first.",
+            "Read the committed layout and use it; do not load the weights again.",
+        ),
+        "GmsUnavailable": Reason(
+            "The GPU memory service of the node does not answer its agent.",
+            "It does not run, or its socket folder is another one than the agent's.",
+            "Start it; in a local cluster: `snapshotctl sim restart NODE --service gms`.",
+        ),
+        "InvalidTransition": Reason(
+            "The state machine has no such step.",
+            "A client called in the wrong order, or an order came for a state that is over.",
+            "The message has the state and the event; correct the client, or report it.",
+        ),
+        "LayoutConflict": Reason(
+            "An allocation id or a load token is already in use for something else.",
+            "Two writers or two loads use the same name.",
+            "Give each allocation an id of its own; for a restore delete the pod and make it "
+            "again: `snapshotctl delete pod NAME`.",
+        ),
+        "LayoutError": Reason(
+            "The GPU memory layout is not in the state that the request needs.",
+            "The message says which state it is in.",
+            "See the orders on that node: `snapshotctl explain pod/NAME`.",
+        ),
+        "OutOfDeviceMemory": Reason(
+            "An allocation does not fit on the GPU now.",
+            "Others hold memory there; needed, free and capacity stand in the message.",
+            "See who has the GPU: `snapshotctl get pods -A`; end a pod or choose another node.",
+        ),
+        "StaleLayout": Reason(
+            "The committed layout is not the one that the worker knew.",
+            "GMS was restarted, or somebody committed other weights; both hashes stand in the "
+            "message.",
+            "Load the weights again, or restore the worker: `snapshotctl restore NAME`.",
+        ),
+        "TooManySessions": Reason(
+            "GMS serves as many clients as it may.",
+            "Clients were left running, or one user opens too many.",
+            "End workers that nobody needs on that node, then try again; it is retryable.",
+        ),
+        "UnknownDevice": Reason(
+            "No such device is served on this node.",
+            "The order names a GPU of another node, or the devices of the node changed.",
+            "Compare with the node: `snapshotctl describe node NAME`; make the pod again.",
+        ),
+    },
+    "Nodes, orders and time": {
+        "Aborted": Reason(
+            "The work was ended by an abort order or a shutdown.",
+            "Another part of the same capture or restore failed, somebody aborted the capture or "
+            "deleted the object, or the service was stopped.",
+            "`snapshotctl explain NAME` shows which order failed first.",
+        ),
+        "AgentUnresponsive": Reason(
+            "A service of the node did not end its order in time.",
+            "It does not run, hangs, or the work takes longer than its deadline.",
+            "Look at `snapshotctl nodes` and at the service's log; in a local cluster start it "
+            "again: `snapshotctl sim restart NODE`.",
+        ),
+        "ContainerExited": Reason(
+            "A container of the pod has ended with an error.",
+            "The exit code stands in the message: 137 is SIGKILL, often for lack of memory, and "
+            "143 is SIGTERM.",
+            "Read what it printed: `snapshotctl explain pod/NAME` shows the last lines.",
+        ),
+        "DeadlineExceeded": Reason(
+            "It was not done in the time that it had.",
+            "A step, an order or a whole wait took longer than its budget.",
+            "`snapshotctl explain NAME` shows where the time went; raise --timeout or "
+            "`activeDeadlineSeconds`, or correct what is slow.",
+        ),
+        "Deleted": Reason(
+            "The object was deleted during its capture or restore.",
+            "Somebody, or the retention, asked for it.",
+            "Nothing is to be done; what was begun is undone.",
+        ),
+        "InjectedFault": Reason(
+            "A step failed because the fault switch was told so.",
+            "Somebody ran `snapshotctl sim fail` in a local cluster.",
+            "Disarm it: `snapshotctl sim fail NODE --clear`, then try again.",
+        ),
+        "InvalidReport": Reason(
+            "A service reported the end of an order without what belongs to it.",
+            "It has another version than the operator.",
+            "Compare the versions: `snapshotctl get nodes`; upgrade the older program.",
+        ),
+        "NodeCordoned": Reason(
+            "The capture waits because nothing new may begin on its node.",
+            "Somebody cordoned the node: `snapshotctl nodes` says SchedulingDisabled.",
+            "`snapshotctl uncordon NODE`, or `snapshotctl abort NAME` if it should not wait.",
+        ),
+        "NodeLost": Reason(
+            "The node was without presence for 90 s while it had work.",
+            "The machine is down, or its agent or its network is.",
+            "Bring it back, or give it up: `snapshotctl delete node NAME`; restore its workers on "
+            "another node: `snapshotctl restore NAME`.",
+        ),
+        "OutcomeUnknown": Reason(
+            "A step that must not run twice was interrupted; nobody can tell how it ended.",
+            "The service crashed within the step.",
+            "The worker was thawed or ended. Take a new snapshot: `snapshotctl checkpoint POD`.",
+        ),
+        "PresenceMissing": Reason(
+            "Nothing was heard from the agent of this node for more than 30 s.",
+            "The machine, the agent or its network is down; its work is not stopped for that.",
+            "Start the agent; in a local cluster: `snapshotctl sim restart NODE`.",
+        ),
+        "Rejected": Reason(
+            "An order must not be carried out on this node; nothing was touched.",
+            "It does not fit what the node knows of the pod.",
+            "The message names what differs; see `snapshotctl explain NAME`.",
+        ),
+        "Superseded": Reason(
+            "A higher attempt of the same order, or an abort, is known on the node.",
+            "An old message was delivered late.",
+            "Nothing is to be done; the newer attempt counts.",
+        ),
+        "WrongNode": Reason(
+            "The order names another node than the one that it reached.",
+            "A subject or a credential of one node is used by another.",
+            "Compare SNAPBACK_NODE with the name of the machine's key; see `snapshotctl nodes`.",
+        ),
+    },
+    "The bus, the store and versions": {
+        "BusUnavailable": Reason(
+            "NATS, or the operator behind it, does not answer.",
+            "nats-server does not run, the address is wrong, or the operator is down.",
+            "For a local cluster: `snapshotctl up`; else check --server and the operator.",
+        ),
+        "Conflict": Reason(
+            "The object changed since it was read.",
+            "Somebody else wrote it, or it is being deleted.",
+            "Run the command again.",
+        ),
+        "Internal": Reason(
+            "The product itself has a defect here.",
+            "Something happened that no rule foresees; the log of the service has the traceback.",
+            "Read the log (`snapshotctl explain NAME` says where it is) and report a bug with it.",
+        ),
+        "NotPermitted": Reason(
+            "NATS refuses this user, or this subject to it.",
+            "The nkey is that of another role or node.",
+            "Use the nkey of a user who may: set NATS_NKEY, or name the cluster with --cluster.",
+        ),
+        "OSError": Reason(
+            "The operating system refused a call of the command.",
+            "A file or folder cannot be read or written; it stands in the message.",
+            "Check the path and its rights: `ls -ld PATH`.",
+        ),
+        "StoreBusy": Reason(
+            "Another operator holds the object store for longer than a write takes.",
+            "An operator on the same store is stopped or hangs.",
+            "Look for it: `ps -ef | grep snapshot_operator`; end or continue it.",
+        ),
+        "UnsupportedVersion": Reason(
+            "A version that is required is unknown to this program.",
+            "Two programs of the cluster have different releases.",
+            "Compare the versions: `snapshotctl get nodes`; upgrade the older program.",
+        ),
+    },
+    "What was asked for": {
+        "AddressInUse": Reason(
+            "A service cannot listen where it was told to.",
+            "Another process has the port.",
+            "See which: `ss -ltnp`; change SNAPBACK_HTTP_ADDRESS or end the other one.",
+        ),
+        "AlreadyExists": Reason(
+            "The name is taken by an object with another spec, and a spec never changes.",
+            "An object of this name was applied before.",
+            "Use another name, or delete it first: `snapshotctl delete KIND NAME`.",
+        ),
+        "AlreadyRunning": Reason(
+            "The local cluster, or the service to start, runs already.",
+            "`snapshotctl up` or `sim restart` was run before.",
+            "Use it as it is: `snapshotctl nodes`; or end it: `snapshotctl down`.",
+        ),
+        "DemoFailed": Reason(
+            "A step of the demo was lost, or an answer differs.",
+            "The message says which; the demo compares every answer, byte for byte.",
+            "Run it again and keep what it made: `snapshotctl demo --keep`.",
+        ),
+        "Forbidden": Reason(
+            "The caller may not do this.",
+            "For example: a node that is not lost is to be deleted, or a node asks for the pods "
+            "of another.",
+            "The message names what is missing; `snapshotctl nodes` shows the nodes.",
+        ),
+        "InvalidInput": Reason(
+            "What was written is not acceptable.",
+            "A value is out of its range or of the wrong form; the message names it.",
+            "Correct it and run the command again; `snapshotctl COMMAND --help` shows the form.",
+        ),
+        "InvalidManifest": Reason(
+            "The manifest is refused; nothing was stored.",
+            "Every problem is listed with its file, line and field.",
+            "Correct the fields and run `snapshotctl apply -f FILE` again.",
+        ),
+        "InvalidMessage": Reason(
+            "A message, frame or file does not decode as what it claims to be.",
+            "Two programs have different versions, or something foreign writes to the bus.",
+            "Compare the versions: `snapshotctl get nodes` and `snapshotctl --version`.",
+        ),
+        "InvalidName": Reason(
+            "A name, an id or a path is outside its alphabet, or too long.",
+            "Names have lower-case letters, digits, dashes and dots, and at most 63 characters.",
+            "Choose another name and run the command again.",
+        ),
+        "NeverTrue": Reason(
+            "What was waited for cannot come true any more.",
+            "The object failed or was deleted meanwhile.",
+            "See why: `snapshotctl explain NAME`.",
+        ),
+        "NotFound": Reason(
+            "The named object does not exist.",
+            "The name is misspelt, in another namespace, or was deleted.",
+            "List what there is: `snapshotctl get dynamocheckpoints -A`.",
+        ),
+        "StartFailed": Reason(
+            "A program of the local cluster did not come up.",
+            "Its last lines are printed; often a port or a folder is not usable.",
+            "Read the log that is named; then `snapshotctl down` and `snapshotctl up`.",
+        ),
+        "Unready": Reason(
+            "This machine lacks something that the demo needs.",
+            "Each thing is listed with its fix.",
+            "Do what the list says, then `snapshotctl demo` again.",
+        ),
+        "WrongArguments": Reason(
+            "The command line says something that no command understands.",
+            "An option, a name or a number is wrong; the message says which.",
+            "`snapshotctl COMMAND --help` shows the options with an example.",
+        ),
+    },
+}
+
+REASONS: dict[str, Reason] = {
+    name: reason for section in SECTIONS.values() for name, reason in section.items()
+}
+"""All reasons by their names."""
+
+_BY_FOLDED = {name.lower(): name for name in REASONS}
+
+
+def explained(word: str) -> tuple[str, Reason] | None:
+    """Find a reason by its name in any case, with the name as it is written; None else."""
+    name = _BY_FOLDED.get(word.lower())
+    return None if name is None else (name, REASONS[name])
