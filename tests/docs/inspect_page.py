@@ -18,14 +18,17 @@ from tests.docs.pages import ROOT, Block, Said, Shell, blocks, nats_cli, play
 PAGE = ROOT / "docs/inspect.md"
 POISON = "dump-00000000-0000-4000-8000-00000000dead"
 LINES = 18
-WIDTH = 150
+ENDING = 4
+WIDTH = 240
 TRIES = 60
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b20\d\d-\d\d-\d\d([ T])\d\d:\d\d:\d\d"), r"2026-01-01\g<1>12:00:00"),
-    (re.compile(r"\b\d\d:\d\d:\d\d (?=Sub|Pub|\[)"), "12:00:00 "),
-    (re.compile(r"(?<=:00)\.\d{3,9}\b"), ".000000000"),
+    (re.compile(r"\b\d\d:\d\d:\d\d\b"), "12:00:00"),
+    (re.compile(r"\b20\d\d-\d\d-\d\d (?=\(UTC)"), "2026-01-01 "),
+    (re.compile(r"\b[0-9a-f]{8}…"), "1a2b3c4d…"),
+    (re.compile(r"(?<=:00)\.(\d{3})\d*\b"), ".000"),
     (re.compile(r'("(?:at|deadline|endedAt|\w+_at)": ?)\d{10}(\.\d+)?'), r"\g<1>1767268800.0"),
     (re.compile(r"(\d{10})\.\d{4,7}\b"), "1767268800.0"),
     (re.compile(r"nats://127\.0\.0\.1:\d+"), "nats://127.0.0.1:4222"),
@@ -123,7 +126,7 @@ def shown(said: Sequence[Said], stable: Stable) -> list[str]:
         if line.strip() and "Subscribing" not in line
     ]
     cut = [line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in lines]
-    return [*cut[:LINES], "…"] if len(cut) > LINES else cut
+    return cut if len(cut) <= LINES else [*cut[: LINES - ENDING], "…", *cut[-ENDING:]]
 
 
 def answered(page: Path, shell: Shell) -> Iterator[tuple[Block, list[Said]]]:
