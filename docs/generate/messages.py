@@ -33,6 +33,13 @@ SUBJECTS = {
     "span.v1": "`snap.span.<node>.<trace>`, stream `SPANS`",
 }
 
+ASKED = """\
+A request to the operator goes to `snap.api.<verb>`: `nats req snap.api.get '{"kind": "Pod"}'`. An
+agent asks for specs on `snap.api.template.<node>`, and people set the fault switch on
+`snap.rpc.<service>.<node>.sim`. Every reply has a `failure` or the fields of its success. Changes
+of objects are told on `snap.event.<plural>.<namespace or ->.<name>`.
+"""
+
 MEANINGS = {
     "artifact": "the committed artifact that is read",
     "artifact_root": "the folder of the artifacts on this node",
@@ -144,7 +151,8 @@ def page() -> str:
         f"{kind.name.lower()}.{kind.api_version.rpartition('/')[2]}" for kind in KINDS.values()
     }
     orders = [name for name in schemas if name.endswith("_order.v1")]
-    others = [name for name in schemas if name not in kinds and name not in orders]
+    asked = [name for name in schemas if name.endswith(("_request.v1", "_reply.v1", "_event.v1"))]
+    others = [name for name in schemas if name not in (*kinds, *orders, *asked)]
     parts = [INTRO, "## Orders\n", *_order_intro(schemas[orders[0]])]
     nested: dict[str, Any] = {}
     for name in orders:
@@ -152,6 +160,9 @@ def page() -> str:
     parts.append("## What answers, and what a node says of itself\n")
     for name in others:
         parts += _message(name, schemas[name], nested)
+    parts += ["## Requests, replies and events\n", ASKED]
+    for name in asked:
+        parts += _spoken(name, schemas[name])
     parts.append("## Values within messages\n")
     for title, definition in sorted(nested.items()):
         parts += [f"### {title}\n", f"{_doc(definition)}\n", _table(title, definition)]
@@ -215,6 +226,18 @@ def _message(name: str, schema: Mapping[str, Any], nested: dict[str, Any]) -> It
     )
 
 
+def _spoken(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    definition = _root(schema)
+    yield f"### {definition['title']}\n"
+    yield f"{_doc(definition)}\n"
+    yield f"`{name}` in `snap_schemas`.\n"
+    rows = [
+        f"| `{field}` | {_type(value, link=False)} | {_default(definition, field)} |"
+        for field, value in definition["properties"].items()
+    ]
+    yield "\n".join(["| field | type | default |", "|---|---|---|", *rows]) + "\n" if rows else ""
+
+
 def _collect(schema: Mapping[str, Any], nested: dict[str, Any]) -> None:
     root = schema["$ref"].rpartition("/")[2]
     nested.update({name: found for name, found in schema["$defs"].items() if name != root})
@@ -227,16 +250,22 @@ def _root(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(title: str, definition: Mapping[str, Any], names: list[str] | None = None) -> str:
     rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
-    required = set(definition.get("required", ()))
     for name in names if names is not None else list(definition["properties"]):
         schema = definition["properties"][name]
-        default = "required" if name in required else _value(schema.get("default"))
         if name == "type" and title == "Order":
             kind = "`snapback.v1.<verb>_order`"
         else:
             kind = _type(schema)
-        rows.append(f"| `{name}` | {kind} | {default} | {_meaning(title, name)} |")
+        rows.append(
+            f"| `{name}` | {kind} | {_default(definition, name)} | {_meaning(title, name)} |"
+        )
     return "\n".join(rows) + "\n"
+
+
+def _default(definition: Mapping[str, Any], name: str) -> str:
+    if name in definition.get("required", ()):
+        return "required"
+    return _value(definition["properties"][name].get("default"))
 
 
 def _meaning(title: str, name: str) -> str:
@@ -246,19 +275,21 @@ def _meaning(title: str, name: str) -> str:
     return found
 
 
-def _type(schema: Mapping[str, Any]) -> str:
+def _type(schema: Mapping[str, Any], *, link: bool = True) -> str:
     """Say in words what a JSON Schema allows; the exact patterns are in the schemas."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
-        return f"[{name}](#{name.lower()})"
+        return f"[{name}](#{name.lower()})" if link else f"`{name}`"
     if "anyOf" in schema:
-        kinds = [_type(option) for option in schema["anyOf"] if option.get("type") != "null"]
+        kinds = [
+            _type(option, link=link) for option in schema["anyOf"] if option.get("type") != "null"
+        ]
         return " or ".join(kinds)
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     match schema.get("type"):
         case "array":
-            return f"list of {_type(schema['items'])}"
+            return f"list of {_type(schema.get('items', {}), link=link)}"
         case "object":
             return "mapping"
         case "string" if schema.get("contentEncoding"):
