@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.snapback-setup
 SETUP_LOCK := .setup.lock
 SERVERS := .servers
+TOOLS := .tools/bin
+NATS_CLI := $(shell awk '$$1 == "github.com/nats-io/natscli" {print $$2}' tests/support/tools/go.mod)
 # In the order of their dependencies.
 PACKAGES := shared services/operator services/snapshot-agent services/gms services/snapshotctl
 SETUP_INPUTS := requirements.lock $(PACKAGES:%=%/pyproject.toml)
@@ -29,7 +31,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs screenshots idle leftovers clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs screenshots idle leftovers docs-test inspect-docs tools clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -150,6 +152,28 @@ docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
 	@$(BIN)/python -m tests.browser.screenshots
 
+docs-test: $(STAMP) ## Type every command of every document
+	@log=$$(mktemp); trap 'rm -f $$log' EXIT; \
+	$(BIN)/pytest tests/docs -k "break-it" >$$log 2>&1 & longest=$$!; \
+	status=0; $(BIN)/pytest --durations=5 tests/docs -k "not break-it" || status=1; \
+	wait $$longest || status=1; cat $$log; exit $$status
+
+inspect-docs: $(STAMP) ## Take the answers of docs/inspect.md from a real cluster
+	$(BIN)/python -m tests.docs.inspect_page
+
+tools: ## Put the nats CLI into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
+	@mkdir -p $(TOOLS)
+	@if [[ -x "$${SNAPBACK_TOOLS:-}/nats" ]]; then \
+		install -m 755 "$$SNAPBACK_TOOLS/nats" $(TOOLS)/nats; \
+	elif [[ "$$($(TOOLS)/nats --version 2>/dev/null)" != "$(NATS_CLI)" ]]; then \
+		command -v go >/dev/null || { echo "tools: there is no Go here to build the nats CLI" \
+			"$(NATS_CLI); install Go 1.25 or later, or give a folder that has the program:" \
+			"make tools SNAPBACK_TOOLS=/usr/local/bin" >&2; exit 1; }; \
+		echo "Building the nats CLI $(NATS_CLI): a minute the first time"; \
+		cd tests/support/tools && go build -o "$(CURDIR)/$(TOOLS)/nats" github.com/nats-io/natscli/nats; \
+	fi
+	@echo "$(TOOLS)/nats is $$($(TOOLS)/nats --version)"
+
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
 
@@ -157,6 +181,6 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
+	rm -rf $(VENV) $(SERVERS) .tools .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,8 @@ _TYPE = re.compile(r" <(str|int|list\[str\])>")
 INTRO = """\
 # snapshotctl
 
+<!-- run every block: no, because these are the usage and the examples of single commands -->
+
 The command line. Every command explains itself with `--help`; this page is made from the same
 text. `-o json` and `-o yaml` give every result to programs, and may stand anywhere in the line, as
 `--server` and `--cluster` may.

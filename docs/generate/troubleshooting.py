@@ -14,6 +14,7 @@ _HEAD = """\
 Every error, condition and failed report has a **reason**: one word such as `DeviceTooSmall`. Ask
 for the story of an object, or for what a reason means:
 
+<!-- run: no, because demo-llm stands for an object of yours -->
 ```sh
 snapshotctl explain demo-llm          # what was asked, what happened, where it is stuck, what to do
 snapshotctl explain DeviceTooSmall    # what stands below, without a server

@@ -365,12 +365,25 @@ async def test_who_may_look_cannot_give_orders_or_touch_streams(world: World, us
     if user.role == "snapshotctl":
         allowed |= {"apply", "delete", "verify", "fault in b", "cordon b", "uncordon itself"}
         allowed |= {"abort a capture", "requeue an order", "the operator's health", "retention"}
+        allowed |= {"pause the consumer of b"}
     for name, (subject, value) in SENT.items():
         world.server.complaints.clear()
         await client.publish(subject, _body(value))
         await client.flush()
         assert _named(world.server.complaints, subject) == (name not in allowed), name
     assert await world.unchanged()
+
+
+async def test_a_node_that_was_paused_stays_so_when_its_agent_binds_again(world: World) -> None:
+    cli = await world.server.client(User("snapshotctl"))
+    until = json.dumps({"pause_until": "2999-01-01T00:00:00Z"}).encode()
+    answer = await cli.request(f"{CONSUMERS}.PAUSE.ORDERS.agent-node-a", until, timeout=5)
+    assert json.loads(answer.data)["paused"]
+    agent = await world.server.bus(User("agent", A))
+    durable, filter_ = subjects.durable(A, "agent"), subjects.orders_of(A, "agent")
+    await agent._bind(subjects.ORDERS, durable, filter_, 256, 30.0)
+    found = await cli.request(f"{CONSUMERS}.INFO.ORDERS.agent-node-a", b"", timeout=5)
+    assert json.loads(found.data)["paused"]
 
 
 async def test_nobody_gets_in_without_a_key_that_the_server_knows(

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import jsonschema
 import msgspec
 
+from snapshot_shared import api
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects import (
     KINDS,
@@ -59,17 +60,27 @@ def parse(document: Any, *, where: str = "") -> AnyObject:
 
 @cache
 def message_schemas() -> dict[str, Any]:
-    """Give the JSON Schema of every message on NATS and of every kind, by `<type>.<version>`."""
+    """Give the JSON Schema of every message on NATS and of every kind, by `<type>.<version>`.
+
+    Requests, their replies and events have no tag; their type is their name, as `get_request`.
+    """
     messages = (*get_args(AnyOrder), Report, Progress, DeadLetter, Presence, SpanRecord)
     schemas = {
         f"{message.__struct_config__.tag.rpartition('.')[2]}.v1": msgspec.json.schema(message)
         for message in messages
     }
+    for name, value in vars(api).items():
+        if name.endswith(("Request", "Reply", "Event")):
+            schemas[f"{_snake(name)}.v1"] = msgspec.json.schema(value)
     for kind in KINDS.values():
         schemas[f"{kind.name.lower()}.{kind.api_version.rpartition('/')[2]}"] = msgspec.json.schema(
             kind.type
         )
     return schemas
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _refused(problems: list[str]) -> InvalidManifest:

@@ -230,6 +230,7 @@ def _snapshotctl() -> Allowed:
         *(subjects.api(verb) for verb in PEOPLES_VERBS),
         "snap.rpc.*.*.sim",
         "snap.span.cli.*",
+        f"{_API}.CONSUMER.PAUSE.{subjects.ORDERS}.*",
         *(subject for stream in _WITHOUT_DURABLES for subject in _consumers(stream)),
     )
     return viewer._replace(publish=publish)

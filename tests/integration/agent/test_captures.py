@@ -79,7 +79,9 @@ async def test_a_worker_is_quiet_and_held_until_its_release(rig: Rig) -> None:
         content = fresh_uid()
         await rig.staged(pod, content)
         assert len(guards(rig)) == 1
-        assert [held["content"] for held in (await rig.status())["captures"]] == [content]
+        (held,) = (await rig.status())["captures"]
+        assert (held["content"], held["attempt"]) == (content, 1)
+        assert 0 < held["ends_in_s"] <= 600
         assert pod.events()[-1] == "quiesced 1"
         await rig.carry_out(rig.release_order(pod, content))
         assert (await rig.status())["captures"] == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.manifests import parse
+from snapshot_shared.manifests import message_schemas, parse
 from tests.support.objects import checkpoint_document, restore_document
 
 
@@ -98,3 +98,9 @@ def test_what_get_prints_can_be_applied_again() -> None:
     document["metadata"].update(uid="x", resourceVersion="7", creationTimestamp="then")
     document["status"] = {"phase": "Ready"}
     assert parse(document) == parse(checkpoint_document())
+
+
+def test_every_request_reply_and_event_has_a_schema_as_orders_have() -> None:
+    schemas = message_schemas()
+    assert {"get_request.v1", "get_reply.v1", "object_event.v1", "sim_request.v1"} <= set(schemas)
+    assert schemas["get_request.v1"]["$defs"]["GetRequest"]["required"] == ["kind"]

@@ -45,6 +45,7 @@ class Agent:
     ) -> None:
         """Wire the handlers; `slots` bounds how many parts are written or read at a time."""
         semaphore = Slots(slots)
+        self._clocks = machine.clocks
         self.background = Background()
         self.pods = Pods(machine, orders, self.background, around, state_dir)
         self.holds = Holds(machine, orders, self.background)
@@ -67,7 +68,8 @@ class Agent:
         self.holds.close()
 
     def status(self) -> dict[str, Any]:
-        """Say what runs and what is held, for people."""
+        """Say what runs, and what is held for how many seconds at most, for people."""
+        now = self._clocks.monotonic()
         return {
             "pods": [
                 {
@@ -80,7 +82,12 @@ class Agent:
                 for uid, pod in self.pods.known.items()
             ],
             "captures": [
-                {"content": content, "attempt": hold.attempt, "pod": hold.order.pod.uid}
+                {
+                    "content": content,
+                    "attempt": hold.attempt,
+                    "pod": hold.order.pod.uid,
+                    "ends_in_s": round(max(0.0, hold.deadline - now), 3),
+                }
                 for content, hold in self.holds.by_content.items()
             ],
         }

@@ -1,0 +1,148 @@
+"""The commands that the pages tell people to type do what the pages say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from snapshot_shared.service import VERSION
+from tests.docs import inspect_page
+from tests.docs.pages import ROOT, Block, Shell, blocks, documents, nats_cli, parse_how, play
+
+INSPECT = ROOT / "docs/inspect.md"
+SHORT = (ROOT / "README.md",)
+"""The pages that `make test` plays; `make docs-test` plays all of them."""
+
+PLAYED = [
+    page
+    for page in documents()
+    if page != INSPECT and any(block.how and block.how.mode != "no" for block in blocks(page))
+]
+
+LEFT_OUT = [
+    block
+    for page in documents()
+    for block in blocks(page)
+    if block.how is not None and block.how.mode == "no"
+]
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_commands_says_how_it_is_run(page: Path) -> None:
+    unknown = [block.where for block in blocks(page) if block.how is None]
+    assert unknown == [], "say it in a comment above the block, as tests/docs/pages.py shows"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page,
+            id=str(page.relative_to(ROOT)),
+            marks=() if page in SHORT else pytest.mark.slow,
+        )
+        for page in PLAYED
+    ],
+)
+@pytest.mark.timeout(600)
+def test_the_commands_of_a_page_work_in_their_order(page: Path, tmp_path: Path) -> None:
+    story = [block for block in blocks(page) if block.how and block.how.mode != "no"]
+    _skip_without_tools(story)
+    shell = Shell(tmp_path)
+    try:
+        _begin(story, shell)
+        for block in story:
+            play(block, shell)
+    finally:
+        for name in shell.type("ls ~/.local/state/snapback 2>/dev/null").text.split():
+            shell.type(f"snapshotctl down --purge --name {name}")
+
+
+def _skip_without_tools(story: list[Block]) -> None:
+    commands = [command for block in story for command in block.commands]
+    if any(re.search(r"(^|\| )nats ", command) for command in commands) and nats_cli() is None:
+        pytest.skip("no nats CLI here: run make tools")
+    for need in {block.how.needs for block in story if block.how and block.how.needs}:
+        if shutil.which(need) is None:
+            pytest.skip(f"no {need} here")
+
+
+def _begin(story: list[Block], shell: Shell) -> None:
+    """Start the cluster that the page takes for granted."""
+    first = next((block for block in story if block.how and block.how.mode == "cluster"), None)
+    if first is None or any("snapshotctl up" in c for block in story for c in block.commands):
+        return
+    assert first.how is not None
+    said = shell.type(f"snapshotctl up {' '.join(first.how.options)}")
+    assert said.code == 0, said.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_cluster_answers_as_the_page_of_questions_says(tmp_path: Path) -> None:
+    if nats_cli() is None:
+        pytest.skip("no nats CLI here: run make tools")
+    written = inspect_page.written(INSPECT.read_text(encoding="utf-8"))
+    assert len(written) >= 20
+    shell = Shell(tmp_path)
+    stable = inspect_page.Stable(tmp_path)
+    try:
+        inspect_page.scene(shell)
+        for block, said in inspect_page.answered(INSPECT, shell):
+            if block.line in written:
+                answer = inspect_page.shown(said, stable)
+                assert _beginning(answer) == _beginning(written[block.line]), block.where
+        _every_service_says_what_it_is(shell)
+    finally:
+        shell.type("snapshotctl down --purge")
+
+
+def _every_service_says_what_it_is(shell: Shell) -> None:
+    """Ask as `nats micro info` does; the nodes are those of the scene."""
+    heard = shell.type("nats req '$SRV.INFO' '' --raw --replies 0 --timeout 3s").text
+    infos = [json.loads(line) for line in heard.splitlines() if line.startswith("{")]
+    assert sorted((info["name"], info["metadata"]["node"]) for info in infos) == [
+        *(("snap-agent", node) for node in ("node-1", "node-2")),
+        *(("snap-gms", node) for node in ("node-1", "node-2")),
+        ("snap-operator", "operator"),
+    ]
+    assert {info["version"] for info in infos} == {VERSION}
+
+
+def _beginning(answer: list[str]) -> str:
+    """Give what of an answer is the same each time."""
+    return re.sub(r"\d+", "0", answer[0][:24]) if answer else ""
+
+
+@pytest.mark.parametrize("block", LEFT_OUT, ids=lambda block: block.where)
+def test_a_block_that_is_not_played_names_only_what_exists(block: Block) -> None:
+    for command in block.commands:
+        for target in re.findall(r"(?:^|\s)make ([a-z][a-z-]*)", command):
+            done = subprocess.run(
+                ["make", "-n", target, "SETUP_INPUTS="],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{block.where}: {done.stderr}"
+        for words in re.findall(r"(?:^|\s)snapshotctl ([a-z][a-z-]*(?: [a-z][a-z-]*)?)", command):
+            assert _is_command(words.split()), f"{block.where}: snapshotctl {words}"
+
+
+def _is_command(words: list[str]) -> bool:
+    """Say whether the first word, or the first two, are a command of snapshotctl."""
+    from snapshotctl.main import commands
+
+    return commands.run([*words[:2], "--help"]) == 0
+
+
+def test_an_annotation_that_is_not_understood_is_an_error() -> None:
+    for text in ("clusters", "no", "no, because", "exits 0", "cluster; whenever"):
+        with pytest.raises(ValueError, match=r"says neither|is not understood"):
+            parse_how(text)
