@@ -9,7 +9,7 @@ from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 
 OBJECTS = ["apply", "get", "delete", "wait", "verify", "nodes", "trace"]
-COMMANDS = [*OBJECTS, "up", "down", "demo", "leftovers", "sim"]
+COMMANDS = [*OBJECTS, "up", "down", "keys", "demo", "leftovers", "sim"]
 SIM = ["crash", "stall", "fail", "restart"]
 
 

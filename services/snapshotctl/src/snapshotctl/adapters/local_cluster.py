@@ -209,11 +209,9 @@ class LocalCluster:
         """Write the configuration of nats-server, with the users of these nodes and no others."""
         places = self._places
         users = users_of(NodeName(node.name) for node in nodes)
-        keys = [(user, nkeys.public_key(places.key(user))) for user in users]
-        configuration = places.nats / "nats.conf"
-        folders.replace_file(
-            configuration, plans.nats_configuration(self._name, places, keys).encode()
-        )
+        configuration = places.nats / plans.NATS_CONFIGURATION
+        server = plans.local_nats(self._name, places)
+        nkeys.admit(configuration, server, {user: places.key(user) for user in users})
         return configuration
 
     async def _start_nats(self, nodes: Sequence[NodeSpec]) -> None:

@@ -10,10 +10,13 @@ from typing import Annotated
 import typer
 
 from snapshot_shared.errors import SnapbackError
+from snapshot_shared.ids import check_node
+from snapshot_shared.permissions import users_of
 from snapshot_shared.service import VERSION
-from snapshotctl.adapters import machine
+from snapshotctl.adapters import machine, nkeys
 from snapshotctl.adapters.render import Output
 from snapshotctl.domain import arguments, exits, formats, targets
+from snapshotctl.domain.cluster import CONTEXT_PREFIX, NATS, NATS_CONFIGURATION, NatsServer
 from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
@@ -283,6 +286,47 @@ def down(
 
     async def work() -> None:
         await clusters.down(tools.local_cluster(name), tools.screen, purge=purge)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl keys --folder keys --node node-1 --node node-2",
+        "snapshotctl keys --folder keys --node node-1 --listen 0.0.0.0:4222",
+    )
+)
+def keys(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Option("--folder", metavar="FOLDER", help="Where to write.")],
+    node: Annotated[list[str], typer.Option("--node", metavar="NAME", help="A node; repeat it.")],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where nats-server will listen.")
+    ] = "127.0.0.1:4222",
+    monitor: Annotated[
+        str | None, typer.Option("--monitor", metavar="HOST:PORT", help="Its HTTP port, if any.")
+    ] = None,
+    store: Annotated[
+        Path, typer.Option("--store", metavar="FOLDER", help="Where it will keep its streams.")
+    ] = Path("/var/lib/nats"),
+) -> None:
+    """Make the keys of a NATS of your own, and the configuration of its server.
+
+    Writes FOLDER/USER/seed.nk for the operator, for snapshotctl, for viewers, and for the agent and
+    the GPU memory service of each node, and FOLDER/nats-server/nats.conf, which lets exactly these
+    in. Seeds that are there already are kept, so run it again when a node is added.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        server = NatsServer(CONTEXT_PREFIX + folder.resolve().name, listen, store, monitor=monitor)
+        users = users_of(check_node(name) for name in dict.fromkeys(node))
+        seeds = {user: folder / user.name / "seed.nk" for user in users}
+        configuration = folder / NATS / NATS_CONFIGURATION
+        nkeys.admit(configuration, server, seeds)
+        for user, seed in seeds.items():
+            tools.screen.line(f"{user.name:20} {seed}")
+        tools.screen.line(f"{NATS:20} {configuration}")
 
     run_work(tools, work())
 
