@@ -74,6 +74,31 @@ def server_of(record: ClusterRecord) -> Server:
     return Server(record.url, f"local cluster {record.name}", str(seed))
 
 
+class Handle(NamedTuple):
+    """How people reach a cluster: what they type before a command, and where things are."""
+
+    snapshotctl: str
+    nats: str
+    artifacts: Path
+    logs: str
+    end: str
+    is_ours: bool
+    """Whether the demo has started it, and so ends it as well."""
+
+
+def handle_of(record: ClusterRecord) -> Handle:
+    """Say how people reach a local cluster that the demo has started."""
+    places = Places(Path(record.state_dir), Path(record.socket_dir))
+    return Handle(
+        snapshotctl=f"snapshotctl --cluster {record.name}",
+        nats=f"nats --context {CONTEXT_PREFIX}{record.name}",
+        artifacts=places.artifacts,
+        logs=str(places.logs),
+        end=f"end it with: snapshotctl down --name {record.name} --purge",
+        is_ours=True,
+    )
+
+
 class Program(NamedTuple):
     """One process to start."""
 

@@ -335,22 +335,37 @@ def keys(
 def show_demo(
     context: typer.Context,
     size_mib: Annotated[
-        int, typer.Option("--size-mib", metavar="MIB", help="Size of the worker's weights.")
+        int,
+        typer.Option(
+            "--size-mib", metavar="MIB", envvar="SIZE_MIB", help="Size of the worker's weights."
+        ),
     ] = 512,
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave the cluster running at the end.")
     ] = False,
+    on: Annotated[
+        Path | None,
+        typer.Option("--on", metavar="FOLDER", help="Play on a cluster that runs; see below."),
+    ] = None,
+    via: Annotated[
+        str, typer.Option("--via", metavar="WORDS", help="With --on: what you type first.")
+    ] = "",
 ) -> None:
     """Capture a worker, lose its node, restore it on another.
 
     Everything runs on this machine, in a cluster of its own that is gone afterwards. The answers
     of the worker before and after have to be the same, byte for byte.
+
+    With --on nothing is started. The cluster is that of --server or NATS_URL; FOLDER/node-1 and
+    FOLDER/node-2 are the folders of the sockets of its nodes, and the processes of node-1, which
+    the demo kills, have to be visible here.
     """
     tools: Tools = context.obj
 
     async def work() -> None:
         size = check_size(size_mib)
-        await demo.run(tools.stage(), size_mib=size, keep=keep)
+        stage = tools.stage_on(on, via) if on else tools.stage()
+        await demo.run(stage, size_mib=size, keep=keep)
 
     run_work(tools, work())
 
