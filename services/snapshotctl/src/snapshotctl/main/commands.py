@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.ids import check_node
 from snapshot_shared.permissions import users_of
 from snapshot_shared.service import VERSION
 from snapshotctl.adapters import machine, nkeys
@@ -320,7 +319,7 @@ def keys(
 
     async def work() -> None:
         server = NatsServer(CONTEXT_PREFIX + folder.resolve().name, listen, store, monitor=monitor)
-        users = users_of(check_node(name) for name in dict.fromkeys(node))
+        users = users_of(clusters.node_names(node))
         seeds = {user: folder / user.name / "seed.nk" for user in users}
         configuration = folder / NATS / NATS_CONFIGURATION
         nkeys.admit(configuration, server, seeds)
