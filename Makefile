@@ -29,7 +29,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs idle leftovers clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo e2e docs idle leftovers clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -99,6 +99,9 @@ test: $(STAMP) ## All tests that need no root, GPU or Docker
 
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
 	$(BIN)/pytest -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
+
+e2e: $(STAMP) ## docker compose up on an engine of its own, where this machine allows one
+	@$(BIN)/pytest -s -m docker tests/e2e
 
 contract-servers: $(STAMP) ## The contract of the bus on each nats-server that is supported
 	@while read -r locked; do \
