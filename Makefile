@@ -31,10 +31,10 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs screenshots idle leftovers docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients chaos crash-points scenarios contract-servers flips hostile demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## Make .venv with the locked packages and the five of this repository
 	@echo "Ready: $(VENV)"
@@ -101,6 +101,9 @@ test: $(STAMP) ## All tests that need no root, GPU or Docker
 
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
 	$(BIN)/pytest -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
+
+e2e: $(STAMP) ## docker compose up on an engine of its own, where this machine allows one
+	@$(BIN)/pytest -s -m docker tests/e2e
 
 contract-servers: $(STAMP) ## The contract of the bus on each nats-server that is supported
 	@while read -r locked; do \
@@ -170,7 +173,7 @@ tools: ## Put the nats CLI into .tools/bin: from the folder SNAPBACK_TOOLS, or b
 			"$(NATS_CLI); install Go 1.25 or later, or give a folder that has the program:" \
 			"make tools SNAPBACK_TOOLS=/usr/local/bin" >&2; exit 1; }; \
 		echo "Building the nats CLI $(NATS_CLI): a minute the first time"; \
-		cd tests/support/tools && go build -o "$(CURDIR)/$(TOOLS)/nats" github.com/nats-io/natscli/nats; \
+		cd tests/support/tools && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o "$(CURDIR)/$(TOOLS)/nats" github.com/nats-io/natscli/nats; \
 	fi
 	@echo "$(TOOLS)/nats is $$($(TOOLS)/nats --version)"
 

@@ -71,18 +71,21 @@ def test_services_have_states_of_their_own_and_nodes_share_the_artifacts() -> No
 
 
 def test_the_bus_syncs_every_write_and_listens_on_loopback_alone() -> None:
-    text = plans.nats_configuration("x", PLACES, KEYS)
+    text = plans.nats_configuration(plans.local_nats("x", PLACES), KEYS)
     assert "sync_interval: always" in text
     assert 'listen: "127.0.0.1:-1"' in text
+    assert "http" not in text
 
 
 def test_a_path_cannot_break_out_of_the_configuration() -> None:
-    text = plans.nats_configuration("x", Places(Path('/a" b\n}'), Path("/k")), KEYS)
+    text = plans.nats_configuration(
+        plans.local_nats("x", Places(Path('/a" b\n}'), Path("/k"))), KEYS
+    )
     assert r'"/a\" b\n}/nats/store"' in text
 
 
 def test_every_user_has_a_key_and_a_list_and_nobody_else_gets_in() -> None:
-    text = plans.nats_configuration("x", PLACES, KEYS)
+    text = plans.nats_configuration(plans.local_nats("x", PLACES), KEYS)
     accounts = json.loads(text.partition("accounts: ")[2])
     users = [user for account in accounts.values() for user in account["users"]]
     assert {user["nkey"] for user in users} == {key for _, key in KEYS}

@@ -26,7 +26,8 @@ ON_CALL = [
     "dead",
 ]
 LOOKS = ["explain", "describe", "events", "watch", "checkpoint", "restore"]
-COMMANDS = [*OBJECTS, *LOOKS, *ON_CALL, "artifacts", "up", "down", "demo", "leftovers", "sim"]
+HERE = ["up", "down", "keys", "demo", "leftovers", "sim"]
+COMMANDS = [*OBJECTS, *LOOKS, *ON_CALL, *HERE, "artifacts"]
 ARTIFACTS = ["ls", "show", "verify", "diff", "gc"]
 SIM = ["crash", "stall", "fail", "restart"]
 DEAD = ["ls", "show", "requeue"]
@@ -35,7 +36,7 @@ DEAD = ["ls", "show", "requeue"]
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No server can be found by accident."""
-    for name in ("NATS_URL", "NATS_CONTEXT", "SNAPBACK_CLUSTER"):
+    for name in ("NATS_URL", "NATS_CONTEXT", "SNAPBACK_CLUSTER", "SNAPBACK_RUN"):
         monkeypatch.delenv(name, raising=False)
     for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
@@ -218,6 +219,9 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["up", "--gpu-memory", "much"], "4GiB"),
         (["up", "--name", "../x"], "lower-case"),
         (["demo", "--size-mib", "1"], "between"),
+        (["demo", "--on", "."], "SNAPBACK_RUN"),
+        (["keys", "--folder", "x"], "--node"),
+        (["keys", "--folder", "x", "--node", "a/b"], "'a/b'"),
         (["trace"], "NAME"),
         (["verify"], "NAME"),
         (["verify", "pod/x"], "a Pod holds no artifact"),

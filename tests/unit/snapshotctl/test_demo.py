@@ -6,6 +6,7 @@ import pytest
 
 from snapshot_shared.manifests import parse
 from snapshotctl.domain import demo
+from snapshotctl.domain.cluster import Handle
 from snapshotctl.domain.demo import Answer
 from snapshotctl.domain.documents import load
 from snapshotctl.domain.exits import DemoFailed, WrongArguments
@@ -88,8 +89,33 @@ def test_a_refusal_for_another_reason_ends_the_demo() -> None:
         demo.check_refusal("NodeLost", "800 400", 800, 400)
 
 
+HANDLE = Handle("snapshotctl -x", "nats -y", Path("/a"), "/l", "", "end", is_ours=True)
+
+
 def test_everything_is_shown_by_two_commands() -> None:
-    names = demo.Names("demo-1", "c", "content-1", "p", "r", "a" * 32)
-    for twin in demo.twins(names):
-        assert twin.ours.startswith("snapshotctl --cluster demo-1 ")
-        assert twin.stock.startswith("nats --context snapback-demo-1 ")
+    names = demo.Names("c", "content-1", "p", "r", "a" * 32)
+    twins = demo.twins(names, HANDLE)
+    assert len(twins) == 7
+    for twin in twins:
+        assert twin.ours.startswith("snapshotctl -x ")
+        assert twin.stock.startswith("nats -y ")
+
+
+def test_a_refusal_that_was_not_tried_is_not_shown() -> None:
+    names = demo.Names("c", "content-1", "p", None, "a" * 32)
+    assert [twin.what for twin in demo.twins(names, HANDLE) if "refused" in twin.what] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({"node-1": [demo.GIB] * 2, "node-2": [demo.GIB] * 3}, []),
+        ({"node-1": [demo.GIB] * 2}, ["node-2 has 0 GPUs of 0 MiB"]),
+        ({"node-1": [demo.GIB, 1], "node-2": [demo.GIB] * 2}, ["node-1 has 2 GPUs of 0 MiB"]),
+    ],
+)
+def test_nodes_that_the_demo_cannot_use_are_named(
+    found: dict[str, list[int]], says: list[str]
+) -> None:
+    problems = demo.too_small(demo.nodes(512), found)
+    assert [problem.partition(";")[0] for problem in problems] == says

@@ -24,7 +24,7 @@ from snapshot_shared.objects import AnyObject, Kind
 from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.artifacts import Artifact, Manifests
-from snapshotctl.domain.cluster import ClusterRecord, NodeSpec
+from snapshotctl.domain.cluster import ClusterRecord, Handle, NodeSpec
 from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.progress import PartProgress
 from snapshotctl.domain.queue import Letter, Queued
@@ -180,33 +180,44 @@ class Files(Protocol):
         """
 
 
-class Cluster(Protocol):
+class Ground(Protocol):
+    """A cluster for the demo to play on."""
+
+    @property
+    def handle(self) -> Handle:
+        """How people reach it, once it has started."""
+
+    def sockets(self, node: str) -> Path:
+        """Give the folder of the sockets of a node and of the pods on it."""
+
+    async def start(self, nodes: Sequence[NodeSpec]) -> None:
+        """Return when everything is ready. AlreadyRunning, StartFailed, Unready."""
+
+    async def add_node(self, node: NodeSpec) -> bool:
+        """Start one more node and wait until it is ready; False where none can be. StartFailed."""
+
+    async def kill_node(self, node: str) -> list[str]:
+        """SIGKILL a node's agent, its GPU memory service and its workers; name what was killed."""
+
+    async def stop(self, *, purge: bool) -> None:
+        """End everything that `start` has started; with `purge` the state goes, too."""
+
+    def keep(self) -> None:
+        """Let it live on when this command ends."""
+
+
+class Cluster(Ground, Protocol):
     """A cluster of processes on this machine."""
 
     @property
     def record(self) -> ClusterRecord:
         """What is known of it now."""
 
-    async def start(self, nodes: Sequence[NodeSpec]) -> None:
-        """Start everything and wait until it is ready. AlreadyRunning, StartFailed."""
-
-    async def add_node(self, node: NodeSpec) -> None:
-        """Start one more node and wait until it is ready. StartFailed."""
-
-    async def kill_node(self, node: str) -> list[str]:
-        """SIGKILL a node's agent, its GPU memory service and its workers; name what was killed."""
-
     async def restart(self, node: str, services: Sequence[str]) -> list[str]:
         """Start those services (`agent`, `gms`) of a node that ended, on their state; name them.
 
         Returns when they answer. AlreadyRunning when none ended, NotFound, StartFailed.
         """
-
-    async def stop(self, *, purge: bool) -> None:
-        """End everything that carries the run id; with `purge` the state goes, too."""
-
-    def keep(self) -> None:
-        """Let it live on when this command ends."""
 
 
 class Switch(Protocol):

@@ -19,16 +19,22 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from snapshot_shared.errors import BusUnavailable, Conflict, NotFound, SnapbackError
+from snapshot_shared.errors import Conflict, NotFound, SnapbackError
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import KINDS, Node, is_true
 from snapshot_shared.permissions import users_of
 from snapshotctl.adapters import folders, inotify, nkeys, processes
 from snapshotctl.adapters.folders import Folders
-from snapshotctl.adapters.operator_client import OperatorClient, connected
+from snapshotctl.adapters.operator_client import connected
 from snapshotctl.adapters.processes import to_the_end
 from snapshotctl.domain import cluster as plans
-from snapshotctl.domain.cluster import ClusterRecord, NodeSpec, Places, ProcessRecord, Program
+from snapshotctl.domain.cluster import (
+    ClusterRecord,
+    Handle,
+    NodeSpec,
+    Places,
+    ProcessRecord,
+    Program,
+)
 from snapshotctl.domain.exits import AlreadyRunning, StartFailed
 
 T = TypeVar("T")
@@ -81,6 +87,13 @@ class LocalCluster:
     @property
     def _places(self) -> Places:
         return Places(Path(self.record.state_dir), Path(self.record.socket_dir))
+
+    @property
+    def handle(self) -> Handle:
+        return plans.handle_of(self.record)
+
+    def sockets(self, node: str) -> Path:
+        return self._places.node_sockets(node)
 
     # Starting.
 
@@ -148,7 +161,7 @@ class LocalCluster:
             self._announce(node)
         self._where.write_context(self.record)
 
-    async def add_node(self, node: NodeSpec) -> None:
+    async def add_node(self, node: NodeSpec) -> bool:
         since = time.time()
         self._admit([*self.record.nodes, node])
         if bus := self.record.process(plans.NATS):
@@ -157,6 +170,7 @@ class LocalCluster:
         await self._start_agent(node)
         await self._ready(node.name, self._nodes_ready([node], since), NODES_S)
         self._announce(node)
+        return True
 
     async def restart(self, node: str, services: Sequence[str]) -> list[str]:
         with folders.locked(Path(self.record.state_dir)):
@@ -212,11 +226,9 @@ class LocalCluster:
         """Write the configuration of nats-server, with the users of these nodes and no others."""
         places = self._places
         users = users_of(NodeName(node.name) for node in nodes)
-        keys = [(user, nkeys.public_key(places.key(user))) for user in users]
-        configuration = places.nats / "nats.conf"
-        folders.replace_file(
-            configuration, plans.nats_configuration(self._name, places, keys).encode()
-        )
+        configuration = places.nats / plans.NATS_CONFIGURATION
+        server = plans.local_nats(self._name, places)
+        nkeys.admit(configuration, server, {user: places.key(user) for user in users})
         return configuration
 
     async def _start_nats(self, nodes: Sequence[NodeSpec]) -> None:
@@ -274,13 +286,8 @@ class LocalCluster:
 
         Presence counts because the store of an older run may call a node ready that is not.
         """
-        server = plans.server_of(self.record)
-        async with (
-            connected(server, patiently=True) as client,
-            client.buckets_changing() as changes,
-        ):
-            while not await _are_ready(client, nodes, since):
-                await changes.wait()
+        async with connected(plans.server_of(self.record), patiently=True) as client:
+            await client.nodes_ready(nodes, since)
 
     async def _ready(
         self,
@@ -341,12 +348,11 @@ class LocalCluster:
         mine = [record for record in self.record.processes if record.name in names]
         recorded = {record.pid: record.name for record in mine}
         found = [(recorded[r.pid], processes.opened(r)) for r in mine]
-        for member in processes.members(self.record.run):
-            environment = processes.environment_of(member.pid)
-            is_there = node in (environment.get("SNAPBACK_NODE"), environment.get("NODE_NAME"))
-            if is_there and member.pid not in recorded:
-                name = environment.get("POD_NAME") or "a helper"
-                found.append((name, processes.opened_member(member)))
+        found += [
+            (pod or "a helper", processes.opened_member(member))
+            for pod, member in processes.members_on(node, self.record.run)
+            if member.pid not in recorded
+        ]
         killed = [(name, handle) for name, handle in found if handle is not None]
         await processes.end([handle for _, handle in killed], grace_s=0)
         left = [record for record in self.record.processes if record.name not in names]
@@ -399,26 +405,6 @@ async def _listening(ports: Path, changes: inotify.Folder) -> str:
             with contextlib.suppress(ValueError, LookupError, OSError):
                 return str(json.loads(file.read_bytes())["nats"][0])
         await changes.wait()
-
-
-async def _are_ready(client: OperatorClient, nodes: Sequence[NodeSpec], since: float) -> bool:
-    try:
-        presence = await client.presence()
-        objects = await client.all_of(KINDS["Node"], None)
-    except BusUnavailable:
-        return False
-    ready = {
-        node.metadata.name
-        for node in objects
-        if isinstance(node, Node) and is_true(node.status.conditions, "Ready")
-    }
-    return all(
-        node.name in ready
-        and (seen := presence.get(NodeName(node.name))) is not None
-        and seen.at >= since
-        and len(seen.devices) >= node.gpus
-        for node in nodes
-    )
 
 
 async def _nothing() -> None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 import nkeys
 
 from snapshot_shared.errors import InvalidInput
+from snapshot_shared.permissions import User
 from snapshotctl.adapters.folders import make_private, replace_file
+from snapshotctl.domain.cluster import NatsServer, nats_configuration
+
+
+def admit(configuration: Path, server: NatsServer, seeds: Mapping[User, Path]) -> None:
+    """Write the configuration of a nats-server, with these users and no others.
+
+    Seeds that are missing are made. InvalidInput when something else stands in the place of one.
+    """
+    keys = [(user, public_key(seed)) for user, seed in seeds.items()]
+    make_private(configuration.parent)
+    replace_file(configuration, nats_configuration(server, keys).encode())
 
 
 def public_key(seed: Path) -> str:

@@ -44,10 +44,11 @@ from snapshot_shared.errors import (
     RemoteFailure,
 )
 from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of, token
-from snapshot_shared.objects import KINDS, AnyObject, Kind, ObjectMeta, find_kind
+from snapshot_shared.objects import KINDS, AnyObject, Kind, Node, ObjectMeta, find_kind, is_true
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain import formats
+from snapshotctl.domain.cluster import NodeSpec
 from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.servers import Server, shown
@@ -197,6 +198,31 @@ class OperatorClient:
         """Follow the use of JetStream for the length of the block: a service begins with it."""
         async with self._changes("$JS.EVENT.ADVISORY.API") as changes:
             yield changes
+
+    async def nodes_ready(self, nodes: Sequence[NodeSpec], since: float) -> None:
+        """Wait until each node has said, since then (s, wall clock), that it has its devices."""
+        async with self.buckets_changing() as changes:
+            while not await self._are_ready(nodes, since):
+                await changes.wait()
+
+    async def _are_ready(self, nodes: Sequence[NodeSpec], since: float) -> bool:
+        try:
+            presence = await self.presence()
+            objects = await self.all_of(KINDS["Node"], None)
+        except BusUnavailable:
+            return False
+        ready = {
+            node.metadata.name
+            for node in objects
+            if isinstance(node, Node) and is_true(node.status.conditions, "Ready")
+        }
+        return all(
+            node.name in ready
+            and (seen := presence.get(NodeName(node.name))) is not None
+            and seen.at >= since
+            and len(seen.devices) >= node.gpus
+            for node in nodes
+        )
 
     async def answers(self, node: str, service: str) -> bool:
         """Say whether a service of a node answers questions."""

@@ -115,6 +115,16 @@ def environment_of(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs if name}
 
 
+def members_on(node: str, run: str) -> list[tuple[str | None, Member]]:
+    """Find the members of a run that belong to a node, each with its pod if it is of one."""
+    found: list[tuple[str | None, Member]] = []
+    for member in members(run):
+        environment = environment_of(member.pid)
+        if node in (environment.get("SNAPBACK_NODE"), environment.get("NODE_NAME")):
+            found.append((environment.get("POD_NAME"), member))
+    return found
+
+
 def _ancestors() -> Iterator[int]:
     pid = os.getpid()
     while pid > 0:

@@ -22,6 +22,7 @@ MAX_SOCKET_FOLDER = 60
 """A socket's path has at most 107 bytes; below this folder come node, pod and name."""
 
 NATS = "nats-server"
+NATS_CONFIGURATION = "nats.conf"
 OPERATOR = "operator"
 
 
@@ -73,6 +74,33 @@ def server_of(record: ClusterRecord) -> Server:
     places = Places(Path(record.state_dir), Path(record.socket_dir))
     seed = places.key(User("snapshotctl"))
     return Server(record.url, f"local cluster {record.name}", str(seed))
+
+
+class Handle(NamedTuple):
+    """How people reach a cluster: what they type before a command, and where things are."""
+
+    snapshotctl: str
+    nats: str
+    artifacts: Path
+    logs: str
+    page: str
+    end: str
+    is_ours: bool
+    """Whether the demo has started it, and so ends it as well."""
+
+
+def handle_of(record: ClusterRecord) -> Handle:
+    """Say how people reach a local cluster that the demo has started."""
+    places = Places(Path(record.state_dir), Path(record.socket_dir))
+    return Handle(
+        snapshotctl=f"snapshotctl --cluster {record.name}",
+        nats=f"nats --context {CONTEXT_PREFIX}{record.name}",
+        artifacts=places.artifacts,
+        logs=str(places.logs),
+        page=record.page,
+        end=f"end it with: snapshotctl down --name {record.name} --purge",
+        is_ours=True,
+    )
 
 
 class Program(NamedTuple):
@@ -218,20 +246,40 @@ def _service(setting: Setting, user: User, state: Path) -> dict[str, str]:
     }
 
 
-def nats_configuration(name: str, places: Places, keys: Sequence[tuple[User, str]]) -> str:
-    """Write the configuration of nats-server: loopback, a free port, every write synced.
+class NatsServer(NamedTuple):
+    """A nats-server: `listen` and `monitor` are host:port, of which port -1 is any that is free.
+
+    It writes which one it got below `ports`. Without `monitor` it has no HTTP port.
+    """
+
+    name: str
+    listen: str
+    store: Path
+    ports: Path | None = None
+    monitor: str | None = None
+
+
+def local_nats(name: str, places: Places) -> NatsServer:
+    """Describe the server of a local cluster: loopback, a free port."""
+    return NatsServer(
+        CONTEXT_PREFIX + name, "127.0.0.1:-1", places.nats / "store", places.nats / "ports"
+    )
+
+
+def nats_configuration(server: NatsServer, keys: Sequence[tuple[User, str]]) -> str:
+    """Write the configuration of nats-server: every write synced.
 
     `keys` has the public nkey of each user; nobody else gets in.
     """
-    store, ports = (_quoted(places.nats / folder) for folder in ("store", "ports"))
     accounts = msgspec.json.format(msgspec.json.encode(server_accounts(keys)), indent=2).decode()
+    ports = f"ports_file_dir: {_quoted(server.ports)}\n" if server.ports else ""
+    monitor = f"http: {_quoted(server.monitor)}\n" if server.monitor else ""
     return f"""\
-server_name: {_quoted(CONTEXT_PREFIX + name)}
-listen: "127.0.0.1:-1"
-ports_file_dir: {ports}
-max_payload: 1MB
+server_name: {_quoted(server.name)}
+listen: {_quoted(server.listen)}
+{ports}{monitor}max_payload: 1MB
 jetstream {{
-  store_dir: {store}
+  store_dir: {_quoted(server.store)}
   sync_interval: always
   max_file_store: 4GB
   max_memory_store: 256MB

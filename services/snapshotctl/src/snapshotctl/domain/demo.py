@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from snapshot_shared import subjects
 from snapshot_shared.ids import token
-from snapshotctl.domain.cluster import CONTEXT_PREFIX, NodeSpec
+from snapshotctl.domain.cluster import Handle, NodeSpec
 from snapshotctl.domain.exits import DemoFailed, WrongArguments
 from snapshotctl.domain.preflight import MAX_SIZE_MIB, MIB, MIN_SIZE_MIB
 
@@ -64,6 +64,17 @@ def small_node(size_mib: int) -> NodeSpec:
     """Describe a node whose devices hold only half of what a device of the source holds."""
     capacity = max(4 * MIB, size_mib * MIB // GPUS // 2)
     return NodeSpec(name=SMALL_NODE, gpus=GPUS, gpu_memory=capacity)
+
+
+def too_small(nodes_: Sequence[NodeSpec], presence: Mapping[str, Sequence[int]]) -> list[str]:
+    """Say which of the nodes are not as the demo needs them; `presence` has bytes a device."""
+    return [
+        f"{node.name} has {len(found)} GPUs of {min(found, default=0) // MIB} MiB; the demo needs "
+        f"{node.gpus} of {node.gpu_memory // MIB} MiB"
+        for node in nodes_
+        for found in [presence.get(node.name, ())]
+        if sum(size >= node.gpu_memory for size in found) < node.gpus
+    ]
 
 
 def sized(document: Any, size_mib: int) -> Any:
@@ -145,27 +156,33 @@ class Twin(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What the demo made, by name."""
+    """What the demo made, by name; `refused` only where there was a node that is too small."""
 
-    cluster: str
     checkpoint: str
     content: str
     pod: str
-    refused: str
+    refused: str | None
     trace_id: str
 
 
-def twins(names: Names) -> list[Twin]:
+def twins(names: Names, handle: Handle) -> list[Twin]:
     """Give for each thing the two commands that show it."""
-    ours = f"snapshotctl --cluster {names.cluster}"
-    stock = f"nats --context {CONTEXT_PREFIX}{names.cluster}"
+    ours, stock = handle.snapshotctl, handle.nats
     request = msgspec.json.encode(
         {"kind": "SnapshotContent", "name": names.content}, order="sorted"
     ).decode()
     checkpoint = subjects.object_key("dynamocheckpoints", "default", names.checkpoint)
-    pod, refused = (
-        subjects.object_key("pods", "default", name) for name in (names.pod, names.refused)
-    )
+    pod = subjects.object_key("pods", "default", names.pod)
+    refusals = []
+    if names.refused:
+        refused = subjects.object_key("pods", "default", names.refused)
+        refusals = [
+            Twin(
+                "refused pod",
+                f"{ours} get pod {names.refused}",
+                f"{stock} kv get {subjects.OBJECTS_BUCKET} {refused}",
+            )
+        ]
     return [
         Twin(
             "nodes",
@@ -187,11 +204,7 @@ def twins(names: Names) -> list[Twin]:
             f"{ours} get pod {names.pod}",
             f"{stock} kv get {subjects.OBJECTS_BUCKET} {pod}",
         ),
-        Twin(
-            "refused pod",
-            f"{ours} get pod {names.refused}",
-            f"{stock} kv get {subjects.OBJECTS_BUCKET} {refused}",
-        ),
+        *refusals,
         Twin(
             "orders and reports",
             f"{ours} get pod {names.pod} -o yaml",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from snapshot_shared.errors import InvalidName
+from snapshot_shared.ids import NodeName, check_node
 from snapshotctl.domain.cluster import CONTEXT_PREFIX, Found, NodeSpec, leftovers
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER
@@ -28,6 +32,14 @@ def specs(count: int, gpus: int, gpu_memory: int) -> list[NodeSpec]:
         NodeSpec(name=f"node-{number}", gpus=gpus, gpu_memory=gpu_memory)
         for number in range(1, count + 1)
     ]
+
+
+def node_names(given: Sequence[str]) -> list[NodeName]:
+    """Check the names of nodes, each once. WrongArguments names the one that cannot be."""
+    try:
+        return [check_node(name) for name in dict.fromkeys(given)]
+    except InvalidName as error:
+        raise WrongArguments(f"--node: {error.message}", next_step=error.next_step) from error
 
 
 async def up(cluster: Cluster, screen: Screen, nodes: list[NodeSpec]) -> None:

@@ -21,7 +21,6 @@ from snapshot_shared.objects import (
     is_true,
 )
 from snapshotctl.domain import demo, formats, preflight
-from snapshotctl.domain.cluster import Places
 from snapshotctl.domain.demo import Answer
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import DemoFailed, Unready
@@ -42,6 +41,7 @@ START_S = 300.0
 CAPTURE_S = 600.0
 RESTORE_S = 600.0
 REFUSAL_S = 60.0
+REMOVAL_S = 60.0
 
 
 class Worker(NamedTuple):
@@ -55,7 +55,10 @@ class Worker(NamedTuple):
 async def run(stage: Stage, *, size_mib: int, keep: bool) -> None:
     """Play all six parts. DemoFailed and the errors of its steps say what was lost and where."""
     title(stage.screen, 1, "Preflight")
-    check_machine(stage.screen, stage.machine, size_mib)
+    if stage.machine is None:
+        stage.screen.line("  nothing is started here: the cluster runs already")
+    else:
+        check_machine(stage.screen, stage.machine, size_mib)
     try:
         await _play(stage, size_mib, keep=keep)
     except (asyncio.CancelledError, BrokenPipeError):
@@ -67,12 +70,12 @@ async def run(stage: Stage, *, size_mib: int, keep: bool) -> None:
             # Without a record nothing was started, and the first error is the one that counts.
             await _stop_and_keep_logs(stage)
         raise
-    if keep:
+    handle = stage.cluster.handle
+    if keep or not handle.is_ours:
         stage.cluster.keep()
-        stage.screen.line(f"  page {stage.cluster.record.page}")
-        stage.screen.line(
-            f"  end it with: snapshotctl down --name {stage.cluster.record.name} --purge"
-        )
+        if handle.page:
+            stage.screen.line(f"  page {handle.page}")
+        stage.screen.line(f"  {handle.end}")
     else:
         await stage.cluster.stop(purge=True)
         stage.screen.line("  Everything is ended and removed.")
@@ -80,15 +83,18 @@ async def run(stage: Stage, *, size_mib: int, keep: bool) -> None:
 
 async def _stop_and_keep_logs(stage: Stage) -> None:
     await stage.cluster.stop(purge=False)
-    record = stage.cluster.record
-    stage.screen.note(f"the logs are kept in {Path(record.state_dir) / 'logs'}")
-    stage.screen.note(f"remove them with: snapshotctl down --name {record.name} --purge")
+    handle = stage.cluster.handle
+    if handle.is_ours:
+        stage.screen.note(f"the logs are kept in {handle.logs}")
+        stage.screen.note(handle.end)
+    else:
+        stage.screen.note(f"logs: {handle.logs}")
 
 
 async def _play(stage: Stage, size_mib: int, *, keep: bool) -> None:
-    title(stage.screen, 2, "A local cluster: nats-server, the operator, two nodes")
+    title(stage.screen, 2, "A cluster: nats-server, the operator, two nodes")
     await stage.cluster.start(demo.nodes(size_mib))
-    stage.screen.line(f"  logs: {Path(stage.cluster.record.state_dir) / 'logs'}")
+    stage.screen.line(f"  logs: {stage.cluster.handle.logs}")
     async with stage.connect() as operator:
         await Play(stage, operator, size_mib, keep=keep).play()
 
@@ -135,12 +141,28 @@ class Play:
 
     async def play(self) -> None:
         """Capture, lose the node, restore, be refused, sum up."""
+        await self._remove_earlier()
         captured = await self._capture()
         title(self._screen, 5, "Restore on the other node")
         restored = await self._restoration(captured)
         refused = await self._refusal(captured)
         title(self._screen, 6, "What was shown")
         await sum_up(self._stage, self._operator, captured, restored, refused, keep=self._keep)
+
+    async def _remove_earlier(self) -> None:
+        """Remove what an earlier demo left on a cluster that was there before."""
+        earlier = [
+            _target("Pod", self._name(self._restore)),
+            _target("DynamoCheckpoint", self._name(self._checkpoint)),
+        ]
+        for target in earlier:
+            if await self._operator.get(target) is None:
+                continue
+            self._screen.line(f"  removing {target} of an earlier demo")
+            await self._operator.delete(target)
+            await until(
+                self._operator, target, _gone, within_s=REMOVAL_S, what=f"{target} is removed"
+            )
 
     # The first half.
 
@@ -173,8 +195,7 @@ class Play:
     async def _placed(self, target: Target, applied_at: float) -> Worker:
         pod = await self._until(target, _placed_pod, START_S, "the pod is placed on a node")
         node = pod.status.node_name
-        record = self._stage.cluster.record
-        sockets = Places(Path(record.state_dir), Path(record.socket_dir)).node_sockets(node)
+        sockets = self._stage.cluster.sockets(node)
         uid = check_uid(pod.metadata.uid)
         self._screen.line(f"  pod {pod.metadata.name} is on {node}, sockets in {sockets}/{uid[:8]}")
         return Worker(pod, sockets, applied_at)
@@ -240,9 +261,11 @@ class Play:
         pod = await self._until(target, _ready_pod, RESTORE_S, "the restored pod becomes Ready")
         return Restored(pod, trace_of(pod) or trace_id, seconds)
 
-    async def _refusal(self, captured: Captured) -> Pod:
+    async def _refusal(self, captured: Captured) -> Pod | None:
         small = demo.small_node(self._size_mib)
-        await self._stage.cluster.add_node(small)
+        if not await self._stage.cluster.add_node(small):
+            self._screen.line("  no node can be added here, so none that is too small is tried")
+            return None
         name = f"{self._name(self._restore)[:50]}-too-small"
         value = demo.moved_to(self._restore.value, name, small.name)
         await self._apply(Document("the refused pod", value))
@@ -321,6 +344,10 @@ class Play:
 
 def _never(_found: AnyObject) -> None:
     """Let a wait end only by a failure or its deadline."""
+
+
+def _gone(found: AnyObject | None) -> bool | None:
+    return True if found is None else None
 
 
 def _target(kind: str, name: str) -> Target:

@@ -14,28 +14,30 @@ from snapshot_shared.objects import Pod, SnapshotContent
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.telemetry import Telemetry
 from snapshotctl.domain import demo, formats
-from snapshotctl.domain.cluster import Places
 from snapshotctl.domain.demo import Answer
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import DemoFailed
 from snapshotctl.domain.preflight import Machine
 from snapshotctl.handlers.traces import show
-from snapshotctl.ports import Cluster, Operator, Screen, Workers
+from snapshotctl.ports import Ground, Operator, Screen, Workers
 
 SPANS_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What the demo plays with. `connect` reaches the operator of the cluster once it is up."""
+    """What the demo plays with. `connect` reaches the operator of the cluster once it is up.
+
+    `machine` is None where nothing is to be started on it.
+    """
 
     screen: Screen
-    cluster: Cluster
+    cluster: Ground
     workers: Workers
     telemetry: Telemetry
     connect: Callable[[], AbstractAsyncContextManager[Operator]]
     monotonic: Callable[[], float]
-    machine: Machine
+    machine: Machine | None
     examples: Path
     documents: Callable[[Path], list[Document]]
 
@@ -63,7 +65,7 @@ async def sum_up(
     operator: Operator,
     captured: Captured,
     restored: Restored,
-    refused: Pod,
+    refused: Pod | None,
     *,
     keep: bool,
 ) -> None:
@@ -74,14 +76,13 @@ async def sum_up(
         stage.screen.line()
         show(stage.screen, trace_id, await _spans(operator, trace_id, last))
     names = demo.Names(
-        stage.cluster.record.name,
         captured.checkpoint,
         captured.content.metadata.name,
         restored.pod.metadata.name,
-        refused.metadata.name,
+        refused.metadata.name if refused else None,
         captured.trace_id,
     )
-    _show_twins(stage.screen, names, keep=keep)
+    _show_twins(stage, names, keep=keep)
     times = captured.cold_s / restored.seconds if restored.seconds else 0.0
     stage.screen.line()
     stage.screen.line(
@@ -101,8 +102,7 @@ def _show_artifact(stage: Stage, content: SnapshotContent) -> None:
     committed = content.status.committed
     if committed is None:
         raise DemoFailed(f"{content.metadata.name} names no committed generation")
-    record = stage.cluster.record
-    artifacts = Places(Path(record.state_dir), Path(record.socket_dir)).artifacts
+    artifacts = stage.cluster.handle.artifacts
     folder = Path(content.spec.source.namespace) / content.metadata.uid
     stage.screen.line("  artifact:")
     stage.screen.line(f"    {artifacts / folder / f'gen-{committed.generation}'}")
@@ -124,13 +124,14 @@ async def _spans(operator: Operator, trace_id: str, last: str) -> Sequence[SpanR
     return await operator.spans(trace_id)
 
 
-def _show_twins(screen: Screen, names: demo.Names, *, keep: bool) -> None:
+def _show_twins(stage: Stage, names: demo.Names, *, keep: bool) -> None:
+    screen, handle = stage.screen, stage.cluster.handle
     screen.line()
-    if keep:
+    if keep or not handle.is_ours:
         screen.line("  Look around, with snapshotctl or with the nats CLI:", strong=True)
     else:
         screen.line("  With KEEP=1 it stays, and two commands each show it:", strong=True)
-    for twin in demo.twins(names):
+    for twin in demo.twins(names, handle):
         screen.line(f"  {twin.what}")
         screen.line(f"    {twin.ours}")
         screen.line(f"    {twin.stock}")

@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 from snapshot_shared.errors import SnapbackError
+from snapshot_shared.permissions import users_of
 from snapshot_shared.service import VERSION
-from snapshotctl.adapters import machine
+from snapshotctl.adapters import machine, nkeys
 from snapshotctl.adapters.render import Output
 from snapshotctl.domain import arguments, exits, formats, targets
+from snapshotctl.domain.cluster import CONTEXT_PREFIX, NATS, NATS_CONFIGURATION, NatsServer
 from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
@@ -306,26 +308,82 @@ def down(
     run_work(tools, work())
 
 
+@app.command(
+    epilog=example(
+        "snapshotctl keys --folder keys --node node-1 --node node-2",
+        "snapshotctl keys --folder keys --node node-1 --listen 0.0.0.0:4222",
+    )
+)
+def keys(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Option("--folder", metavar="FOLDER", help="Where to write.")],
+    node: Annotated[list[str], typer.Option("--node", metavar="NAME", help="A node; repeat it.")],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where nats-server will listen.")
+    ] = "127.0.0.1:4222",
+    monitor: Annotated[
+        str | None, typer.Option("--monitor", metavar="HOST:PORT", help="Its HTTP port, if any.")
+    ] = None,
+    store: Annotated[
+        Path, typer.Option("--store", metavar="FOLDER", help="Where it will keep its streams.")
+    ] = Path("/var/lib/nats"),
+) -> None:
+    """Make the keys of a NATS of your own, and the configuration of its server.
+
+    Writes FOLDER/USER/seed.nk for the operator, for snapshotctl, for viewers, and for the agent and
+    the GPU memory service of each node, and FOLDER/nats-server/nats.conf, which lets exactly these
+    in. Seeds that are there already are kept, so run it again when a node is added.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        server = NatsServer(CONTEXT_PREFIX + folder.resolve().name, listen, store, monitor=monitor)
+        users = users_of(clusters.node_names(node))
+        seeds = {user: folder / user.name / "seed.nk" for user in users}
+        configuration = folder / NATS / NATS_CONFIGURATION
+        nkeys.admit(configuration, server, seeds)
+        for user, seed in seeds.items():
+            tools.screen.line(f"{user.name:20} {seed}")
+        tools.screen.line(f"{NATS:20} {configuration}")
+
+    run_work(tools, work())
+
+
 @app.command("demo", epilog=example("snapshotctl demo", "snapshotctl demo --size-mib 2048 --keep"))
 def show_demo(
     context: typer.Context,
     size_mib: Annotated[
-        int, typer.Option("--size-mib", metavar="MIB", help="Size of the worker's weights.")
+        int,
+        typer.Option(
+            "--size-mib", metavar="MIB", envvar="SIZE_MIB", help="Size of the worker's weights."
+        ),
     ] = 512,
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave the cluster running at the end.")
     ] = False,
+    on: Annotated[
+        Path | None,
+        typer.Option("--on", metavar="FOLDER", help="Play on a cluster that runs; see below."),
+    ] = None,
+    via: Annotated[
+        str, typer.Option("--via", metavar="WORDS", help="With --on: what you type first.")
+    ] = "",
 ) -> None:
     """Capture a worker, lose its node, restore it on another.
 
     Everything runs on this machine, in a cluster of its own that is gone afterwards. The answers
     of the worker before and after have to be the same, byte for byte.
+
+    With --on nothing is started. The cluster is that of --server or NATS_URL; FOLDER/node-1 and
+    FOLDER/node-2 are the folders of the sockets of its nodes, and the processes of node-1, which
+    the demo kills, have to be visible here.
     """
     tools: Tools = context.obj
 
     async def work() -> None:
         size = check_size(size_mib)
-        await demo.run(tools.stage(), size_mib=size, keep=keep)
+        stage = tools.stage_on(on, via) if on else tools.stage()
+        await demo.run(stage, size_mib=size, keep=keep)
 
     run_work(tools, work())
 

@@ -26,9 +26,10 @@ from snapshotctl.adapters.folders import Folders
 from snapshotctl.adapters.local_cluster import LocalCluster
 from snapshotctl.adapters.operator_client import OperatorClient, connected
 from snapshotctl.adapters.render import Output, Terminal
+from snapshotctl.adapters.running_cluster import RunningCluster
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import documents
-from snapshotctl.domain.cluster import DEMO_PREFIX, ClusterRecord, server_of
+from snapshotctl.domain.cluster import DEMO_PREFIX, ClusterRecord, Handle, server_of
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
@@ -144,6 +145,40 @@ class Tools:
             monotonic=time.monotonic,
             machine=machine.look(self.folders.states, examples),
             examples=examples,
+            documents=read_documents,
+        )
+
+    def stage_on(self, sockets: Path, via: str) -> Stage:
+        """Set the stage of a demo on a cluster that runs, with its sockets below a folder."""
+        run = os.environ.get("SNAPBACK_RUN")
+        if not run:
+            raise WrongArguments(
+                "--on needs SNAPBACK_RUN in the environment",
+                next_step="set it to what the services have, for what they start is found by it",
+            )
+        before = f"{via} " if via else ""
+
+        def connect() -> AbstractAsyncContextManager[OperatorClient]:
+            return self.operator(patiently=True)
+
+        handle = Handle(
+            snapshotctl=f"{before}snapshotctl",
+            nats=f"{before}nats",
+            artifacts=Path(os.environ.get("SNAPBACK_ARTIFACT_ROOT", "artifacts")),
+            logs="those of the services",
+            page=os.environ.get("SNAPBACK_PAGE_URL", ""),
+            end="The cluster goes on; another demo removes what this one made.",
+            is_ours=False,
+        )
+        return Stage(
+            screen=self.screen,
+            cluster=RunningCluster(sockets, run, connect, handle),
+            workers=SocketWorkers(),
+            telemetry=self.telemetry,
+            connect=connect,
+            monotonic=time.monotonic,
+            machine=None,
+            examples=machine.examples_folder(),
             documents=read_documents,
         )
 

@@ -1,0 +1,228 @@
+"""`docker compose up`, and what a person can do then; the last test takes it down."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.compose import REPOSITORY, Compose
+
+pytestmark = [pytest.mark.docker, pytest.mark.waits, pytest.mark.timeout(1500)]
+
+RUNNING = {
+    "agent-1",
+    "agent-2",
+    "gms-1",
+    "gms-2",
+    "nats-server",
+    "node-1",
+    "node-2",
+    "operator",
+}
+EXAMPLE = REPOSITORY / "deploy" / "examples" / "checkpoint.yaml"
+RUN = "SNAPBACK_RUN=compose"
+
+
+def _service(container: Any) -> str:
+    return str(container["Config"]["Labels"]["com.docker.compose.service"])
+
+
+def _checkpoint(name: str) -> str:
+    """Give the example under another name, small, and ready to be captured at once."""
+    document = yaml.safe_load(EXAMPLE.read_text())
+    document["metadata"]["name"] = name
+    document["spec"]["identity"]["model"] = f"example/{name}"
+    [container] = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    given = {"SIZE_MIB": "64", "WARMUP_REQUESTS": "0", "WARMUP_SECONDS": "0"}
+    container["env"] = [{"name": key, "value": value} for key, value in given.items()]
+    return json.dumps(document)
+
+
+def _pod_of(cluster: Compose, checkpoint: str) -> Any:
+    found = cluster.object("dynamocheckpoint", checkpoint)
+    job = cluster.object("job", found["status"]["jobName"])
+    return cluster.object("pod", job["status"]["podName"])
+
+
+def _remove(cluster: Compose, checkpoint: str) -> None:
+    """Remove a checkpoint with its worker, which holds all GPUs of the node."""
+    cluster.ctl("delete", "dynamocheckpoint", checkpoint)
+    cluster.ctl("wait", "dynamocheckpoint", checkpoint, "--for", "delete")
+
+
+@pytest.mark.parametrize("profile", ["tracing", "observability"])
+def test_a_profile_whose_images_only_a_registry_has_is_well_formed(
+    docker: Compose, profile: str
+) -> None:
+    """Nothing of it is started: that is all that can be told without a registry."""
+    found = json.loads(docker.compose("--profile", profile, "config", "--format", "json"))
+    services = {n: s for n, s in found["services"].items() if profile in s.get("profiles", ())}
+    assert services
+    for service in services.values():
+        assert service["cap_drop"] == ["ALL"]
+        assert {port["host_ip"] for port in service.get("ports", ())} <= {"127.0.0.1"}
+
+
+def test_everything_runs_and_is_healthy(cluster: Compose) -> None:
+    states = {_service(found): found["State"] for found in cluster.containers()}
+    assert {name for name, state in states.items() if state["Running"]} == RUNNING
+    ended = {name: state["ExitCode"] for name, state in states.items() if not state["Running"]}
+    assert ended == {"keys": 0, "welcome": 0}
+    healths = [state["Health"]["Status"] for state in states.values() if "Health" in state]
+    assert healths.count("healthy") == 6
+    assert "docker compose run --rm demo" in cluster.compose("logs", "welcome")
+
+
+def test_no_container_has_a_privilege_or_a_folder_of_the_host(cluster: Compose) -> None:
+    for found in cluster.containers():
+        host = found["HostConfig"]
+        assert host["CapDrop"] == ["ALL"]
+        assert not host["CapAdd"]
+        assert not host["Privileged"]
+        assert host["ReadonlyRootfs"]
+        assert "no-new-privileges:true" in host["SecurityOpt"]
+        assert found["Config"]["User"] == "65532:65532"
+        assert {mount["Type"] for mount in found["Mounts"]} <= {"volume", "tmpfs"}
+        addresses = {
+            port["HostIp"] for ports in (host["PortBindings"] or {}).values() for port in ports
+        }
+        assert addresses <= {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("service", sorted(RUNNING))
+def test_what_runs_is_an_ordinary_user_with_no_capability(cluster: Compose, service: str) -> None:
+    status = cluster.compose("exec", "-T", service, "cat", "/proc/self/status")
+    found = dict(re.findall(r"^(Uid|CapEff|CapBnd|NoNewPrivs):\s+(\S+)", status, re.MULTILINE))
+    assert found == {"Uid": "65532", "CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1"}
+    written = cluster.try_("docker", "compose", "exec", "-T", service, "touch", "/opt/x")
+    assert "Read-only file system" in written.err
+
+
+@pytest.mark.parametrize("service", ["operator", "agent-1", "gms-1", "agent-2", "gms-2"])
+def test_a_service_has_its_own_key_and_no_other(cluster: Compose, service: str) -> None:
+    folder = "/var/lib/snapback/keys"
+    find = ["find", folder, "-mindepth", "1", "-printf", "%P %m %U\\n"]
+    assert cluster.compose("exec", "-T", service, *find) == "seed.nk 600 65532\n"
+    seed = cluster.compose("exec", "-T", service, "cat", f"{folder}/seed.nk")
+    configuration = cluster.compose("exec", "-T", "nats-server", "cat", f"{folder}/nats.conf")
+    assert seed.startswith("SU")
+    assert seed.strip() not in configuration
+
+
+def test_the_operator_is_reached_from_the_host(cluster: Compose) -> None:
+    assert cluster.fetch("http://127.0.0.1:8080/readyz") == "ok\n\n"
+
+
+def test_the_demo_captures_loses_and_restores(played: str) -> None:
+    assert re.search(r"killed node-1 with SIGKILL: .*gms\.main .*snapshot_agent\.main ", played)
+    assert "all 4 answers are the same, byte for byte" in played
+    assert played.count("\ntrace ") == 2
+    print(*re.findall(r"cold start .*", played))
+
+
+@pytest.mark.usefixtures("played")
+def test_the_node_that_was_killed_comes_back_by_itself(cluster: Compose) -> None:
+    cluster.up()
+    assert re.search(r"^node-1 +True ", cluster.ctl("nodes"), re.MULTILINE)
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        (["stream", "ls"], "ORDERS"),
+        (["stream", "info", "ORDERS"], "snap.order.*.*.*"),
+        (["stream", "subjects", "REPORTS"], ".restored"),
+        (["stream", "info", "REPORTS"], "Maximum Age: 14d"),
+        (["consumer", "ls", "ORDERS"], "agent-node-1"),
+        (["kv", "ls", "snap_nodes"], "node-2"),
+        (["kv", "get", "snap_nodes", "node-1", "--raw"], '"drivers"'),
+        (["kv", "get", "snap_objects", "pods.default.demo-llm-restored", "--raw"], '"Ready"'),
+        (["micro", "ls"], "snap-operator"),
+        (["req", "snap.rpc.gms.node-2.status", "{}", "--raw"], '"devices"'),
+    ],
+)
+def test_the_stock_nats_cli_answers(cluster: Compose, question: list[str], answer: str) -> None:
+    assert answer in cluster.nats(*question)
+
+
+def test_a_worker_outlives_its_agent_that_is_killed_in_mid_capture(cluster: Compose) -> None:
+    cluster.ctl("sim", "crash", "node-1", "--at", "copy-state")
+    cluster.ctl("apply", "-f", "-", given=_checkpoint("agent-dies"))
+    cluster.try_(
+        *("docker", "compose", "run", "--rm", "-T", "snapshotctl"),
+        *("wait", "dynamocheckpoint/agent-dies", "--timeout", "2m"),
+    )
+    assert "was killed by signal 9; starting it again" in cluster.compose("logs", "agent-1")
+    pod = _pod_of(cluster, "agent-dies")
+    assert pod["status"]["phase"] == "Running"
+    assert '"answer"' in cluster.ask("1", pod["metadata"]["uid"])
+    _remove(cluster, "agent-dies")
+
+
+@pytest.mark.parametrize("service", ["nats-server", "operator"])
+def test_a_capture_ends_well_when_a_container_is_killed_meanwhile(
+    cluster: Compose, service: str
+) -> None:
+    name = f"{service}-dies"
+    cluster.ctl("apply", "-f", "-", given=_checkpoint(name))
+    cluster.compose("kill", service)
+    cluster.up()
+    cluster.ctl("wait", f"dynamocheckpoint/{name}", "--timeout", "3m")
+    assert "sha256:" in cluster.ctl("get", "snapshotcontents", "-o", "json")
+    cluster.ctl("verify", name)
+    _remove(cluster, name)
+
+
+def test_a_node_goes_on_after_the_container_of_its_agent_and_workers_was_killed(
+    cluster: Compose,
+) -> None:
+    cluster.ctl("apply", "-f", "-", given=_checkpoint("container-dies"))
+    cluster.compose("kill", "agent-1")
+    cluster.up()
+    words = ["wait", "dynamocheckpoint/container-dies", "--timeout", "3m"]
+    cluster.try_("docker", "compose", "run", "--rm", "-T", "snapshotctl", *words)
+    found = cluster.object("dynamocheckpoint", "container-dies")
+    assert found["status"]["phase"] in ("Ready", "Failed")
+    _remove(cluster, "container-dies")
+    cluster.ctl("apply", "-f", "-", given=_checkpoint("afterwards"))
+    cluster.ctl("wait", "dynamocheckpoint/afterwards", "--timeout", "3m")
+
+
+def test_a_cluster_that_was_stopped_knows_everything_when_it_starts_again(cluster: Compose) -> None:
+    before = cluster.ctl("get", "snapshotcontents", "-o", "json")
+    cluster.compose("down", "--timeout", "5")
+    assert cluster.containers() == []
+    cluster.up()
+    digests = re.findall(r"sha256:[0-9a-f]{64}", before)
+    assert digests
+    assert re.findall(
+        r"sha256:[0-9a-f]{64}", cluster.ctl("get", "snapshotcontents", "-o", "json")
+    ) == (digests)
+
+
+def test_down_leaves_nothing(cluster: Compose) -> None:
+    cluster.compose("--profile", "tools", "down", "--volumes", "--timeout", "5")
+    assert cluster.docker("ps", "--all", "--quiet") == ""
+    assert cluster.docker("volume", "ls", "--quiet") == ""
+    networks = cluster.docker("network", "ls", "--format", "{{.Name}}").split()
+    assert set(networks) <= {"bridge", "host", "none"}
+    assert _carrying(RUN) == []
+
+
+def _carrying(entry: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                environment = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if entry.encode() in environment:
+                found.append(f"{folder.name} {(folder / 'cmdline').read_bytes()!r}")
+    return found
