@@ -136,7 +136,7 @@ EXACT = {
     "LoadOrder.bytes": "how many bytes will be read; 0 when unknown",
     "Report.bytes": "how many bytes were moved",
     "DropOrder.load_token": "the load; empty: everything that no session holds",
-    "SpanRecord.kind": "its role: `producer` and `consumer` are of a message, as OpenTelemetry says",
+    "SpanRecord.kind": "its role; `producer` and `consumer` are of a message",
     "SpanRecord.name": "a verb or a step",
     "AbortOrder.devices": "the UUIDs of the devices whose fence or load ends",
     "Presence.devices": "the devices of the node",

@@ -88,13 +88,14 @@ async def _stop_and_keep_logs(stage: Stage) -> None:
         stage.screen.note(f"the logs are kept in {handle.logs}")
         stage.screen.note(handle.end)
     else:
-        stage.screen.note(f"logs: {handle.logs}")
+        stage.screen.note(f"the reason may stand in {handle.logs}")
 
 
 async def _play(stage: Stage, size_mib: int, *, keep: bool) -> None:
     title(stage.screen, 2, "A cluster: nats-server, the operator, two nodes")
     await stage.cluster.start(demo.nodes(size_mib))
-    stage.screen.line(f"  logs: {stage.cluster.handle.logs}")
+    if stage.cluster.handle.is_ours:
+        stage.screen.line(f"  logs: {stage.cluster.handle.logs}")
     async with stage.connect() as operator:
         await Play(stage, operator, size_mib, keep=keep).play()
 

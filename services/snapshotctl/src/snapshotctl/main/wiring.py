@@ -165,7 +165,7 @@ class Tools:
             snapshotctl=f"{before}snapshotctl",
             nats=f"{before}nats",
             artifacts=Path(os.environ.get("SNAPBACK_ARTIFACT_ROOT", "artifacts")),
-            logs="those of the services",
+            logs="the logs of the services",
             page=os.environ.get("SNAPBACK_PAGE_URL", ""),
             end="The cluster goes on; another demo removes what this one made.",
             is_ours=False,
