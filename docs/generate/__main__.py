@@ -37,4 +37,7 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except LookupError as error:
+        sys.exit(f"docs: {error.args[0]}")

@@ -15,6 +15,7 @@ from tests.docs import inspect_page
 from tests.docs.pages import ROOT, Block, Shell, blocks, documents, nats_cli, parse_how, play
 
 INSPECT = ROOT / "docs/inspect.md"
+NODES = ("node-1", "node-2", "node-3")
 SHORT = (ROOT / "README.md",)
 """The pages that `make test` plays; `make docs-test` plays all of them."""
 
@@ -107,8 +108,8 @@ def _every_service_says_what_it_is(shell: Shell) -> None:
     heard = shell.type("nats req '$SRV.INFO' '' --raw --replies 0 --timeout 3s").text
     infos = [json.loads(line) for line in heard.splitlines() if line.startswith("{")]
     assert sorted((info["name"], info["metadata"]["node"]) for info in infos) == [
-        *(("snap-agent", node) for node in ("node-1", "node-2")),
-        *(("snap-gms", node) for node in ("node-1", "node-2")),
+        *(("snap-agent", node) for node in NODES),
+        *(("snap-gms", node) for node in NODES),
         ("snap-operator", "operator"),
     ]
     assert {info["version"] for info in infos} == {VERSION}
