@@ -85,12 +85,8 @@ class Runner:
                 begun.append(step)
                 await self._run_step(verb, order, step, remaining_s())
         except BaseException as error:
-            log.warning(
-                "%s failed at %s: %s",
-                verb,
-                begun[-1].name,
-                failure_of(error),
-            )
+            why = "cancelled" if isinstance(error, asyncio.CancelledError) else failure_of(error)
+            log.warning("%s ended at %s: %s", verb, begun[-1].name, why)
             await asyncio.shield(asyncio.ensure_future(self._undo(order, begun)))
             raise
 

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from snapshot_shared.courier import Clocks, end_all
-from snapshot_shared.errors import SnapbackError
+from snapshot_shared.errors import SnapbackError, StorageFailed
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +26,24 @@ Main = Callable[[asyncio.Event], Awaitable[None]]
 def run(main: Main) -> int:
     """Run a service until SIGTERM or SIGINT and give its exit status.
 
-    `main` gets an event that is set when the service has to stop. A SnapbackError ends with one
-    line on standard error and status 1. What the service writes is for its own user alone, unless
-    it says otherwise.
+    `main` gets an event that is set when the service has to stop. A SnapbackError, and a file or
+    folder that the system refuses, end with one line on standard error and status 1. What the
+    service writes is for its own user alone, unless it says otherwise.
     """
     os.umask(0o077)
     try:
         asyncio.run(_with_signals(main))
     except SnapbackError as error:
         sys.stderr.write(f"{error.to_failure()}\n")
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        refused = StorageFailed(
+            f"{error.filename}: {error.strerror}",
+            next_step="check this path and its rights, and the SNAPBACK_ settings that name it",
+        )
+        sys.stderr.write(f"{refused.to_failure()}\n")
         return 1
     except KeyboardInterrupt:
         return 130

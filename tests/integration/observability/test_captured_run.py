@@ -218,7 +218,7 @@ def test_an_order_is_sent_by_a_producer_and_carried_out_by_a_consumer(run: Run) 
 
 
 def test_what_a_service_logs_of_an_order_names_it_with_its_attempt_and_its_span(run: Run) -> None:
-    (line,) = [line for line in run.logs if "dump failed at copy-state" in line["message"]]
+    (line,) = [line for line in run.logs if "dump ended at copy-state" in line["message"]]
     assert line["service"] == "snap-agent"
     assert line["order_id"].startswith("dump-")
     assert line["attempt"] == 1

@@ -116,10 +116,9 @@ async def serve(stop: asyncio.Event) -> None:
         inbox=User("operator").inbox,
         metrics=metrics,
     )
-    await bus.connect()
     try:
         async with _http(settings, cluster, bus, clocks, metrics), metrics.running():
-            await until_stopped(stop, _ensured(bus))
+            await until_stopped(stop, _connected(bus))
             if not stop.is_set():
                 await _serve(
                     stop, cluster, bus, telemetry, clocks, settings.limits, settings.policy, metrics
@@ -156,8 +155,9 @@ async def _http(
             page.close()
 
 
-async def _ensured(bus: Bus) -> None:
-    """Wait until streams and buckets are there, however long JetStream takes to answer."""
+async def _connected(bus: Bus) -> None:
+    """Wait until NATS answers and streams and buckets are there, however long that takes."""
+    await bus.connect()
     again = bus.reconnections()
     while True:
         try:

@@ -20,7 +20,15 @@ from msgspec.structs import replace
 
 from snapshot_operator.ports import Change, Listener
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import AlreadyExists, Conflict, Internal, NoSpace, NotFound, StoreBusy
+from snapshot_shared.errors import (
+    AlreadyExists,
+    Conflict,
+    Internal,
+    NoSpace,
+    NotFound,
+    StorageFailed,
+    StoreBusy,
+)
 from snapshot_shared.objects import KINDS, AnyObject, ObjectMeta, kind_of
 
 _SCHEMA = """
@@ -57,15 +65,15 @@ class SqliteCluster:
 
         `timestamp` gives the time for creation and deletion, as Kubernetes writes it. A write
         that has waited `busy_s` seconds for another operator's is StoreBusy, and one that the disk
-        has no room for is NoSpace.
+        has no room for is NoSpace. StorageFailed when the file cannot be used.
         """
         self._timestamp = timestamp
         self._new_uid = new_uid
         self._listeners: list[Listener] = []
-        self._db = sqlite3.connect(
-            str(path) if path else ":memory:", isolation_level=None, timeout=busy_s
-        )
-        with _translated():
+        with _opening(path), _translated():
+            self._db = sqlite3.connect(
+                str(path) if path else ":memory:", isolation_level=None, timeout=busy_s
+            )
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("PRAGMA temp_store=MEMORY")
@@ -277,6 +285,19 @@ class SqliteCluster:
             self._seen = version
             for listener in self._listeners:
                 listener(*done)
+
+
+@contextlib.contextmanager
+def _opening(path: Path | None) -> Iterator[None]:
+    """Say what is wrong with a file that cannot be opened as a store."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise StorageFailed(
+            f"the object store {path} cannot be opened: {error}",
+            next_step="check the file and its rights; restore a damaged one from a copy of it",
+            path=str(path),
+        ) from error
 
 
 @contextlib.contextmanager

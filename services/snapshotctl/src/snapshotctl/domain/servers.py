@@ -2,7 +2,8 @@
 
 Flags beat the environment. Then, in this order: NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the
 selected nats context, the local cluster `default`. A server that is named by its address is reached
-with NATS_NKEY and NATS_INBOX_PREFIX, which the nats CLI reads as well.
+with NATS_NKEY, which the nats CLI reads as well, and NATS_INBOX_PREFIX, for which it has the flag
+--inbox-prefix.
 """
 
 from __future__ import annotations

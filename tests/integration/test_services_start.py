@@ -1,0 +1,65 @@
+"""Services that are told to work where they cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SERVICES = ("snapshot_operator.main", "snapshot_agent.main", "gms.main")
+
+
+def start(module: str, folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SNAPBACK_")}
+    places = {
+        "SNAPBACK_NODE": "node-1",
+        "SNAPBACK_STATE_DIR": str(folder / "state"),
+        "SNAPBACK_ARTIFACT_ROOT": str(folder / "artifacts"),
+        "SNAPBACK_SOCKET_DIR": str(folder / "sockets"),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", module],
+        env=own | places | settings,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("module", SERVICES)
+def test_a_state_folder_that_is_a_file_is_refused_in_one_line_with_what_to_do(
+    module: str, tmp_path: Path
+) -> None:
+    (tmp_path / "state").write_text("a file")
+    ended = start(module, tmp_path)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert str(tmp_path / "state") in last
+    assert "check this path" in last
+    assert "Traceback" not in ended.stderr
+    assert (tmp_path / "state").read_text() == "a file"
+
+
+def test_a_damaged_object_store_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    store = tmp_path / "state/objects.sqlite"
+    store.write_bytes(b"no database " * 1000)
+    ended = start("snapshot_operator.main", tmp_path)
+    assert ended.returncode == 1
+    assert f"StorageFailed: the object store {store} cannot be opened" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert store.read_bytes() == b"no database " * 1000
+
+
+@pytest.mark.parametrize("module", SERVICES)
+def test_an_http_address_that_is_none_is_refused_by_its_variable(
+    module: str, tmp_path: Path
+) -> None:
+    ended = start(module, tmp_path, SNAPBACK_HTTP_ADDRESS="9090")
+    assert ended.returncode == 1
+    assert "SNAPBACK_HTTP_ADDRESS='9090'" in ended.stderr
+    assert "Traceback" not in ended.stderr
