@@ -120,6 +120,7 @@ MEANINGS = {
     "traceparent": "where it belongs in its trace (W3C)",
     "type": "names the message",
     "uid": "the uid; a pod of the same name that came later has another one",
+    "unknown": "how many entries of the artifact root belong to no content",
     "unconfirmed": "the hold ran out and the agent let the worker go on alone",
     "uuid": "the UUID of the device",
     "values": "the facts involved",
