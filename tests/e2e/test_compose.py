@@ -128,25 +128,34 @@ def test_the_demo_captures_loses_and_restores(played: str) -> None:
 @pytest.mark.usefixtures("played")
 def test_the_node_that_was_killed_comes_back_by_itself(cluster: Compose) -> None:
     cluster.up()
-    assert re.search(r"^node-1 +True ", cluster.ctl("nodes"), re.MULTILINE)
+    assert re.search(r"^node-1 +Ready ", cluster.ctl("nodes"), re.MULTILINE)
+
+
+QUESTIONS = {
+    "1 what is queued": (["consumer", "report", "ORDERS"], "agent-node-1"),
+    "2 what was ordered": (["kv", "get", "snap_schemas", "save_order.v1", "--raw"], "fence_token"),
+    "3 why did it fail": (["stream", "subjects", "REPORTS", "snap.report.*.*.failed"], "failed"),
+    "4 how far is it": (
+        ["kv", "get", "snap_objects", "pods.default.demo-llm-restored", "--raw"],
+        '"Ready"',
+    ),
+    "5 which agents are alive": (["kv", "get", "snap_nodes", "node-1", "--raw"], '"drivers"'),
+    "5 and which versions": (["micro", "ls"], "snap-operator"),
+    "6 is a GMS healthy": (["req", "snap.rpc.gms.node-2.status", "", "--raw"], '"devices"'),
+    "7 who holds what": (["req", "snap.rpc.agent.node-2.status", "", "--raw"], '"node-2"'),
+    "8 dead letters": (["stream", "info", "DEAD"], "snap.dead.*"),
+    "9 have it done again": (
+        ["req", "snap.api.requeue", '{"order": "dump-00000000-0000-0000-0000-000000000001"}'],
+        "next_step",
+    ),
+    "10 take no work": (["consumer", "pause", "ORDERS", "agent-node-2", "1h", "--force"], "node-2"),
+    "10 take work again": (["consumer", "resume", "ORDERS", "agent-node-2", "--force"], "node-2"),
+}
+"""Those of docs/inspect.md, in their order, with words that each answer has."""
 
 
 @pytest.mark.usefixtures("played")
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        (["stream", "ls"], "ORDERS"),
-        (["stream", "info", "ORDERS"], "snap.order.*.*.*"),
-        (["stream", "subjects", "REPORTS"], ".restored"),
-        (["stream", "info", "REPORTS"], "Maximum Age: 14d"),
-        (["consumer", "ls", "ORDERS"], "agent-node-1"),
-        (["kv", "ls", "snap_nodes"], "node-2"),
-        (["kv", "get", "snap_nodes", "node-1", "--raw"], '"drivers"'),
-        (["kv", "get", "snap_objects", "pods.default.demo-llm-restored", "--raw"], '"Ready"'),
-        (["micro", "ls"], "snap-operator"),
-        (["req", "snap.rpc.gms.node-2.status", "{}", "--raw"], '"devices"'),
-    ],
-)
+@pytest.mark.parametrize(("question", "answer"), QUESTIONS.values(), ids=QUESTIONS)
 def test_the_stock_nats_cli_answers(cluster: Compose, question: list[str], answer: str) -> None:
     assert answer in cluster.nats(*question)
 
