@@ -164,9 +164,10 @@ class MetadataPut(_Frame, frozen=True, kw_only=True, tag="metadata_put"):
 
 
 class MetadataGet(_Frame, frozen=True, kw_only=True, tag="metadata_get"):
-    """Read entries: those named, or all when `keys` is None."""
+    """Read entries: those named, or all when `keys` is None; of these, those below `prefix`."""
 
     keys: Annotated[list[Key], Meta(max_length=MAX_BATCH)] | None = None
+    prefix: Annotated[str, Meta(max_length=256)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ListAllocations(_Frame, frozen=True, kw_only=True, tag="list_allocations"):
@@ -355,26 +356,71 @@ class DropLayoutReply(msgspec.Struct, frozen=True, kw_only=True):
     dropped: bool
 
 
+MAX_EVENTS = 256
+"""Events that a server remembers."""
+
+
 class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask what the server holds."""
+    """Ask what the server holds, with the latest `events` of its history."""
+
+    events: Annotated[int, Meta(ge=0, le=MAX_EVENTS)] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EventKind(StrEnum):
+    """What happened to the memory of a device."""
+
+    ATTACH = "attach"
+    GRANT = "grant"
+    COMMIT = "commit"
+    DETACH = "detach"
+    DEATH = "death"
+    FENCE = "fence"
+    DROP = "drop"
+    REFUSAL = "refusal"
+
+
+class EventRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One event. `seq` counts from 1, `at_s` is monotonic: compare it with `now_s` of Status.
+
+    `session` is the number of the client in this server, 0 where there is none. `reason` is a word
+    that says which kind of it, or the reason of the error for a refusal.
+    """
+
+    seq: int
+    at_s: float
+    kind: EventKind
+    device: str
+    domain: MemoryDomain = MemoryDomain.WEIGHTS
+    session: int = 0
+    client: str = ""
+    pid: int = 0
+    reason: str = ""
+    generation: int = 0
+    bytes: int = 0
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One session. `state` is active, or lingering: the socket ended and imports may remain."""
+    """One session. `state` is active, or lingering: the socket ended and imports may remain.
+
+    `fence` says what tells that its process has ended: a `pidfd`, or where the kernel gave none
+    the end of its socket alone (`socket-only`).
+    """
 
     session: int
     access: Access
     client: str
     pid: int
     state: str
+    fence: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class WaitingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One client that waits for its lock."""
+    """One client that waits for its lock, in the order of the queue. `why` says for what."""
 
     lock: LockMode
     client: str
     pid: int
+    why: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -420,11 +466,13 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole server."""
+    """The whole server. `events` are oldest first, `now_s` is the clock of their `at_s`."""
 
     node: str
     incarnation: str
     devices: list[DeviceStatus]
+    events: list[EventRecord] | msgspec.UnsetType = msgspec.UNSET
+    now_s: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Head(msgspec.Struct, frozen=True):

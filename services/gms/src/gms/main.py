@@ -30,7 +30,7 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.faults import FaultPlan
-from snapshot_shared.frames import StatusRequest
+from snapshot_shared.frames import MAX_EVENTS, StatusRequest
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
@@ -147,7 +147,7 @@ async def _serve_orders(
     )
 
     async def answer(_data: bytes, _headers: Mapping[str, str]) -> bytes:
-        return encode_json(await control.status(StatusRequest()))
+        return encode_json(await control.status(StatusRequest(events=MAX_EVENTS)))
 
     async def connected() -> None:
         await bus.connect()
