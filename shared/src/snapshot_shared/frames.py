@@ -23,7 +23,18 @@ from snapshot_shared.errors import (
     SnapbackError,
     UnsupportedVersion,
 )
-from snapshot_shared.orders import Bytes, LayoutRef, Seconds, ShortText
+from snapshot_shared.orders import (
+    Attempt,
+    Bytes,
+    Digest,
+    Label,
+    LayoutRef,
+    PartStr,
+    Seconds,
+    ShortText,
+    Text,
+    UidStr,
+)
 
 PROTOCOL_VERSION = 1
 LEASE_SOCKET = "gms.sock"
@@ -473,6 +484,90 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[DeviceStatus]
     events: list[EventRecord] | msgspec.UnsetType = msgspec.UNSET
     now_s: float | msgspec.UnsetType = msgspec.UNSET
+
+
+class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Follow the history after event `after`: 0 begins with what is still remembered.
+
+    With `status` each answer has the status as it is then, the first at once.
+    """
+
+    after: Count = 0
+    status: bool = False
+
+
+class WatchReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened since the last answer. `missed` events were forgotten before they were read."""
+
+    events: list[EventRecord] = []
+    missed: int = 0
+    status: StatusReply | None = None
+
+
+class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Write what is committed on a device as a part. Cancelling the call leaves nothing.
+
+    The part stands in `<root>/<namespace>/<content_uid>/gen-<attempt>/<part>`. Without `root` it is
+    the artifact root of the service; without `part` it is `gpu-<index of the device>`. With
+    `fence_token` it is the save of that fence.
+    """
+
+    device: DeviceUuid
+    content_uid: UidStr
+    namespace: Label = "default"
+    attempt: Attempt = 1
+    part: PartStr | None = None
+    root: Text | None = None
+    fence_token: Token | None = None
+    deadline_s: Seconds = 3600.0
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Read a part into a device, verified. Cancelling the call leaves no layout.
+
+    The place is named as in SaveRequest. The layout waits hidden under the load token, or is
+    published at once with `publish`; then one that is committed already is left as it is.
+    `if_match` is the generation that it replaces, None when nothing is committed.
+    """
+
+    device: DeviceUuid
+    content_uid: UidStr
+    part: PartStr
+    part_digest: Digest
+    layout_id: ShortText
+    structure_hash: ShortText
+    load_token: Token
+    namespace: Label = "default"
+    attempt: Attempt = 1
+    root: Text | None = None
+    publish: bool = False
+    if_match: GenerationRef | None = None
+    deadline_s: Seconds = 3600.0
+
+
+class TransferStage(StrEnum):
+    """How far a save or a load is."""
+
+    LEASED = "leased"
+    PROGRESS = "progress"
+    DONE = "done"
+
+
+class TransferUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a save or a load: bytes done, of all. The last has stage `done`.
+
+    Then `digest` is that of the part manifest, `path` the directory of the part, and `layout` what
+    was saved or loaded (generation 0 while it is hidden). `was_there` says that the layout was
+    committed already and nothing was read.
+    """
+
+    stage: TransferStage
+    done: Bytes = 0
+    total: Bytes = 0
+    digest: str = ""
+    path: str = ""
+    layout: LayoutRef | None = None
+    was_there: bool = False
 
 
 class _Head(msgspec.Struct, frozen=True):

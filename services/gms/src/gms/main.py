@@ -24,6 +24,7 @@ from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
+from gms.handlers.transfers import GmsTransfers
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
@@ -76,7 +77,10 @@ async def serve(stop: asyncio.Event) -> None:
     control = GmsControl(gms)
     policy = LeasePolicy(group=settings.lease_group)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy)
-    grpc = GrpcServer(settings.socket_dir, control)
+    transfers = GmsTransfers(
+        gms, TransferProcesses(), socket_dir=settings.socket_dir, root=settings.artifact_root
+    )
+    grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
     try:
         await grpc.start()

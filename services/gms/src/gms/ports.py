@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,12 +19,17 @@ from snapshot_shared.frames import (
     DropLayoutRequest,
     FenceReply,
     FenceRequest,
+    LoadRequest,
     Reply,
     Request,
+    SaveRequest,
     StatusReply,
     StatusRequest,
+    TransferUpdate,
     UnfenceReply,
     UnfenceRequest,
+    WatchReply,
+    WatchRequest,
 )
 
 
@@ -133,11 +138,27 @@ class Control(Protocol):
         """Say what the service holds."""
         ...
 
+    def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
+        """Tell what happens, for ever. Whoever reads slowly is told how much it missed."""
+        ...
+
+
+class TransferControl(Protocol):
+    """What the gRPC socket asks of transfers. Closing an iterator early leaves nothing."""
+
+    def save(self, request: SaveRequest) -> AsyncGenerator[TransferUpdate, None]:
+        """Write what is committed as a part; the last update is `done`."""
+        ...
+
+    def load(self, request: LoadRequest) -> AsyncGenerator[TransferUpdate, None]:
+        """Read a part; the last update is `done`."""
+        ...
+
 
 class Transfers(Protocol):
     """Runs saves and loads, each in a process of its own."""
 
-    def run(self, task: SaveTask | LoadTask) -> AsyncIterator[TransferEvent]:
+    def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
         """Give what the process tells, the last being TransferDone.
 
         Its failure is raised with its own reason; closing the iterator ends the process.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from gms.domain.device import DeviceTable
 from gms.domain.fence import Phase
@@ -24,6 +26,8 @@ from snapshot_shared.frames import (
     UnfenceReply,
     UnfenceRequest,
     WaitingStatus,
+    WatchReply,
+    WatchRequest,
 )
 
 
@@ -57,6 +61,14 @@ class GmsControl:
             events=self._gms.history.latest(request.events or 0),
             now_s=asyncio.get_running_loop().time(),
         )
+
+    async def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
+        if request.status:
+            yield WatchReply(status=await self.status(StatusRequest()))
+        async with aclosing(self._gms.watch(request.after)) as runs:
+            async for events, missed in runs:
+                status = await self.status(StatusRequest()) if request.status else None
+                yield WatchReply(events=events, missed=missed, status=status)
 
     def _device(self, table: DeviceTable) -> DeviceStatus:
         device = self._gms.devices[table.uuid]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import assert_never
 
 from gms.domain.history import History
@@ -256,7 +256,7 @@ class Gms:
 
     # Waiting.
 
-    async def watch(self, after: int) -> AsyncIterator[tuple[list[EventRecord], int]]:
+    async def watch(self, after: int) -> AsyncGenerator[tuple[list[EventRecord], int], None]:
         """Give what happens after event `after`, in runs, with how many events were missed.
 
         The history itself is the queue: whoever reads slowly misses events and costs nothing.

@@ -1,0 +1,179 @@
+"""Saves and loads that were asked for over gRPC: streamed, and over when the call is.
+
+What a capture or a restore needs comes as an order instead (`handlers.orders`). Here the caller is
+the journal: a call that is cancelled or fails leaves no process, no part and no layout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+from gms.domain.tasks import (
+    LoadTask,
+    SaveTask,
+    TransferDone,
+    TransferEvent,
+    TransferFailed,
+    TransferLeased,
+    TransferProgress,
+)
+from gms.handlers.keeper import Gms
+from gms.ports import Transfers
+from snapshot_shared.artifact import part_path
+from snapshot_shared.errors import Conflict, Internal, NotEligible, TransferKilled
+from snapshot_shared.files import open_dir, open_root, opened, remove_tree
+from snapshot_shared.frames import (
+    LoadRequest,
+    SaveRequest,
+    TransferStage,
+    TransferUpdate,
+)
+from snapshot_shared.orders import LayoutRef
+from snapshot_shared.telemetry import current_traceparent
+
+
+class GmsTransfers:
+    """The `TransferControl` port, on transfer processes of this node."""
+
+    def __init__(self, gms: Gms, transfers: Transfers, *, socket_dir: Path, root: Path) -> None:
+        """Work on `gms`; parts stand below the artifact root `root` unless a request names one."""
+        self._gms = gms
+        self._transfers = transfers
+        self._socket_dir = str(socket_dir)
+        self._root = str(root)
+        self._saving: set[Path] = set()
+
+    async def save(self, request: SaveRequest) -> AsyncGenerator[TransferUpdate, None]:
+        device = self._gms.table.device(request.device)
+        info = self._gms.devices[request.device].info
+        committed = device.weights.committed
+        if committed is None or committed.ref is None:
+            raise NotEligible(
+                f"nothing is committed on {request.device}",
+                next_step="let a worker commit its weights first",
+                device=request.device,
+            )
+        part = request.part or f"gpu-{info.index}"
+        root = request.root or self._root
+        place = part_path(request.namespace, request.content_uid, request.attempt, part)
+        task = SaveTask(
+            socket_dir=self._socket_dir,
+            root=root,
+            device=request.device,
+            namespace=request.namespace,
+            content_uid=request.content_uid,
+            generation=request.attempt,
+            part=part,
+            deadline_s=request.deadline_s,
+            traceparent=current_traceparent(),
+            order=f"save-{request.content_uid}-{part}",
+            fence_token=request.fence_token,
+            layout=committed.ref,
+            product=info.product,
+        )
+        path = Path(root, *place)
+        is_writing = False
+        with self._only_one(path):
+            try:
+                async with aclosing(self._transfers.run(task)) as events:
+                    async for event in events:
+                        # It tells the first bytes when it has made the directory of the part.
+                        is_writing = is_writing or isinstance(event, TransferProgress)
+                        yield _update(event, path)
+            except (asyncio.CancelledError, GeneratorExit, TransferKilled):
+                # What fails by itself has tidied up, and what was killed could not.
+                if is_writing:
+                    await asyncio.shield(asyncio.to_thread(_remove, root, place))
+                raise
+
+    async def load(self, request: LoadRequest) -> AsyncGenerator[TransferUpdate, None]:
+        found = self._committed(request)
+        path = Path(
+            request.root or self._root,
+            *part_path(request.namespace, request.content_uid, request.attempt, request.part),
+        )
+        if found is not None:
+            yield TransferUpdate(
+                stage=TransferStage.DONE,
+                digest=request.part_digest,
+                layout=found,
+                path=str(path),
+                was_there=True,
+            )
+            return
+        task = LoadTask(
+            socket_dir=self._socket_dir,
+            root=request.root or self._root,
+            device=request.device,
+            namespace=request.namespace,
+            content_uid=request.content_uid,
+            generation=request.attempt,
+            part=request.part,
+            deadline_s=request.deadline_s,
+            traceparent=current_traceparent(),
+            part_digest=request.part_digest,
+            load_token=request.load_token,
+            layout_id=request.layout_id,
+            structure_hash=request.structure_hash,
+            if_match=request.if_match,
+        )
+        is_published = False
+        try:
+            async with aclosing(self._transfers.run(task)) as events:
+                async for event in events:
+                    update = _update(event, path)
+                    if isinstance(event, TransferDone) and request.publish:
+                        layout = self._gms.publish_hidden(request.device, request.load_token)
+                        is_published = True
+                        update = _update(event, path, layout)
+                    yield update
+        except BaseException:
+            if not is_published:
+                self._gms.drop_hidden(request.device, request.load_token)
+            raise
+
+    def _committed(self, request: LoadRequest) -> LayoutRef | None:
+        """Give what is committed when it is what the load would publish: it is left alone."""
+        committed = self._gms.table.device(request.device).weights.committed
+        if not request.publish or committed is None or committed.ref is None:
+            return None
+        found = (committed.ref.layout_id, committed.ref.structure_hash)
+        return committed.ref if found == (request.layout_id, request.structure_hash) else None
+
+    @contextlib.contextmanager
+    def _only_one(self, path: Path) -> Iterator[None]:
+        if path in self._saving:
+            raise Conflict(f"{path} is being written by another call", path=str(path))
+        self._saving.add(path)
+        try:
+            yield
+        finally:
+            self._saving.discard(path)
+
+
+def _update(event: TransferEvent, path: Path, published: LayoutRef | None = None) -> TransferUpdate:
+    match event:
+        case TransferLeased():
+            return TransferUpdate(stage=TransferStage.LEASED)
+        case TransferProgress(done=done, total=total):
+            return TransferUpdate(stage=TransferStage.PROGRESS, done=done, total=total)
+        case TransferDone(bytes=size, digest=digest, layout=layout):
+            return TransferUpdate(
+                stage=TransferStage.DONE,
+                done=size,
+                total=size,
+                digest=digest,
+                layout=published or layout,
+                path=str(path),
+            )
+        case TransferFailed():
+            raise Internal("a failed transfer is raised, not told")
+
+
+def _remove(root: str, place: Sequence[str]) -> None:
+    with opened(open_root(root)) as base, opened(open_dir(base, place[:-1])) as parent:
+        remove_tree(parent, place[-1])
