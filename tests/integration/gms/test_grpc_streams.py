@@ -180,6 +180,27 @@ def test_a_finished_save_is_not_written_again_by_a_repeat_and_not_lost_by_anothe
     assert (Path(first.path) / "part.json").is_file()
 
 
+@pytest.mark.parametrize("verb", ["Save", "Load"])
+def test_a_caller_that_hangs_up_when_it_is_told_of_the_end_keeps_what_it_asked_for(
+    service: Any, call: Caller, sums: dict[str, int], verb: str
+) -> None:
+    request: Any = SaveRequest(device=service.uuids[0], content_uid=UID)
+    if verb == "Load":
+        request = load_request(service, call.updates("Save", request)[-1])
+    stream = call.open(verb, request)
+    for data in stream:
+        update = decode_msgpack(data, TransferUpdate)
+        if update.stage is TransferStage.DONE:
+            break
+    stream.cancel()
+    # The service has ended the call before it ends itself.
+    service.run(service.grpc.close())
+    if verb == "Save":
+        assert (Path(update.path) / "part.json").is_file()
+    else:
+        assert [load.load_token for load in service.device(1).loads] == ["l1"]
+
+
 def children() -> set[int]:
     """The children of this process, in which the service runs, and its threads."""
     found: set[int] = set()

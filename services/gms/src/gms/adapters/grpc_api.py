@@ -76,6 +76,7 @@ class GrpcServer:
         self._control = control
         self._transfers = transfers
         self._tracer = tracer
+        self._streams: set[asyncio.Future[None]] = set()
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
 
@@ -94,6 +95,9 @@ class GrpcServer:
         """Tell those who ask for health, end every call, forget the socket."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace=None)
+        # gRPC cancels streams and does not wait for what they tidy up.
+        while self._streams:
+            await asyncio.wait(self._streams)
         self.path.unlink(missing_ok=True)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
@@ -136,6 +140,8 @@ class GrpcServer:
         """Decode, and send each answer when the last was taken. A cancelled call closes them."""
 
         async def call(data: bytes, context: Context) -> None:
+            over = asyncio.get_running_loop().create_future()
+            self._streams.add(over)
             try:
                 with self._span(name, context):
                     async with aclosing(answer(decode_msgpack(data, kind))) as answers:
@@ -145,6 +151,9 @@ class GrpcServer:
                 raise
             except Exception as error:  # noqa: BLE001 - where a failure becomes a gRPC status
                 await _fail(context, error)
+            finally:
+                self._streams.discard(over)
+                over.set_result(None)
 
         return grpc.unary_stream_rpc_method_handler(call)
 

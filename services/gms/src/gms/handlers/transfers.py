@@ -81,8 +81,13 @@ class GmsTransfers:
             try:
                 async with aclosing(self._transfers.run(task)) as events:
                     async for event in events:
-                        # It tells the first bytes when it has made the directory of the part.
-                        is_writing = is_writing or isinstance(event, TransferProgress)
+                        match event:
+                            case TransferProgress():
+                                # The first is told when the directory of the part is made.
+                                is_writing = True
+                            case TransferDone():
+                                # A caller that hangs up after this has what it asked for.
+                                is_writing = False
                         yield _update(event, path)
             except (asyncio.CancelledError, GeneratorExit, TransferKilled):
                 # What fails by itself has tidied up, and what was killed could not.
@@ -121,18 +126,18 @@ class GmsTransfers:
             structure_hash=request.structure_hash,
             if_match=request.if_match,
         )
-        is_published = False
+        is_over = False
         try:
             async with aclosing(self._transfers.run(task)) as events:
                 async for event in events:
-                    update = _update(event, path)
-                    if isinstance(event, TransferDone) and request.publish:
-                        layout = self._gms.publish_hidden(request.device, request.load_token)
-                        is_published = True
-                        update = _update(event, path, layout)
-                    yield update
+                    published = None
+                    if isinstance(event, TransferDone):
+                        if request.publish:
+                            published = self._gms.publish_hidden(request.device, request.load_token)
+                        is_over = True
+                    yield _update(event, path, published)
         except BaseException:
-            if not is_published:
+            if not is_over:
                 self._gms.drop_hidden(request.device, request.load_token)
             raise
 
