@@ -545,6 +545,30 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: Seconds = 3600.0
 
 
+class PublishRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Make the layout that a load left hidden the committed one. A repeat has no effect."""
+
+    device: DeviceUuid
+    load_token: Token
+
+
+class PublishReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What is committed now."""
+
+    layout: LayoutRef
+
+
+class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Free what a load left hidden, and refuse its token from now on."""
+
+    device: DeviceUuid
+    load_token: Token
+
+
+class ForgetReply(msgspec.Struct, frozen=True, kw_only=True):
+    """It is forgotten."""
+
+
 class TransferStage(StrEnum):
     """How far a save or a load is."""
 

@@ -19,7 +19,11 @@ from snapshot_shared.frames import (
     DropLayoutRequest,
     FenceReply,
     FenceRequest,
+    ForgetReply,
+    ForgetRequest,
     LoadRequest,
+    PublishReply,
+    PublishRequest,
     Reply,
     Request,
     SaveRequest,
@@ -132,6 +136,14 @@ class Control(Protocol):
 
     async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
         """Free a committed layout that nobody uses."""
+        ...
+
+    async def publish(self, request: PublishRequest) -> PublishReply:
+        """Commit a loaded layout."""
+        ...
+
+    async def forget(self, request: ForgetRequest) -> ForgetReply:
+        """Free a loaded layout."""
         ...
 
     async def status(self, request: StatusRequest) -> StatusReply:

@@ -32,7 +32,9 @@ from snapshot_shared.frames import (
     GRPC_SOCKET,
     DropLayoutRequest,
     FenceRequest,
+    ForgetRequest,
     LoadRequest,
+    PublishRequest,
     SaveRequest,
     StatusRequest,
     UnfenceRequest,
@@ -76,7 +78,7 @@ class GrpcServer:
         self._control = control
         self._transfers = transfers
         self._tracer = tracer
-        self._streams: set[asyncio.Future[None]] = set()
+        self._streams: set[asyncio.Task[None]] = set()
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
 
@@ -109,6 +111,8 @@ class GrpcServer:
                 "Fence": unary("fence", FenceRequest, control.fence),
                 "Unfence": unary("unfence", UnfenceRequest, control.unfence),
                 "DropLayout": unary("drop-layout", DropLayoutRequest, control.drop_layout),
+                "Publish": unary("publish", PublishRequest, control.publish),
+                "Forget": unary("forget", ForgetRequest, control.forget),
                 "Status": unary("status", StatusRequest, control.status),
                 "Watch": stream("watch", WatchRequest, control.watch),
                 "Save": stream("save", SaveRequest, transfers.save),
@@ -139,21 +143,24 @@ class GrpcServer:
     ) -> grpc.RpcMethodHandler[bytes, bytes]:
         """Decode, and send each answer when the last was taken. A cancelled call closes them."""
 
+        async def send(data: bytes, context: Context) -> None:
+            with self._span(name, context):
+                async with aclosing(answer(decode_msgpack(data, kind))) as answers:
+                    async for each in answers:
+                        await context.write(encode_msgpack(each))
+
         async def call(data: bytes, context: Context) -> None:
-            over = asyncio.get_running_loop().create_future()
-            self._streams.add(over)
+            # A task of ours: gRPC may cancel its own twice, and tidying up must end undisturbed.
+            task = asyncio.create_task(send(data, context), name=name)
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
             try:
-                with self._span(name, context):
-                    async with aclosing(answer(decode_msgpack(data, kind))) as answers:
-                        async for each in answers:
-                            await context.write(encode_msgpack(each))
+                await asyncio.shield(task)
             except asyncio.CancelledError:
+                task.cancel()
                 raise
             except Exception as error:  # noqa: BLE001 - where a failure becomes a gRPC status
                 await _fail(context, error)
-            finally:
-                self._streams.discard(over)
-                over.set_result(None)
 
         return grpc.unary_stream_rpc_method_handler(call)
 

@@ -16,7 +16,11 @@ from snapshot_shared.frames import (
     FAILURE_TRAILER,
     GRPC_SOCKET,
     MAX_EVENTS,
+    ForgetReply,
+    ForgetRequest,
     LoadRequest,
+    PublishReply,
+    PublishRequest,
     SaveRequest,
     StatusReply,
     StatusRequest,
@@ -26,6 +30,7 @@ from snapshot_shared.frames import (
     error_of,
     grpc_method,
 )
+from snapshot_shared.orders import LayoutRef
 
 T = TypeVar("T")
 
@@ -72,13 +77,17 @@ class GmsCaller:
 
     async def status(self, *, events: int = MAX_EVENTS) -> StatusReply:
         """Ask what the service holds, with its latest events."""
-        call: Any = self._open.unary_unary(grpc_method("Status"))
-        request = encode_msgpack(StatusRequest(events=events))
-        try:
-            data = await call(request, timeout=CALL_S, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._translated("Status", error) from error
-        return decode_msgpack(data, StatusReply, limit=8 * MAX_FRAME_BYTES)
+        return await self._call("Status", StatusRequest(events=events), StatusReply)
+
+    async def publish(self, device: str, load_token: str) -> LayoutRef:
+        """Commit what a load left hidden."""
+        request = PublishRequest(device=device, load_token=load_token)
+        return (await self._call("Publish", request, PublishReply)).layout
+
+    async def forget(self, device: str, load_token: str) -> None:
+        """Free what a load left hidden."""
+        request = ForgetRequest(device=device, load_token=load_token)
+        await self._call("Forget", request, ForgetReply)
 
     def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
         """Follow what happens."""
@@ -91,6 +100,14 @@ class GmsCaller:
     def load(self, request: LoadRequest) -> AsyncGenerator[TransferUpdate, None]:
         """Load; closing the iterator cancels."""
         return self._stream("Load", request, TransferUpdate, request.deadline_s)
+
+    async def _call(self, method: str, request: object, kind: type[T]) -> T:
+        call: Any = self._open.unary_unary(grpc_method(method))
+        try:
+            data = await call(encode_msgpack(request), timeout=CALL_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(method, error) from error
+        return decode_msgpack(data, kind, limit=8 * MAX_FRAME_BYTES)
 
     async def _stream(
         self, method: str, request: object, kind: type[T], within_s: float | None

@@ -19,7 +19,11 @@ from snapshot_shared.frames import (
     FenceReply,
     FenceRequest,
     FenceStatus,
+    ForgetReply,
+    ForgetRequest,
     LoadStatus,
+    PublishReply,
+    PublishRequest,
     SessionStatus,
     StatusReply,
     StatusRequest,
@@ -50,6 +54,13 @@ class GmsControl:
 
     async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
         return DropLayoutReply(dropped=self._gms.drop_layout(request.device, request.layout_id))
+
+    async def publish(self, request: PublishRequest) -> PublishReply:
+        return PublishReply(layout=self._gms.publish_hidden(request.device, request.load_token))
+
+    async def forget(self, request: ForgetRequest) -> ForgetReply:
+        self._gms.drop_hidden(request.device, request.load_token)
+        return ForgetReply()
 
     async def status(self, request: StatusRequest) -> StatusReply:
         # Memory that is on its way back counts as used until it is free.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -35,6 +35,9 @@ from snapshot_shared.frames import (
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.telemetry import current_traceparent
 
+_TELLS_S = 5.0
+"""How soon a transfer that holds its lock tells what it does, in seconds."""
+
 
 class GmsTransfers:
     """The `TransferControl` port, on transfer processes of this node."""
@@ -59,7 +62,6 @@ class GmsTransfers:
             )
         part = request.part or f"gpu-{info.index}"
         root = request.root or self._root
-        place = part_path(request.namespace, request.content_uid, request.attempt, part)
         task = SaveTask(
             socket_dir=self._socket_dir,
             root=root,
@@ -75,25 +77,11 @@ class GmsTransfers:
             layout=committed.ref,
             product=info.product,
         )
-        path = Path(root, *place)
-        is_writing = False
+        path = Path(root, *part_path(request.namespace, request.content_uid, request.attempt, part))
         with self._only_one(path):
-            try:
-                async with aclosing(self._transfers.run(task)) as events:
-                    async for event in events:
-                        match event:
-                            case TransferProgress():
-                                # The first is told when the directory of the part is made.
-                                is_writing = True
-                            case TransferDone():
-                                # A caller that hangs up after this has what it asked for.
-                                is_writing = False
-                        yield _update(event, path)
-            except (asyncio.CancelledError, GeneratorExit, TransferKilled):
-                # What fails by itself has tidied up, and what was killed could not.
-                if is_writing:
-                    await asyncio.shield(asyncio.to_thread(_remove, root, place))
-                raise
+            async with aclosing(whole_or_nothing(self._transfers, task)) as events:
+                async for event in events:
+                    yield _update(event, path)
 
     async def load(self, request: LoadRequest) -> AsyncGenerator[TransferUpdate, None]:
         found = self._committed(request)
@@ -160,6 +148,48 @@ class GmsTransfers:
             self._saving.discard(path)
 
 
+async def whole_or_nothing(
+    transfers: Transfers, task: SaveTask | LoadTask
+) -> AsyncGenerator[TransferEvent, None]:
+    """Run a transfer. When it is given up before its end, nothing of the part stays on disk.
+
+    What fails by itself has tidied up; what was killed could not.
+    """
+    last: TransferEvent | None = None
+    try:
+        async with aclosing(transfers.run(task)) as events:
+            while not isinstance(last, TransferDone):
+                step = asyncio.ensure_future(anext(events))
+                try:
+                    last = await asyncio.shield(step)
+                except asyncio.CancelledError:
+                    if isinstance(last, TransferLeased):
+                        last = await _next(step) or last
+                    raise
+                finally:
+                    step.cancel()
+                    await asyncio.wait([step])
+                yield last
+    except (asyncio.CancelledError, GeneratorExit, TransferKilled):
+        # The first progress is told when the directory of the part is made. Whoever hangs up when
+        # all is done has what was asked for.
+        if isinstance(task, SaveTask) and isinstance(last, TransferProgress):
+            await asyncio.shield(asyncio.to_thread(_remove_part, task))
+        raise
+
+
+async def _next(step: asyncio.Future[TransferEvent]) -> TransferEvent | None:
+    """Wait for what a process that holds its lock tells next: whether it has made a directory."""
+    await asyncio.wait([step], timeout=_TELLS_S)
+    return step.result() if step.done() and not step.exception() else None
+
+
+def _remove_part(task: SaveTask | LoadTask) -> None:
+    place = part_path(task.namespace, task.content_uid, task.generation, task.part)
+    with opened(open_root(task.root)) as root, opened(open_dir(root, place[:-1])) as parent:
+        remove_tree(parent, place[-1])
+
+
 def _update(event: TransferEvent, path: Path, published: LayoutRef | None = None) -> TransferUpdate:
     match event:
         case TransferLeased():
@@ -177,8 +207,3 @@ def _update(event: TransferEvent, path: Path, published: LayoutRef | None = None
             )
         case TransferFailed():
             raise Internal("a failed transfer is raised, not told")
-
-
-def _remove(root: str, place: Sequence[str]) -> None:
-    with opened(open_root(root)) as base, opened(open_dir(base, place[:-1])) as parent:
-        remove_tree(parent, place[-1])
