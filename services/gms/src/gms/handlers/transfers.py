@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 from gms.domain.tasks import (
     LoadTask,
@@ -156,29 +157,55 @@ async def whole_or_nothing(
     What fails by itself has tidied up; what was killed could not.
     """
     last: TransferEvent | None = None
+    events = transfers.run(task)
+    step: asyncio.Future[TransferEvent | None] | None = None
     try:
-        async with aclosing(transfers.run(task)) as events:
-            while not isinstance(last, TransferDone):
-                step = asyncio.ensure_future(anext(events))
-                try:
-                    last = await asyncio.shield(step)
-                except asyncio.CancelledError:
-                    if isinstance(last, TransferLeased):
-                        last = await _next(step) or last
-                    raise
-                finally:
-                    step.cancel()
-                    await asyncio.wait([step])
-                yield last
+        while True:
+            step = asyncio.ensure_future(anext(events, None))
+            try:
+                found = await asyncio.shield(step)
+            except asyncio.CancelledError:
+                if isinstance(last, TransferLeased):
+                    last = await _next(step) or last
+                step.cancel()
+                raise
+            if found is None:
+                return
+            last = found
+            yield last
     except (asyncio.CancelledError, GeneratorExit, TransferKilled):
         # The first progress is told when the directory of the part is made. Whoever hangs up when
         # all is done has what was asked for.
+        await _undisturbed(_ended(events, step))
         if isinstance(task, SaveTask) and isinstance(last, TransferProgress):
-            await asyncio.shield(asyncio.to_thread(_remove_part, task))
+            await _undisturbed(asyncio.to_thread(_remove_part, task))
         raise
 
 
-async def _next(step: asyncio.Future[TransferEvent]) -> TransferEvent | None:
+async def _ended(
+    events: AsyncGenerator[TransferEvent, None], step: asyncio.Future[TransferEvent | None] | None
+) -> None:
+    """End a transfer process, whatever it was about to tell."""
+    if step is not None:
+        await asyncio.wait([step])
+    await events.aclose()
+
+
+async def _undisturbed(work: Coroutine[Any, Any, None]) -> None:
+    """Do all of some work. Whoever cancels meanwhile waits for it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _next(step: asyncio.Future[TransferEvent | None]) -> TransferEvent | None:
     """Wait for what a process that holds its lock tells next: whether it has made a directory."""
     await asyncio.wait([step], timeout=_TELLS_S)
     return step.result() if step.done() and not step.exception() else None
