@@ -23,7 +23,18 @@ from snapshot_shared.errors import (
     SnapbackError,
     UnsupportedVersion,
 )
-from snapshot_shared.orders import Bytes, LayoutRef, Seconds, ShortText
+from snapshot_shared.orders import (
+    Attempt,
+    Bytes,
+    Digest,
+    Label,
+    LayoutRef,
+    PartStr,
+    Seconds,
+    ShortText,
+    Text,
+    UidStr,
+)
 
 PROTOCOL_VERSION = 1
 LEASE_SOCKET = "gms.sock"
@@ -164,9 +175,10 @@ class MetadataPut(_Frame, frozen=True, kw_only=True, tag="metadata_put"):
 
 
 class MetadataGet(_Frame, frozen=True, kw_only=True, tag="metadata_get"):
-    """Read entries: those named, or all when `keys` is None."""
+    """Read entries: those named, or all when `keys` is None; of these, those below `prefix`."""
 
     keys: Annotated[list[Key], Meta(max_length=MAX_BATCH)] | None = None
+    prefix: Annotated[str, Meta(max_length=256)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ListAllocations(_Frame, frozen=True, kw_only=True, tag="list_allocations"):
@@ -355,26 +367,71 @@ class DropLayoutReply(msgspec.Struct, frozen=True, kw_only=True):
     dropped: bool
 
 
+MAX_EVENTS = 256
+"""Events that a server remembers."""
+
+
 class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask what the server holds."""
+    """Ask what the server holds, with the latest `events` of its history."""
+
+    events: Annotated[int, Meta(ge=0, le=MAX_EVENTS)] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EventKind(StrEnum):
+    """What happened to the memory of a device."""
+
+    ATTACH = "attach"
+    GRANT = "grant"
+    COMMIT = "commit"
+    DETACH = "detach"
+    DEATH = "death"
+    FENCE = "fence"
+    DROP = "drop"
+    REFUSAL = "refusal"
+
+
+class EventRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One event. `seq` counts from 1, `at_s` is monotonic: compare it with `now_s` of Status.
+
+    `session` is the number of the client in this server, 0 where there is none. `reason` is a word
+    that says which kind of it, or the reason of the error for a refusal.
+    """
+
+    seq: int
+    at_s: float
+    kind: EventKind
+    device: str
+    domain: MemoryDomain = MemoryDomain.WEIGHTS
+    session: int = 0
+    client: str = ""
+    pid: int = 0
+    reason: str = ""
+    generation: int = 0
+    bytes: int = 0
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One session. `state` is active, or lingering: the socket ended and imports may remain."""
+    """One session. `state` is active, or lingering: the socket ended and imports may remain.
+
+    `fence` says what tells that its process has ended: a `pidfd`, or where the kernel gave none
+    the end of its socket alone (`socket-only`).
+    """
 
     session: int
     access: Access
     client: str
     pid: int
     state: str
+    fence: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class WaitingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One client that waits for its lock."""
+    """One client that waits for its lock, in the order of the queue. `why` says for what."""
 
     lock: LockMode
     client: str
     pid: int
+    why: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -420,11 +477,121 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole server."""
+    """The whole server. `events` are oldest first, `now_s` is the clock of their `at_s`."""
 
     node: str
     incarnation: str
     devices: list[DeviceStatus]
+    events: list[EventRecord] | msgspec.UnsetType = msgspec.UNSET
+    now_s: float | msgspec.UnsetType = msgspec.UNSET
+
+
+class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Follow the history after event `after`: 0 begins with what is still remembered.
+
+    With `status` each answer has the status as it is then, the first at once.
+    """
+
+    after: Count = 0
+    status: bool = False
+
+
+class WatchReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened since the last answer. `missed` events were forgotten before they were read."""
+
+    events: list[EventRecord] = []
+    missed: int = 0
+    status: StatusReply | None = None
+
+
+class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Write what is committed on a device as a part. Cancelling the call leaves nothing.
+
+    The part stands in `<root>/<namespace>/<content_uid>/gen-<attempt>/<part>`. Without `root` it is
+    the artifact root of the service; without `part` it is `gpu-<index of the device>`. With
+    `fence_token` it is the save of that fence.
+    """
+
+    device: DeviceUuid
+    content_uid: UidStr
+    namespace: Label = "default"
+    attempt: Attempt = 1
+    part: PartStr | None = None
+    root: Text | None = None
+    fence_token: Token | None = None
+    deadline_s: Seconds = 3600.0
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Read a part into a device, verified. Cancelling the call leaves no layout.
+
+    The place is named as in SaveRequest. The layout waits hidden under the load token, or is
+    published at once with `publish`; then one that is committed already is left as it is.
+    `if_match` is the generation that it replaces, None when nothing is committed.
+    """
+
+    device: DeviceUuid
+    content_uid: UidStr
+    part: PartStr
+    part_digest: Digest
+    layout_id: ShortText
+    structure_hash: ShortText
+    load_token: Token
+    namespace: Label = "default"
+    attempt: Attempt = 1
+    root: Text | None = None
+    publish: bool = False
+    if_match: GenerationRef | None = None
+    deadline_s: Seconds = 3600.0
+
+
+class PublishRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Make the layout that a load left hidden the committed one. A repeat has no effect."""
+
+    device: DeviceUuid
+    load_token: Token
+
+
+class PublishReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What is committed now."""
+
+    layout: LayoutRef
+
+
+class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Free what a load left hidden, and refuse its token from now on."""
+
+    device: DeviceUuid
+    load_token: Token
+
+
+class ForgetReply(msgspec.Struct, frozen=True, kw_only=True):
+    """It is forgotten."""
+
+
+class TransferStage(StrEnum):
+    """How far a save or a load is."""
+
+    LEASED = "leased"
+    PROGRESS = "progress"
+    DONE = "done"
+
+
+class TransferUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a save or a load: bytes done, of all. The last has stage `done`.
+
+    Then `digest` is that of the part manifest, `path` the directory of the part, and `layout` what
+    was saved or loaded (generation 0 while it is hidden). `was_there` says that the layout was
+    committed already and nothing was read.
+    """
+
+    stage: TransferStage
+    done: Bytes = 0
+    total: Bytes = 0
+    digest: str = ""
+    path: str = ""
+    layout: LayoutRef | None = None
+    was_there: bool = False
 
 
 class _Head(msgspec.Struct, frozen=True):

@@ -17,9 +17,11 @@ from gms.adapters.admission import LeasePolicy
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import GRANULARITY, SimulatedDevice
+from gms.adapters.transfer_process import TransferProcesses
 from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.sessions import LeaseSessions
+from gms.handlers.transfers import GmsTransfers
 from snapshot_shared.frames import DeviceStatus, StatusRequest
 
 MIB = 1024 * 1024
@@ -58,7 +60,10 @@ class RunningGms:
         self.lease = LeaseServer(self.folder, LeaseSessions(self.gms), self.policy)
         self.lease.start()
         self.control = GmsControl(self.gms)
-        self.grpc = GrpcServer(self.folder, self.control)
+        self.transfers = GmsTransfers(
+            self.gms, TransferProcesses(), socket_dir=self.folder, root=self.folder / "artifacts"
+        )
+        self.grpc = GrpcServer(self.folder, self.control, self.transfers)
         await self.grpc.start()
 
     def restart(self) -> None:

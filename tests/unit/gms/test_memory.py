@@ -64,10 +64,10 @@ class World:
         self.effects += effects
         return effects
 
-    def ask(self, device: str = A, lock: LockMode = RW, **fields: Any) -> int:
+    def ask(self, device: str = A, lock: LockMode = RW, *, peer: Peer = PEER, **fields: Any) -> int:
         ticket = next(self.tickets)
         fields = {"domain": WEIGHTS, "deadline_s": 1.0, "client": f"c{ticket}"} | fields
-        self.take(self.table.attach(ticket, Attach(device=device, lock=lock, **fields), PEER))
+        self.take(self.table.attach(ticket, Attach(device=device, lock=lock, **fields), peer))
         return ticket
 
     def granted(self, ticket: int) -> Session | None:
@@ -322,9 +322,46 @@ def test_a_writer_that_vanished_keeps_its_memory_charged_until_its_process_ends(
     world.table.export(writer, ["a"], Access.RW)
     world.end(writer, unmapped=False)
     assert world.freed() == {handles[1]}
-    assert world.attach() is not None, "the lock is free at once"
+    assert world.attach() is not None, "its own process may write again at once"
     world.take(world.table.importers_gone(writer))
     assert world.freed() == set(handles)
+
+
+def vanished_writer(world: World, **fields: Any) -> Session:
+    """A writer that hung up with its memory mapped."""
+    writer = world.attach(**fields)
+    world.allocate(writer, "a")
+    world.table.export(writer, ["a"], Access.RW)
+    world.end(writer, unmapped=False)
+    return writer
+
+
+@pytest.mark.parametrize("lock", [RW, EITHER])
+def test_the_next_writer_waits_for_the_end_of_one_that_hung_up_and_may_still_write(
+    world: World, lock: LockMode
+) -> None:
+    gone = vanished_writer(world)
+    waiter = world.ask(lock=lock, peer=Peer(pid=8, uid=0))
+    assert world.granted(waiter) is None
+    world.take(world.table.importers_gone(gone))
+    granted = world.granted(waiter)
+    assert granted is not None
+    assert granted.access is Access.RW
+
+
+def test_a_process_that_nobody_can_name_is_taken_for_another_one(world: World) -> None:
+    unseen = Peer(pid=0, uid=0)
+    vanished_writer(world, peer=unseen)
+    assert world.granted(world.ask(peer=unseen)) is None
+
+
+def test_a_vanished_writer_holds_up_neither_readers_nor_the_other_domain(world: World) -> None:
+    other = Peer(pid=8, uid=0)
+    ref = world.committed()
+    vanished_writer(world, if_match=ref)
+    assert world.granted(world.ask(lock=RO, peer=other)) is not None
+    assert world.granted(world.ask(lock=EITHER, peer=other)) is not None
+    assert world.granted(world.ask(domain=KV, peer=other)) is not None
 
 
 def test_a_lingering_reader_of_what_is_still_committed_frees_nothing(world: World) -> None:

@@ -87,6 +87,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
     def check_grant(self, session: Session) -> None:
         phase = self.table.fences.phase(session.request.device)
+        if session.access is Access.RW:
+            request = session.request
+            assert not self.vanished_writers(request.device, request.domain, session.peer.pid)
         if session.request.fence_token is not None:
             assert phase is Phase.LEASED or session.request.fence_token in self.held
             return
@@ -201,7 +204,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         ticket = next(self.counter)
         self.waiting[ticket] = request
         try:
-            self.take(self.table.attach(ticket, request, Peer(pid=1, uid=0)))
+            self.take(self.table.attach(ticket, request, Peer(pid=ticket % 3, uid=0)))
         except SnapbackError:
             del self.waiting[ticket]
 
@@ -305,6 +308,17 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def _pick(self, data: st.DataObject) -> Session:
         return self.sessions[data.draw(st.sampled_from(sorted(self.sessions)))]
 
+    def vanished_writers(self, device: str, domain: MemoryDomain, pid: int) -> list[Session]:
+        """Those whose processes, other than this one, may still write to what they mapped."""
+        return [
+            session
+            for session in self.vanished.values()
+            if session.use is not Use.READING
+            and self.mapped.get(session.id)
+            and (session.request.device, session.request.domain) == (device, domain)
+            and (session.peer.pid == 0 or session.peer.pid != pid)
+        ]
+
     # What always holds.
 
     @invariant()
@@ -372,6 +386,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
                     if not self.table.fences.admits(uuid, room.domain, waiter.wish):
                         continue
                     answer = verdict(room.lock, waiter.wish, replacer_waits=room.replacer_waits)
+                    if answer is Verdict.WRITE:
+                        assert self.vanished_writers(uuid, room.domain, waiter.peer.pid)
+                        answer = Verdict.WAIT
                     assert answer is Verdict.WAIT
                     if waiter.wish in (Wish.WRITE, Wish.REPLACE):
                         assert waiter.request.if_match == room.generation

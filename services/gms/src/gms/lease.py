@@ -12,6 +12,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, TypeVar
 
+from msgspec import UNSET
+
 from gms.wire import Inbox, close_all, prepare, send
 from snapshot_shared.errors import (
     Aborted,
@@ -158,9 +160,10 @@ class Lease:
             if batch:
                 self._call(MetadataPut(entries=batch), Done)
 
-    def metadata(self) -> list[MetadataItem]:
-        """Read all metadata of the layout, sorted by key."""
-        return [entry for part in self._parts(MetadataGet(), Metadata) for entry in part.entries]
+    def metadata(self, prefix: str = "") -> list[MetadataItem]:
+        """Read metadata of the layout whose keys begin with `prefix`, sorted by key."""
+        parts = self._parts(MetadataGet(prefix=prefix or UNSET), Metadata)
+        return [entry for part in parts for entry in part.entries]
 
     def allocations(self) -> list[AllocationInfo]:
         """List the layout in the order of its slots."""

@@ -25,13 +25,14 @@ from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
+from gms.handlers.transfers import GmsTransfers
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.faults import FaultPlan
-from snapshot_shared.frames import StatusRequest
+from snapshot_shared.frames import MAX_EVENTS, StatusRequest
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
@@ -85,7 +86,10 @@ async def serve(stop: asyncio.Event) -> None:
     control = GmsControl(gms)
     policy = LeasePolicy(group=settings.lease_group)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
-    grpc = GrpcServer(settings.socket_dir, control)
+    transfers = GmsTransfers(
+        gms, TransferProcesses(), socket_dir=settings.socket_dir, root=settings.artifact_root
+    )
+    grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
     try:
         await grpc.start()
@@ -161,7 +165,7 @@ async def _serve_orders(
     )
 
     async def answer(_data: bytes, _headers: Mapping[str, str]) -> bytes:
-        status = msgspec.to_builtins(await control.status(StatusRequest()))
+        status = msgspec.to_builtins(await control.status(StatusRequest(events=MAX_EVENTS)))
         return encode_json({**status, "version": VERSION})
 
     async def connected() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,12 +19,21 @@ from snapshot_shared.frames import (
     DropLayoutRequest,
     FenceReply,
     FenceRequest,
+    ForgetReply,
+    ForgetRequest,
+    LoadRequest,
+    PublishReply,
+    PublishRequest,
     Reply,
     Request,
+    SaveRequest,
     StatusReply,
     StatusRequest,
+    TransferUpdate,
     UnfenceReply,
     UnfenceRequest,
+    WatchReply,
+    WatchRequest,
 )
 
 
@@ -129,15 +138,39 @@ class Control(Protocol):
         """Free a committed layout that nobody uses."""
         ...
 
+    async def publish(self, request: PublishRequest) -> PublishReply:
+        """Commit a loaded layout."""
+        ...
+
+    async def forget(self, request: ForgetRequest) -> ForgetReply:
+        """Free a loaded layout."""
+        ...
+
     async def status(self, request: StatusRequest) -> StatusReply:
         """Say what the service holds."""
+        ...
+
+    def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
+        """Tell what happens, for ever. Whoever reads slowly is told how much it missed."""
+        ...
+
+
+class TransferControl(Protocol):
+    """What the gRPC socket asks of transfers. Closing an iterator early leaves nothing."""
+
+    def save(self, request: SaveRequest) -> AsyncGenerator[TransferUpdate, None]:
+        """Write what is committed as a part; the last update is `done`."""
+        ...
+
+    def load(self, request: LoadRequest) -> AsyncGenerator[TransferUpdate, None]:
+        """Read a part; the last update is `done`."""
         ...
 
 
 class Transfers(Protocol):
     """Runs saves and loads, each in a process of its own."""
 
-    def run(self, task: SaveTask | LoadTask) -> AsyncIterator[TransferEvent]:
+    def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
         """Give what the process tells, the last being TransferDone.
 
         Its failure is raised with its own reason; closing the iterator ends the process.

@@ -6,15 +6,17 @@ Who may reach the socket is decided by its folder: gRPC cannot tell who is at th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from gms.ports import Control
+from gms.ports import Control, Tracer, TransferControl
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
 from snapshot_shared.errors import (
     DeadlineExceeded,
@@ -30,8 +32,13 @@ from snapshot_shared.frames import (
     GRPC_SOCKET,
     DropLayoutRequest,
     FenceRequest,
+    ForgetRequest,
+    LoadRequest,
+    PublishRequest,
+    SaveRequest,
     StatusRequest,
     UnfenceRequest,
+    WatchRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -56,10 +63,22 @@ _OPTIONS = (
 class GrpcServer:
     """Listens in a folder until it is closed."""
 
-    def __init__(self, folder: Path, control: Control) -> None:
-        """Prepare to serve `<folder>/gms-grpc.sock`, for our own user alone."""
+    def __init__(
+        self,
+        folder: Path,
+        control: Control,
+        transfers: TransferControl,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """Prepare to serve `<folder>/gms-grpc.sock`, for our own user alone.
+
+        Calls whose metadata has a `traceparent` are spans of that trace.
+        """
         self.path = folder / GRPC_SOCKET
         self._control = control
+        self._transfers = transfers
+        self._tracer = tracer
+        self._streams: set[asyncio.Task[None]] = set()
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
 
@@ -78,39 +97,87 @@ class GrpcServer:
         """Tell those who ask for health, end every call, forget the socket."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace=None)
+        # gRPC cancels streams and does not wait for what they tidy up.
+        while self._streams:
+            await asyncio.wait(self._streams)
         self.path.unlink(missing_ok=True)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        control = self._control
+        control, transfers = self._control, self._transfers
+        unary, stream = self._unary, self._stream
         return grpc.method_handlers_generic_handler(
             GRPC_SERVICE,
             {
-                "Fence": _unary(FenceRequest, control.fence),
-                "Unfence": _unary(UnfenceRequest, control.unfence),
-                "DropLayout": _unary(DropLayoutRequest, control.drop_layout),
-                "Status": _unary(StatusRequest, control.status),
+                "Fence": unary("fence", FenceRequest, control.fence),
+                "Unfence": unary("unfence", UnfenceRequest, control.unfence),
+                "DropLayout": unary("drop-layout", DropLayoutRequest, control.drop_layout),
+                "Publish": unary("publish", PublishRequest, control.publish),
+                "Forget": unary("forget", ForgetRequest, control.forget),
+                "Status": unary("status", StatusRequest, control.status),
+                "Watch": stream("watch", WatchRequest, control.watch),
+                "Save": stream("save", SaveRequest, transfers.save),
+                "Load": stream("load", LoadRequest, transfers.load),
             },
         )
 
+    # Bodies pass gRPC as bytes, so that a bad one gets our own error.
 
-def _unary(
-    kind: type[T], answer: Callable[[T], Awaitable[object]]
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """Decode, answer, encode. Bodies pass gRPC as bytes, so that a bad one gets our own error."""
+    def _unary(
+        self, name: str, kind: type[T], answer: Callable[[T], Awaitable[object]]
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """Decode, answer, encode."""
 
-    async def call(data: bytes, context: Context) -> bytes:
-        try:
-            return encode_msgpack(await answer(decode_msgpack(data, kind)))
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # the one place where a failure becomes a gRPC status
-            failure = failure_of(error)
-            if failure.reason == Internal.reason:
-                log.exception("a call failed")
-            context.set_trailing_metadata(((FAILURE_TRAILER, encode_msgpack(failure)),))
-            await context.abort(_code(error), str(failure))
+        async def call(data: bytes, context: Context) -> bytes:
+            try:
+                with self._span(name, context):
+                    return encode_msgpack(await answer(decode_msgpack(data, kind)))
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # noqa: BLE001 - where a failure becomes a gRPC status
+                await _fail(context, error)
 
-    return grpc.unary_unary_rpc_method_handler(call)
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    def _stream(
+        self, name: str, kind: type[T], answer: Callable[[T], AsyncGenerator[object, None]]
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """Decode, and send each answer when the last was taken. A cancelled call closes them."""
+
+        async def send(data: bytes, context: Context) -> None:
+            with self._span(name, context):
+                async with aclosing(answer(decode_msgpack(data, kind))) as answers:
+                    async for each in answers:
+                        await context.write(encode_msgpack(each))
+
+        async def call(data: bytes, context: Context) -> None:
+            # A task of ours: gRPC may cancel its own twice, and tidying up must end undisturbed.
+            task = asyncio.create_task(send(data, context), name=name)
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            except Exception as error:  # noqa: BLE001 - where a failure becomes a gRPC status
+                await _fail(context, error)
+
+        return grpc.unary_stream_rpc_method_handler(call)
+
+    def _span(self, name: str, context: Context) -> AbstractContextManager[object]:
+        found = dict(context.invocation_metadata() or ())
+        parent = found.get("traceparent")
+        if self._tracer is None or not isinstance(parent, str):
+            return contextlib.nullcontext()
+        return self._tracer.span(f"gms-{name}", parent=parent)
+
+
+async def _fail(context: Context, error: Exception) -> NoReturn:
+    failure = failure_of(error)
+    if failure.reason == Internal.reason:
+        log.error("a call failed", exc_info=error)
+    context.set_trailing_metadata(((FAILURE_TRAILER, encode_msgpack(failure)),))
+    await context.abort(_code(error), str(failure))
 
 
 def _code(error: BaseException) -> grpc.StatusCode:

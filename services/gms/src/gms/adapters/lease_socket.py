@@ -231,7 +231,7 @@ class _Process:
         except OSError:
             with contextlib.suppress(OSError):
                 self._pidfd = os.pidfd_open(pid)
-        return Peer(pid=pid, uid=uid)
+        return Peer(pid=pid, uid=uid, has_pidfd=self._pidfd >= 0)
 
     def take(self) -> int:
         """Give the pidfd away, or -1 when the process was gone already."""

@@ -15,6 +15,7 @@ from gms.domain.sessions import (
     Freed,
     Granted,
     Hidden,
+    Peer,
     Refused,
     Role,
     Room,
@@ -79,11 +80,33 @@ class DeviceTable:
                 return [Refused(waiter.ticket, error)]
         if not fences.admits(self.uuid, room.domain, waiter.wish):
             return []
-        answer = verdict(room.lock, waiter.wish, replacer_waits=room.replacer_waits)
+        answer = self.verdict_on(room, waiter)
         if answer is Verdict.WAIT:
             return []
         del room.queue[waiter.ticket]
         return self.grant(waiter, answer)
+
+    def verdict_on(self, room: Room, waiter: Waiter) -> Verdict:
+        """Decide about a waiter that no fence holds up.
+
+        A writer waits for the end of the process of an earlier one that vanished.
+        """
+        answer = verdict(room.lock, waiter.wish, replacer_waits=room.replacer_waits)
+        is_blocked = answer is Verdict.WRITE and self.vanished_writers(room.domain, waiter.peer)
+        return Verdict.WAIT if is_blocked else answer
+
+    def vanished_writers(self, domain: MemoryDomain, peer: Peer) -> list[Session]:
+        """Give the writers that ended without Detach and whose process may still write.
+
+        Such a process does not stand in its own way: it answers for itself.
+        """
+        return [
+            session
+            for session in self.lingering.values()
+            if session.use is not Use.READING
+            and session.request.domain is domain
+            and not session.peer.is_same(peer)
+        ]
 
     def grant(self, waiter: Waiter, answer: Verdict) -> list[Effect]:
         """Turn a waiter into a session."""

@@ -104,10 +104,13 @@ class Layout:
             )
         self.metadata = merged
 
-    def get(self, keys: Sequence[str] | None) -> list[MetadataItem]:
-        """Give the entries with these keys, or all, sorted by key. Missing ones are absent."""
+    def get(self, keys: Sequence[str] | None, prefix: str = "") -> list[MetadataItem]:
+        """Give the entries with these keys, or all, sorted by key. Missing ones are absent.
+
+        Of these only those whose key begins with `prefix`.
+        """
         wanted = self.metadata.keys() if keys is None else self.metadata.keys() & set(keys)
-        return [self.metadata[key] for key in sorted(wanted)]
+        return [self.metadata[key] for key in sorted(wanted) if key.startswith(prefix)]
 
     def infos(self, allocations: Iterable[Allocation] | None = None) -> list[AllocationInfo]:
         """Describe allocations with their slots; all in order by default."""

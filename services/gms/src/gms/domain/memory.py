@@ -174,9 +174,11 @@ class MemoryTable:
         """Add or replace metadata of the layout being written."""
         self._use(session, Operation.METADATA_PUT).put(entries)
 
-    def get_metadata(self, session: Session, keys: Sequence[str] | None) -> list[MetadataItem]:
+    def get_metadata(
+        self, session: Session, keys: Sequence[str] | None, prefix: str = ""
+    ) -> list[MetadataItem]:
         """Read metadata of the session's layout."""
-        return self._use(session, Operation.METADATA_GET).get(keys)
+        return self._use(session, Operation.METADATA_GET).get(keys, prefix)
 
     def allocations(self, session: Session) -> list[AllocationInfo]:
         """List the session's layout."""

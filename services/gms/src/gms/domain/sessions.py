@@ -22,10 +22,18 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """The process at the other end of a socket, as the kernel names it."""
+    """The process at the other end of a socket, as the kernel names it.
+
+    `has_pidfd`: its end can be seen. Without, the end of its socket has to do.
+    """
 
     pid: int
     uid: int
+    has_pidfd: bool = True
+
+    def is_same(self, other: Peer) -> bool:
+        """Say whether both are one process that lives. 0 is a process that we cannot see."""
+        return self.pid == other.pid != 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

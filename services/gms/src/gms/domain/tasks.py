@@ -45,10 +45,13 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
 
 
 class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
-    """Write the fenced layout of a device as a part below the artifact root `root`."""
+    """Write the committed layout of a device as a part below the artifact root `root`.
+
+    A fence lets the save alone in; without one it reads beside the others.
+    """
 
     order: OrderIdStr
-    fence_token: Token
+    fence_token: Token | None = None
     layout: LayoutRef
     product: ShortText = ""
     shard_bytes: Annotated[int, Meta(ge=PAGE, le=2**50)] = SHARD_BYTES

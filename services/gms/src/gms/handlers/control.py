@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from gms.domain.device import DeviceTable
 from gms.domain.fence import Phase
-from gms.domain.sessions import Room
+from gms.domain.locks import Lock, Wish
+from gms.domain.sessions import Room, Waiter
 from gms.handlers.keeper import Gms
 from snapshot_shared.frames import (
     DeviceStatus,
@@ -16,13 +19,19 @@ from snapshot_shared.frames import (
     FenceReply,
     FenceRequest,
     FenceStatus,
+    ForgetReply,
+    ForgetRequest,
     LoadStatus,
+    PublishReply,
+    PublishRequest,
     SessionStatus,
     StatusReply,
     StatusRequest,
     UnfenceReply,
     UnfenceRequest,
     WaitingStatus,
+    WatchReply,
+    WatchRequest,
 )
 
 
@@ -46,6 +55,13 @@ class GmsControl:
     async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
         return DropLayoutReply(dropped=self._gms.drop_layout(request.device, request.layout_id))
 
+    async def publish(self, request: PublishRequest) -> PublishReply:
+        return PublishReply(layout=self._gms.publish_hidden(request.device, request.load_token))
+
+    async def forget(self, request: ForgetRequest) -> ForgetReply:
+        self._gms.drop_hidden(request.device, request.load_token)
+        return ForgetReply()
+
     async def status(self, request: StatusRequest) -> StatusReply:
         # Memory that is on its way back counts as used until it is free.
         await self._gms.settled()
@@ -53,7 +69,17 @@ class GmsControl:
             node=self._gms.node,
             incarnation=self._gms.incarnation,
             devices=[self._device(table) for table in self._gms.table.devices.values()],
+            events=self._gms.history.latest(request.events or 0),
+            now_s=asyncio.get_running_loop().time(),
         )
+
+    async def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
+        if request.status:
+            yield WatchReply(status=await self.status(StatusRequest()))
+        async with aclosing(self._gms.watch(request.after)) as runs:
+            async for events, missed in runs:
+                status = await self.status(StatusRequest()) if request.status else None
+                yield WatchReply(events=events, missed=missed, status=status)
 
     def _device(self, table: DeviceTable) -> DeviceStatus:
         device = self._gms.devices[table.uuid]
@@ -67,7 +93,7 @@ class GmsControl:
             used=used,
             free=max(0, info.capacity - used),
             retired=sum(allocation.aligned for allocation in table.retired),
-            domains=[_domain(table, room) for room in table.rooms.values()],
+            domains=[self._domain(table, room) for room in table.rooms.values()],
             fence=self._fence(table.uuid),
             loads=[
                 LoadStatus(
@@ -89,28 +115,43 @@ class GmsControl:
         left = timer.when() - asyncio.get_running_loop().time() if timer else 0.0
         return FenceStatus(phase=phase.value, ends_in_s=round(max(0.0, left), 3))
 
+    def _domain(self, table: DeviceTable, room: Room) -> DomainStatus:
+        lingering = [s for s in table.lingering.values() if s.request.domain is room.domain]
+        return DomainStatus(
+            domain=room.domain,
+            lock=room.lock.value,
+            sessions=[
+                SessionStatus(
+                    session=session.id,
+                    access=session.access,
+                    client=session.request.client,
+                    pid=session.peer.pid,
+                    state=state,
+                    fence="pidfd" if session.peer.has_pidfd else "socket-only",
+                )
+                for state, group in (("active", room.sessions), ("lingering", lingering))
+                for session in group
+            ],
+            waiting=[
+                WaitingStatus(
+                    lock=waiter.request.lock,
+                    client=waiter.request.client,
+                    pid=waiter.peer.pid,
+                    why=self._why(table, room, waiter),
+                )
+                for waiter in room.queue.values()
+            ],
+            layout=room.committed.ref if room.committed else None,
+        )
 
-def _domain(table: DeviceTable, room: Room) -> DomainStatus:
-    lingering = [s for s in table.lingering.values() if s.request.domain is room.domain]
-    return DomainStatus(
-        domain=room.domain,
-        lock=room.lock.value,
-        sessions=[
-            SessionStatus(
-                session=session.id,
-                access=session.access,
-                client=session.request.client,
-                pid=session.peer.pid,
-                state=state,
-            )
-            for state, group in (("active", room.sessions), ("lingering", lingering))
-            for session in group
-        ],
-        waiting=[
-            WaitingStatus(
-                lock=waiter.request.lock, client=waiter.request.client, pid=waiter.peer.pid
-            )
-            for waiter in room.queue.values()
-        ],
-        layout=room.committed.ref if room.committed else None,
-    )
+    def _why(self, table: DeviceTable, room: Room, waiter: Waiter) -> str:
+        if not self._gms.table.fences.admits(table.uuid, room.domain, waiter.wish):
+            return "the fence of a capture"
+        vanished = table.vanished_writers(room.domain, waiter.peer)
+        if vanished and waiter.wish is not Wish.READ:
+            return f"the end of the process of {vanished[0].name}, which wrote and hung up"
+        if room.replacer_waits and waiter.wish is Wish.READ:
+            return "a writer that replaces the layout and is first"
+        if room.lock in (Lock.EMPTY, Lock.WRITING) and waiter.wish in (Wish.READ, Wish.EITHER):
+            return "a commit"
+        return f"{', '.join(session.name for session in room.sessions)} to leave"

@@ -10,10 +10,11 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import assert_never
 
 from gms.domain import usage
+from gms.domain.history import History
 from gms.domain.memory import MemoryTable
 from gms.domain.sessions import (
     Effect,
@@ -25,6 +26,7 @@ from gms.domain.sessions import (
     Peer,
     Refused,
     Session,
+    Waiter,
 )
 from gms.ports import Device
 from snapshot_shared import instruments
@@ -36,7 +38,14 @@ from snapshot_shared.errors import (
     SnapbackError,
     Superseded,
 )
-from snapshot_shared.frames import AllocationInfo, AllocationSpec, Attach, Commit
+from snapshot_shared.frames import (
+    AllocationInfo,
+    AllocationSpec,
+    Attach,
+    Commit,
+    EventKind,
+    EventRecord,
+)
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import LayoutRef
@@ -60,6 +69,7 @@ class Gms:
         self.table = MemoryTable(
             incarnation, [(device.info.uuid, device.info.granularity) for device in devices]
         )
+        self.history = History()
         self.fence_ends: dict[str, asyncio.TimerHandle] = {}
         self._tickets = itertools.count(1)
         self._grants: dict[int, asyncio.Future[Session]] = {}
@@ -101,24 +111,39 @@ class Gms:
         ticket = next(self._tickets)
         grant: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
         self._grants[ticket] = grant
+        waiter = Waiter(ticket=ticket, request=request, peer=peer)
+        self.history.add_of(
+            waiter, EventKind.ATTACH, _now(), reason=request.lock.value, generation=_base(request)
+        )
         try:
             self._apply(self.table.attach(ticket, request, peer))
             async with asyncio.timeout(request.deadline_s):
                 return await grant
         except TimeoutError:
-            self._give_up(ticket, request, grant)
-            raise self._lock_timeout(request) from None
+            # Before it leaves the queue: the message says what it waited for.
+            error = self._lock_timeout(waiter)
+            self._give_up(waiter, grant, error.reason)
+            raise error from None
+        except SnapbackError as refusal:
+            self._give_up(waiter, grant, refusal.reason)
+            raise
         except BaseException:
-            self._give_up(ticket, request, grant)
+            self._give_up(waiter, grant, "gone")
             raise
 
     def end(self, session: Session, *, unmapped: bool) -> bool:
         """End a session; True when it lingers because its process may hold mappings."""
         self._apply(self.table.end(session, unmapped=unmapped))
-        return session.id in self.table.devices[session.request.device].lingering
+        is_lingering = session.id in self.table.devices[session.request.device].lingering
+        kind = EventKind.DETACH if unmapped else EventKind.DEATH
+        reason = "lingering" if is_lingering else ""
+        self.history.add_of(session, kind, _now(), reason=reason)
+        return is_lingering
 
     def process_ended(self, session: Session) -> None:
         """Free what only this process, which has ended, could still have mapped."""
+        reason = "process-ended" if session.peer.has_pidfd else "socket-only"
+        self.history.add_of(session, EventKind.DEATH, _now(), reason=reason)
         self._apply(self.table.importers_gone(session))
 
     async def allocate(
@@ -138,10 +163,22 @@ class Gms:
         """Publish or stage what a session wrote; it cannot be mapped for writing any more."""
         device = self.devices[session.request.device]
         written = session.layout
-        ref, effects = self.table.commit(session, request)
+        try:
+            ref, effects = self.table.commit(session, request)
+        except SnapbackError as error:
+            self.history.add_of(session, EventKind.REFUSAL, _now(), reason=error.reason)
+            raise
         if written is not None:
             for allocation in written.allocations.values():
                 device.seal(allocation.handle)
+        self.history.add_of(
+            session,
+            EventKind.COMMIT,
+            _now(),
+            reason="hidden" if request.hidden else "",
+            generation=ref.generation,
+            size=ref.bytes,
+        )
         self._apply(effects)
         return ref
 
@@ -153,13 +190,26 @@ class Gms:
 
     def publish_hidden(self, device: str, load_token: str) -> LayoutRef:
         """Make a loaded layout the committed one; a repeat gives the same generation."""
+        before = self.table.device(device).generation
         ref, effects = self.table.publish(device, load_token)
+        if ref.generation > before:
+            self.history.add(
+                EventKind.COMMIT,
+                _now(),
+                device,
+                reason="published",
+                generation=ref.generation,
+                size=ref.bytes,
+            )
         self._apply(effects)
         return ref
 
     def drop_hidden(self, device: str, load_token: str) -> None:
         """Forget a loaded layout, published or not. NotEligible while sessions use it."""
-        self._apply(self.table.drop_hidden(device, load_token))
+        effects = self.table.drop_hidden(device, load_token)
+        if effects:
+            self.history.add(EventKind.DROP, _now(), device, reason="load")
+        self._apply(effects)
 
     async def drop_hidden_when_unused(self, device: str, load_token: str, *, wait_s: float) -> None:
         """Forget a loaded layout as soon as nobody uses it. NotEligible names who still does."""
@@ -186,6 +236,8 @@ class Gms:
     def drop_layout(self, device: str, layout_id: str | None) -> bool:
         """Free a committed layout that nobody uses."""
         dropped, effects = self.table.drop_layout(device, layout_id)
+        if dropped:
+            self.history.add(EventKind.DROP, _now(), device, reason="layout")
         self._apply(effects)
         return dropped
 
@@ -199,6 +251,7 @@ class Gms:
         effects = self.table.fence(token, devices)
         held = self._fences.get(token)
         if held is None:
+            self._tell_fence(devices, "asked")
             held = self._fences[token] = loop.create_future()
             self.fence_ends[token] = loop.call_later(deadline_s, self.unfence, token)
             # Not the caller's own timeout: the wait has to end even when the caller is gone.
@@ -208,7 +261,10 @@ class Gms:
 
     def unfence(self, token: str) -> bool:
         """End a fence, also before it is asked for; False when it was not active."""
-        is_active = token in self.table.fences.active
+        fence = self.table.fences.active.get(token)
+        is_active = fence is not None
+        if fence is not None:
+            self._tell_fence(fence.devices, "ended")
         self._apply(self.table.end_fence(token))
         return is_active
 
@@ -227,7 +283,27 @@ class Gms:
         self._answer_fence(token, error)
         self.unfence(token)
 
+    def _tell_fence(self, devices: Iterable[str], reason: str) -> None:
+        for device in devices:
+            self.history.add(EventKind.FENCE, _now(), device, reason=reason)
+
     # Waiting.
+
+    async def watch(self, after: int) -> AsyncGenerator[tuple[list[EventRecord], int], None]:
+        """Give what happens after event `after`, in runs, with how many events were missed.
+
+        The history itself is the queue: whoever reads slowly misses events and costs nothing.
+        """
+        # A number from an earlier life of the service says nothing of this one.
+        seen = after if after <= self.history.last else 0
+        while True:
+            changed = self._changed
+            found, missed = self.history.since(seen)
+            if found:
+                seen = found[-1].seq
+                yield found, missed
+            else:
+                await changed.wait()
 
     async def settled(self) -> None:
         """Wait until all memory that was let go is really free."""
@@ -238,28 +314,41 @@ class Gms:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _give_up(self, ticket: int, request: Attach, grant: asyncio.Future[Session]) -> None:
-        self._grants.pop(ticket, None)
+    def _give_up(self, waiter: Waiter, grant: asyncio.Future[Session], reason: str) -> None:
+        request = waiter.request
+        self._grants.pop(waiter.ticket, None)
         if grant.done() and not grant.cancelled() and grant.exception() is None:
             self.end(grant.result(), unmapped=True)
-        elif request.device in self.table.devices:
-            self._apply(self.table.forget(ticket, request.device, request.domain))
+            return
+        self.history.add_of(waiter, EventKind.REFUSAL, _now(), reason=reason)
+        if request.device in self.table.devices:
+            self._apply(self.table.forget(waiter.ticket, request.device, request.domain))
 
-    def _lock_timeout(self, request: Attach) -> SnapbackError:
+    def _lock_timeout(self, waiter: Waiter) -> SnapbackError:
+        request = waiter.request
         device = self.table.device(request.device)
         room = device.rooms[request.domain]
         holders = [session.name for session in room.sessions]
+        vanished = [
+            session.name for session in device.vanished_writers(request.domain, waiter.peer)
+        ]
         phase = self.table.fences.phase(request.device).value
         return DeadlineExceeded(
             f"the lock {request.lock.value} on {request.domain.value} of {request.device} was not "
             f"granted within {request.deadline_s:.1f} s; it is {room.lock.value}"
             + (f", held by {', '.join(holders)}" if holders else "")
+            + (
+                f", and may still be written by {', '.join(vanished)}, which hung up and lives"
+                if vanished
+                else ""
+            )
             + (f", fenced ({phase})" if phase != "ended" else ""),
             step="attach",
             budget_s=request.deadline_s,
             lock=room.lock.value,
             fence=phase,
             holders=holders,
+            vanished=vanished,
         )
 
     # Effects.
@@ -273,6 +362,13 @@ class Gms:
         match effect:
             case Granted(ticket, session):
                 grant = self._grants.pop(ticket, None)
+                self.history.add_of(
+                    session,
+                    EventKind.GRANT,
+                    _now(),
+                    reason=session.access.value,
+                    generation=session.base.generation if session.base else 0,
+                )
                 if grant is None or grant.done():
                     # The client went away in the very moment in which its turn came.
                     self.end(session, unmapped=True)
@@ -285,6 +381,7 @@ class Gms:
             case Freed(device, handles):
                 self._release(self.devices[device], handles)
             case FenceHeld(token, vector):
+                self._tell_fence([ref.device for ref in vector], "held")
                 self._answer_fence(token, vector)
             case FenceRefused(token, error):
                 self._answer_fence(token, error)
@@ -357,6 +454,14 @@ class Gms:
         if not done.cancelled() and (error := done.exception()):
             log.error("memory could not be freed", exc_info=error)
         self._notify()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _base(request: Attach) -> int:
+    return request.if_match.generation if request.if_match else 0
 
 
 async def _happens(event: asyncio.Event, end: float) -> bool:

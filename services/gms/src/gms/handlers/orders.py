@@ -7,7 +7,7 @@ what they tell into reports and progress.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ class _Transfer:
     """
 
     def __init__(
-        self, context: OrderContext, part: str, events: AsyncIterator[TransferEvent]
+        self, context: OrderContext, part: str, events: AsyncGenerator[TransferEvent, None]
     ) -> None:
         self._context = context
         self._part = part

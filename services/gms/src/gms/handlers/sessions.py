@@ -90,7 +90,9 @@ class LeaseSessions:
                 self._gms.table.put_metadata(session, request.entries)
                 return iter([Message(Done())])
             case MetadataGet():
-                return _metadata(self._gms.table.get_metadata(session, request.keys))
+                return _metadata(
+                    self._gms.table.get_metadata(session, request.keys, request.prefix or "")
+                )
             case ListAllocations():
                 return _allocations(self._gms.table.allocations(session), Allocations)
             case Commit():

@@ -1,0 +1,151 @@
+"""The gRPC socket of a GPU memory service, from the other side: for tools and containers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
+from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, SnapbackError
+from snapshot_shared.frames import (
+    FAILURE_TRAILER,
+    GRPC_SOCKET,
+    MAX_EVENTS,
+    ForgetReply,
+    ForgetRequest,
+    LoadRequest,
+    PublishReply,
+    PublishRequest,
+    SaveRequest,
+    StatusReply,
+    StatusRequest,
+    TransferUpdate,
+    WatchReply,
+    WatchRequest,
+    error_of,
+    grpc_method,
+)
+from snapshot_shared.orders import LayoutRef
+
+T = TypeVar("T")
+
+CALL_S = 10.0
+"""How long a short call may take, in seconds."""
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 8 * MAX_FRAME_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class GmsUnavailable(NotFound):
+    """No GPU memory service answers at a socket."""
+
+    retryable = True
+
+
+class GmsCaller:
+    """Calls one service. An async context manager: the end of it hangs up."""
+
+    def __init__(self, socket_dir: Path, *, traceparent: str = "") -> None:
+        """Use `<socket_dir>/gms-grpc.sock`; every call is part of the trace `traceparent`."""
+        self._path = socket_dir / GRPC_SOCKET
+        self._metadata = (("traceparent", traceparent),) if traceparent else ()
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open the channel. GmsUnavailable when nothing listens there."""
+        if not self._path.is_socket():
+            raise self._unavailable("there is no socket")
+        self._channel = grpc.aio.insecure_channel(f"unix:{self._path}", options=_OPTIONS)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def status(self, *, events: int = MAX_EVENTS) -> StatusReply:
+        """Ask what the service holds, with its latest events."""
+        return await self._call("Status", StatusRequest(events=events), StatusReply)
+
+    async def publish(self, device: str, load_token: str) -> LayoutRef:
+        """Commit what a load left hidden."""
+        request = PublishRequest(device=device, load_token=load_token)
+        return (await self._call("Publish", request, PublishReply)).layout
+
+    async def forget(self, device: str, load_token: str) -> None:
+        """Free what a load left hidden."""
+        request = ForgetRequest(device=device, load_token=load_token)
+        await self._call("Forget", request, ForgetReply)
+
+    def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
+        """Follow what happens."""
+        return self._stream("Watch", request, WatchReply, None)
+
+    def save(self, request: SaveRequest) -> AsyncGenerator[TransferUpdate, None]:
+        """Save; closing the iterator cancels."""
+        return self._stream("Save", request, TransferUpdate, request.deadline_s)
+
+    def load(self, request: LoadRequest) -> AsyncGenerator[TransferUpdate, None]:
+        """Load; closing the iterator cancels."""
+        return self._stream("Load", request, TransferUpdate, request.deadline_s)
+
+    async def _call(self, method: str, request: object, kind: type[T]) -> T:
+        call: Any = self._open.unary_unary(grpc_method(method))
+        try:
+            data = await call(encode_msgpack(request), timeout=CALL_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(method, error) from error
+        return decode_msgpack(data, kind, limit=8 * MAX_FRAME_BYTES)
+
+    async def _stream(
+        self, method: str, request: object, kind: type[T], within_s: float | None
+    ) -> AsyncGenerator[T, None]:
+        opening: Any = self._open.unary_stream(grpc_method(method))
+        call = opening(encode_msgpack(request), timeout=within_s, metadata=self._metadata)
+        try:
+            async for data in call:
+                yield decode_msgpack(data, kind, limit=8 * MAX_FRAME_BYTES)
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(method, error) from error
+        finally:
+            call.cancel()
+
+    @property
+    def _open(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            raise self._unavailable("the channel is closed")
+        return self._channel
+
+    def _unavailable(self, why: str) -> GmsUnavailable:
+        return GmsUnavailable(
+            f"no GPU memory service answers at {self._path}: {why}",
+            next_step="start gms, or name the folder of its sockets with GMS_SOCKET_DIR",
+            path=str(self._path),
+        )
+
+    def _translated(self, method: str, error: grpc.aio.AioRpcError) -> SnapbackError:
+        for key, value in error.trailing_metadata() or ():
+            if key == FAILURE_TRAILER and isinstance(value, bytes):
+                return error_of(decode_msgpack(value, Failure))
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"{method} did not end in time", step=method)
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return self._unavailable(f"this version of it does not know {method}")
+        return self._unavailable(error.details() or error.code().name)
+
+
+def fresh_token(prefix: str) -> str:
+    """Make a token that nobody has used."""
+    return f"{prefix}-{os.urandom(16).hex()}"

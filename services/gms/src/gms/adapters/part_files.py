@@ -1,0 +1,76 @@
+"""Parts on disk: their manifests, and every digest of their bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from gms.domain.parts import chunk_sizes
+from snapshot_shared.artifact import PART_MANIFEST, PartManifest, check_part_manifest
+from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
+from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, InvalidMessage
+from snapshot_shared.files import open_regular, open_root, opened, read_bounded, translated
+
+
+def part_folders(path: Path) -> list[Path]:
+    """Give the parts at a path: itself, or all of a generation. ArtifactMissing."""
+    path = path.absolute()
+    if (path / PART_MANIFEST).exists():
+        return [path]
+    found = sorted(each.parent for each in path.glob(f"*/{PART_MANIFEST}"))
+    if not found:
+        raise ArtifactMissing(
+            f"there is no part at {path}",
+            next_step=f"name the folder of a part, which has a {PART_MANIFEST}, or of a generation",
+            path=str(path),
+        )
+    return found
+
+
+def read_part(path: Path) -> tuple[PartManifest, str]:
+    """Read and check the manifest of a part; give it and its digest. ArtifactCorrupt."""
+    try:
+        with opened(open_root(path)) as directory:
+            data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
+    except FileNotFoundError as error:
+        raise ArtifactMissing(f"{path} does not exist", path=str(path)) from error
+    except OSError as error:
+        raise translated(error, str(path)) from error
+    try:
+        manifest = decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES)
+    except InvalidMessage as error:
+        raise ArtifactCorrupt(f"{path / PART_MANIFEST}: {error.message}", path=str(path)) from error
+    return check_part_manifest(manifest), digest(data)
+
+
+def verify_part(path: Path, manifest: PartManifest, advance: Callable[[int], None]) -> None:
+    """Read every byte of a part and compare every digest. ArtifactCorrupt names file and chunk."""
+    buffer = memoryview(bytearray(max((e.chunk_bytes for e in manifest.files), default=0)))
+    with opened(open_root(path)) as directory:
+        for entry in manifest.files:
+            with opened(open_regular(directory, entry.name, size=entry.size)) as fd:
+                for index, (offset, size) in enumerate(chunk_sizes(entry)):
+                    _read(fd, buffer[:size], offset, entry.name)
+                    found = xxhash.xxh3_128_hexdigest(buffer[:size])
+                    if found != entry.chunks[index]:
+                        raise ArtifactCorrupt(
+                            f"chunk {index} of {path / entry.name} is damaged",
+                            next_step="do not load this part; capture the worker again",
+                            file=entry.name,
+                            chunk=index,
+                            expected=entry.chunks[index],
+                            found=found,
+                        )
+                    advance(size)
+
+
+def _read(fd: int, into: memoryview, offset: int, name: str) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], offset + done)
+        if not count:
+            raise ArtifactCorrupt(f"{name} became shorter while it was read", file=name)
+        done += count

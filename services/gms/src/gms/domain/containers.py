@@ -1,0 +1,131 @@
+"""What the saver and the loader are told by their environment, and the tasks that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+
+from gms.domain.tasks import LoadTask, SaveTask
+from snapshot_shared.artifact import generation_path
+from snapshot_shared.errors import InvalidInput
+from snapshot_shared.orders import LoadOrder, SaveOrder
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The environment: the names are those of Dynamo where they mean the same.
+
+    `GMS_SOCKET_DIR`, `GMS_CHECKPOINT_DIR`, `GMS_ORDER_FILE` (by default `order.json` in the
+    checkpoint directory), `TRACEPARENT`; `GMS_SAVE_WORKERS` and `GMS_LOAD_WORKERS` (threads for
+    each device), `GMS_SHARD_SIZE_BYTES`, `GMS_SAVE_LOCK_TIMEOUT_MS`.
+    """
+
+    socket_dir: str
+    checkpoint_dir: str
+    order_file: str
+    traceparent: str = ""
+    save_workers: int = 4
+    load_workers: int = 4
+    shard_bytes: int | None = None
+    lock_s: float | None = None
+
+
+_NUMBERS = (
+    "GMS_SAVE_WORKERS",
+    "GMS_LOAD_WORKERS",
+    "GMS_SHARD_SIZE_BYTES",
+    "GMS_SAVE_LOCK_TIMEOUT_MS",
+)
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Read the environment. InvalidInput names every variable that is missing or wrong."""
+    problems = [
+        f"{name} is not set"
+        for name in ("GMS_SOCKET_DIR", "GMS_CHECKPOINT_DIR")
+        if not environment.get(name)
+    ]
+    numbers: dict[str, int] = {}
+    for name in _NUMBERS:
+        text = environment.get(name)
+        if not text:
+            continue
+        if text.isascii() and text.isdigit() and 0 < int(text[:20]) < 2**50:
+            numbers[name] = int(text)
+        else:
+            problems.append(f"{name}={text!r} is not a positive number")
+    if problems:
+        raise InvalidInput("; ".join(problems), next_step="set these environment variables")
+    folder = environment["GMS_CHECKPOINT_DIR"]
+    lock_ms = numbers.get("GMS_SAVE_LOCK_TIMEOUT_MS")
+    return Settings(
+        socket_dir=environment["GMS_SOCKET_DIR"],
+        checkpoint_dir=folder,
+        order_file=environment.get("GMS_ORDER_FILE") or str(PurePath(folder) / "order.json"),
+        traceparent=environment.get("TRACEPARENT", ""),
+        save_workers=min(64, numbers.get("GMS_SAVE_WORKERS", 4)),
+        load_workers=min(64, numbers.get("GMS_LOAD_WORKERS", 4)),
+        shard_bytes=numbers.get("GMS_SHARD_SIZE_BYTES"),
+        lock_s=lock_ms / 1000 if lock_ms is not None else None,
+    )
+
+
+def save_task(settings: Settings, order: SaveOrder) -> SaveTask:
+    """Turn an order into the task of a transfer. InvalidInput when it is of another directory."""
+    optional: dict[str, Any] = {}
+    if settings.shard_bytes is not None:
+        optional["shard_bytes"] = settings.shard_bytes
+    return SaveTask(
+        socket_dir=settings.socket_dir,
+        root=_root(settings, order.namespace, order.content_uid, order.attempt),
+        device=order.layout.device,
+        namespace=order.namespace,
+        content_uid=order.content_uid,
+        generation=order.attempt,
+        part=order.part,
+        deadline_s=min(order.deadline_s, settings.lock_s or order.deadline_s),
+        threads=settings.save_workers,
+        traceparent=settings.traceparent or order.traceparent,
+        order=order.order,
+        # Without a fence there is nothing that could change what is committed.
+        fence_token=order.fence_token or None,
+        layout=order.layout,
+        **optional,
+    )
+
+
+def load_task(settings: Settings, order: LoadOrder, *, load_token: str) -> LoadTask:
+    """Turn an order into the task of a transfer. InvalidInput when it is of another directory."""
+    artifact = order.artifact
+    return LoadTask(
+        socket_dir=settings.socket_dir,
+        root=_root(settings, artifact.namespace, artifact.content_uid, artifact.generation),
+        device=order.device,
+        namespace=artifact.namespace,
+        content_uid=artifact.content_uid,
+        generation=artifact.generation,
+        part=order.part,
+        deadline_s=order.deadline_s,
+        threads=settings.load_workers,
+        traceparent=settings.traceparent or order.traceparent,
+        part_digest=order.part_digest,
+        load_token=load_token,
+        layout_id=order.layout_id,
+        structure_hash=order.structure_hash,
+    )
+
+
+def _root(settings: Settings, namespace: str, content_uid: str, generation: int) -> str:
+    wanted = generation_path(namespace, content_uid, generation)
+    folder = PurePath(settings.checkpoint_dir)
+    if folder.parts[-3:] != wanted:
+        raise InvalidInput(
+            f"GMS_CHECKPOINT_DIR is {folder}, the order is about a directory that ends in "
+            f"{'/'.join(wanted)}",
+            next_step="mount the artifact root, and name the generation in it",
+            found=str(folder),
+            expected="/".join(wanted),
+        )
+    return str(folder.parents[2])

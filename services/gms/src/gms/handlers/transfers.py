@@ -1,0 +1,236 @@
+"""Saves and loads that were asked for over gRPC: streamed, and over when the call is.
+
+What a capture or a restore needs comes as an order instead (`handlers.orders`). Here the caller is
+the journal: a call that is cancelled or fails leaves no process, no part and no layout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from gms.domain.tasks import (
+    LoadTask,
+    SaveTask,
+    TransferDone,
+    TransferEvent,
+    TransferFailed,
+    TransferLeased,
+    TransferProgress,
+)
+from gms.handlers.keeper import Gms
+from gms.ports import Transfers
+from snapshot_shared.artifact import part_path
+from snapshot_shared.errors import Conflict, Internal, NotEligible, TransferKilled
+from snapshot_shared.files import open_dir, open_root, opened, remove_tree
+from snapshot_shared.frames import (
+    LoadRequest,
+    SaveRequest,
+    TransferStage,
+    TransferUpdate,
+)
+from snapshot_shared.orders import LayoutRef
+from snapshot_shared.telemetry import current_traceparent
+
+_TELLS_S = 5.0
+"""How soon a transfer that holds its lock tells what it does, in seconds."""
+
+
+class GmsTransfers:
+    """The `TransferControl` port, on transfer processes of this node."""
+
+    def __init__(self, gms: Gms, transfers: Transfers, *, socket_dir: Path, root: Path) -> None:
+        """Work on `gms`; parts stand below the artifact root `root` unless a request names one."""
+        self._gms = gms
+        self._transfers = transfers
+        self._socket_dir = str(socket_dir)
+        self._root = str(root)
+        self._saving: set[Path] = set()
+
+    async def save(self, request: SaveRequest) -> AsyncGenerator[TransferUpdate, None]:
+        device = self._gms.table.device(request.device)
+        info = self._gms.devices[request.device].info
+        committed = device.weights.committed
+        if committed is None or committed.ref is None:
+            raise NotEligible(
+                f"nothing is committed on {request.device}",
+                next_step="let a worker commit its weights first",
+                device=request.device,
+            )
+        part = request.part or f"gpu-{info.index}"
+        root = request.root or self._root
+        task = SaveTask(
+            socket_dir=self._socket_dir,
+            root=root,
+            device=request.device,
+            namespace=request.namespace,
+            content_uid=request.content_uid,
+            generation=request.attempt,
+            part=part,
+            deadline_s=request.deadline_s,
+            traceparent=current_traceparent(),
+            order=f"save-{request.content_uid}-{part}",
+            fence_token=request.fence_token,
+            layout=committed.ref,
+            product=info.product,
+        )
+        path = Path(root, *part_path(request.namespace, request.content_uid, request.attempt, part))
+        with self._only_one(path):
+            async with aclosing(whole_or_nothing(self._transfers, task)) as events:
+                async for event in events:
+                    yield _update(event, path)
+
+    async def load(self, request: LoadRequest) -> AsyncGenerator[TransferUpdate, None]:
+        found = self._committed(request)
+        path = Path(
+            request.root or self._root,
+            *part_path(request.namespace, request.content_uid, request.attempt, request.part),
+        )
+        if found is not None:
+            yield TransferUpdate(
+                stage=TransferStage.DONE,
+                digest=request.part_digest,
+                layout=found,
+                path=str(path),
+                was_there=True,
+            )
+            return
+        task = LoadTask(
+            socket_dir=self._socket_dir,
+            root=request.root or self._root,
+            device=request.device,
+            namespace=request.namespace,
+            content_uid=request.content_uid,
+            generation=request.attempt,
+            part=request.part,
+            deadline_s=request.deadline_s,
+            traceparent=current_traceparent(),
+            part_digest=request.part_digest,
+            load_token=request.load_token,
+            layout_id=request.layout_id,
+            structure_hash=request.structure_hash,
+            if_match=request.if_match,
+        )
+        is_over = False
+        try:
+            async with aclosing(self._transfers.run(task)) as events:
+                async for event in events:
+                    published = None
+                    if isinstance(event, TransferDone):
+                        if request.publish:
+                            published = self._gms.publish_hidden(request.device, request.load_token)
+                        is_over = True
+                    yield _update(event, path, published)
+        except BaseException:
+            if not is_over:
+                self._gms.drop_hidden(request.device, request.load_token)
+            raise
+
+    def _committed(self, request: LoadRequest) -> LayoutRef | None:
+        """Give what is committed when it is what the load would publish: it is left alone."""
+        committed = self._gms.table.device(request.device).weights.committed
+        if not request.publish or committed is None or committed.ref is None:
+            return None
+        found = (committed.ref.layout_id, committed.ref.structure_hash)
+        return committed.ref if found == (request.layout_id, request.structure_hash) else None
+
+    @contextlib.contextmanager
+    def _only_one(self, path: Path) -> Iterator[None]:
+        if path in self._saving:
+            raise Conflict(f"{path} is being written by another call", path=str(path))
+        self._saving.add(path)
+        try:
+            yield
+        finally:
+            self._saving.discard(path)
+
+
+async def whole_or_nothing(
+    transfers: Transfers, task: SaveTask | LoadTask
+) -> AsyncGenerator[TransferEvent, None]:
+    """Run a transfer. When it is given up before its end, nothing of the part stays on disk.
+
+    What fails by itself has tidied up; what was killed could not.
+    """
+    last: TransferEvent | None = None
+    events = transfers.run(task)
+    step: asyncio.Future[TransferEvent | None] | None = None
+    try:
+        while True:
+            step = asyncio.ensure_future(anext(events, None))
+            try:
+                found = await asyncio.shield(step)
+            except asyncio.CancelledError:
+                if isinstance(last, TransferLeased):
+                    last = await _next(step) or last
+                step.cancel()
+                raise
+            if found is None:
+                return
+            last = found
+            yield last
+    except (asyncio.CancelledError, GeneratorExit, TransferKilled):
+        # The first progress is told when the directory of the part is made. Whoever hangs up when
+        # all is done has what was asked for.
+        await _undisturbed(_ended(events, step))
+        if isinstance(task, SaveTask) and isinstance(last, TransferProgress):
+            await _undisturbed(asyncio.to_thread(_remove_part, task))
+        raise
+
+
+async def _ended(
+    events: AsyncGenerator[TransferEvent, None], step: asyncio.Future[TransferEvent | None] | None
+) -> None:
+    """End a transfer process, whatever it was about to tell."""
+    if step is not None:
+        await asyncio.wait([step])
+    await events.aclose()
+
+
+async def _undisturbed(work: Coroutine[Any, Any, None]) -> None:
+    """Do all of some work. Whoever cancels meanwhile waits for it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _next(step: asyncio.Future[TransferEvent | None]) -> TransferEvent | None:
+    """Wait for what a process that holds its lock tells next: whether it has made a directory."""
+    await asyncio.wait([step], timeout=_TELLS_S)
+    return step.result() if step.done() and not step.exception() else None
+
+
+def _remove_part(task: SaveTask | LoadTask) -> None:
+    place = part_path(task.namespace, task.content_uid, task.generation, task.part)
+    with opened(open_root(task.root)) as root, opened(open_dir(root, place[:-1])) as parent:
+        remove_tree(parent, place[-1])
+
+
+def _update(event: TransferEvent, path: Path, published: LayoutRef | None = None) -> TransferUpdate:
+    match event:
+        case TransferLeased():
+            return TransferUpdate(stage=TransferStage.LEASED)
+        case TransferProgress(done=done, total=total):
+            return TransferUpdate(stage=TransferStage.PROGRESS, done=done, total=total)
+        case TransferDone(bytes=size, digest=digest, layout=layout):
+            return TransferUpdate(
+                stage=TransferStage.DONE,
+                done=size,
+                total=size,
+                digest=digest,
+                layout=published or layout,
+                path=str(path),
+            )
+        case TransferFailed():
+            raise Internal("a failed transfer is raised, not told")

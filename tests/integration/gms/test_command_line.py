@@ -1,0 +1,167 @@
+"""The `gms` command as a person runs it: real processes against a real service."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gms import client
+
+MIB = 1024 * 1024
+GMS = Path(sys.executable).with_name("gms")
+
+
+def gms(*arguments: object, status: int = 0, **environment: str) -> str:
+    """Run a command; give its output, or what it said of its failure."""
+    done = subprocess.run(
+        [str(GMS), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+        timeout=50,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr if status and not done.stdout else done.stdout
+
+
+def commit(device: int, *, changed: bool = False, name: str = "w") -> None:
+    with client.connect(device, lock="RW", name="worker") as pool:
+        arrays = pool.allocate_many({name: (9 * MIB, "u1"), "tail": (5000, "f4")})
+        arrays[name][:] = np.arange(9 * MIB, dtype="u1")
+        if changed:
+            arrays["tail"][7] = 1.0
+        pool.commit()
+
+
+def save(device: int, root: Path) -> Path:
+    return Path(json.loads(gms("save", "-d", device, "--root", root, "-o", "json"))["path"])
+
+
+@pytest.fixture
+def part(service: Any, tmp_path: Path) -> Path:
+    """A part that was saved from device 0."""
+    commit(0)
+    return save(0, tmp_path)
+
+
+def test_status_shows_devices_holders_and_the_last_events(service: Any) -> None:
+    with client.connect(lock="RW", name="worker") as pool:
+        pool.allocate("w", 1000, "u1")
+        pool.commit()
+        text = gms("status")
+        assert service.uuids[0] in text
+        assert "RO worker (pid" in text
+        assert "commit" in text
+        found = json.loads(gms("status", "-o", "json", "--events", 2))
+    assert [event["kind"] for event in found["events"]] == ["grant", "commit"]
+    assert found["devices"][0]["domains"][0]["sessions"][0]["client"] == "worker"
+
+
+def test_what_was_saved_is_verified_and_loaded_into_another_device_once(
+    service: Any, part: Path
+) -> None:
+    assert "every digest matches" in gms("verify", part)
+    assert json.loads(gms("verify", part.parent, "-o", "json"))[0]["part"] == str(part)
+    assert "generation 1" in gms("load", part, "--device", 1)
+    assert "nothing was read" in gms("load", part, "--device", 1)
+    with client.connect(1, lock="RO") as pool:
+        assert np.array_equal(pool["w"], np.arange(9 * MIB, dtype="u1"))
+
+
+def test_a_load_replaces_another_layout_only_when_told_to(service: Any, part: Path) -> None:
+    commit(1, name="other")
+    assert "GenerationMismatch" in gms("load", part, "-d", 1, status=1)
+    with client.connect(1, lock="RO") as pool:
+        assert "other" in pool.arrays()
+    assert "generation 2" in gms("load", part, "-d", 1, "--replace")
+
+
+def test_verify_names_the_chunk_that_is_damaged(part: Path) -> None:
+    (shard,) = (each for each in part.iterdir() if each.name != "part.json")
+    data = bytearray(shard.read_bytes())
+    data[12345] ^= 1
+    shard.write_bytes(data)
+    text = gms("verify", part, status=1)
+    assert "ArtifactCorrupt" in text
+    assert f"chunk 0 of {shard}" in text
+
+
+def test_diff_tells_equal_parts_from_different_ones(
+    service: Any, part: Path, tmp_path: Path
+) -> None:
+    assert gms("diff", part, part).startswith("equal")
+    commit(1, changed=True)
+    other = save(1, tmp_path / "other")
+    found = json.loads(gms("diff", part, other, "-o", "json", status=1))
+    assert not found["equal"]
+    assert "tail" in found["changed"]
+    assert 0 < found["changed_bytes"] <= 9 * MIB + 20000
+    assert found["added"] == found["removed"] == found["resized"] == []
+
+
+def test_bench_measures_and_leaves_nothing(service: Any) -> None:
+    rows = json.loads(gms("bench", "--calls", 50, "--regions", 4, "-o", "json"))
+    assert [row["calls"] for row in rows] == [10, 50, 1, 20]
+    assert all(row["p50_us"] > 0 for row in rows)
+    assert service.device().used == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["status", "--socket-dir", "/nowhere"], 1, "no GPU memory service answers at /nowhere"),
+        (["save", "-d", "7"], 1, "device 7 is not served here"),
+        (["save"], 1, "nothing is committed on device 0"),
+        (["load", "/nowhere"], 1, "/nowhere is not the path of a part"),
+        (["verify", "/nowhere"], 1, "there is no part at /nowhere"),
+        (["diff", "/nowhere", "/nowhere"], 1, "does not exist"),
+        (["status", "--events", "-1"], 2, "Invalid value"),
+        (["nothing"], 2, "No such command"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    service: Any, arguments: list[str], status: int, says: str
+) -> None:
+    assert says in gms(*arguments, status=status)
+
+
+def test_without_a_folder_of_sockets_it_says_what_to_set() -> None:
+    text = gms("status", status=1, GMS_SOCKET_DIR="", SNAPBACK_SOCKET_DIR="")
+    assert "set GMS_SOCKET_DIR" in text
+
+
+def test_an_interrupt_ends_a_save_and_leaves_nothing(launch: Any, tmp_path: Path) -> None:
+    launch(capacities=(1024 * MIB,))
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 900 * MIB, "u1")
+        pool.commit()
+    with subprocess.Popen(
+        [str(GMS), "save", "--root", str(tmp_path)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(lambda: any(tmp_path.rglob("gpu-0")))
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.read() == "gms: interrupted\n"
+        assert process.wait(30) == 130
+    wait_for(lambda: not any(tmp_path.rglob("gpu-0")))
+
+
+def wait_for(holds: Any) -> None:
+    import threading
+
+    pause = threading.Event()
+    for _ in range(1000):
+        if holds():
+            return
+        pause.wait(0.01)
+    pytest.fail("it did not come true within 10 s")

@@ -1,0 +1,235 @@
+"""The saver and the loader as containers start them: environment and order file in, files out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gms import client
+from gms.containers import Outcome
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
+
+MIB = 1024 * 1024
+UID = "11111111-2222-3333-4444-555555555555"
+
+
+class Container:
+    """One container's folders, with the service of the fixture."""
+
+    def __init__(self, service: Any, root: Path) -> None:
+        self.service = service
+        self.generation = root / "default" / UID / "gen-1"
+        self.generation.mkdir(parents=True)
+        self.control = root / "control"
+        self.control.mkdir()
+
+    def start(self, program: str, orders: Any, **environment: str) -> subprocess.Popen[str]:
+        (self.control / "orders.json").write_bytes(encode_json(orders))
+        return subprocess.Popen(
+            [str(Path(sys.executable).with_name(program))],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "GMS_SOCKET_DIR": str(self.service.folder),
+                "GMS_CHECKPOINT_DIR": str(self.generation),
+                "GMS_ORDER_FILE": str(self.control / "orders.json"),
+                **environment,
+            },
+        )
+
+    def run(self, program: str, orders: Any, *, status: int = 0, **environment: str) -> Outcome:
+        with self.start(program, orders, **environment) as process:
+            _, said = process.communicate(timeout=50)
+        assert process.returncode == status, said
+        assert "Traceback" not in said
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """What stands there: `done` or `failed`, never both."""
+        (path,) = (p for p in self.control.iterdir() if p.name != "orders.json")
+        found = decode_json(path.read_bytes(), Outcome)
+        assert path.name == ("failed" if found.failure else "done")
+        return found
+
+    def layout(self, index: int) -> LayoutRef:
+        layout = self.service.device(index).domains[0].layout
+        assert layout is not None
+        return layout
+
+    def save_orders(self) -> list[SaveOrder]:
+        return [
+            SaveOrder(
+                order=f"save-{UID}-gpu-{index}",
+                attempt=1,
+                node="n1",
+                owner=UID,
+                deadline_s=20.0,
+                namespace="default",
+                content_uid=UID,
+                part=f"gpu-{index}",
+                layout=self.layout(index),
+                fence_token="",
+            )
+            for index in range(2)
+        ]
+
+    def load_orders(self, saved: Outcome, **changes: Any) -> list[LoadOrder]:
+        fields: dict[str, Any] = {"attempt": 1, "node": "n1", "owner": UID, "deadline_s": 20.0}
+        return [
+            LoadOrder(
+                order=f"load-{UID}-{part.part}",
+                artifact=ArtifactRef(
+                    namespace="default",
+                    content_uid=UID,
+                    generation=1,
+                    root_digest="sha256:" + "0" * 64,
+                ),
+                part=part.part,
+                part_digest=part.digest,
+                device=part.device,
+                layout_id=part.layout.layout_id,
+                structure_hash=part.layout.structure_hash,
+                load_token="t",
+                **fields | changes,
+            )
+            for part in saved.parts
+        ]
+
+
+@pytest.fixture
+def container(service: Any, tmp_path: Path) -> Container:
+    for index in range(2):
+        with client.connect(index, lock="RW") as pool:
+            pool.allocate("w", 3 * MIB, "u1")[:] = np.arange(3 * MIB, dtype="u1") + index
+            pool.commit()
+    return Container(service, tmp_path)
+
+
+def bytes_are_there() -> bool:
+    found = []
+    for index in range(2):
+        with client.connect(index, lock="RO", deadline_s=5) as pool:
+            found.append(
+                np.array_equal(pool["w"], np.arange(3 * MIB, dtype="u1") + np.uint8(index))
+            )
+    return all(found)
+
+
+def test_what_a_saver_wrote_a_loader_brings_into_an_empty_service(container: Container) -> None:
+    saved = container.run(
+        "gms-saver", container.save_orders(), TRACEPARENT="00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    )
+    assert [part.part for part in saved.parts] == ["gpu-0", "gpu-1"]
+    names = {path.name for path in container.generation.iterdir()}
+    assert names == {"gpu-0", "gpu-1"}
+    container.service.restart()
+    loaded = container.run("gms-loader", container.load_orders(saved))
+    assert [part.layout.generation for part in loaded.parts] == [1, 1]
+    assert not any(part.was_there for part in loaded.parts)
+    assert bytes_are_there()
+
+
+def test_a_loader_that_finds_its_layouts_committed_leaves_them_alone(container: Container) -> None:
+    before = [container.layout(index) for index in range(2)]
+    saved = container.run("gms-saver", container.save_orders())
+    with client.connect(0, lock="RO"):
+        loaded = container.run("gms-loader", container.load_orders(saved))
+    assert all(part.was_there for part in loaded.parts)
+    assert [part.layout for part in loaded.parts] == before
+    assert [container.layout(index) for index in range(2)] == before
+
+
+def test_a_saver_that_runs_again_finds_what_it_wrote(container: Container) -> None:
+    first = container.run("gms-saver", container.save_orders())
+    assert container.run("gms-saver", container.save_orders()) == first
+
+
+def test_when_one_part_is_damaged_no_device_gets_a_layout(container: Container) -> None:
+    saved = container.run("gms-saver", container.save_orders())
+    (shard,) = (p for p in (container.generation / "gpu-1").iterdir() if p.name != "part.json")
+    data = bytearray(shard.read_bytes())
+    data[77] ^= 4
+    shard.write_bytes(data)
+    container.service.restart()
+    failed = container.run("gms-loader", container.load_orders(saved), status=1)
+    assert failed.failure is not None
+    assert failed.failure.reason == "ArtifactCorrupt"
+    for index in range(2):
+        device = container.service.device(index)
+        assert (device.domains[0].layout, device.loads) == (None, [])
+    until(lambda: container.service.device(0).used == 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "says"),
+    [
+        (b"", "InvalidMessage", ""),
+        (b"[]", "InvalidMessage", "length >= 1"),
+        (b'[{"type": "snapback.v1.load_order"}]', "InvalidMessage", "$[0]"),
+    ],
+)
+def test_an_order_file_that_makes_no_sense_is_refused(
+    container: Container, content: bytes, reason: str, says: str
+) -> None:
+    import msgspec
+
+    failed = container.run("gms-saver", msgspec.Raw(content), status=1)
+    assert failed.failure is not None
+    assert failed.failure.reason == reason
+    assert says in failed.failure.message
+
+
+def test_an_order_about_another_directory_is_refused_with_both_names(container: Container) -> None:
+    other = container.generation.parent / "gen-2"
+    failed = container.run(
+        "gms-saver", container.save_orders(), status=1, GMS_CHECKPOINT_DIR=str(other)
+    )
+    assert failed.failure is not None
+    assert failed.failure.values["found"] == str(other)
+    assert failed.failure.values["expected"] == f"default/{UID}/gen-1"
+
+
+def test_without_its_environment_it_names_every_variable(container: Container) -> None:
+    environment = {"GMS_SOCKET_DIR": "", "GMS_CHECKPOINT_DIR": "", "GMS_SAVE_WORKERS": "many"}
+    with container.start("gms-saver", [], **environment) as process:
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    for words in ("GMS_SOCKET_DIR is not set", "GMS_CHECKPOINT_DIR is not set", "'many'"):
+        assert words in said
+
+
+def test_a_saver_that_is_told_to_end_leaves_no_half_part(launch: Any, tmp_path: Path) -> None:
+    service = launch(capacities=(700 * MIB, 8 * MIB))
+    for index, size in ((0, 600 * MIB), (1, MIB)):
+        with client.connect(index, lock="RW") as pool:
+            pool.allocate("w", size, "u1")
+            pool.commit()
+    container = Container(service, tmp_path)
+    with container.start("gms-saver", container.save_orders()[:1]) as process:
+        until((container.generation / "gpu-0").exists)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 1
+    failure = container.outcome().failure
+    assert failure is not None
+    assert failure.reason == "Aborted"
+    assert list(container.generation.iterdir()) == []
+
+
+def until(holds: Any) -> None:
+    pause = threading.Event()
+    for _ in range(1000):
+        if holds():
+            return
+        pause.wait(0.01)
+    pytest.fail("it did not come true within 10 s")

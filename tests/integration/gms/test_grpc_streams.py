@@ -1,0 +1,274 @@
+"""Save, Load and Watch over the gRPC socket: streamed, and over when the call is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import pytest
+
+from gms import client
+from snapshot_shared.codec import decode_msgpack, encode_msgpack
+from snapshot_shared.errors import Failure
+from snapshot_shared.frames import (
+    FAILURE_TRAILER,
+    MAX_EVENTS,
+    GenerationRef,
+    LoadRequest,
+    SaveRequest,
+    TransferStage,
+    TransferUpdate,
+    WatchReply,
+    WatchRequest,
+    grpc_method,
+)
+
+T = TypeVar("T")
+
+MIB = 1024 * 1024
+UID = "11111111-2222-3333-4444-555555555555"
+
+
+class Caller:
+    """Calls the service as another program does."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+
+    def open(self, method: str, body: object) -> Any:
+        return self.channel.unary_stream(grpc_method(method))(encode_msgpack(body), timeout=30)
+
+    def updates(self, method: str, body: object) -> list[TransferUpdate]:
+        return [decode_msgpack(data, TransferUpdate) for data in self.open(method, body)]
+
+    def refused(self, method: str, body: object) -> Failure:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(self.open(method, body))
+        trailers = dict(caught.value.trailing_metadata())
+        return decode_msgpack(trailers[FAILURE_TRAILER], Failure)
+
+
+@pytest.fixture
+def call(service: Any) -> Iterator[Caller]:
+    with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
+        yield Caller(channel)
+
+
+@pytest.fixture
+def sums(service: Any) -> dict[str, int]:
+    """Weights on device 0, and what their arrays add up to."""
+    with client.connect(lock="RW") as pool:
+        rng = np.random.default_rng(7)
+        for array in pool.allocate_many(
+            {"big": (20 * MIB + 3, "u1"), "m": ((300, 70), "f4")}
+        ).values():
+            array[...] = rng.integers(0, 100, array.shape)
+        pool.commit()
+        return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+
+
+def load_request(service: Any, saved: TransferUpdate, **changes: Any) -> LoadRequest:
+    assert saved.layout is not None
+    fields: dict[str, Any] = {
+        "device": service.uuids[1],
+        "content_uid": UID,
+        "part": "gpu-0",
+        "part_digest": saved.digest,
+        "layout_id": saved.layout.layout_id,
+        "structure_hash": saved.layout.structure_hash,
+        "load_token": "l1",
+    }
+    return LoadRequest(**fields | changes)
+
+
+def sums_on(device: int) -> dict[str, int]:
+    with client.connect(device, lock="RO", deadline_s=5.0) as pool:
+        return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+
+
+def parts_below(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file() or path.name == "gpu-0")
+
+
+def test_a_save_streams_its_progress_and_a_load_publishes_the_same_bytes(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    saved = call.updates("Save", SaveRequest(device=service.uuids[0], content_uid=UID))
+    assert saved[0].stage is TransferStage.LEASED
+    steps = [update.done for update in saved if update.stage is TransferStage.PROGRESS]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, saved[-1].total)
+    done = saved[-1]
+    assert done.stage is TransferStage.DONE
+    assert (Path(done.path) / "part.json").is_file()
+    loaded = call.updates("Load", load_request(service, done, publish=True))[-1]
+    assert loaded.layout is not None
+    assert (loaded.layout.generation, loaded.was_there) == (1, False)
+    assert sums_on(1) == sums
+
+
+def test_a_load_is_hidden_unless_it_is_to_be_published(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    saved = call.updates("Save", SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+    loaded = call.updates("Load", load_request(service, saved))[-1]
+    assert loaded.layout is not None
+    assert loaded.layout.generation == 0
+    device = service.device(1)
+    assert device.domains[0].layout is None
+    assert [load.load_token for load in device.loads] == ["l1"]
+
+
+def test_a_layout_that_is_committed_already_is_left_alone(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    saved = call.updates("Save", SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+    request = load_request(service, saved, publish=True)
+    first = call.updates("Load", request)[-1]
+    with client.connect(1, lock="RO"):
+        (again,) = call.updates("Load", request)
+    assert again.was_there
+    assert again.layout == first.layout
+    other = load_request(service, saved, publish=True, load_token="l2", layout_id="another")
+    assert call.refused("Load", other).reason != ""
+    assert service.device(1).domains[0].layout == first.layout
+
+
+def test_a_load_replaces_the_generation_that_it_names(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    saved = call.updates("Save", SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+    with client.connect(1, lock="RW") as pool:
+        pool.allocate("old", 10, "u1")
+        pool.commit()
+    assert call.refused("Load", load_request(service, saved)).reason == "GenerationMismatch"
+    base = GenerationRef(incarnation=service.gms.incarnation, generation=1)
+    request = load_request(service, saved, publish=True, if_match=base, load_token="l2")
+    assert call.updates("Load", request)[-1].layout.generation == 2
+    assert sums_on(1) == sums
+
+
+def test_a_save_reads_beside_a_worker_that_serves(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    with client.connect(0, lock="RO") as pool:
+        done = call.updates("Save", SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+        assert done.stage is TransferStage.DONE
+        assert int(pool["big"].sum(dtype="i8")) == sums["big"]
+
+
+def test_a_save_of_nothing_is_refused(service: Any, call: Caller) -> None:
+    failure = call.refused("Save", SaveRequest(device=service.uuids[0], content_uid=UID))
+    assert failure.reason == "NotEligible"
+
+
+def test_a_finished_save_is_not_written_again_by_a_repeat_and_not_lost_by_another(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    request = SaveRequest(device=service.uuids[0], content_uid=UID)
+    first = call.updates("Save", request)[-1]
+    assert call.updates("Save", request)[-1].digest == first.digest
+    with client.connect(1, lock="RW") as pool:
+        pool.allocate("w", 10, "u1")
+        pool.commit()
+    other = SaveRequest(device=service.uuids[1], content_uid=UID, part="gpu-0")
+    assert call.refused("Save", other).reason == "ArtifactExists"
+    assert (Path(first.path) / "part.json").is_file()
+
+
+@pytest.mark.parametrize("verb", ["Save", "Load"])
+def test_a_caller_that_hangs_up_when_it_is_told_of_the_end_keeps_what_it_asked_for(
+    service: Any, call: Caller, sums: dict[str, int], verb: str
+) -> None:
+    request: Any = SaveRequest(device=service.uuids[0], content_uid=UID)
+    if verb == "Load":
+        request = load_request(service, call.updates("Save", request)[-1])
+    stream = call.open(verb, request)
+    for data in stream:
+        update = decode_msgpack(data, TransferUpdate)
+        if update.stage is TransferStage.DONE:
+            break
+    stream.cancel()
+    # The service has ended the call before it ends itself.
+    service.run(service.grpc.close())
+    if verb == "Save":
+        assert (Path(update.path) / "part.json").is_file()
+    else:
+        assert [load.load_token for load in service.device(1).loads] == ["l1"]
+
+
+def children() -> set[int]:
+    """The children of this process, in which the service runs, and its threads."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        words = (task / "children").read_text().split()
+        found |= {int(pid) for pid in words}
+    return found
+
+
+def until(holds: Any) -> None:
+    done = threading.Event()
+    for _ in range(200):
+        if holds():
+            return
+        done.wait(0.05)
+    pytest.fail("it did not come true within 10 s")
+
+
+@pytest.mark.parametrize("verb", ["Save", "Load"])
+def test_a_cancelled_call_ends_its_process_and_leaves_nothing(
+    service: Any, call: Caller, sums: dict[str, int], verb: str, tmp_path: Path
+) -> None:
+    saved = call.updates("Save", SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+    before = children()
+    request = (
+        SaveRequest(device=service.uuids[0], content_uid=UID, root=str(tmp_path))
+        if verb == "Save"
+        else load_request(service, saved)
+    )
+    stream = call.open(verb, request)
+    for data in stream:
+        if decode_msgpack(data, TransferUpdate).stage is TransferStage.PROGRESS:
+            break
+    stream.cancel()
+    until(lambda: children() == before)
+    until(lambda: parts_below(tmp_path) == [])
+    until(lambda: service.device(1).used == 0)
+    assert service.device(1).loads == []
+    assert service.device(0).domains[0].sessions == []
+    assert call.updates(
+        verb, request if verb == "Save" else load_request(service, saved, load_token="l2")
+    )
+
+
+def test_watch_tells_what_happens_and_begins_with_the_past(service: Any, call: Caller) -> None:
+    stream = call.open("Watch", WatchRequest(status=True))
+    first = decode_msgpack(next(stream), WatchReply)
+    assert first.status is not None
+    with client.connect(lock="RW", name="worker"):
+        pass
+    kinds: list[str] = []
+    while len(kinds) < 3:
+        reply = decode_msgpack(next(stream), WatchReply)
+        assert reply.status is not None
+        assert reply.missed == 0
+        kinds += [event.kind.value for event in reply.events]
+    assert kinds == ["attach", "grant", "detach"]
+    stream.cancel()
+    past = call.open("Watch", WatchRequest(after=1))
+    assert [e.kind.value for e in decode_msgpack(next(past), WatchReply).events] == kinds[1:]
+    past.cancel()
+
+
+def test_a_watcher_that_comes_late_is_told_how_much_it_missed(service: Any, call: Caller) -> None:
+    for _ in range(MAX_EVENTS // 3 + 4):
+        client.connect(lock="RW").close()
+    stream = call.open("Watch", WatchRequest())
+    reply = decode_msgpack(next(stream), WatchReply)
+    assert len(reply.events) == MAX_EVENTS
+    assert reply.missed == reply.events[0].seq - 1 > 0
+    stream.cancel()
