@@ -40,6 +40,7 @@ from snapshot_shared.errors import (
     ArtifactMissing,
     DeviceTooSmall,
     Incompatible,
+    InvalidInput,
     NotFound,
     OutOfDeviceMemory,
     SnapbackError,
@@ -200,7 +201,9 @@ def test_a_save_that_is_done_ends_the_fence_and_a_repeat_gives_the_same_result(
     first = capture.run(capture.save_task())[-1]
     assert capture.service.device().fence is None
     times = {path: path.stat().st_mtime_ns for path in capture.path.iterdir()}
-    assert capture.run(capture.save_task()) == [first]
+    (again,) = capture.run(capture.save_task())
+    assert isinstance(first, TransferDone)
+    assert again == msgspec.structs.replace(first, moved=0, backend=""), "nothing is written again"
     assert {path: path.stat().st_mtime_ns for path in capture.path.iterdir()} == times
 
 
@@ -466,3 +469,18 @@ def test_the_program_imports_nothing_heavy() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert found.stdout == b"[]\n"
+
+
+def test_the_backend_that_was_chosen_moves_the_bytes_and_is_named(capture: Capture) -> None:
+    saved = capture.run(capture.save_task(backend="posix-buffered"))[-1]
+    loaded = capture.run(capture.load_task(backend="posix-direct"))[-1]
+    assert isinstance(saved, TransferDone)
+    assert isinstance(loaded, TransferDone)
+    assert (saved.backend, loaded.backend) == ("posix-buffered", "posix-direct")
+    assert saved.moved == saved.bytes == loaded.moved
+
+
+def test_a_backend_that_is_not_installed_leaves_no_part(capture: Capture) -> None:
+    with pytest.raises(InvalidInput, match="SNAPBACK_TRANSFER_BACKEND='gds'"):
+        capture.run(capture.save_task(backend="gds"))
+    assert not capture.path.exists()

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from gms.adapters.posix_buffered import read_files, write_files
+from gms.adapters.backends import find_backend
 from gms.arena import Arena
 from gms.domain.layout import structure_hash
 from gms.domain.tasks import (
@@ -145,18 +145,24 @@ def write_part(
     with new_part(root, _path_of(task)) as directory:
         require_space(directory, sum(sizes), f"part {task.part}")
         meter = _Meter(sum(sizes), emit)
-        files = write_files(
+        moved = find_backend(task.backend).write_files(
             directory,
             plan_files(entries, sizes),
             buffers,
             threads=task.threads,
             advance=meter.advance,
         )
-        data = encode_pretty(part_manifest(task, entries, files, metadata))
+        data = encode_pretty(part_manifest(task, entries, moved.files, metadata))
         if len(data) > MAX_MANIFEST_BYTES:
             raise InvalidInput("the manifest would be too long", size=len(data))
         write_new(directory, PART_MANIFEST, data)
-    return TransferDone(bytes=sum(sizes), digest=digest(data), layout=task.layout)
+    return TransferDone(
+        bytes=sum(sizes),
+        digest=digest(data),
+        layout=task.layout,
+        moved=moved.bytes,
+        backend=moved.backend,
+    )
 
 
 def load(task: LoadTask, emit: Emit) -> TransferDone:
@@ -182,7 +188,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             )
             with _mapped(lease, infos, Access.RW) as buffers:
                 meter = _Meter(manifest.bytes, emit)
-                read_files(
+                moved = find_backend(task.backend).read_files(
                     directory, plans, files, buffers, threads=task.threads, advance=meter.advance
                 )
             lease.put_metadata(metadata_of(layout.metadata))
@@ -195,7 +201,13 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
         structure_hash=done.structure_hash,
         bytes=done.bytes,
     )
-    return TransferDone(bytes=manifest.bytes, digest=task.part_digest, layout=ref)
+    return TransferDone(
+        bytes=manifest.bytes,
+        digest=task.part_digest,
+        layout=ref,
+        moved=moved.bytes,
+        backend=moved.backend,
+    )
 
 
 def save_request(task: SaveTask) -> Attach:
