@@ -54,7 +54,7 @@ class ExampleBackend:
         advance: Advance,
     ) -> Moved:
         for plan, entry in zip(plans, entries, strict=True):
-            with opened(open_regular(directory, plan.name, size=plan.size)) as fd:
+            with opened(open_regular(directory, plan.name, size=plan.size, shared=True)) as fd:
                 for chunk, wanted in zip(plan.chunks, entry.chunks, strict=True):
                     data = os.pread(fd, chunk.size, chunk.offset)
                     if xxhash.xxh3_128_hexdigest(data) != wanted:

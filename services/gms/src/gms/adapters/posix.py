@@ -44,6 +44,10 @@ class Posix:
     def __init__(self, *, direct: bool) -> None:
         self._direct = direct
 
+    def _way(self, bypassing: set[int], descriptors: Sequence[int]) -> str:
+        is_direct = self._direct and len(bypassing) == len(descriptors)
+        return "posix-direct" if is_direct else "posix-buffered"
+
     def write_files(
         self,
         directory: int,
@@ -58,11 +62,12 @@ class Posix:
         digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
         bypassing: set[int] = set()
 
-        def write(chunk: ChunkPlan) -> int:
-            descriptor = descriptors[chunk.file]
+        def write(item: tuple[int, ChunkPlan]) -> int:
+            file, chunk = item
+            descriptor = descriptors[file]
             with memory.outgoing(chunk, is_aligned=descriptor in bypassing) as pieces:
                 found = _digest(pieces, chunk.size)
-                digests[chunk.file][chunk.index] = found
+                digests[file][chunk.index] = found
                 is_zero = found == _digest_of_zeros(chunk.size)
                 if not is_zero:
                     _write(descriptor, pieces, chunk.offset, bypassing)
@@ -84,7 +89,7 @@ class Posix:
             if self._direct:
                 bypassing.update(fd for fd in descriptors if _bypass(fd))
             _take_blocks(bypassing)
-            moved = _for_all((chunk for plan in plans for chunk in plan.chunks), write, threads)
+            moved = _for_all(_chunks(plans), write, threads)
             _for_all(range(len(plans)), finish, threads)
         except OSError as error:
             raise translated(error, "a part file") from error
@@ -95,7 +100,7 @@ class Posix:
             FileEntry(name=plan.name, size=plan.size, chunk_bytes=plan.chunk_bytes, chunks=found)
             for plan, found in zip(plans, digests, strict=True)
         ]
-        return Moved(backend=_name(bypassing, descriptors), bytes=moved, files=entries)
+        return Moved(backend=self._way(bypassing, descriptors), bytes=moved, files=entries)
 
     def read_files(
         self,
@@ -112,19 +117,20 @@ class Posix:
         memory = _Memory(buffers, plans)
         bypassing: set[int] = set()
 
-        def read(chunk: ChunkPlan) -> int:
-            wanted = entries[chunk.file].chunks[chunk.index]
+        def read(item: tuple[int, ChunkPlan]) -> int:
+            file, chunk = item
+            wanted = entries[file].chunks[chunk.index]
             is_zero = wanted == _digest_of_zeros(chunk.size)
             if not is_zero:
-                descriptor = cached[chunk.file]
+                descriptor = cached[file]
                 if bypassing and not _is_resident(descriptor, chunk):
-                    descriptor = direct[chunk.file]
+                    descriptor = direct[file]
                 with memory.incoming(chunk, is_aligned=descriptor in bypassing) as pieces:
                     _read(descriptor, pieces, chunk, bypassing)
                     if (found := _digest(pieces, chunk.size)) != wanted:
                         raise ArtifactCorrupt(
-                            f"chunk {chunk.index} of {plans[chunk.file].name} is damaged",
-                            file=plans[chunk.file].name,
+                            f"chunk {chunk.index} of {plans[file].name} is damaged",
+                            file=plans[file].name,
                             chunk=chunk.index,
                             expected=wanted,
                             found=found,
@@ -134,16 +140,20 @@ class Posix:
 
         try:
             for plan in plans:
-                cached.append(open_regular(directory, plan.name, size=plan.size))
+                cached.append(open_regular(directory, plan.name, size=plan.size, shared=True))
                 if self._direct:
-                    direct.append(open_regular(directory, plan.name, size=plan.size))
+                    direct.append(open_regular(directory, plan.name, size=plan.size, shared=True))
             bypassing.update(fd for fd in direct if _bypass(fd))
-            chunks = (chunk for plan in plans for chunk in plan.chunks)
-            moved = _for_all(chunks, read, threads)
+            moved = _for_all(_chunks(plans), read, threads)
         finally:
             for descriptor in [*cached, *direct]:
                 os.close(descriptor)
-        return Moved(backend=_name(bypassing, cached), bytes=moved)
+        return Moved(backend=self._way(bypassing, cached), bytes=moved)
+
+
+def digest_in_memory(chunk: ChunkPlan, buffers: Buffers) -> str:
+    """Give the digest that a chunk has when it is written."""
+    return _digest(_pieces(chunk, buffers), chunk.size)
 
 
 class _Memory:
@@ -160,7 +170,7 @@ class _Memory:
     def outgoing(self, chunk: ChunkPlan, *, is_aligned: bool) -> Iterator[list[memoryview]]:
         """Give what is to be written, in whole pages if it has to be aligned."""
         if not is_aligned or self._is_aligned(chunk):
-            yield self._pieces(chunk)
+            yield _pieces(chunk, self._buffers)
             return
         with self._staging(chunk) as (view, address):
             at = 0
@@ -178,7 +188,7 @@ class _Memory:
     def incoming(self, chunk: ChunkPlan, *, is_aligned: bool) -> Iterator[list[memoryview]]:
         """Give where to read to; what is good after the block is then where it belongs."""
         if not is_aligned or self._is_aligned(chunk):
-            yield self._pieces(chunk)
+            yield _pieces(chunk, self._buffers)
             return
         with self._staging(chunk) as (view, address):
             yield [view]
@@ -197,14 +207,6 @@ class _Memory:
             for piece in chunk.pieces
         )
 
-    def _pieces(self, chunk: ChunkPlan) -> list[memoryview]:
-        return [
-            memoryview(bytearray(piece.size))
-            if piece.allocation == PADDING
-            else self._buffers[piece.allocation][piece.offset : piece.offset + piece.size]
-            for piece in chunk.pieces
-        ]
-
     @contextlib.contextmanager
     def _staging(self, chunk: ChunkPlan) -> Iterator[tuple[memoryview, int]]:
         # A thread holds one at most, so that there are never more of them than threads.
@@ -220,13 +222,22 @@ class _Memory:
             self._free.append(pages)
 
 
+def _chunks(plans: Sequence[FilePlan]) -> Iterator[tuple[int, ChunkPlan]]:
+    """Give every chunk with the place of its file among these plans."""
+    return ((file, chunk) for file, plan in enumerate(plans) for chunk in plan.chunks)
+
+
+def _pieces(chunk: ChunkPlan, buffers: Buffers) -> list[memoryview]:
+    return [
+        memoryview(bytearray(piece.size))
+        if piece.allocation == PADDING
+        else buffers[piece.allocation][piece.offset : piece.offset + piece.size]
+        for piece in chunk.pieces
+    ]
+
+
 def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
-
-
-def _name(bypassing: set[int], descriptors: Sequence[int]) -> str:
-    is_direct = len(bypassing) == len(descriptors) > 0
-    return "posix-direct" if is_direct else "posix-buffered"
 
 
 def _bypass(descriptor: int) -> bool:

@@ -86,7 +86,7 @@ class ArtifactRoot:
             data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
             for entry in manifest.files:
-                os.close(open_regular(directory, entry.name, size=entry.size))
+                os.close(open_regular(directory, entry.name, size=entry.size, shared=True))
             _check_nothing_else(directory, manifest)
         return manifest, digest(data)
 

@@ -128,7 +128,7 @@ async def read_checked(
     ArtifactCorrupt names the file and the chunk; a chunk that differs is not written.
     """
     for entry in entries:
-        with opened(open_regular(source, entry.name, size=entry.size)) as reading:
+        with opened(open_regular(source, entry.name, size=entry.size, shared=True)) as reading:
             if target is None:
                 await _read_entry(reading, entry, counter, None)
             else:
