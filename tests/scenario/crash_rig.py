@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gms.adapters import posix_buffered, transfer_child
+from gms.adapters import posix, sharing, transfer_child
 from snapshot_agent.adapters import artifacts, cooperative, copying, library, locks
 from snapshot_agent.handlers import captures, restores
 from snapshot_shared import files, journal
@@ -37,7 +37,8 @@ MODULES: tuple[types.ModuleType, ...] = (
     copying,
     locks,
     cooperative,
-    posix_buffered,
+    posix,
+    sharing,
     transfer_child,
     captures,
     restores,

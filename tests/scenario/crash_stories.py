@@ -51,7 +51,7 @@ INFOS = [
     AllocationInfo(id="w0", size=5000, aligned=8192, tag="", slot=0),
     AllocationInfo(id="w1", size=9000, aligned=12288, tag="", slot=1),
 ]
-MEMORY = [memoryview(bytes(range(len(info.id), 256)) * 40)[: info.size] for info in INFOS]
+MEMORY = [memoryview(bytearray(range(len(info.id), 256)) * 40)[: info.size] for info in INFOS]
 LAYOUT = LayoutRef(
     device="GPU-1", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=14000
 )

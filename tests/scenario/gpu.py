@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from gms.adapters.posix_buffered import read_files
+from gms.adapters.backends import find_backend
 from gms.adapters.transfer_child import (
     check_fenced,
     check_room,
@@ -356,7 +356,7 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
             memory = lease.memory()
             buffers = [memoryview(memory[info.id])[: info.size] for info in infos]
             await node.work()
-            read_files(
+            find_backend(task.backend).read_files(
                 directory,
                 plans,
                 manifest.files,

@@ -54,6 +54,8 @@ class SimOs:
         self._disk = disk
         self._table: dict[int, tuple[_Open, Owner]] = {}
         self._dead: set[int] = set()
+        self.takes_direct = True
+        """Whether files may be read and written past the cache; sectors then have 512 bytes."""
         self.path = _SimPath(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -229,6 +231,7 @@ class SimOs:
         opened = self.opened(fd)
         if opened.flags & os.O_ACCMODE == os.O_WRONLY:
             raise _error(errno.EBADF)
+        self._check_sectors(opened, count, offset)
         count //= self._disk.begin("read") or 1
         return bytes(self._disk.data(opened.inode)[offset : offset + count])
 
@@ -266,13 +269,18 @@ class SimOs:
     def _write(self, opened: _Open, data: Any, offset: int) -> int:
         if opened.flags & os.O_ACCMODE == os.O_RDONLY:
             raise _error(errno.EBADF)
-        part = self._disk.begin("write")
         new = bytes(data)
+        self._check_sectors(opened, len(new), offset)
+        part = self._disk.begin("write")
         if part and len(new) > 1:
             new = new[: len(new) // part]
         if opened.flags & os.O_APPEND:
             offset = len(self._disk.data(opened.inode))
         return self._disk.write(opened.inode, offset, new) if new else 0
+
+    def _check_sectors(self, opened: _Open, count: int, offset: int) -> None:
+        if opened.flags & os.O_DIRECT and (count % 512 or offset % 512):
+            raise _error(errno.EINVAL)
 
     def fsync(self, fd: int) -> None:
         if fd < FIRST:
@@ -560,13 +568,27 @@ class _SimPath:
 
 
 class SimFcntl:
-    """An `fcntl` whose flock knows simulated descriptors."""
+    """An `fcntl` that knows simulated descriptors: flock, and the flags of open files."""
 
     def __init__(self, sim: SimOs) -> None:
         self._sim = sim
 
     def __getattr__(self, name: str) -> Any:
         return getattr(fcntl, name)
+
+    def fcntl(self, fd: int, command: int, flags: int = 0) -> int:
+        """Get or set flags; EINVAL where the disk takes no direct I/O."""
+        if fd < FIRST:
+            return fcntl.fcntl(fd, command, flags)
+        opened = self._sim.opened(fd)
+        if command == fcntl.F_GETFL:
+            return opened.flags
+        if command != fcntl.F_SETFL:
+            raise _error(errno.ENOSYS)
+        if flags & os.O_DIRECT and not self._sim.takes_direct:
+            raise _error(errno.EINVAL)
+        opened.flags = flags
+        return 0
 
     def flock(self, fd: int, operation: int) -> None:
         """Lock without waiting: a lock that another has is refused even if waiting was asked."""

@@ -23,7 +23,7 @@ SYNCED_FILES = {
     "artifacts.py",
     "library.py",
     "copying.py",
-    "posix_buffered.py",
+    "posix.py",
 }
 
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
-from gms.adapters.posix_buffered import read_files
+from gms.adapters.backends import find_backend
 from gms.domain import transfer
+from gms.domain.tasks import DEFAULT_BACKEND
 from gms.domain.transfer import plan_files
 from snapshot_agent.adapters import copying
 from snapshot_shared import files
@@ -113,7 +114,9 @@ def _load_refusal(saved: _Saved) -> tuple[str, int]:
         files.opened(saved.story.root.open_part(saved.story.place, "gpu-0")) as folder,
         pytest.raises(ArtifactCorrupt) as caught,
     ):
-        read_files(folder, plans, manifest.files, memory, threads=1, advance=_count)
+        find_backend(DEFAULT_BACKEND).read_files(
+            folder, plans, manifest.files, memory, threads=1, advance=_count
+        )
     return caught.value.values["file"], caught.value.values["chunk"]
 
 

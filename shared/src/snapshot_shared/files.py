@@ -133,14 +133,19 @@ def make_dir(root: int, parts: Sequence[str], *, exclusive: bool = False) -> int
     return current
 
 
-def open_regular(directory: int, name: str, *, size: int | None = None) -> int:
-    """Open a file for reading: a regular file with one link and, if given, exactly `size` bytes."""
+def open_regular(
+    directory: int, name: str, *, size: int | None = None, shared: bool = False
+) -> int:
+    """Open a regular file for reading, which has, if given, exactly `size` bytes.
+
+    It must have this one name, unless it may be `shared`: by artifacts that hold the same bytes.
+    """
     fd = _openat(
         directory, check_component(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     )
     try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        if not stat.S_ISREG(found.st_mode) or (found.st_nlink != 1 and not shared):
             raise ArtifactCorrupt(f"{name} is not a plain file with one link", file=name)
         if size is not None and found.st_size != size:
             raise ArtifactCorrupt(

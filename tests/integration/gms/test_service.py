@@ -140,6 +140,20 @@ def test_a_second_service_of_one_node_says_why_it_does_not_start(process: Proces
     assert found.stderr.decode().splitlines()[-1].startswith("AlreadyExists: another")
 
 
+def test_a_transfer_backend_that_there_is_not_is_refused_at_the_start(process: Process) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "gms.main"],
+        env=process.environment | {"SNAPBACK_TRANSFER_BACKEND": "gds"},
+        capture_output=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert found.returncode == 1
+    (line,) = found.stderr.decode().splitlines()
+    assert "SNAPBACK_TRANSFER_BACKEND='gds'" in line
+    assert "posix-buffered, posix-direct" in line
+
+
 # Orders.
 
 

@@ -40,6 +40,7 @@ from snapshot_shared.errors import (
     ArtifactMissing,
     DeviceTooSmall,
     Incompatible,
+    InvalidInput,
     NotFound,
     OutOfDeviceMemory,
     SnapbackError,
@@ -200,7 +201,9 @@ def test_a_save_that_is_done_ends_the_fence_and_a_repeat_gives_the_same_result(
     first = capture.run(capture.save_task())[-1]
     assert capture.service.device().fence is None
     times = {path: path.stat().st_mtime_ns for path in capture.path.iterdir()}
-    assert capture.run(capture.save_task()) == [first]
+    (again,) = capture.run(capture.save_task())
+    assert isinstance(first, TransferDone)
+    assert again == msgspec.structs.replace(first, moved=0, backend=""), "nothing is written again"
     assert {path: path.stat().st_mtime_ns for path in capture.path.iterdir()} == times
 
 
@@ -303,10 +306,6 @@ def _link(path: Path) -> None:
     (path / "shard-0001.bin").symlink_to(path / "elsewhere")
 
 
-def _second_name(path: Path) -> None:
-    os.link(path / "shard-0001.bin", path / "second-name")
-
-
 def _fifo(path: Path) -> None:
     (path / "shard-0001.bin").unlink()
     os.mkfifo(path / "shard-0001.bin")
@@ -317,7 +316,7 @@ def _linked_folder(path: Path) -> None:
     path.symlink_to(path.with_name("elsewhere"))
 
 
-@pytest.mark.parametrize("damage", [_truncate, _link, _second_name, _fifo, _linked_folder])
+@pytest.mark.parametrize("damage", [_truncate, _link, _fifo, _linked_folder])
 def test_files_that_are_not_what_was_written_are_refused(
     capture: Capture, damage: Callable[[Path], None]
 ) -> None:
@@ -466,3 +465,112 @@ def test_the_program_imports_nothing_heavy() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert found.stdout == b"[]\n"
+
+
+def test_the_backend_that_was_chosen_moves_the_bytes_and_is_named(capture: Capture) -> None:
+    saved = capture.run(capture.save_task(backend="posix-buffered"))[-1]
+    loaded = capture.run(capture.load_task(backend="posix-direct"))[-1]
+    assert isinstance(saved, TransferDone)
+    assert isinstance(loaded, TransferDone)
+    assert (saved.backend, loaded.backend) == ("posix-buffered", "posix-direct")
+    assert saved.moved == saved.bytes == loaded.moved
+
+
+def test_a_backend_that_is_not_installed_leaves_no_part(capture: Capture) -> None:
+    with pytest.raises(InvalidInput, match="SNAPBACK_TRANSFER_BACKEND='gds'"):
+        capture.run(capture.save_task(backend="gds"))
+    assert not capture.path.exists()
+
+
+OTHER = UID.replace("1", "6")
+
+
+def sealed_first(capture: Capture) -> SaveTask:
+    """Save and seal, and give the task of another capture of the same layout."""
+    capture.run(capture.save_task())
+    (capture.path.parent / "root.json").write_text("{}")
+    capture.layout = capture.fence("f2")
+    return capture.save_task(content_uid=OTHER, fence_token="f2")
+
+
+def files_of(capture: Capture, uid: str) -> dict[str, Path]:
+    folder = capture.root / "default" / uid / "gen-1" / "gpu-0"
+    return {path.name: path for path in folder.glob("shard-*")}
+
+
+def test_a_save_of_an_unchanged_layout_writes_nothing_and_outlives_its_parent(
+    capture: Capture,
+) -> None:
+    task = sealed_first(capture)
+    again = capture.run(task)
+    done = again[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == 0
+    progress = [event for event in again if isinstance(event, TransferProgress)]
+    assert progress[-1].done == progress[-1].total == done.bytes
+    older, newer = files_of(capture, UID), files_of(capture, OTHER)
+    assert all(newer[name].samefile(older[name]) for name in older)
+    capture.run(capture.load_task())  # The parent still loads.
+    shutil.rmtree(capture.root / "default" / UID)
+    capture.path = capture.root / "default" / OTHER / "gen-1" / "gpu-0"
+    capture.run(capture.load_task(content_uid=OTHER, load_token="l2"))
+
+
+def test_a_save_of_a_layout_that_changed_in_one_place_writes_that_file(capture: Capture) -> None:
+    task = sealed_first(capture)
+    entry = capture.manifest().files[0]
+    path = files_of(capture, UID)["shard-0000.bin"]
+    # As if the layout had held other bytes then, and the file says so truthfully.
+    path.unlink()
+    path.write_bytes(bytes(entry.size))
+    digests = [
+        xxhash.xxh3_128_hexdigest(bytes(min(entry.chunk_bytes, entry.size - at)))
+        for at in range(0, entry.size, entry.chunk_bytes)
+    ]
+    capture.rewrite(
+        lambda m: msgspec.structs.replace(
+            m, files=[msgspec.structs.replace(entry, chunks=digests), *m.files[1:]]
+        )
+    )
+    done = capture.run(task)[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == entry.size
+    newer = files_of(capture, OTHER)
+    assert [newer[name].stat().st_nlink for name in sorted(newer)] == [1, 2]
+
+
+def test_a_file_of_the_parent_that_is_damaged_is_not_shared(capture: Capture) -> None:
+    task = sealed_first(capture)
+    path = files_of(capture, UID)["shard-0001.bin"]
+    with path.open("r+b") as shard:
+        shard.write(b"\xff")
+    done = capture.run(task)[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == path.stat().st_size
+    newer = files_of(capture, OTHER)
+    assert [newer[name].stat().st_nlink for name in sorted(newer)] == [2, 1]
+    capture.path = capture.root / "default" / OTHER / "gen-1" / "gpu-0"
+    capture.run(capture.load_task(content_uid=OTHER))
+
+
+def test_a_generation_that_is_not_sealed_and_another_namespace_share_nothing(
+    capture: Capture,
+) -> None:
+    task = sealed_first(capture)
+    done = capture.run(msgspec.structs.replace(task, namespace="other"))[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == done.bytes
+    (capture.path.parent / "root.json").unlink()
+    capture.layout = capture.fence("f3")
+    done = capture.run(capture.save_task(content_uid=OTHER, fence_token="f3"))[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == done.bytes
+
+
+def test_what_is_wrong_with_older_artifacts_does_not_stop_a_save(capture: Capture) -> None:
+    task = sealed_first(capture)
+    (capture.path / "part.json").write_text("no manifest")
+    (capture.root / "default" / "a-file").write_text("")
+    done = capture.run(task)[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == done.bytes

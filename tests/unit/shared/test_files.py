@@ -48,6 +48,15 @@ def test_what_is_no_plain_file_is_refused(root: int, tmp_path: Path, kind: str) 
         files.open_regular(root, "odd")
 
 
+def test_a_file_that_may_be_shared_may_have_a_second_name(root: int, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    (tmp_path / "second").hardlink_to(tmp_path / "f")
+    os.close(files.open_regular(root, "f", size=1, shared=True))
+    (tmp_path / "linked").symlink_to("f")
+    with pytest.raises(ArtifactCorrupt):
+        files.open_regular(root, "linked", shared=True)
+
+
 def test_a_wrong_size_is_refused_with_both(root: int, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"12345")
     with pytest.raises(ArtifactCorrupt, match="5 bytes, its manifest says 4"):

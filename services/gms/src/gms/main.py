@@ -17,10 +17,12 @@ import msgspec
 from msgspec import Meta
 
 from gms.adapters.admission import LeasePolicy
+from gms.adapters.backends import find_backend
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
 from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.tasks import DEFAULT_BACKEND
 from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
@@ -55,12 +57,13 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     """What GMS needs to know: how many simulated devices there are, and the bytes of each.
 
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
-    other socket.
+    other socket. `transfer_backend` moves the bytes of saves and loads.
     """
 
     devices: Annotated[int, Meta(ge=0, le=64)] = 2
     device_bytes: Annotated[int, Meta(ge=2**21, le=2**50)] = 4 * 2**30
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    transfer_backend: str = DEFAULT_BACKEND
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -68,6 +71,7 @@ async def serve(stop: asyncio.Event) -> None:
     settings = load(GmsSettings)
     log_to_stderr(SERVICE, settings.node, settings.log_level)
     check_node(settings.node)
+    find_backend(settings.transfer_backend)
     _allow_many_descriptors()
     devices = [
         SimulatedDevice(node=settings.node, index=index, capacity=settings.device_bytes)
@@ -149,6 +153,7 @@ async def _serve_orders(
         transfers,
         socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,
+        backend=settings.transfer_backend,
         courier=lambda: courier,
         metrics=metrics,
     )

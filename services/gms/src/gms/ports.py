@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gms.domain.sessions import Peer, Session
 from gms.domain.tasks import LoadTask, SaveTask, TransferEvent
+from gms.domain.transfer import FilePlan
+from snapshot_shared.artifact import FileEntry
 from snapshot_shared.frames import (
     Access,
     AllocateMany,
@@ -174,6 +176,67 @@ class Transfers(Protocol):
         """Give what the process tells, the last being TransferDone.
 
         Its failure is raised with its own reason; closing the iterator ends the process.
+        """
+        ...
+
+
+Buffers = Sequence[memoryview]
+"""The memory of every allocation, by its index in a plan. The views are writable by type."""
+
+Advance = Callable[[int], None]
+"""Told the bytes of each chunk that is done, from any thread; what it raises ends the transfer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """What a backend did. `bytes` went to or came from the files: zeros need not.
+
+    `backend` names the way that was taken, which may be a simpler one than was asked for.
+    `files` are the entries of what was written, with digests.
+    """
+
+    backend: str
+    bytes: int
+    files: list[FileEntry] = field(default_factory=list)
+
+
+@runtime_checkable
+class TransferBackend(Protocol):
+    """Carries out file plans between memory and the directory of a part.
+
+    Both methods take at most `threads` threads, and memory for a chunk each and 32 MiB besides.
+    After an error no thread of theirs runs and no descriptor is open.
+    """
+
+    def write_files(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        buffers: Buffers,
+        *,
+        threads: int,
+        advance: Advance,
+    ) -> Moved:
+        """Create, fill and fsync every file; padding is zeros. NoSpace, ArtifactExists.
+
+        The directory itself is the caller's to fsync.
+        """
+        ...
+
+    def read_files(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        entries: Sequence[FileEntry],
+        buffers: Buffers,
+        *,
+        threads: int,
+        advance: Advance,
+    ) -> Moved:
+        """Fill every buffer, each of which is all zeros yet, and compare each chunk's digest.
+
+        ArtifactCorrupt names file and chunk; ArtifactMissing. What is not a plain file of the
+        planned size is not read.
         """
         ...
 

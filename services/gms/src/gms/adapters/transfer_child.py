@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from gms.adapters.posix_buffered import read_files, write_files
+from gms.adapters.backends import find_backend
+from gms.adapters.sharing import parent_of, share
 from gms.arena import Arena
 from gms.domain.layout import structure_hash
 from gms.domain.tasks import (
@@ -141,24 +142,44 @@ def write_part(
 ) -> TransferDone:
     """Write the bytes of every allocation beneath an artifact root, and the manifest last.
 
+    Files that a sealed artifact of the same namespace holds already are shared with it.
+
     What fails leaves no directory. NoSpace, and ArtifactExists when one stands there.
     """
     entries, sizes = place(infos, shard_bytes=task.shard_bytes)
+    plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
+    backend = find_backend(task.backend)
     with new_part(root, _path_of(task)) as directory:
-        require_space(directory, sum(sizes), f"part {task.part}")
         meter = _Meter(sum(sizes), emit)
-        files = write_files(
-            directory,
-            plan_files(entries, sizes),
-            buffers,
-            threads=task.threads,
-            advance=meter.advance,
+        with parent_of(root, task) as parent:
+            if parent is not None:
+                shared = share(
+                    parent,
+                    directory,
+                    plans,
+                    buffers,
+                    backend,
+                    threads=task.threads,
+                    advance=meter.advance,
+                )
+        missing = [plan for plan in plans if plan.name not in shared]
+        require_space(directory, sum(plan.size for plan in missing), f"part {task.part}")
+        moved = backend.write_files(
+            directory, missing, buffers, threads=task.threads, advance=meter.advance
         )
-        data = encode_pretty(part_manifest(task, entries, files, metadata))
+        files = shared | {entry.name: entry for entry in moved.files}
+        in_order = [files[plan.name] for plan in plans]
+        data = encode_pretty(part_manifest(task, entries, in_order, metadata))
         if len(data) > MAX_MANIFEST_BYTES:
             raise InvalidInput("the manifest would be too long", size=len(data))
         write_new(directory, PART_MANIFEST, data)
-    return TransferDone(bytes=sum(sizes), digest=digest(data), layout=task.layout)
+    return TransferDone(
+        bytes=sum(sizes),
+        digest=digest(data),
+        layout=task.layout,
+        moved=moved.bytes,
+        backend=moved.backend,
+    )
 
 
 def load(task: LoadTask, emit: Emit) -> TransferDone:
@@ -184,7 +205,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             )
             with _mapped(lease, infos, Access.RW) as buffers:
                 meter = _Meter(manifest.bytes, emit)
-                read_files(
+                moved = find_backend(task.backend).read_files(
                     directory, plans, files, buffers, threads=task.threads, advance=meter.advance
                 )
             lease.put_metadata(metadata_of(layout.metadata))
@@ -197,7 +218,13 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
         structure_hash=done.structure_hash,
         bytes=done.bytes,
     )
-    return TransferDone(bytes=manifest.bytes, digest=task.part_digest, layout=ref)
+    return TransferDone(
+        bytes=manifest.bytes,
+        digest=task.part_digest,
+        layout=ref,
+        moved=moved.bytes,
+        backend=moved.backend,
+    )
 
 
 def save_request(task: SaveTask) -> Attach:
@@ -345,7 +372,7 @@ def saved_before(root: int, task: SaveTask) -> TransferDone | None:
             raise ArtifactExists(f"another part stands in {'/'.join(path)}", path="/".join(path))
         # The manifest may have outlived its files, and neither need be durable yet.
         for entry in manifest.files:
-            os.close(open_regular(directory, entry.name, size=entry.size))
+            os.close(open_regular(directory, entry.name, size=entry.size, shared=True))
         secure(directory, PART_MANIFEST)
     return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)
 

@@ -27,6 +27,8 @@ from snapshot_shared.orders import (
     UidStr,
 )
 
+DEFAULT_BACKEND = "posix-direct"
+
 Threads = Annotated[int, Meta(ge=1, le=64)]
 
 
@@ -41,6 +43,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     deadline_s: Seconds
     threads: Threads = 4
     attempt: int = 0
+    backend: ShortText = DEFAULT_BACKEND
     traceparent: ShortText = ""
 
 
@@ -84,11 +87,17 @@ class TransferProgress(_Event, frozen=True, kw_only=True, tag="progress"):
 
 
 class TransferDone(_Event, frozen=True, kw_only=True, tag="done"):
-    """Everything is on disk, or in memory and verified. `digest` is that of the part manifest."""
+    """Everything is on disk, or in memory and verified. `digest` is that of the part manifest.
+
+    `moved` of the bytes went to or came from the disk, by the backend that is named; 0 by none
+    when an earlier process had saved everything.
+    """
 
     bytes: Bytes
     digest: Digest
     layout: LayoutRef
+    moved: Bytes = 0
+    backend: ShortText = ""
 
 
 class TransferFailed(_Event, frozen=True, kw_only=True, tag="failed"):

@@ -8,7 +8,7 @@ from the manifest by the same function, so that writing and reading cannot disag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gms.domain.layout import aligned, structure_hash
 from snapshot_shared.artifact import (
@@ -31,7 +31,8 @@ from snapshot_shared.frames import AllocationInfo, MetadataItem
 
 PAGE = 4096
 CHUNK_BYTES = 8 * 1024 * 1024
-SHARD_BYTES = 1024 * 1024 * 1024
+SHARD_BYTES = 256 * 1024 * 1024
+"""The longest shard. A later save shares whole ones, so long ones are seldom shared."""
 
 PADDING = -1
 """The allocation of a piece that belongs to none: zeros between allocations."""
@@ -104,6 +105,12 @@ def plan_files(
         chunks = _chunks(file, chunk, _filled(sorted(rows[file]), size))
         plans.append(FilePlan(name, size, chunk, tuple(chunks)))
     return plans
+
+
+def without_memory(plan: FilePlan) -> FilePlan:
+    """Give the same file for reading it only: no byte of it goes to an allocation."""
+    chunks = [replace(c, pieces=(Piece(PADDING, 0, c.size),)) for c in plan.chunks]
+    return replace(plan, chunks=tuple(chunks))
 
 
 def shard_name(index: int) -> str:

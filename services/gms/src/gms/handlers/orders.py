@@ -7,12 +7,14 @@ what they tell into reports and progress.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from gms.domain.tasks import (
+    DEFAULT_BACKEND,
     LoadTask,
     SaveTask,
     TransferDone,
@@ -37,6 +39,8 @@ from snapshot_shared.orders import (
 from snapshot_shared.runner import Step
 from snapshot_shared.telemetry import current_traceparent
 
+log = logging.getLogger(__name__)
+
 LEASE_S = 60.0
 """How long a transfer may take until it holds its lock, in seconds."""
 BYTES_S = 3600.0
@@ -58,8 +62,9 @@ class GmsOrders:
         root: Path,
         courier: Callable[[], Courier],
         metrics: Metrics = OFF,
+        backend: str = DEFAULT_BACKEND,
     ) -> None:
-        """Work on `gms`, with parts below the artifact root `root`."""
+        """Work on `gms`, with parts below the artifact root `root`, moved by `backend`."""
         self._gms = gms
         self._transfers = transfers
         self._tracer = tracer
@@ -67,6 +72,7 @@ class GmsOrders:
         self._root = str(root)
         self._courier = courier
         self._metrics = metrics
+        self._backend = backend
 
     def routes(self) -> dict[type[Order], Handler]:
         """Give the handler of each type of order."""
@@ -85,6 +91,7 @@ class GmsOrders:
         task = SaveTask(
             socket_dir=self._socket_dir,
             root=self._root,
+            backend=self._backend,
             device=order.layout.device,
             namespace=order.namespace,
             content_uid=order.content_uid,
@@ -112,6 +119,7 @@ class GmsOrders:
             await context.steps("save", table)
             moved(transfer.result().bytes)
         done = transfer.result()
+        _log_moved("save", order.part, done)
         return {"part": PartResult(part=order.part, bytes=done.bytes, digest=done.digest)}
 
     async def load(self, order: LoadOrder, context: OrderContext) -> Result:
@@ -121,6 +129,7 @@ class GmsOrders:
         task = LoadTask(
             socket_dir=self._socket_dir,
             root=self._root,
+            backend=self._backend,
             device=order.device,
             namespace=artifact.namespace,
             content_uid=artifact.content_uid,
@@ -147,8 +156,10 @@ class GmsOrders:
         ]
         with self._metrics.moving("load") as moved, self._tracer.span("transfer"):
             await context.steps("load", table)
-            moved(transfer.result().bytes)
-        return {"bytes": transfer.result().bytes}
+            done = transfer.result()
+            moved(done.bytes)
+        _log_moved("load", order.part, done)
+        return {"bytes": done.bytes}
 
     async def commit(self, order: CommitOrder, context: OrderContext) -> Result:
         """Publish the layout that a load left hidden: `committed`."""
@@ -217,6 +228,11 @@ class GmsOrders:
                 found=uuid,
                 expected=sorted(self._gms.devices),
             )
+
+
+def _log_moved(verb: str, part: str, done: TransferDone) -> None:
+    way = f", {done.moved} of them moved by {done.backend}" if done.backend else ""
+    log.info("%s of %s: %d bytes%s", verb, part, done.bytes, way)
 
 
 class _Transfer:

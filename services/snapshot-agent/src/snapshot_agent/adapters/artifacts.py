@@ -85,14 +85,17 @@ class ArtifactRoot:
         with opened(self.open_part(place, part)) as directory:
             data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
+            is_shared = manifest.kind == "gms"
             for entry in manifest.files:
-                os.close(open_regular(directory, entry.name, size=entry.size))
+                os.close(open_regular(directory, entry.name, size=entry.size, shared=is_shared))
             _check_nothing_else(directory, manifest)
         return manifest, digest(data)
 
     async def check_bytes(self, place: Place, manifest: PartManifest, progress: Progress) -> None:
         with opened(self.open_part(place, manifest.part)) as directory:
-            await read_checked(directory, manifest.files, Counter(progress))
+            await read_checked(
+                directory, manifest.files, Counter(progress), shared=manifest.kind == "gms"
+            )
 
     async def parts(self, place: Place) -> list[str]:
         return await in_thread(self._parts, place)

@@ -121,14 +121,20 @@ def _sync(fd: int, name: str) -> None:
 
 
 async def read_checked(
-    source: int, entries: Iterable[FileEntry], counter: Counter, target: int | None = None
+    source: int,
+    entries: Iterable[FileEntry],
+    counter: Counter,
+    target: int | None = None,
+    *,
+    shared: bool = False,
 ) -> None:
     """Read files of a part whole, compare every digest, and copy them if there is a target.
 
+    Those of GPU memory may be `shared` with other artifacts.
     ArtifactCorrupt names the file and the chunk; a chunk that differs is not written.
     """
     for entry in entries:
-        with opened(open_regular(source, entry.name, size=entry.size)) as reading:
+        with opened(open_regular(source, entry.name, size=entry.size, shared=shared)) as reading:
             if target is None:
                 await _read_entry(reading, entry, counter, None)
             else:

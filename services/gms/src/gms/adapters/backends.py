@@ -1,0 +1,50 @@
+"""Finds a transfer backend by its name: one of ours, or an entry point of another package."""
+
+from __future__ import annotations
+
+from gms.adapters.posix import Posix
+from gms.ports import TransferBackend
+from snapshot_shared.errors import InvalidInput
+
+GROUP = "snapback.transfer_backends"
+"""The entry point group. Each point names what makes a backend when it is called."""
+
+_OURS: dict[str, TransferBackend] = {
+    "posix-direct": Posix(direct=True),
+    "posix-buffered": Posix(direct=False),
+}
+
+
+def find_backend(name: str) -> TransferBackend:
+    """Give the backend of this name. InvalidInput names those that there are."""
+    if (ours := _OURS.get(name)) is not None:
+        return ours
+    # Every restore waits for this import, and few need it.
+    from importlib.metadata import entry_points  # noqa: PLC0415
+
+    points = entry_points(group=GROUP)
+    if name not in points.names:
+        known = sorted({*_OURS, *points.names})
+        raise InvalidInput(
+            f"SNAPBACK_TRANSFER_BACKEND={name!r}: there is no such transfer backend, only "
+            + ", ".join(known),
+            next_step="install the package that brings it, or choose another",
+            found=name,
+            expected=known,
+        )
+    try:
+        found = points[name].load()()
+    except Exception as error:
+        raise InvalidInput(
+            f"SNAPBACK_TRANSFER_BACKEND={name!r}: {points[name].value} cannot be used: "
+            f"{type(error).__name__}: {error}",
+            next_step="repair the package that brings it, or choose another",
+            found=name,
+        ) from error
+    if not isinstance(found, TransferBackend):
+        raise InvalidInput(
+            f"SNAPBACK_TRANSFER_BACKEND={name!r}: {points[name].value} makes no transfer backend",
+            next_step="it must have write_files and read_files, as gms.ports says",
+            found=type(found).__name__,
+        )
+    return found

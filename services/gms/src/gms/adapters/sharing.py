@@ -1,0 +1,139 @@
+"""A save writes what changed: a file that an older artifact holds already is shared with it.
+
+The file gets a second name, so that each artifact may be deleted and the other loses nothing. It is
+shared only when every chunk in memory has the digest that the older manifest says, and the file,
+read again, has it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from itertools import starmap
+
+from gms.adapters.posix import digest_in_memory
+from gms.domain.tasks import SaveTask
+from gms.domain.transfer import FilePlan, without_memory
+from gms.ports import Advance, Buffers, TransferBackend
+from snapshot_shared.artifact import (
+    PART_MANIFEST,
+    ROOT_MANIFEST,
+    FileEntry,
+    PartManifest,
+    check_part_manifest,
+    generation_of,
+)
+from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json
+from snapshot_shared.errors import NoSpace, SnapbackError
+from snapshot_shared.files import open_dir, opened, read_bounded, translated
+
+LOOKED_AT = 16
+"""How many sealed generations of a namespace are asked, the newest first."""
+
+
+@contextlib.contextmanager
+def parent_of(root: int, task: SaveTask) -> Iterator[tuple[int, list[FileEntry]] | None]:
+    """Open the newest sealed part whose layout has the structure of the one that is saved.
+
+    Gives its directory and its files; None when there is none.
+    """
+    for content, generation in _sealed(root, task.namespace)[:LOOKED_AT]:
+        with contextlib.ExitStack() as stack:
+            try:
+                path = (task.namespace, content, generation, task.part)
+                directory = stack.enter_context(opened(open_dir(root, path)))
+                data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
+                manifest = check_part_manifest(
+                    decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES)
+                )
+            except (SnapbackError, OSError):
+                # Whatever is wrong with it, it is of no use here.
+                continue
+            layout = manifest.layout
+            if layout and layout.source.structure_hash == task.layout.structure_hash:
+                yield directory, manifest.files
+                return
+    yield None
+
+
+def share(
+    parent: tuple[int, Sequence[FileEntry]],
+    directory: int,
+    plans: Sequence[FilePlan],
+    buffers: Buffers,
+    backend: TransferBackend,
+    *,
+    threads: int,
+    advance: Advance,
+) -> dict[str, FileEntry]:
+    """Give the files that are now in `directory`, too, by name, verified.
+
+    What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
+    """
+    older, entries = parent
+    known = {entry.name: entry for entry in entries}
+    shared: dict[str, FileEntry] = {}
+    for plan in plans:
+        entry = known.get(plan.name)
+        if entry is None or not _is_same(plan, entry, buffers):
+            continue
+        try:
+            _link(older, directory, plan.name)
+            backend.read_files(
+                directory,
+                [without_memory(plan)],
+                [entry],
+                [],
+                threads=threads,
+                advance=lambda _: None,
+            )
+        except NoSpace:
+            raise
+        except (SnapbackError, OSError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(plan.name, dir_fd=directory)
+        else:
+            shared[plan.name] = entry
+            advance(plan.size)
+    return shared
+
+
+def _link(older: int, directory: int, name: str) -> None:
+    try:
+        os.link(name, name, src_dir_fd=older, dst_dir_fd=directory, follow_symlinks=False)
+    except OSError as error:
+        raise translated(error, name) from error
+
+
+def _is_same(plan: FilePlan, entry: FileEntry, buffers: Buffers) -> bool:
+    if (plan.size, plan.chunk_bytes) != (entry.size, entry.chunk_bytes):
+        return False
+    pairs = zip(plan.chunks, entry.chunks, strict=True)
+    return all(starmap(lambda chunk, wanted: digest_in_memory(chunk, buffers) == wanted, pairs))
+
+
+def _sealed(root: int, namespace: str) -> list[tuple[str, str]]:
+    """Give content and folder of every sealed generation of a namespace, the newest first."""
+    found: list[tuple[int, int, str, str]] = []
+    for content in _names(root, (namespace,)):
+        for folder in _names(root, (namespace, content)):
+            number = generation_of(namespace, content, folder)
+            if number is None:
+                continue
+            with (
+                contextlib.suppress(SnapbackError, OSError),
+                opened(open_dir(root, (namespace, content, folder))) as directory,
+            ):
+                seal = os.stat(ROOT_MANIFEST, dir_fd=directory, follow_symlinks=False)
+                found.append((seal.st_mtime_ns, number, content, folder))
+    return [(content, folder) for _, _, content, folder in sorted(found, reverse=True)]
+
+
+def _names(root: int, path: Sequence[str]) -> list[str]:
+    try:
+        with opened(open_dir(root, path)) as directory:
+            return os.listdir(directory)  # noqa: PTH208 - of a descriptor
+    except SnapbackError:
+        # A file that is no directory is none of ours.
+        return []
