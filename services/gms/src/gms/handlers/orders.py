@@ -7,7 +7,7 @@ what they tell into reports and progress.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ class _Transfer:
     """
 
     def __init__(
-        self, context: OrderContext, part: str, events: AsyncGenerator[TransferEvent, None]
+        self, context: OrderContext, part: str, events: AsyncIterator[TransferEvent]
     ) -> None:
         self._context = context
         self._part = part
