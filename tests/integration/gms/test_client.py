@@ -145,6 +145,20 @@ def test_a_pool_that_sleeps_leaves_no_mapping_descriptor_or_thread(service: Any)
     assert found.stdout == b"21 True\n", found.stderr.decode()
 
 
+def test_a_view_is_exported_by_dlpack_without_a_copy_and_read_only_after_the_commit(
+    service: Any,
+) -> None:
+    with client.connect(lock="RW") as pool:
+        array = pool.allocate("w", (3, 4), "f4")
+        view = np.from_dlpack(array[1:])
+        view[0, 0] = 7.0
+        assert array[1, 0] == 7.0
+        pool.commit()
+        again = np.from_dlpack(pool["w"])
+        assert again.ctypes.data == array.ctypes.data
+        assert not again.flags.writeable
+
+
 def test_the_addresses_stay_reserved_while_the_pool_sleeps(service: Any) -> None:
     with client.connect(lock="RW") as pool:
         place = address(pool.allocate("w", 10, np.uint8))

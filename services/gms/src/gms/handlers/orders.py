@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -242,7 +242,7 @@ class _Transfer:
     """
 
     def __init__(
-        self, context: OrderContext, part: str, events: AsyncGenerator[TransferEvent, None]
+        self, context: OrderContext, part: str, events: AsyncIterator[TransferEvent]
     ) -> None:
         self._context = context
         self._part = part

@@ -1,0 +1,111 @@
+"""The conformance rules of devices: a sound device keeps them, and each broken one is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from gms.adapters.simulated import SimulatedDevice
+from gms.conformance import CAPACITY, RULES, SimulatedRig, check
+from snapshot_shared.frames import Access
+
+
+class Leaking(SimulatedDevice):
+    """Gives old bytes to the next who asks."""
+
+    def create(self, size: int) -> int:
+        handle = super().create(size)
+        os.pwrite(handle, b"secret", 0)
+        return handle
+
+
+class Writable(SimulatedDevice):
+    """Exports for writing, whatever was asked for, and never seals."""
+
+    def export(self, handle: int, access: Access) -> int:
+        return super().export(handle, Access.RW)
+
+    def seal(self, handle: int) -> None:
+        pass
+
+
+class Forgetful(SimulatedDevice):
+    """Says that nothing is taken."""
+
+    @property
+    def used(self) -> int:
+        return 0
+
+
+class Apart(SimulatedDevice):
+    """Exports another memory each time."""
+
+    def export(self, handle: int, access: Access) -> int:
+        mode = os.O_RDWR if access is Access.RW else os.O_RDONLY
+        other = self.create(self.info.granularity)
+        return os.open(f"/proc/self/fd/{other}", mode | os.O_CLOEXEC)
+
+
+@pytest.fixture
+def rig() -> Iterator[SimulatedRig]:
+    rig = SimulatedRig()
+    yield rig
+    rig.close()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_simulated_device_keeps_the_rule(rig: SimulatedRig, rule: object) -> None:
+    assert callable(rule)
+    rule(rig)
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [
+        (Leaking, {"gives_zeroes"}),
+        (Writable, {"exports_for_reading_only", "seals"}),
+        (Forgetful, {"counts_what_is_taken"}),
+        (Apart, {"shares_bytes", "seals"}),
+    ],
+)
+def test_a_device_that_breaks_a_rule_is_found(
+    rig: SimulatedRig, kind: type[SimulatedDevice], broken: set[str]
+) -> None:
+    rig.close()
+    rig.device = kind(node="n1", index=0, capacity=CAPACITY)
+    said: list[str] = []
+    assert not check(rig, said.append)
+    found = {
+        rule.__name__ for rule, line in zip(RULES, said, strict=True) if line.startswith("BROKEN")
+    }
+    assert found == broken
+
+
+def test_it_runs_as_a_program_and_tells_of_every_rule() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gms.conformance", "--device", "simulated"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("holds") == len(RULES)
+
+
+def test_without_cuda_it_says_what_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gms.conformance", "--device", "cuda"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    if done.returncode == 0:
+        pytest.skip("this machine has a GPU")
+    assert "CudaUnavailable" in done.stderr
+    assert "Traceback" not in done.stderr
