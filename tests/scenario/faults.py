@@ -5,6 +5,7 @@ A fault is a value, so that a list of them can be printed, shortened and run aga
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,7 @@ import msgspec
 
 from snapshot_shared import files
 from snapshot_shared.artifact import ROOT_MANIFEST
+from snapshot_shared.errors import ArtifactExists
 from tests.scenario.builds import BUILDS
 from tests.scenario.worker import Habits
 from tests.support.objects import checkpoint_document, pod_template, restore_document
@@ -353,6 +355,7 @@ def _unknown(world: World, fault: Fault) -> None:
     with (
         files.opened(files.open_root(f"{MOUNT}/shared", create=True)) as root,
         files.opened(files.make_dir(root, path[:-1])) as folder,
+        contextlib.suppress(ArtifactExists),  # put there before
     ):
         files.write_new(folder, path[-1], b"nobody's")
     is_sealed = path[-1] == ROOT_MANIFEST

@@ -253,8 +253,13 @@ class World:
         reply = await self.ask_for("abort", request, AbortReply)
         self.note(f"abort {kind} {name}: {reply.failure or reply.capture}")
 
-    async def cordon(self, node: str, *, unschedulable: bool) -> None:
-        """Let nothing new begin on a node, or let it again; until the operator has done it."""
+    async def cordon(self, node: str, until: float) -> None:
+        """Let nothing new begin on a node until a time, or as long as the operator is not there."""
+        await self._cordon(node, unschedulable=True)
+        await asyncio.sleep(max(until - self.loop.now, 0.0))
+        await self._cordon(node, unschedulable=False)
+
+    async def _cordon(self, node: str, *, unschedulable: bool) -> None:
         request = CordonRequest(node=node, unschedulable=unschedulable)
         reply = await self.ask_for("cordon", request, CordonReply)
         while reply.failure is not None and reply.failure.reason != "NotFound":
@@ -301,8 +306,7 @@ class World:
             for at, kind, name in self.settings.aborted:
                 self._later(at, lambda k=kind, n=name: self.abort(k, n))
             for begin, end, node in self.settings.cordoned:
-                self._later(begin, lambda n=node: self.cordon(n, unschedulable=True))
-                self._later(end, lambda n=node: self.cordon(n, unschedulable=False))
+                self._later(begin, lambda n=node, e=end: self.cordon(n, e))
             for fault in self.faults:
                 self.loop.in_world(fault.at, act, self, fault)
             await self._until(self.settings.fault_s)
