@@ -101,6 +101,7 @@ REQUESTS: dict[str, Request] = {
     "free_many": frames.FreeMany(ids=[_id(0), _id(1)]),
     "metadata_put": frames.MetadataPut(entries=[ENTRY]),
     "metadata_get": frames.MetadataGet(keys=["embedding"]),
+    "metadata_get_prefix": frames.MetadataGet(prefix="layer.1."),
     "metadata_get_all": frames.MetadataGet(),
     "list_allocations": frames.ListAllocations(),
     "commit": frames.Commit(if_match=BEFORE, layout_id="layout-1"),
@@ -143,6 +144,18 @@ REPLIES: dict[str, Reply] = {
         next_step="connect again",
     ),
 }
+
+EVENT = frames.EventRecord(
+    seq=8,
+    at_s=11.25,
+    kind=frames.EventKind.COMMIT,
+    device=DEVICE,
+    session=3,
+    client="worker",
+    pid=4,
+    generation=2,
+    bytes=1000,
+)
 
 BODIES: dict[str, msgspec.Struct] = {
     "grpc_fence_request": frames.FenceRequest(
@@ -189,6 +202,39 @@ BODIES: dict[str, msgspec.Struct] = {
             )
         ],
     ),
+    "grpc_status_request_events": frames.StatusRequest(events=20),
+    "grpc_status_reply_events": frames.StatusReply(
+        node="node-1", incarnation=INCARNATION, devices=[], events=[EVENT], now_s=12.5
+    ),
+    "grpc_watch_request": frames.WatchRequest(after=7, status=True),
+    "grpc_watch_reply": frames.WatchReply(events=[EVENT], missed=3),
+    "grpc_save_request": frames.SaveRequest(device=DEVICE, content_uid=INCARNATION),
+    "grpc_load_request": frames.LoadRequest(
+        device=DEVICE,
+        content_uid=INCARNATION,
+        part="gpu-0",
+        part_digest="sha256:" + "ef" * 32,
+        layout_id="layout-1",
+        structure_hash="ab" * 32,
+        load_token="load-1",
+        publish=True,
+        if_match=BEFORE,
+    ),
+    "grpc_transfer_update_progress": frames.TransferUpdate(
+        stage=frames.TransferStage.PROGRESS, done=5, total=9
+    ),
+    "grpc_transfer_update_done": frames.TransferUpdate(
+        stage=frames.TransferStage.DONE,
+        done=9,
+        total=9,
+        digest="sha256:" + "ef" * 32,
+        path="/artifacts/default/uid/gen-1/gpu-0",
+        layout=LAYOUT,
+    ),
+    "grpc_publish_request": frames.PublishRequest(device=DEVICE, load_token="load-1"),
+    "grpc_publish_reply": frames.PublishReply(layout=LAYOUT),
+    "grpc_forget_request": frames.ForgetRequest(device=DEVICE, load_token="load-1"),
+    "grpc_forget_reply": frames.ForgetReply(),
 }
 
 SAMPLES: dict[str, Request | Reply | msgspec.Struct] = {**REQUESTS, **REPLIES, **BODIES}

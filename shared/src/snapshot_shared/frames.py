@@ -461,7 +461,10 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One device: bytes, domains, fence and loads. `retired` bytes wait for importers to let go."""
+    """One device: bytes, domains, fence and loads. `retired` bytes wait for importers to let go.
+
+    `capabilities` are what it can do, 1 or 0 by name, and the version of its driver.
+    """
 
     uuid: str
     index: int
@@ -474,6 +477,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     domains: list[DomainStatus]
     fence: FenceStatus | None = None
     loads: list[LoadStatus] = []
+    capabilities: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True):

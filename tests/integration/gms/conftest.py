@@ -23,6 +23,8 @@ from gms.handlers.keeper import Gms
 from gms.handlers.sessions import LeaseSessions
 from gms.handlers.transfers import GmsTransfers
 from snapshot_shared.frames import DeviceStatus, StatusRequest
+from snapshot_shared.spans import SpanRecord
+from snapshot_shared.telemetry import Telemetry
 
 MIB = 1024 * 1024
 CAPACITY = 64 * MIB
@@ -57,13 +59,15 @@ class RunningGms:
 
     async def _start(self) -> None:
         self.gms = Gms(node="n1", incarnation=str(uuid.uuid4()), devices=self.devices)
-        self.lease = LeaseServer(self.folder, LeaseSessions(self.gms), self.policy)
+        self.telemetry = Telemetry("snap-gms", "n1", "0")
+        sessions = LeaseSessions(self.gms, self.telemetry)
+        self.lease = LeaseServer(self.folder, sessions, self.policy)
         self.lease.start()
         self.control = GmsControl(self.gms)
         self.transfers = GmsTransfers(
             self.gms, TransferProcesses(), socket_dir=self.folder, root=self.folder / "artifacts"
         )
-        self.grpc = GrpcServer(self.folder, self.control, self.transfers)
+        self.grpc = GrpcServer(self.folder, self.control, self.transfers, self.telemetry)
         await self.grpc.start()
 
     def restart(self) -> None:
@@ -91,6 +95,10 @@ class RunningGms:
         status = self.run(self.control.status(StatusRequest()))
         return status.devices[index]
 
+    def spans(self) -> list[SpanRecord]:
+        """What it has recorded of traces."""
+        return list(self.telemetry._outbox.records)
+
     def stop(self) -> None:
         self.run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -103,6 +111,7 @@ class RunningGms:
         await self.lease.close()
         await self.grpc.close()
         await self.gms.settled()
+        self.telemetry.shutdown()
 
     async def _stop(self) -> None:
         await self._close()

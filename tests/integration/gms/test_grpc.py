@@ -176,6 +176,7 @@ def test_status_says_who_holds_what(service: Any, call: Caller) -> None:
         first, second = status.devices
         assert [device.endpoint for device in status.devices] == ["n1-gpu0", "n1-gpu1"]
         assert first.capacity == first.used + first.free
+        assert first.capabilities["virtual-memory-management"] == 1
         assert (first.used, second.used) == (2 * 1024 * 1024, 0)
         weights = first.domains[0]
         assert (weights.domain, weights.lock) == (MemoryDomain.WEIGHTS, "reading")

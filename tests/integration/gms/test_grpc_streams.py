@@ -245,6 +245,42 @@ def test_a_cancelled_call_ends_its_process_and_leaves_nothing(
     )
 
 
+@pytest.mark.parametrize("method", ["Save", "Load", "Watch", "Publish", "Forget"])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", encode_msgpack({"device": "", "after": -1}), b"\x81" * 9999]
+)
+def test_a_body_that_does_not_decode_is_refused_and_the_service_goes_on(
+    service: Any, call: Caller, method: str, body: bytes
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call.channel.unary_stream(grpc_method(method))(body, timeout=10))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    client.connect(lock="RW").close()
+
+
+def test_a_place_outside_its_alphabet_is_refused(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    request = {"device": service.uuids[0], "content_uid": UID, "namespace": "../.."}
+    assert call.refused("Save", request).reason == "InvalidMessage"
+
+
+def test_a_call_is_a_span_of_the_trace_in_its_metadata(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    metadata = (("traceparent", f"00-{trace}-00f067aa0ba902b7-01"),)
+    opening = call.channel.unary_stream(grpc_method("Save"))
+    body = encode_msgpack(SaveRequest(device=service.uuids[0], content_uid=UID))
+    list(opening(body, timeout=30, metadata=metadata))
+    call.updates("Save", SaveRequest(device=service.uuids[0], content_uid=UID, attempt=2))
+    found = [record for record in service.spans() if record.trace_id == trace]
+    assert {record.name for record in found} >= {"gms-save", "attach", "export"}
+    (outer,) = (record for record in found if record.name == "gms-save")
+    assert outer.parent_id == "00f067aa0ba902b7"
+    assert all(r.parent_id == outer.span_id for r in found if r.name == "attach")
+
+
 def test_watch_tells_what_happens_and_begins_with_the_past(service: Any, call: Caller) -> None:
     stream = call.open("Watch", WatchRequest(status=True))
     first = decode_msgpack(next(stream), WatchReply)

@@ -268,9 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         info = rig.device.info
         sys.stdout.write(f"{info.uuid}  {info.product}\n")
-        if isinstance(rig.device, CudaDevice):
-            for name, value in rig.device.capabilities.items():
-                sys.stdout.write(f"  {name}: {value}\n")
+        for name, value in info.capabilities.items():
+            sys.stdout.write(f"  {name}: {value}\n")
         return 0 if check(rig, sys.stdout.write) else 1
     finally:
         rig.close()

@@ -41,13 +41,17 @@ from snapshot_shared.frames import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInfo:
-    """One device. `capacity` and `granularity` are bytes."""
+    """One device. `capacity` and `granularity` are bytes.
+
+    `capabilities` say by name what it can do (1) and cannot (0), and the version of its driver.
+    """
 
     uuid: str
     index: int
     product: str
     capacity: int
     granularity: int
+    capabilities: Mapping[str, int] = field(default_factory=dict)
 
 
 class Device(Protocol):

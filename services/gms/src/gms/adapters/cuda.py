@@ -134,7 +134,14 @@ class CudaDevice:
         """Use a visible device. CudaUnavailable when it has no virtual memory management."""
         self._driver = driver
         self._device = driver.call("cuDeviceGet", ordinal)
-        self._require_capabilities(ordinal)
+        capabilities = self._capabilities()
+        lacking = [name for name in _NEEDED if not capabilities.get(name)]
+        if lacking:
+            raise CudaUnavailable(
+                f"device {ordinal} has no {', '.join(lacking)}",
+                next_step="use a GPU and a driver with virtual memory management",
+                missing=lacking,
+            )
         self._prop = driver.allocation(self._device)
         api = driver.api
         minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -146,6 +153,7 @@ class CudaDevice:
             product=name.partition(b"\0")[0].decode(errors="replace"),
             capacity=int(driver.call("cuDeviceTotalMem", self._device)),
             granularity=int(driver.call("cuMemGetAllocationGranularity", self._prop, minimum)),
+            capabilities={**capabilities, "read-only-exports": 0, "driver": driver.version},
         )
         self._lock = threading.Lock()
         self._handles: dict[int, tuple[Any, int]] = {}
@@ -158,17 +166,6 @@ class CudaDevice:
     @property
     def used(self) -> int:
         return self._used
-
-    @property
-    def capabilities(self) -> dict[str, int]:
-        """What the device says that it can do: 1 or 0 by name, and the version of the driver."""
-        attributes = self._driver.api.CUdevice_attribute
-        found = {
-            name: int(self._attribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{symbol}")))
-            for name, symbol in _CAPABILITIES.items()
-            if hasattr(attributes, f"CU_DEVICE_ATTRIBUTE_{symbol}")
-        }
-        return {**found, "driver": self._driver.version}
 
     def create(self, size: int) -> int:
         granularity = self._info.granularity
@@ -221,29 +218,18 @@ class CudaDevice:
         except KeyError:
             raise Internal(f"handle {handle} is not allocated") from None
 
-    def _attribute(self, attribute: Any) -> Any:
-        return self._driver.call("cuDeviceGetAttribute", attribute, self._device)
-
-    def _require_capabilities(self, ordinal: int) -> None:
-        found = self._attributes_needed()
-        lacking = [name for name, value in found.items() if not value]
-        if lacking:
-            raise CudaUnavailable(
-                f"device {ordinal} has no {', '.join(lacking)}",
-                next_step="use a GPU and a driver with virtual memory management",
-                missing=lacking,
-            )
-
-    def _attributes_needed(self) -> dict[str, int]:
+    def _capabilities(self) -> dict[str, int]:
         attributes = self._driver.api.CUdevice_attribute
-        return {
-            name: int(
-                self._attribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{_CAPABILITIES[name]}"))
-            )
-            for name in ("virtual-memory-management", "posix-descriptors")
-        }
+        found: dict[str, int] = {}
+        for name, symbol in _CAPABILITIES.items():
+            attribute = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{symbol}", None)
+            if attribute is not None:
+                value = self._driver.call("cuDeviceGetAttribute", attribute, self._device)
+                found[name] = int(value)
+        return found
 
 
+_NEEDED = ("virtual-memory-management", "posix-descriptors")
 _CAPABILITIES = {
     "virtual-memory-management": "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
     "posix-descriptors": "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",

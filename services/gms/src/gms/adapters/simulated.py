@@ -13,6 +13,7 @@ from snapshot_shared.frames import Access
 
 GRANULARITY = 2 * 1024 * 1024
 PRODUCT = "Snapback Simulated GPU"
+CAPABILITIES = {"virtual-memory-management": 1, "posix-descriptors": 1, "read-only-exports": 1}
 
 _F_SEAL_FUTURE_WRITE = 0x10
 
@@ -37,6 +38,7 @@ class SimulatedDevice:
             product=PRODUCT,
             capacity=capacity,
             granularity=granularity,
+            capabilities=CAPABILITIES,
         )
         self._lock = threading.Lock()
         self._sizes: dict[int, int] = {}

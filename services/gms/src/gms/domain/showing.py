@@ -80,6 +80,9 @@ def _device_lines(device: DeviceStatus) -> Iterator[str]:
         f"  {size_text(device.used)} of {size_text(device.capacity)} used, "
         f"{size_text(device.retired)} wait for importers"
     )
+    if device.capabilities:
+        able = ", ".join(f"{name} {value}" for name, value in device.capabilities.items())
+        yield f"  {able}"
     if device.fence is not None:
         yield f"  fence {device.fence.phase}, ends in {device.fence.ends_in_s:.0f} s"
     for load in device.loads:

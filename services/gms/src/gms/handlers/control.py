@@ -93,6 +93,7 @@ class GmsControl:
             used=used,
             free=max(0, info.capacity - used),
             retired=sum(allocation.aligned for allocation in table.retired),
+            capabilities=dict(info.capabilities),
             domains=[self._domain(table, room) for room in table.rooms.values()],
             fence=self._fence(table.uuid),
             loads=[
