@@ -72,6 +72,7 @@ class Bench:
         self.folder, self.size, self.rounds, self.say = folder, size, rounds, say
         self.seconds: dict[str, dict[str, list[float]]] = {}
         self.regions = {shape: Region(size, n) for shape, n in zip(SHAPES, (1, SMALL), strict=True)}
+        self.large = _large_pages()
         self.layout = LayoutRef(
             device="GPU-1",
             incarnation="i",
@@ -114,8 +115,7 @@ class Bench:
 
     def _saves(self, shape: str, region: Region) -> None:
         row = f"save, {shape}"
-        with self._timed(row, "raw"):
-            _raw(self.folder / "raw", region.map, os.pwrite)
+        self._limits(row, region, os.pwritev)
         self._fio(row, "write")
         for backend in OURS:
             shutil.rmtree(self.folder / backend, ignore_errors=True)
@@ -139,10 +139,14 @@ class Bench:
             with opened(os.open(self.folder / "a.safetensors", os.O_RDWR)) as fd:
                 os.fsync(fd)
 
+    def _limits(self, row: str, region: Region, call: Callable[..., int]) -> None:
+        for name, memory in (("raw", region.map), ("raw, large pages", self.large)):
+            with self._timed(row, name):
+                _raw(self.folder / "raw", memory, len(region.map), call)
+
     def _loads(self, shape: str, region: Region) -> None:
         cold = f"load, cold, pooled, {shape}"
-        with self._timed(cold, "raw"):
-            _raw(self.folder / "raw", region.map, lambda fd, view, at: os.preadv(fd, [view], at))
+        self._limits(cold, region, os.preadv)
         self._fio(cold, "read")
         for backend in OURS:
             self._drop()
@@ -286,17 +290,31 @@ def _private_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 
 
-def _raw(path: Path, memory: mmap.mmap, call: Callable[[int, memoryview, int], int]) -> None:
-    """Do the least that moves the bytes: O_DIRECT from several threads, allocated, fsync."""
-    view, is_new = memoryview(memory), call is os.pwrite
+def _raw(path: Path, memory: mmap.mmap, size: int, call: Callable[..., int]) -> None:
+    """Do the least that moves the bytes: O_DIRECT from several threads, allocated, fsync.
+
+    Memory that is shorter than the file is used again and again.
+    """
+    view, is_new = memoryview(memory), call is os.pwritev
     flags = os.O_RDWR | os.O_DIRECT | (os.O_CREAT | os.O_TRUNC if is_new else 0)
     with opened(os.open(path, flags, 0o600)) as fd, ThreadPoolExecutor(THREADS) as pool:
         if is_new:
-            os.posix_fallocate(fd, 0, len(view))
-        starts = range(0, len(view), CHUNK_BYTES)
-        moved = pool.map(lambda at: call(fd, view[at : at + CHUNK_BYTES], at), starts)
-        assert sum(moved) == len(view)
+            os.posix_fallocate(fd, 0, size)
+
+        def move(at: int) -> int:
+            start = at % len(view)
+            return call(fd, [view[start : start + min(CHUNK_BYTES, size - at)]], at)
+
+        assert sum(pool.map(move, range(0, size, CHUNK_BYTES))) == size
         os.fsync(fd)
+
+
+def _large_pages() -> mmap.mmap:
+    memory = mmap.mmap(-1, 2 * THREADS * CHUNK_BYTES)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = os.urandom(len(memory))
+    return memory
 
 
 def _machine(folder: Path) -> dict[str, str]:

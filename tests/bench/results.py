@@ -37,7 +37,7 @@ class Goal(NamedTuple):
     ours: str = "posix-direct"
 
 
-LIMIT = ("raw", "fio")
+LIMIT = ("raw", "raw, large pages", "fio")
 PEERS = ("numpy", "numpy mmap", "safetensors")
 SHAPES = ("one large", "2,000 small")
 GOALS = [
