@@ -310,7 +310,8 @@ def _raw(path: Path, memory: mmap.mmap, size: int, call: Callable[..., int]) -> 
 
 
 def _large_pages() -> mmap.mmap:
-    memory = mmap.mmap(-1, 2 * THREADS * CHUNK_BYTES)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, 2 * THREADS * CHUNK_BYTES, flags=flags)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:] = os.urandom(len(memory))
