@@ -1,9 +1,8 @@
 """The transfer backends of every machine: part files of a POSIX file system, in a few threads.
 
-`posix-direct` moves bytes past the page cache, straight between the mapped memory and the disk
-where both are page-aligned, else through aligned buffers of its own, one a thread. A file system
-that knows no direct I/O gets buffered requests, as with `posix-buffered`. Each chunk is digested
-as it passes. A chunk of zeros is a hole: its digest is that of zeros, and nothing moves.
+`posix-direct` moves bytes past the page cache, through one buffer a thread. A file system that
+knows no direct I/O gets buffered requests, as with `posix-buffered`. Each chunk is digested as it
+passes. A chunk of zeros is a hole: its digest is that of zeros, and nothing moves.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import TypeVar
 import xxhash
 
 from gms.domain.layout import aligned
-from gms.domain.transfer import PADDING, PAGE, ChunkPlan, FilePlan
+from gms.domain.transfer import PADDING, PAGE, ChunkPlan, FilePlan, Piece
 from gms.ports import Advance, Buffers, Moved
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt
@@ -65,7 +64,7 @@ class Posix:
         def write(item: tuple[int, ChunkPlan]) -> int:
             file, chunk = item
             descriptor = descriptors[file]
-            with memory.outgoing(chunk, is_aligned=descriptor in bypassing) as pieces:
+            with memory.outgoing(chunk, direct=descriptor in bypassing) as pieces:
                 found = _digest(pieces, chunk.size)
                 digests[file][chunk.index] = found
                 is_zero = found == _digest_of_zeros(chunk.size)
@@ -125,7 +124,7 @@ class Posix:
                 descriptor = cached[file]
                 if bypassing and not _is_resident(descriptor, chunk):
                     descriptor = direct[file]
-                with memory.incoming(chunk, is_aligned=descriptor in bypassing) as pieces:
+                with memory.incoming(chunk, direct=descriptor in bypassing) as pieces:
                     _read(descriptor, pieces, chunk, bypassing)
                     if (found := _digest(pieces, chunk.size)) != wanted:
                         raise ArtifactCorrupt(
@@ -157,7 +156,11 @@ def digest_in_memory(chunk: ChunkPlan, buffers: Buffers) -> str:
 
 
 class _Memory:
-    """The bytes of a plan: where they stand, or for a moment in an aligned buffer."""
+    """The bytes of a plan: where they stand, or for a moment in buffers for direct requests.
+
+    A disk takes a request for few large pages in fewer pieces than one for many scattered small
+    ones; that gains more than the copy costs, and nothing else needs to be aligned.
+    """
 
     def __init__(self, buffers: Buffers, plans: Sequence[FilePlan]) -> None:
         self._buffers = buffers
@@ -167,45 +170,38 @@ class _Memory:
         self._free: list[mmap.mmap] = []
 
     @contextlib.contextmanager
-    def outgoing(self, chunk: ChunkPlan, *, is_aligned: bool) -> Iterator[list[memoryview]]:
-        """Give what is to be written, in whole pages if it has to be aligned."""
-        if not is_aligned or self._is_aligned(chunk):
+    def outgoing(self, chunk: ChunkPlan, *, direct: bool) -> Iterator[list[memoryview]]:
+        """Give what is to be written; whole pages for a direct request."""
+        if not direct:
             yield _pieces(chunk, self._buffers)
             return
         with self._staging(chunk) as (view, address):
-            at = 0
+            at = address
             for piece in chunk.pieces:
                 if piece.allocation == PADDING:
-                    ctypes.memset(address + at, 0, piece.size)
+                    ctypes.memset(at, 0, piece.size)
                 else:
-                    source = self._addresses[piece.allocation] + piece.offset
-                    ctypes.memmove(address + at, source, piece.size)
+                    ctypes.memmove(at, self._address_of(piece), piece.size)
                 at += piece.size
-            ctypes.memset(address + at, 0, len(view) - at)
+            ctypes.memset(at, 0, len(view) - chunk.size)
             yield [view]
 
     @contextlib.contextmanager
-    def incoming(self, chunk: ChunkPlan, *, is_aligned: bool) -> Iterator[list[memoryview]]:
+    def incoming(self, chunk: ChunkPlan, *, direct: bool) -> Iterator[list[memoryview]]:
         """Give where to read to; what is good after the block is then where it belongs."""
-        if not is_aligned or self._is_aligned(chunk):
+        if not direct:
             yield _pieces(chunk, self._buffers)
             return
         with self._staging(chunk) as (view, address):
             yield [view]
-            at = 0
+            at = address
             for piece in chunk.pieces:
                 if piece.allocation != PADDING:
-                    target = self._addresses[piece.allocation] + piece.offset
-                    ctypes.memmove(target, address + at, piece.size)
+                    ctypes.memmove(self._address_of(piece), at, piece.size)
                 at += piece.size
 
-    def _is_aligned(self, chunk: ChunkPlan) -> bool:
-        return len(chunk.pieces) <= _IOV_MAX and all(
-            piece.allocation != PADDING
-            and piece.size % PAGE == 0
-            and (self._addresses[piece.allocation] + piece.offset) % PAGE == 0
-            for piece in chunk.pieces
-        )
+    def _address_of(self, piece: Piece) -> int:
+        return self._addresses[piece.allocation] + piece.offset
 
     @contextlib.contextmanager
     def _staging(self, chunk: ChunkPlan) -> Iterator[tuple[memoryview, int]]:
@@ -213,8 +209,10 @@ class _Memory:
         try:
             pages = self._free.pop()
         except IndexError:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-            pages = mmap.mmap(-1, self._size, flags=flags)
+            pages = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # A kernel may have been built without large pages.
+            with contextlib.suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
         try:
             view = memoryview(pages)[: aligned(chunk.size, PAGE)]
             yield view, _address(view)
