@@ -101,9 +101,19 @@ def spread(samples: list[float]) -> float:
     return (ordered[len(ordered) - 1 - cut] - ordered[cut]) / median(ordered)
 
 
+DEVICES = """
+## Devices
+
+`python -m gms.conformance --device simulated`: all rules hold. `--device cuda` was not run on a GPU;
+known is only that the bindings have every symbol, and that a machine without bindings or driver is
+told so in one line.
+"""
+"""What is known of devices, which no benchmark on this machine finds out."""
+
+
 def page(results: Results) -> str:
     """Write the page about a run, in Markdown."""
-    return "\n".join(_lines(results)) + "\n"
+    return "\n".join(_lines(results)) + "\n" + DEVICES
 
 
 def _lines(results: Results) -> Iterator[str]:

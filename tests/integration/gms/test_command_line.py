@@ -86,6 +86,14 @@ def test_a_load_replaces_another_layout_only_when_told_to(service: Any, part: Pa
     assert "generation 2" in gms("load", part, "-d", 1, "--replace")
 
 
+def test_a_shard_that_another_artifact_shares_is_verified_as_any_other(
+    part: Path, tmp_path: Path
+) -> None:
+    (shard,) = (each for each in part.iterdir() if each.name != "part.json")
+    (tmp_path / "other").hardlink_to(shard)
+    assert "every digest matches" in gms("verify", part)
+
+
 def test_verify_names_the_chunk_that_is_damaged(part: Path) -> None:
     (shard,) = (each for each in part.iterdir() if each.name != "part.json")
     data = bytearray(shard.read_bytes())

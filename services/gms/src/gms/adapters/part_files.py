@@ -49,9 +49,10 @@ def read_part(path: Path) -> tuple[PartManifest, str]:
 def verify_part(path: Path, manifest: PartManifest, advance: Callable[[int], None]) -> None:
     """Read every byte of a part and compare every digest. ArtifactCorrupt names file and chunk."""
     buffer = memoryview(bytearray(max((e.chunk_bytes for e in manifest.files), default=0)))
+    shared = manifest.kind == "gms"
     with opened(open_root(path)) as directory:
         for entry in manifest.files:
-            with opened(open_regular(directory, entry.name, size=entry.size)) as fd:
+            with opened(open_regular(directory, entry.name, size=entry.size, shared=shared)) as fd:
                 for index, (offset, size) in enumerate(chunk_sizes(entry)):
                     _read(fd, buffer[:size], offset, entry.name)
                     found = xxhash.xxh3_128_hexdigest(buffer[:size])
