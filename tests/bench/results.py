@@ -104,9 +104,9 @@ def spread(samples: list[float]) -> float:
 DEVICES = """
 ## Devices
 
-`python -m gms.conformance --device simulated`: all rules hold. `--device cuda` was not run on a GPU;
-known is only that the bindings have every symbol, and that a machine without bindings or driver is
-told so in one line.
+`python -m gms.conformance --device simulated`: all rules hold. `--device cuda` was not run on a
+GPU; known is only that the bindings have every symbol, and that a machine without bindings or
+driver is told so in one line.
 """
 """What is known of devices, which no benchmark on this machine finds out."""
 
