@@ -112,7 +112,8 @@ def test_an_abort_without_room_for_its_tombstone_lets_the_worker_go_at_once(
     assert float(let_go.split()[0]) < 10.0
 
 
-@pytest.mark.parametrize("seed", range(6))
+# In two of these worlds the answer to a report is lost that nobody asks for again.
+@pytest.mark.parametrize("seed", [*range(4), 14, 26])
 def test_requests_and_answers_that_are_lost_delay_a_capture_and_end_none(seed: int) -> None:
     world = World(seed, msgspec.structs.replace(CALM, lost_answers=0.2), [])
     assert world.run() == []
