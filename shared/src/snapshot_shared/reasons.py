@@ -360,6 +360,16 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
     },
     "GPU memory": {
+        "CudaFailed": Reason(
+            "The CUDA driver refused a call; the call and its status stand in the message.",
+            "The device is gone or broken, or the driver has a defect.",
+            "Look at the device: `nvidia-smi` on that node; the kernel's log names its faults.",
+        ),
+        "CudaUnavailable": Reason(
+            "This machine, or this environment, cannot use CUDA.",
+            "The package cuda-bindings, the driver, or a symbol of it is missing.",
+            "Install what the message names, or use simulated devices: `snapshotctl up`.",
+        ),
         "AddressTaken": Reason(
             "The addresses that the weights had are in use in this process.",
             "The engine mapped something else there before it attached.",

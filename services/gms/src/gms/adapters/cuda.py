@@ -90,7 +90,7 @@ class CudaDriver:
         """Call the driver and give what it returned beside its status. DeviceError."""
         status, *found = getattr(self.api, name)(*arguments)
         if int(status) != 0:
-            raise _Failed(name, status)
+            raise CudaFailed(name, status)
         return found[0] if len(found) == 1 else tuple(found)
 
     def allocation(self, device: Any) -> Any:
@@ -109,7 +109,7 @@ class CudaDriver:
         return self.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-class _Failed(DeviceError):
+class CudaFailed(DeviceError):
     """The driver refused a call."""
 
     def __init__(self, name: str, status: Any) -> None:
@@ -173,7 +173,7 @@ class CudaDevice:
             raise InvalidInput(f"{size} bytes are no multiple of {granularity}", size=size)
         try:
             handle = self._driver.call("cuMemCreate", size, self._prop, 0)
-        except _Failed as error:
+        except CudaFailed as error:
             if error.status != _OUT_OF_MEMORY:
                 raise
             free = max(0, self._info.capacity - self._used)
