@@ -159,7 +159,7 @@ docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
 	@$(BIN)/python -m tests.browser.screenshots
 
-docs-test: $(STAMP) ## Type every command of every document
+docs-test: $(STAMP) ## Type the commands of every document
 	@log=$$(mktemp); trap 'rm -f $$log' EXIT; \
 	$(BIN)/pytest tests/docs -k "break-it" >$$log 2>&1 & longest=$$!; \
 	status=0; $(BIN)/pytest --durations=5 tests/docs -k "not break-it" || status=1; \

@@ -7,8 +7,8 @@ import pytest
 
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
-from snapshot_shared.courier import end_all
 from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.tasks import end_all
 from tests.chaos.machines import SERVERS, machines
 from tests.support.agent_rig import until
 from tests.support.nats_server import running_nats_server

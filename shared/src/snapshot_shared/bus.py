@@ -45,6 +45,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.nats_client import INBOXES, BusClient, InboxAnswers
+from snapshot_shared.tasks import end_all
 
 log = logging.getLogger(__name__)
 
@@ -735,15 +736,12 @@ async def _fetch(source: Any, again: asyncio.Event, elected: asyncio.Event) -> l
     orphaned = [asyncio.ensure_future(event.wait()) for event in (again, elected)]
     try:
         await asyncio.wait({pull, *orphaned}, return_when=asyncio.FIRST_COMPLETED)
-        if pull.done():
-            return list(pull.result())
-    except nats.errors.TimeoutError:
-        pass
     finally:
-        for task in (pull, *orphaned):
-            task.cancel()
-        await asyncio.gather(pull, *orphaned, return_exceptions=True)
-    return []
+        await end_all(pull, *orphaned)
+    try:
+        return list(pull.result())
+    except (asyncio.CancelledError, nats.errors.TimeoutError):
+        return []
 
 
 def _delivery(message: Msg) -> Delivery:

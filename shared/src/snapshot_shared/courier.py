@@ -59,6 +59,7 @@ from snapshot_shared.orders import (
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.spans import SpanContext, message_attributes, order_context
 from snapshot_shared.steps import VERBS_OF, message_span
+from snapshot_shared.tasks import end_all
 from snapshot_shared.telemetry import Telemetry, working_on
 
 log = logging.getLogger(__name__)
@@ -532,20 +533,6 @@ class Courier:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return True
-
-
-async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:
-    """Cancel tasks that have no end and wait for them.
-
-    More than once, if need be: `wait_for` of Python 3.11, which nats-py uses, forgets a
-    cancellation that comes together with the result it waits for.
-    """
-    pending = {task for task in tasks if not task.done()}
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=again_s)
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Claim(msgspec.Struct):

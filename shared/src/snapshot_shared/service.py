@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from snapshot_shared.courier import Clocks, end_all
+from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import SnapbackError, StorageFailed
+from snapshot_shared.tasks import end_all
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from snapshot_operator.ports import Change, Cluster
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.courier import Clocks, end_all
+from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import (
     BusUnavailable,
     InvalidInput,
@@ -46,6 +46,7 @@ from snapshot_shared.ids import NodeName, OrderId, check_node, owner_of
 from snapshot_shared.objects import KINDS, AnyObject, kind_of
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+from snapshot_shared.tasks import end_all
 
 log = logging.getLogger(__name__)
 

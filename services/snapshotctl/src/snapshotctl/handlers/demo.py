@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from snapshot_shared.courier import end_all
 from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import check_uid
 from snapshot_shared.objects import (
@@ -20,6 +19,7 @@ from snapshot_shared.objects import (
     SnapshotContent,
     is_true,
 )
+from snapshot_shared.tasks import end_all
 from snapshotctl.domain import demo, formats, preflight
 from snapshotctl.domain.demo import Answer
 from snapshotctl.domain.documents import Document

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
-from snapshot_shared.courier import end_all
 from snapshot_shared.errors import BusUnavailable, DeadlineExceeded
 from snapshot_shared.objects import Job, Node, Pod
+from snapshot_shared.tasks import end_all
 from snapshotctl.domain import formats, phases, story
 from snapshotctl.domain.exits import NeverTrue, WrongArguments
 from snapshotctl.domain.history import clock, stamp

@@ -17,8 +17,8 @@ from typing import Any
 
 import typer
 
-from snapshot_shared.courier import end_all
 from snapshot_shared.service import VERSION
+from snapshot_shared.tasks import end_all
 from snapshot_shared.telemetry import Telemetry
 from snapshotctl.adapters import machine
 from snapshotctl.adapters.cluster_logs import ClusterLogs

@@ -1,0 +1,21 @@
+"""How tasks of asyncio are ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:
+    """Cancel tasks that have no end and wait for them.
+
+    More than once, if need be: nats-py can swallow a cancellation. `wait_for` of Python 3.11, which
+    it uses, forgets one that comes together with the result it waits for, and a pull then takes
+    a status message as a reason to wait on.
+    """
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=again_s)
+    await asyncio.gather(*tasks, return_exceptions=True)
