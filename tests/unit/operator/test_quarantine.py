@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from snapshot_shared.api import VerifyReply, VerifyRequest
 from snapshot_shared.errors import Failure, NotEligible, NotFound
@@ -70,6 +71,29 @@ async def test_all_who_use_a_damaged_content_say_so_and_stay_captured(world: Wor
         assert (ready.status, ready.reason) == ("False", "ArtifactCorrupt")
         assert "chunk 3 of shard-0" in ready.message
         assert not is_true(value.status.conditions, "Failed")
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
+
+
+async def test_who_looks_only_after_the_damage_was_found_still_learns_of_the_capture() -> None:
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"))
+    await world.apply(checkpoint_document())
+    while not world.open("seal"):
+        await world.answer_well(world.open()[0])
+    under_way = {kind: await world.get(kind, "llm") for kind in ("DynamoCheckpoint", "Snapshot")}
+    await world.answer_all()
+    await damage_found(world)
+    told = {kind: await world.get(kind, "llm") for kind in under_way}
+    for kind, value in under_way.items():
+        late = replace(await world.get(kind, "llm"), status=value.status)
+        await world.cluster.update_status(late)
+    await world.settle()
+    for kind, value in told.items():
+        found = (await world.get(kind, "llm")).status
+        truths = [(row.type, row.status) for row in found.conditions]
+        assert truths == [("Ready", "False"), ("Failed", "False")]
+        assert condition(found.conditions, "Ready").reason == "ArtifactCorrupt"
+        assert found.bytes == value.status.bytes > 0
     assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
 
 

@@ -58,6 +58,23 @@ def ready(
     )
 
 
+def mirrored(
+    conditions: list[Condition], owner: AnyObject, now: float, ready: Condition
+) -> list[Condition]:
+    """Say that it was captured, and what `Ready` says there of what was captured.
+
+    That it was captured stays true when the artifact is found damaged, even if nobody looked
+    while it was ready.
+    """
+    return with_conditions(
+        conditions,
+        owner,
+        now,
+        ("Ready", ready.status == "True", ready.reason, ready.message),
+        ("Failed", False, "Captured", ""),
+    )
+
+
 def pending(
     conditions: list[Condition], owner: AnyObject, now: float, reason: str, message: str
 ) -> list[Condition]:

@@ -117,20 +117,20 @@ def reconcile_checkpoint(view: CheckpointView, now: float) -> Plan:
 def _checkpoint_captured(view: CheckpointView, now: float) -> Plan:
     """Mirror whether what was captured may be used; that it was captured stays true."""
     checkpoint, snapshot = view.checkpoint, view.snapshot
-    ready = condition(snapshot.status.conditions, "Ready") if snapshot is not None else None
-    if ready is None or not owned_by(snapshot, checkpoint):
+    if snapshot is None or not owned_by(snapshot, checkpoint):
         return NOTHING
-    is_usable = ready.status == "True"
-    rows = conditions.with_conditions(
-        checkpoint.status.conditions,
-        checkpoint,
-        now,
-        ("Ready", is_usable, ready.reason, ready.message),
-    )
-    message = "" if is_usable else ready.message
-    return _checkpoint_status(
-        checkpoint, replace(checkpoint.status, conditions=rows, message=message)
-    )
+    return _checkpoint_mirrors(checkpoint, checkpoint.status, snapshot, now)
+
+
+def _checkpoint_mirrors(
+    checkpoint: DynamoCheckpoint, base: DynamoCheckpointStatus, snapshot: Snapshot, now: float
+) -> Plan:
+    ready = condition(snapshot.status.conditions, "Ready")
+    if ready is None:
+        return NOTHING
+    rows = conditions.mirrored(checkpoint.status.conditions, checkpoint, now, ready)
+    message = "" if ready.status == "True" else ready.message
+    return _checkpoint_status(checkpoint, replace(base, conditions=rows, message=message))
 
 
 def _checkpoint_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: float) -> Plan:
@@ -141,27 +141,15 @@ def _checkpoint_capture(view: CheckpointView, base: DynamoCheckpointStatus, now:
         return _checkpoint_before_capture(view, base, now)
     bound = snapshot.status.bound_snapshot_content_name or ""
     base = replace(base, snapshot_name=snapshot.metadata.name, content_name=bound)
-    if is_true(snapshot.status.conditions, "Failed"):
-        found = condition(snapshot.status.conditions, "Failed")
-        failure = Failure(
-            reason=found.reason if found else "SnapshotFailed",
-            message=found.message if found else "the capture failed",
-        )
-        return _checkpoint_failed(checkpoint, base, failure, now)
-    if not is_true(snapshot.status.conditions, "Ready"):
+    found = condition(snapshot.status.conditions, "Failed")
+    if found is None:
         return _checkpoint_waits(checkpoint, base, "Capturing", "the worker is being captured", now)
-    ready = condition(snapshot.status.conditions, "Ready")
-    done = replace(
-        base,
-        phase="Ready",
-        created_at=conditions.timestamp(now),
-        bytes=snapshot.status.bytes,
-        message="",
-        conditions=conditions.ready(
-            base.conditions, checkpoint, now, "Captured", ready.message if ready else ""
-        ),
-    )
-    return _checkpoint_status(checkpoint, done)
+    if found.status == "True":
+        failure = Failure(reason=found.reason, message=found.message)
+        return _checkpoint_failed(checkpoint, base, failure, now)
+    at, size = conditions.timestamp(now), snapshot.status.bytes
+    done = replace(base, phase="Ready", created_at=at, bytes=size)
+    return _checkpoint_mirrors(checkpoint, done, snapshot, now)
 
 
 def _checkpoint_before_capture(
@@ -451,10 +439,10 @@ def _mirror(snapshot: Snapshot, content: SnapshotContent, now: float) -> Plan:
     found = condition(content.status.conditions, "Ready")
     if is_true(content.status.conditions, "Failed") and content.status.failure is not None:
         return _snapshot_failed(snapshot, content.status.failure, now)
-    if found is not None and found.status == "True":
-        rows = conditions.ready(status.conditions, snapshot, now, found.reason, found.message)
-        size = content.status.committed.bytes if content.status.committed else 0
-        status = replace(status, conditions=rows, bytes=size)
+    committed = content.status.committed
+    if found is not None and committed is not None:
+        rows = conditions.mirrored(status.conditions, snapshot, now, found)
+        status = replace(status, conditions=rows, bytes=committed.bytes)
     elif found is not None:
         rows = conditions.pending(status.conditions, snapshot, now, found.reason, found.message)
         status = replace(status, conditions=rows)
