@@ -21,7 +21,7 @@ from pathlib import Path
 
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
-from snapshot_shared.codec import decode_json
+from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.frames import StatusReply
 from snapshot_shared.ids import NodeName
@@ -217,8 +217,17 @@ async def _ready(bus: Bus, nodes: int) -> None:
             await asyncio.sleep(0.5)
 
 
-async def chaos(seconds: float, seed: int, keep: Path | None) -> int:
-    """Run, print, and leave nothing behind; 1 when a rule is broken."""
+def _keep(run: Chaos, found: Machines, values: list[AnyObject], where: Path) -> None:
+    """Keep what tells how a rule came to be broken: objects, reports, logs, journals, folders."""
+    shutil.rmtree(where, ignore_errors=True)
+    ignored = shutil.ignore_patterns("keys", "nats", "*.bin")
+    shutil.copytree(found.places.state, where, symlinks=True, ignore=ignored)
+    lines = [encode_json(value) for value in (*values, *run.traffic.reports)]
+    (where / "told.jsonl").write_bytes(b"\n".join(lines))
+
+
+async def chaos(seconds: float, seed: int, keep: Path) -> int:
+    """Run, print, and leave nothing behind but `keep`, if a rule is broken: then give 1."""
     broken: list[str] = []
     with machines(NODES) as found:
         bus = Bus(found.url, "chaos", credentials=found.root)
@@ -230,14 +239,16 @@ async def chaos(seconds: float, seed: int, keep: Path | None) -> int:
             run = Chaos(found, bus, seed, seconds)
             broken = await run.run()
             print(run.summary())
+            if broken:
+                _keep(run, found, await run.traffic.objects(), keep / f"seed-{seed}")
         finally:
             await to_the_end(_cleaned(found, bus))
-            if keep is not None:
-                shutil.copytree(found.places.logs, keep, dirs_exist_ok=True)
     left = processes.members(found.run)
     broken += [f"left: {member.pid} {member.command}" for member in left]
     for line in broken:
         print(f"BROKEN {line}")
+    if broken:
+        print(f"what they left is kept in {keep / f'seed-{seed}'}")
     print(f"leftover {len(left)}; {'BROKEN' if broken else 'every rule holds'}; seed {seed}")
     return 1 if broken else 0
 
@@ -252,11 +263,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
-    parser.add_argument("--logs", type=Path, help="keep the logs of all processes there")
+    parser.add_argument(
+        "--keep", type=Path, default=Path(".chaos"), help="where a broken run leaves what it wrote"
+    )
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     try:
-        return asyncio.run(chaos(given.seconds, given.seed, given.logs))
+        return asyncio.run(chaos(given.seconds, given.seed, given.keep))
     except KeyboardInterrupt:
         return 130
 
