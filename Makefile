@@ -188,7 +188,7 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .tools .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .tools .chaos .e2e.log deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
