@@ -270,6 +270,10 @@ class SimReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: Failure | None = None
 
 
+MAX_EVENT_BYTES = 1024 * 1024
+"""How large an ObjectEvent may be: what NATS carries in one message."""
+
+
 class ObjectEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A change of an object, announced on `subjects.event(...)`. May be lost: re-read, too.
 
@@ -278,4 +282,21 @@ class ObjectEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     type: Literal["ADDED", "MODIFIED", "DELETED"]
     object: Any
+    source: str = ""
+
+
+class _Named(msgspec.Struct, frozen=True):
+    name: str
+    namespace: str | None = None
+
+
+class _Changed(msgspec.Struct, frozen=True):
+    kind: str
+    metadata: _Named
+
+
+class ObjectNews(msgspec.Struct, frozen=True):
+    """What an ObjectEvent tells those who read the object itself: which, and who changed it."""
+
+    object: _Changed
     source: str = ""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from snapshot_shared import subjects
@@ -13,6 +14,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, InvalidMessage
 from snapshot_shared.objects import KINDS
 from snapshotctl.adapters.operator_client import SAFETY_S, connected
+from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.servers import Server
 from snapshotctl.domain.targets import Target
 from tests.support.nats_server import running_nats_server
@@ -98,5 +100,21 @@ async def test_spans_that_do_not_decode_are_left_out(nats_url: str) -> None:
             assert await client.spans(trace_id) == []
             assert await client.spans("b" * 32) == []
             assert await client.presence() == {}
+    finally:
+        await bus.close()
+
+
+async def test_news_of_an_object_with_a_long_history_is_heard(nats_url: str) -> None:
+    meta = {"name": "x", "namespace": "default", "uid": "u"}
+    status = {"orders": ["o" * 1000] * 400}
+    event = {"type": "MODIFIED", "object": {"kind": "Pod", "metadata": meta, "status": status}}
+    bus = await Bus(nats_url, "writer").connect()
+    try:
+        async with connected(Server(nats_url, "--server")) as client, client.news() as news:
+            await bus.announce(subjects.event("pods", "default", "x"), msgspec.json.encode(event))
+            async with asyncio.timeout(10):
+                heard = await anext(news)
+        assert isinstance(heard, Changed)
+        assert heard.target == POD
     finally:
         await bus.close()

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from snapshot_operator.adapters.live_view import LiveView
@@ -31,6 +30,7 @@ from snapshot_operator.handlers import (
 from snapshot_operator.handlers.operations import Operations, Sweeping
 from snapshot_operator.ports import Cluster, Nodes
 from snapshot_shared import instruments, subjects
+from snapshot_shared.api import MAX_EVENT_BYTES, ObjectNews
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
@@ -243,29 +243,12 @@ async def _follow_others(bus: Bus, controller: Controller, source: str) -> None:
         while True:
             delivery = await changes.get()
             try:
-                event = decode_json(delivery.data, _Told)
+                event = decode_json(delivery.data, ObjectNews, limit=MAX_EVENT_BYTES)
             except InvalidMessage:
                 continue
             if event.source != source:
                 meta = event.object.metadata
                 await controller.notice(Key(event.object.kind, meta.namespace, meta.name))
-
-
-class _Named(msgspec.Struct):
-    name: str
-    namespace: str | None = None
-
-
-class _Changed(msgspec.Struct):
-    kind: str
-    metadata: _Named
-
-
-class _Told(msgspec.Struct):
-    """What matters of an `api.ObjectEvent`: which object, and who changed it."""
-
-    object: _Changed
-    source: str = ""
 
 
 async def _follow_presence(bus: Bus, cluster: Cluster, nodes: Nodes, clocks: Clocks) -> None:

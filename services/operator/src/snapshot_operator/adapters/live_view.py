@@ -13,8 +13,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
-import msgspec
-
 from snapshot_operator.domain.flow import Known, details
 from snapshot_operator.domain.page import (
     Entry,
@@ -32,6 +30,7 @@ from snapshot_operator.domain.page import (
 from snapshot_operator.domain.plan import orders_of
 from snapshot_operator.ports import Change, Cluster
 from snapshot_shared import subjects
+from snapshot_shared.api import MAX_EVENT_BYTES, ObjectNews
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Clocks
@@ -70,22 +69,6 @@ MOST_PROGRESS = 2_000
 FIRST_VIEW_S = 10.0
 
 _BY_PLURAL = {kind.plural: kind for kind in KINDS.values()}
-
-
-class _Named(msgspec.Struct):
-    name: str
-    namespace: str | None = None
-
-
-class _Changed(msgspec.Struct):
-    kind: str
-    metadata: _Named
-
-
-class _Told(msgspec.Struct):
-    """What matters of an `api.ObjectEvent`: which object."""
-
-    object: _Changed
 
 
 class Update(NamedTuple):
@@ -320,7 +303,7 @@ class LiveView:
             while True:
                 delivery = await heard.get()
                 try:
-                    changed = decode_json(delivery.data, _Told, limit=1024 * 1024).object
+                    changed = decode_json(delivery.data, ObjectNews, limit=MAX_EVENT_BYTES).object
                 except InvalidMessage:
                     continue
                 if (kind := KINDS.get(changed.kind)) is None:

@@ -12,6 +12,7 @@ import msgspec
 
 from snapshot_shared import subjects
 from snapshot_shared.api import (
+    MAX_EVENT_BYTES,
     AbortReply,
     AbortRequest,
     Applied,
@@ -373,7 +374,7 @@ def _one_news(delivery: Delivery) -> News:
         return decode_json(delivery.data, Report)
     if delivery.subject.startswith("snap.span."):
         return decode_json(delivery.data, SpanRecord)
-    event = decode_json(delivery.data, ObjectEvent)
+    event = decode_json(delivery.data, ObjectEvent, limit=MAX_EVENT_BYTES)
     told = msgspec.convert(event.object, _Told)
     meta = told.metadata
     kind = find_kind(told.kind)
