@@ -71,13 +71,14 @@ def _pod_unsettled(pod: Pod) -> str:
     status = pod.status
     if status.phase == "Failed" and not status.reason:
         return "failed without a reason"
+    restore = status.restore
+    if restore is not None and restore.state not in (Restore.RESTORED, Restore.FAILED):
+        orders = ", ".join(f"{item.order}/{item.attempt} {item.state}" for item in status.orders)
+        return f"restore {restore.state}: {orders}"
     if status.phase == "Running" and not is_true(status.conditions, "Ready"):
         return "runs and is not ready"
     if status.phase == "Pending":
         return "pending"
-    restore = status.restore
-    if restore is not None and restore.state not in (Restore.RESTORED, Restore.FAILED):
-        return f"restore {restore.state}"
     return _owing(pod)
 
 
