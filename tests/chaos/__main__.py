@@ -35,7 +35,8 @@ from tests.support import rules
 NODES = 4
 USERS = 4
 START_S = 60.0
-HEAL_S = 60.0
+HEAL_S = 120.0
+"""An order delivered to a service as it is killed comes again after 30 s; several may in a row."""
 TELL_S = 10.0
 LEADER_S = 5.0
 

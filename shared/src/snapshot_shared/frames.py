@@ -132,7 +132,8 @@ class Attach(_Frame, frozen=True, kw_only=True, tag="attach"):
     `if_match` is the generation that a writer replaces, None when nothing is committed. `replace`
     frees that generation before the writer begins, for devices too small for two. `fence_token`
     makes the session the save of a fence, `load_token` a loader that builds a hidden layout.
-    `incarnation` is said by a reader that comes back: that of the server which held its layout.
+    `incarnation` is said by a reader that comes back and waits for no layout that is lost: that of
+    the server which held it, "" for one that is not known.
     """
 
     device: DeviceUuid

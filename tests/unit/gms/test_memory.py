@@ -719,7 +719,16 @@ def test_a_reader_of_a_lost_layout_is_refused_at_once_with_both_incarnations(
     assert world.table.devices[A].rooms[WEIGHTS].queue == {}
 
 
-@pytest.mark.parametrize("fields", [{}, {"incarnation": ""}, {"incarnation": "inc"}])
+def test_a_reader_that_was_restored_is_refused_at_once_when_nothing_is_loaded(
+    world: World,
+) -> None:
+    with pytest.raises(StaleLayout, match="the layout is lost"):
+        world.ask(lock=RO, incarnation="")
+    world.committed()
+    assert world.attach(lock=RO, incarnation="").access is Access.RO
+
+
+@pytest.mark.parametrize("fields", [{}, {"incarnation": "inc"}])
 def test_a_reader_that_lost_nothing_waits_for_a_layout(
     world: World, fields: dict[str, str]
 ) -> None:

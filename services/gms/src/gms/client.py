@@ -23,7 +23,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from numpy.typing import DTypeLike, NDArray
 
 from gms.arena import DOMAIN_BYTES, AddressTaken, Arena, address_of
@@ -114,15 +114,17 @@ def restore(
     deadline_s: float = DEADLINE_S,
     name: str = "",
     socket_dir: str | None = None,
+    await_layout: bool = False,
 ) -> MemoryPool:
     """Open a pool from `save_state()` of another process: same arrays, same addresses.
 
     `device` is the ordinal of the saved pool unless given. StaleLayout when something else is
-    committed there, AddressTaken when this process uses the addresses.
+    committed there, and at once when nothing is and nobody loads or writes it: `await_layout`
+    waits for that, too. AddressTaken when this process uses the addresses.
     """
     pool = MemoryPool.from_state(state, device=device, name=name, socket_dir=socket_dir)
     try:
-        pool.wake(deadline_s)
+        pool.wake(deadline_s, await_layout=await_layout)
     except BaseException:
         pool.close()
         raise
@@ -256,15 +258,19 @@ class MemoryPool:
         self._let_go()
         self._mode = _Mode.ASLEEP
 
-    def wake(self, deadline_s: float = DEADLINE_S) -> None:
+    def wake(self, deadline_s: float = DEADLINE_S, *, await_layout: bool = True) -> None:
         """Map everything again at the same addresses.
 
         StaleLayout, with both values, when another layout is committed now, and at once when the
-        service was restarted meanwhile and nobody loads one; the pool still sleeps.
+        service was restarted meanwhile and nobody loads one; the pool still sleeps. A pool of
+        another process does not know who served it; `await_layout` says whether it waits then.
         """
         self._require(_Mode.ASLEEP)
         lock = LockMode.RO if self._is_weights else LockMode.RW
-        lease = self._attach(lock, deadline_s, known=self.generation)
+        known: str | UnsetType = UNSET if await_layout else ""
+        if self.generation is not None:
+            known = self.generation.incarnation
+        lease = self._attach(lock, deadline_s, known=known)
         self._lease = lease
         try:
             if self._is_weights:
@@ -355,7 +361,7 @@ class MemoryPool:
         if_match: GenerationRef | None = None,
         *,
         replace: bool = False,
-        known: GenerationRef | None = None,
+        known: str | UnsetType = UNSET,
     ) -> Lease:
         request = Attach(
             device=self.device,
@@ -366,7 +372,7 @@ class MemoryPool:
             replace=replace,
             client=self._name,
             traceparent=os.environ.get("TRACEPARENT", ""),
-            incarnation=known.incarnation if known is not None else UNSET,
+            incarnation=known,
         )
         return Lease.attach(self._folder, request)
 

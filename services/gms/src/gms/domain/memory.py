@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from msgspec import UNSET
+
 from gms.domain.device import DeviceTable, check_generation
 from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
 from gms.domain.layout import Allocation, Layout, aligned
@@ -54,8 +56,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _REMEMBERED = 4096
-_WRITES = (Wish.WRITE, Wish.REPLACE, Wish.EITHER)
 """Load tokens whose outcome is still known, so that a repeated order gets the same answer."""
+
+_WRITES = (Wish.WRITE, Wish.REPLACE, Wish.EITHER)
 
 
 class MemoryTable:
@@ -323,17 +326,20 @@ class MemoryTable:
     def _check_incarnation(self, device: DeviceTable, room: Room, request: Attach) -> None:
         """Refuse a reader whose layout is lost with an earlier server. StaleLayout names both.
 
+        Which server that was a restored one does not know.
+
         Whoever writes or loads may bring the layout back: that is worth waiting for.
         """
         known = request.incarnation
-        if not known or known == self.incarnation or request.lock is not LockMode.RO:
+        if known in (UNSET, self.incarnation) or request.lock is not LockMode.RO:
             return
         is_coming = (
             room.writer or device.hidden or any(w.wish in _WRITES for w in room.queue.values())
         )
         if room.committed is None and not is_coming:
+            before = f"by incarnation {known}" if known else "elsewhere or by an earlier one"
             raise StaleLayout(
-                f"{device.uuid} was served by incarnation {known}, now by {self.incarnation}: the "
+                f"{device.uuid} was served {before}, now by incarnation {self.incarnation}: the "
                 "layout is lost, and nobody loads one",
                 next_step="close this pool, connect again and load the weights",
                 expected=known,
