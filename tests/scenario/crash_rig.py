@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gms.adapters import posix, sharing, transfer_child
+from gms.adapters import posix, sharing, staging, transfer_child
 from snapshot_agent.adapters import artifacts, cooperative, copying, library, locks
 from snapshot_agent.handlers import captures, restores
 from snapshot_shared import files, journal
@@ -39,6 +39,7 @@ MODULES: tuple[types.ModuleType, ...] = (
     cooperative,
     posix,
     sharing,
+    staging,
     transfer_child,
     captures,
     restores,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
+from gms.adapters.staging import Staging
 from gms.adapters.transfer_child import saved_before, write_part
 from gms.domain.tasks import SaveTask
 from snapshot_agent.adapters.artifacts import ArtifactRoot
@@ -52,6 +55,8 @@ INFOS = [
     AllocationInfo(id="w1", size=9000, aligned=12288, tag="", slot=1),
 ]
 MEMORY = [memoryview(bytearray(range(len(info.id), 256)) * 40)[: info.size] for info in INFOS]
+SHARDS = {"shard-0000.bin": 5000, "shard-0001.bin": 8192, "shard-0002.bin": 808}
+"""What a save writes, in bytes; each is one chunk."""
 LAYOUT = LayoutRef(
     device="GPU-1", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=14000
 )
@@ -79,6 +84,7 @@ class Capture(Story):
         self.root = ArtifactRoot(self.artifacts)
         self.place = Place("default", UID, self.generation)
         self.results: dict[str, PartResult] = {}
+        self.moved = 0
 
     def prepare(self) -> None:
         folder = files.open_root(self.state, create=True)
@@ -120,6 +126,7 @@ class Capture(Story):
             if done is None:
                 items = [MetadataItem(key="k", allocation="w1", offset=0, value=b"v")]
                 done = write_part(root, task, INFOS, items, MEMORY, lambda _: None)
+            self.moved = done.moved
         self._promise_part("gpu-0", done.bytes, done.digest)
 
     def task(self) -> SaveTask:
@@ -237,6 +244,45 @@ class SecondCapture(Capture):
         assert found is not None, "the older artifact is gone"
         verify(self.root, older, found)
         super().check_generation(promises)
+
+
+class ResumedSave(Capture):
+    """Save GPU memory with a note after each chunk: what is noted is never written again."""
+
+    name = "resumed save"
+    steps = ("stage_gpu",)
+
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__(base)
+        self.promises["noted"] = 0
+
+    def task(self) -> SaveTask:
+        return msgspec.structs.replace(super().task(), note_bytes=1)
+
+    def stage_gpu(self) -> None:
+        note = Staging.note
+
+        def promising(staging: Staging, chunks: Sequence[tuple[str, int, str]]) -> None:
+            note(staging, chunks)
+            self.promises["noted"] += sum(SHARDS[name] for name, _, _ in chunks)
+
+        with patch.object(Staging, "note", promising):
+            super().stage_gpu()
+
+    def check(self, promises: dict[str, Any]) -> None:
+        again = type(self)(self.base)
+        try:
+            again.stage_gpu()
+        except SnapbackError:
+            # It cannot be told from what is somebody else's; its capture has to begin again.
+            assert not promises["noted"], "what was noted is refused"
+            return
+        staged = promises.get("staged gpu-0", again.promises["staged gpu-0"])
+        assert again.promises["staged gpu-0"] == staged, "another part than was staged"
+        missing = 0 if "staged gpu-0" in promises else sum(SHARDS.values()) - promises["noted"]
+        assert again.moved <= missing, f"{again.moved} bytes were written, {missing} were missing"
+        manifest, _ = run(self.root.read_part(self.place, "gpu-0"))
+        run(self.root.check_bytes(self.place, manifest, _nobody_asks))
 
 
 class SetAside(Story):

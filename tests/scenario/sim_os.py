@@ -470,7 +470,9 @@ class SimOs:
         size = 4096 if isinstance(content, dict) else len(content)
         links = node.links + (1 if isinstance(content, dict) else 0)
         who = os.getuid(), os.getgid()
-        return os.stat_result((kind | node.mode, inode, FIRST, links, *who, size, 0, 0, 0))
+        blocks = (size - sum(stop - start for start, stop in node.holes)) // 512
+        plain = (kind | node.mode, inode, FIRST, links, *who, size, 0, 0, 0)
+        return os.stat_result(plain, {"st_blocks": blocks})
 
     def statvfs(self, path: Any) -> os.statvfs_result:
         if not self._ours(path):

@@ -12,11 +12,19 @@ from tests.scenario.crash_stories import (
     Capture,
     Journaling,
     OlderJournal,
+    ResumedSave,
     SecondCapture,
     SetAside,
 )
 
-STORIES: tuple[type[Story], ...] = (Journaling, OlderJournal, Capture, SecondCapture, SetAside)
+STORIES: tuple[type[Story], ...] = (
+    Journaling,
+    OlderJournal,
+    Capture,
+    SecondCapture,
+    ResumedSave,
+    SetAside,
+)
 SYNCED_FILES = {
     "files.py",
     "journal.py",
@@ -24,6 +32,7 @@ SYNCED_FILES = {
     "library.py",
     "copying.py",
     "posix.py",
+    "staging.py",
 }
 
 
@@ -43,7 +52,7 @@ def _killed(story: type[Story], skipped: Site | None = None) -> Iterator[tuple[S
 def _fsyncs() -> list[Site]:
     """Find every line of the product that calls fsync in any of the stories."""
     found = set().union(*(_plain(story).sites for story in STORIES))
-    for story in (Journaling, Capture):
+    for story in (Journaling, Capture, ResumedSave):
         found.update(*(recording.sites for _, recording in _killed(story)))
     return sorted(found)
 

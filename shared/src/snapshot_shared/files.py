@@ -134,15 +134,20 @@ def make_dir(root: int, parts: Sequence[str], *, exclusive: bool = False) -> int
 
 
 def open_regular(
-    directory: int, name: str, *, size: int | None = None, shared: bool = False
+    directory: int,
+    name: str,
+    *,
+    size: int | None = None,
+    shared: bool = False,
+    writable: bool = False,
 ) -> int:
     """Open a regular file for reading, which has, if given, exactly `size` bytes.
 
     It must have this one name, unless it may be `shared`: by artifacts that hold the same bytes.
     """
-    fd = _openat(
-        directory, check_component(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    )
+    mode = os.O_RDWR if writable else os.O_RDONLY
+    flags = mode | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = _openat(directory, check_component(name), flags)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or (found.st_nlink != 1 and not shared):
@@ -177,10 +182,15 @@ def read_bounded(directory: int, name: str, limit: int) -> bytes:
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Read a whole file of our own, however long it is."""
     with opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
-        pieces: list[bytes] = []
-        while piece := os.read(fd, 1 << 20):
-            pieces.append(piece)
-        return b"".join(pieces)
+        return read_all(fd)
+
+
+def read_all(fd: int) -> bytes:
+    """Read on to the end of a file of our own."""
+    pieces: list[bytes] = []
+    while piece := os.read(fd, 1 << 20):
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def create_file(directory: int, name: str) -> int:
@@ -227,6 +237,13 @@ def write_new(directory: int, name: str, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=directory)
     secure(directory, name)
+
+
+def settle_new(directory: int, name: str) -> None:
+    """Take away the second name that a killed `write_new` has left a file which is in place."""
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+        os.unlink(f".{name}.tmp", dir_fd=directory)
 
 
 def write_replacing(directory: int, name: str, data: bytes, *, mode: int = 0o600) -> None:

@@ -204,6 +204,21 @@ class Moved:
     files: list[FileEntry] = field(default_factory=list)
 
 
+class ChunkNotes(Protocol):
+    """Where a backend notes down what is on the disk, so that a killed save goes on from there."""
+
+    every_bytes: int
+    """How many bytes of chunks may be written and not noted, in one batch."""
+
+    def written(self, name: str) -> Mapping[int, str]:
+        """Give the digests of the chunks of a file that an earlier process has noted."""
+        ...
+
+    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
+        """Note file, index and digest of chunks that were fsynced. From any thread."""
+        ...
+
+
 @runtime_checkable
 class TransferBackend(Protocol):
     """Carries out file plans between memory and the directory of a part.
@@ -241,6 +256,28 @@ class TransferBackend(Protocol):
 
         ArtifactCorrupt names file and chunk; ArtifactMissing. What is not a plain file of the
         planned size is not read.
+        """
+        ...
+
+
+@runtime_checkable
+class ResumableBackend(TransferBackend, Protocol):
+    """A backend that can go on with files which a killed process has left."""
+
+    def write_missing(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        buffers: Buffers,
+        *,
+        threads: int,
+        advance: Advance,
+        notes: ChunkNotes,
+    ) -> Moved:
+        """Do what `write_files` does, but for chunks that are noted and proven to be there.
+
+        A noted chunk stays when memory and, read again, the file have its digest. A file with
+        notes exists; one without does not.
         """
         ...
 

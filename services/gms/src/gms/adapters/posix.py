@@ -14,6 +14,7 @@ import fcntl
 import functools
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -22,7 +23,7 @@ import xxhash
 
 from gms.domain.layout import aligned
 from gms.domain.transfer import PADDING, PAGE, ChunkPlan, FilePlan, Piece
-from gms.ports import Advance, Buffers, Moved
+from gms.ports import Advance, Buffers, ChunkNotes, Moved
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.files import create_file, open_regular, translated
@@ -56,50 +57,37 @@ class Posix:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        descriptors: list[int] = []
-        memory = _Memory(buffers, plans)
-        digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
-        bypassing: set[int] = set()
+        return self.write_missing(
+            directory, plans, buffers, threads=threads, advance=advance, notes=None
+        )
 
-        def write(item: tuple[int, ChunkPlan]) -> int:
-            file, chunk = item
-            descriptor = descriptors[file]
-            with memory.outgoing(chunk, direct=descriptor in bypassing) as pieces:
-                found = _digest(pieces, chunk.size)
-                digests[file][chunk.index] = found
-                is_zero = found == _digest_of_zeros(chunk.size)
-                if not is_zero:
-                    _write(descriptor, pieces, chunk.offset, bypassing)
-                elif descriptor in bypassing:
-                    _fallocate(descriptor, _PUNCH_HOLE, chunk.offset, chunk.size)
-            advance(chunk.size)
-            return 0 if is_zero else chunk.size
-
-        def finish(file: int) -> int:
-            # The last page of a direct request is whole; the file ends where its bytes do.
-            os.ftruncate(descriptors[file], plans[file].size)
-            _sync(descriptors[file])
-            return 0
-
+    def write_missing(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        buffers: Buffers,
+        *,
+        threads: int,
+        advance: Advance,
+        notes: ChunkNotes | None,
+    ) -> Moved:
+        writing = _Writing(directory, plans, buffers, notes)
         try:
-            for plan in plans:
-                descriptors.append(create_file(directory, plan.name))
-                os.ftruncate(descriptors[-1], plan.size)
-            if self._direct:
-                bypassing.update(fd for fd in descriptors if _bypass(fd))
-            _take_blocks(bypassing)
+            writing.open(direct=self._direct)
+
+            def write(item: tuple[int, ChunkPlan]) -> int:
+                size = writing.write(item)
+                advance(item[1].size)
+                return size
+
             moved = _for_all(_chunks(plans), write, threads)
-            _for_all(range(len(plans)), finish, threads)
+            _for_all(range(len(plans)), writing.finish, threads)
         except OSError as error:
             raise translated(error, "a part file") from error
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        entries = [
-            FileEntry(name=plan.name, size=plan.size, chunk_bytes=plan.chunk_bytes, chunks=found)
-            for plan, found in zip(plans, digests, strict=True)
-        ]
-        return Moved(backend=self._way(bypassing, descriptors), bytes=moved, files=entries)
+            writing.close()
+        way = self._way(writing.bypassing, writing.descriptors)
+        return Moved(backend=way, bytes=moved, files=writing.entries())
 
     def read_files(
         self,
@@ -155,6 +143,118 @@ def digest_in_memory(chunk: ChunkPlan, buffers: Buffers) -> str:
     return _digest(_pieces(chunk, buffers), chunk.size)
 
 
+class _Writing:
+    """The files that are being written, and what an earlier process has noted about them."""
+
+    def __init__(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        buffers: Buffers,
+        notes: ChunkNotes | None,
+    ) -> None:
+        self._directory = directory
+        self._plans = plans
+        self._buffers = buffers
+        self._memory = _Memory(buffers, plans)
+        self._batches = _Batches(notes) if notes else None
+        self._noted = [notes.written(plan.name) if notes else {} for plan in plans]
+        self._digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
+        self.descriptors: list[int] = []
+        self.bypassing: set[int] = set()
+
+    def open(self, *, direct: bool) -> None:
+        new: list[int] = []
+        for plan, noted in zip(self._plans, self._noted, strict=True):
+            if noted:
+                descriptor = open_regular(self._directory, plan.name, writable=True)
+            else:
+                descriptor = create_file(self._directory, plan.name)
+                new.append(descriptor)
+            self.descriptors.append(descriptor)
+            os.ftruncate(descriptor, plan.size)
+        if direct:
+            self.bypassing.update(fd for fd in self.descriptors if _bypass(fd))
+        _take_blocks(self.bypassing.intersection(new))
+
+    def write(self, item: tuple[int, ChunkPlan]) -> int:
+        """Write a chunk that is not there yet; give the bytes that went to the file."""
+        file, chunk = item
+        descriptor = self.descriptors[file]
+        noted = self._noted[file].get(chunk.index)
+        if noted is not None and self._stands(descriptor, chunk, noted):
+            self._digests[file][chunk.index] = noted
+            return 0
+        with self._memory.outgoing(chunk, direct=descriptor in self.bypassing) as pieces:
+            found = _digest(pieces, chunk.size)
+            self._digests[file][chunk.index] = found
+            # Where another process was killed there may be bytes in place of a hole.
+            is_hole = found == _digest_of_zeros(chunk.size) and not self._noted[file]
+            if not is_hole:
+                _write(descriptor, pieces, chunk.offset, self.bypassing)
+            elif descriptor in self.bypassing:
+                _fallocate(descriptor, _PUNCH_HOLE, chunk.offset, chunk.size)
+        if self._batches:
+            self._batches.add(descriptor, self._plans[file].name, chunk, found)
+        return 0 if is_hole else chunk.size
+
+    def _stands(self, descriptor: int, chunk: ChunkPlan, noted: str) -> bool:
+        if digest_in_memory(chunk, self._buffers) != noted:
+            return False
+        try:
+            with self._memory.scratch(chunk) as view:
+                _read(descriptor, [view], chunk, self.bypassing)
+                return _digest([view], chunk.size) == noted
+        except ArtifactCorrupt:
+            return False
+
+    def finish(self, file: int) -> int:
+        # The last page of a direct request is whole; the file ends where its bytes do.
+        os.ftruncate(self.descriptors[file], self._plans[file].size)
+        _sync(self.descriptors[file])
+        return 0
+
+    def entries(self) -> list[FileEntry]:
+        return [
+            FileEntry(name=plan.name, size=plan.size, chunk_bytes=plan.chunk_bytes, chunks=found)
+            for plan, found in zip(self._plans, self._digests, strict=True)
+        ]
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+class _Batches:
+    """Notes chunks down once they are on the disk, so many bytes at a time.
+
+    One thread at a time waits for the disk, and the others go on. When they have filled another
+    batch before it is done, they wait, too; so no more than two batches can be lost.
+    """
+
+    def __init__(self, notes: ChunkNotes) -> None:
+        self._notes = notes
+        self._adding = threading.Lock()
+        self._noting = threading.Lock()
+        self._rows: list[tuple[int, tuple[str, int, str]]] = []
+        self._bytes = 0
+
+    def add(self, descriptor: int, name: str, chunk: ChunkPlan, digest: str) -> None:
+        with self._adding:
+            self._rows.append((descriptor, (name, chunk.index, digest)))
+            self._bytes += chunk.size
+            if self._bytes < self._notes.every_bytes:
+                return
+        with self._noting:
+            with self._adding:
+                if self._bytes < self._notes.every_bytes:
+                    return
+                rows, self._rows, self._bytes = self._rows, [], 0
+            for each in sorted({descriptor for descriptor, _ in rows}):
+                _sync(each)
+            self._notes.note([row for _, row in rows])
+
+
 class _Memory:
     """The bytes of a plan: where they stand, or for a moment in buffers for direct requests.
 
@@ -175,7 +275,7 @@ class _Memory:
         if not direct:
             yield _pieces(chunk, self._buffers)
             return
-        with self._staging(chunk) as (view, address):
+        with self._pages(chunk) as (view, address):
             at = address
             for piece in chunk.pieces:
                 if piece.allocation == PADDING:
@@ -192,7 +292,7 @@ class _Memory:
         if not direct:
             yield _pieces(chunk, self._buffers)
             return
-        with self._staging(chunk) as (view, address):
+        with self._pages(chunk) as (view, address):
             yield [view]
             at = address
             for piece in chunk.pieces:
@@ -204,7 +304,13 @@ class _Memory:
         return self._addresses[piece.allocation] + piece.offset
 
     @contextlib.contextmanager
-    def _staging(self, chunk: ChunkPlan) -> Iterator[tuple[memoryview, int]]:
+    def scratch(self, chunk: ChunkPlan) -> Iterator[memoryview]:
+        """Give a place that no allocation has, as long as the pages of a chunk."""
+        with self._pages(chunk) as (view, _):
+            yield view
+
+    @contextlib.contextmanager
+    def _pages(self, chunk: ChunkPlan) -> Iterator[tuple[memoryview, int]]:
         # A thread holds one at most, so that there are never more of them than threads.
         try:
             pages = self._free.pop()

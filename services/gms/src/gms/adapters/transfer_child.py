@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -18,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gms.adapters.backends import find_backend
 from gms.adapters.sharing import parent_of, share
+from gms.adapters.staging import drop_notes, staged
 from gms.arena import Arena
 from gms.domain.layout import structure_hash
+from gms.domain.resume import note_of
 from gms.domain.tasks import (
     LoadTask,
     SaveTask,
@@ -38,6 +41,7 @@ from gms.domain.transfer import (
     saved_metadata,
 )
 from gms.lease import Lease
+from gms.ports import ResumableBackend
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     AllocationEntry,
@@ -65,15 +69,13 @@ from snapshot_shared.errors import (
     failure_of,
 )
 from snapshot_shared.files import (
-    make_dir,
     open_dir,
     open_regular,
     open_root,
     opened,
     read_bounded,
-    remove_tree,
     require_space,
-    secure,
+    settle_new,
     write_new,
 )
 from snapshot_shared.frames import (
@@ -142,37 +144,45 @@ def write_part(
 ) -> TransferDone:
     """Write the bytes of every allocation beneath an artifact root, and the manifest last.
 
-    Files that a sealed artifact of the same namespace holds already are shared with it.
+    Files that a sealed artifact of the same namespace holds already are shared with it. What a
+    killed process of the same save has written stays, where memory and file prove it.
 
     What fails leaves no directory. NoSpace, and ArtifactExists when one stands there.
     """
     entries, sizes = place(infos, shard_bytes=task.shard_bytes)
     plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
     backend = find_backend(task.backend)
-    with new_part(root, _path_of(task)) as directory:
+    note, every = note_of(task), task.note_bytes
+    with staged(root, _path_of(task), note, every_bytes=every) as staging:
+        directory = staging.directory
         meter = _Meter(sum(sizes), emit)
         with parent_of(root, task) as parent:
             if parent is not None:
                 shared = share(
                     parent,
                     directory,
-                    plans,
+                    [plan for plan in plans if not staging.written(plan.name)],
                     buffers,
                     backend,
                     threads=task.threads,
                     advance=meter.advance,
                 )
         missing = [plan for plan in plans if plan.name not in shared]
-        require_space(directory, sum(plan.size for plan in missing), f"part {task.part}")
-        moved = backend.write_files(
-            directory, missing, buffers, threads=task.threads, advance=meter.advance
+        needed = sum(plan.size for plan in missing) - staging.allocated()
+        require_space(directory, needed, f"part {task.part}")
+        write = (
+            functools.partial(backend.write_missing, notes=staging)
+            if isinstance(backend, ResumableBackend)
+            else backend.write_files
         )
+        moved = write(directory, missing, buffers, threads=task.threads, advance=meter.advance)
         files = shared | {entry.name: entry for entry in moved.files}
         in_order = [files[plan.name] for plan in plans]
         data = encode_pretty(part_manifest(task, entries, in_order, metadata))
         if len(data) > MAX_MANIFEST_BYTES:
             raise InvalidInput("the manifest would be too long", size=len(data))
         write_new(directory, PART_MANIFEST, data)
+        staging.finish()
     return TransferDone(
         bytes=sum(sizes),
         digest=digest(data),
@@ -286,22 +296,6 @@ def _mapped(
         arena.release()
 
 
-@contextlib.contextmanager
-def new_part(root: int, path: Sequence[str]) -> Iterator[int]:
-    """Create the directory of a part. What fails leaves none, and its bytes do not fill the disk.
-
-    It is ours to remove because it did not exist. A process that is killed leaves it without
-    manifest, which makes it no part.
-    """
-    with opened(make_dir(root, path, exclusive=True)) as directory:
-        try:
-            yield directory
-        except BaseException:
-            with contextlib.suppress(OSError), opened(open_dir(root, path[:-1])) as parent:
-                remove_tree(parent, path[-1])
-            raise
-
-
 def check_fenced(wanted: LayoutRef, attached: Attached) -> None:
     """StaleLayout unless what is attached is what the plan names."""
     found = LayoutRef(
@@ -360,6 +354,7 @@ def saved_before(root: int, task: SaveTask) -> TransferDone | None:
     except ArtifactMissing:
         return None
     with opened(directory):
+        settle_new(directory, PART_MANIFEST)
         try:
             data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
         except ArtifactMissing:
@@ -373,7 +368,7 @@ def saved_before(root: int, task: SaveTask) -> TransferDone | None:
         # The manifest may have outlived its files, and neither need be durable yet.
         for entry in manifest.files:
             os.close(open_regular(directory, entry.name, size=entry.size, shared=True))
-        secure(directory, PART_MANIFEST)
+        drop_notes(directory)
     return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)
 
 

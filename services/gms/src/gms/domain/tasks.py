@@ -29,6 +29,9 @@ from snapshot_shared.orders import (
 
 DEFAULT_BACKEND = "posix-direct"
 
+NOTE_BYTES = 256 * 1024 * 1024
+"""What a killed save may have to write again, about: each note costs an fsync of two files."""
+
 Threads = Annotated[int, Meta(ge=1, le=64)]
 
 
@@ -50,7 +53,8 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
 class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
     """Write the committed layout of a device as a part below the artifact root `root`.
 
-    A fence lets the save alone in; without one it reads beside the others.
+    A fence lets the save alone in; without one it reads beside the others. After each `note_bytes`
+    it notes what is on the disk.
     """
 
     order: OrderIdStr
@@ -58,6 +62,7 @@ class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
     layout: LayoutRef
     product: ShortText = ""
     shard_bytes: Annotated[int, Meta(ge=PAGE, le=2**50)] = SHARD_BYTES
+    note_bytes: Annotated[int, Meta(ge=1, le=2**50)] = NOTE_BYTES
 
 
 class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):

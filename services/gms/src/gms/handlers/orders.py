@@ -23,6 +23,7 @@ from gms.domain.tasks import (
     TransferProgress,
 )
 from gms.handlers.keeper import Gms
+from gms.handlers.transfers import persistent
 from gms.ports import Tracer, Transfers
 from snapshot_shared.courier import Courier, Handler, OrderContext, Result
 from snapshot_shared.errors import Internal, NotFound, UnknownDevice
@@ -105,7 +106,7 @@ class GmsOrders:
             layout=order.layout,
             product=self._gms.devices[order.layout.device].info.product,
         )
-        transfer = _Transfer(context, order.part, self._transfers.run(task))
+        transfer = _Transfer(context, order.part, persistent(self._transfers, task))
 
         async def lease() -> None:
             await transfer.until_leased()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -38,6 +39,12 @@ from snapshot_shared.telemetry import current_traceparent
 
 _TELLS_S = 5.0
 """How soon a transfer that holds its lock tells what it does, in seconds."""
+
+
+SAVES_AGAIN = 2
+"""How many times a save goes on after its process was killed."""
+
+log = logging.getLogger(__name__)
 
 
 class GmsTransfers:
@@ -149,6 +156,28 @@ class GmsTransfers:
             self._saving.discard(path)
 
 
+async def persistent(
+    transfers: Transfers, task: SaveTask | LoadTask
+) -> AsyncGenerator[TransferEvent, None]:
+    """Run a transfer; one that saves goes on in a new process when its own is killed.
+
+    The fence holds meanwhile, so memory is still what it was. TransferKilled, the last time.
+    """
+    again = SAVES_AGAIN if isinstance(task, SaveTask) else 0
+    while True:
+        try:
+            async with aclosing(transfers.run(task)) as events:
+                async for event in events:
+                    yield event
+        except TransferKilled as error:
+            if not again:
+                raise
+            again -= 1
+            log.warning("the save of %s goes on in a new process: %s", task.part, error)
+        else:
+            return
+
+
 async def whole_or_nothing(
     transfers: Transfers, task: SaveTask | LoadTask
 ) -> AsyncGenerator[TransferEvent, None]:
@@ -157,7 +186,7 @@ async def whole_or_nothing(
     What fails by itself has tidied up; what was killed could not.
     """
     last: TransferEvent | None = None
-    events = transfers.run(task)
+    events = persistent(transfers, task)
     step: asyncio.Future[TransferEvent | None] | None = None
     try:
         while True:

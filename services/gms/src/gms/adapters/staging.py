@@ -1,0 +1,143 @@
+"""The folder of a part while a save writes it, and the notes by which a killed save goes on.
+
+The notes are a file beside the shards, and gone when the part is whole. Whoever writes them holds
+their lock, so that two processes never write one part. Files that no note names were cut off
+before any of their bytes could be relied upon, and are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from gms.domain.resume import ChunksNote, SaveNote, Written, read_notes
+from snapshot_shared.artifact import PART_MANIFEST
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import ArtifactExists, ArtifactMissing
+from snapshot_shared.files import (
+    create_file,
+    make_dir,
+    open_dir,
+    open_regular,
+    opened,
+    read_all,
+    remove_tree,
+    secure,
+    write_all,
+)
+
+NOTES = ".notes"
+"""No file of a part can have this name."""
+
+
+class Staging:
+    """A part that is being written. It is the `ChunkNotes` of the backend that writes it."""
+
+    def __init__(self, directory: int, notes: int, save: SaveNote, *, every_bytes: int) -> None:
+        """Go on with what is there already when it is of the same save; else begin afresh."""
+        self.directory = directory
+        self.every_bytes = every_bytes
+        self._notes = notes
+        self._lock = threading.Lock()
+        self._is_secure = False
+        self._written, length = read_notes(read_all(notes), save)
+        self._tidy()
+        os.ftruncate(notes, length)
+        os.lseek(notes, 0, os.SEEK_END)
+        if not length:
+            self._append(save)
+
+    def written(self, name: str) -> Mapping[int, str]:
+        return self._written.get(name, {})
+
+    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
+        with self._lock:
+            self._append(ChunksNote(chunks=list(chunks)))
+            secure(self._notes, NOTES)
+            if not self._is_secure:
+                # The names of the files, too: all of them are made before any is written.
+                secure(self.directory, NOTES)
+                self._is_secure = True
+
+    def allocated(self) -> int:
+        """Give the bytes that the disk holds already for files that are gone on with."""
+        return sum(self._stat(name).st_blocks * 512 for name in self._written)
+
+    def finish(self) -> None:
+        """Take the notes away: the part has its manifest."""
+        drop_notes(self.directory)
+
+    def _append(self, note: msgspec.Struct) -> None:
+        write_all(self._notes, encode_json(note) + b"\n")
+
+    def _tidy(self) -> None:
+        kept: Written = {}
+        for name in os.listdir(self.directory):  # noqa: PTH208 - of a descriptor
+            found = self._stat(name)
+            # A file with another name belongs to another artifact, too, and is not written to.
+            is_ours = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+            if name in self._written and is_ours:
+                kept[name] = self._written[name]
+            elif stat.S_ISDIR(found.st_mode):
+                remove_tree(self.directory, name)
+            elif name != NOTES:
+                os.unlink(name, dir_fd=self.directory)
+        self._written = kept
+
+    def _stat(self, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=self.directory, follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def staged(
+    root: int, path: Sequence[str], save: SaveNote, *, every_bytes: int
+) -> Iterator[Staging]:
+    """Open the directory of a part to write it. ArtifactExists when it is somebody else's.
+
+    What fails leaves none, and its bytes do not fill the disk. A process that is killed leaves it
+    without manifest, which makes it no part.
+    """
+    with (
+        opened(make_dir(root, path)) as directory,
+        opened(_locked(directory, "/".join(path))) as notes,
+    ):
+        try:
+            yield Staging(directory, notes, save, every_bytes=every_bytes)
+        except BaseException:
+            with contextlib.suppress(OSError), opened(open_dir(root, path[:-1])) as parent:
+                remove_tree(parent, path[-1])
+            raise
+
+
+def drop_notes(directory: int) -> None:
+    """Remove the notes of a part that is whole, durably."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(NOTES, dir_fd=directory)
+    secure(directory, NOTES)
+
+
+def _locked(directory: int, path: str) -> int:
+    """Open the notes and take their lock, which the end of this process frees."""
+    names = os.listdir(directory)
+    if PART_MANIFEST in names or (names and NOTES not in names):
+        raise ArtifactExists(f"{path} exists already, and is no save that was cut off", path=path)
+    try:
+        notes = open_regular(directory, NOTES, writable=True)
+    except ArtifactMissing:
+        notes = create_file(directory, NOTES)
+    try:
+        fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever held it may have finished the part meanwhile.
+        is_free = os.fstat(notes).st_nlink == 1
+    except BlockingIOError:
+        is_free = False
+    if not is_free:
+        os.close(notes)
+        raise ArtifactExists(f"{path} is being written by another process", path=path)
+    return notes
