@@ -29,6 +29,9 @@ from snapshot_shared.orders import (
 
 DEFAULT_BACKEND = "posix-direct"
 
+LOAD_THREADS = 8
+"""While some digest and copy, the others keep the disk at work."""
+
 Threads = Annotated[int, Meta(ge=1, le=64)]
 
 
@@ -63,6 +66,7 @@ class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
 class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
     """Read a part into a device and leave it hidden under the load token."""
 
+    threads: Threads = LOAD_THREADS
     part_digest: Digest
     load_token: Token
     layout_id: ShortText
