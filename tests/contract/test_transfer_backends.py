@@ -185,6 +185,28 @@ def test_what_is_written_is_read_again_byte_for_byte(
     assert again.bytes() == before
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_long_chunk_comes_whole_into_memory_that_nobody_has_touched(
+    subject: Subject, folder: int, tmp_path: Path, damaged: bool
+) -> None:
+    sizes = [9 * MIB + 5, 3 * MIB, 5 * MIB + 1]
+    plans = plans_of(sizes, shard=32 * MIB, chunk=16 * MIB)
+    memory = Memory(sizes).fill(14)
+    moved = write(subject, folder, plans, memory)
+    with opened(os.open(tmp_path / plans[0].name, os.O_RDWR)) as shard:
+        if damaged:
+            os.pwrite(shard, bytes(16), 7 * MIB)
+        os.fsync(shard)
+        os.posix_fadvise(shard, 0, 0, os.POSIX_FADV_DONTNEED)
+    again = Memory(sizes)
+    if damaged:
+        with pytest.raises(ArtifactCorrupt, match="chunk 0"):
+            read(subject, folder, plans, moved, again)
+        return
+    read(subject, folder, plans, moved, again)
+    assert again.bytes() == memory.bytes()
+
+
 def test_every_byte_is_told_once(subject: Subject, folder: int) -> None:
     plans, told = plans_of(SIZES), []
     memory = Memory(SIZES).fill(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -11,11 +13,14 @@ from gms.domain.layout import structure_hash
 from gms.domain.transfer import (
     PADDING,
     PAGE,
+    ChunkPlan,
+    Piece,
     check_fits,
     check_loadable,
     place,
     plan_files,
     shard_name,
+    windows,
 )
 from snapshot_shared.artifact import (
     MAX_CHUNK_BYTES,
@@ -139,6 +144,21 @@ def _stands_at(entry: AllocationEntry, file: int, at: int, offset: int, size: in
         and offset + size <= extent.offset + extent.size
         for extent in entry.extents
     )
+
+
+@given(size=st.integers(1, 40), window=st.integers(1, 9))
+def test_windows_cover_a_chunk_in_order_with_the_same_pieces(size: int, window: int) -> None:
+    pieces = (Piece(0, 3, size), Piece(PADDING, 0, 2), Piece(1, 0, 7))
+    chunk = ChunkPlan(2, 5, 1000, size + 9, pieces)
+    found = windows(chunk, window)
+    assert [each.offset for each in found] == list(range(1000, 1000 + chunk.size, window))
+    assert {each.file for each in found} == {2}
+    assert all(0 < each.size <= window for each in found)
+    assert bytes_of(pieces) == [byte for each in found for byte in bytes_of(each.pieces)]
+
+
+def bytes_of(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    return [(p.allocation, p.offset + at) for p in pieces for at in range(p.size)]
 
 
 @pytest.mark.parametrize("size", [0, 100, PAGE + 1])

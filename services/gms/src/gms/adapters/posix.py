@@ -2,7 +2,8 @@
 
 `posix-direct` moves bytes past the page cache, through one buffer a thread. A file system that
 knows no direct I/O gets buffered requests, as with `posix-buffered`. Each chunk is digested as it
-passes. A chunk of zeros is a hole: its digest is that of zeros, and nothing moves.
+passes; a load does it in windows that are still in the cache of the processor. A chunk of zeros is
+a hole: its digest is that of zeros, and nothing moves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TypeVar
 import xxhash
 
 from gms.domain.layout import aligned
-from gms.domain.transfer import PADDING, PAGE, ChunkPlan, FilePlan, Piece
+from gms.domain.transfer import PADDING, PAGE, ChunkPlan, FilePlan, Piece, windows
 from gms.ports import Advance, Buffers, ChunkNotes, Moved
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt
@@ -32,10 +33,27 @@ T = TypeVar("T")
 
 _IOV_MAX = 512
 _CACHESTAT = 451
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, since Linux 5.14."""
+
+_ENTRY_BYTES = 8
+_PRESENT = b"\x80"
+"""Of /proc/self/pagemap: an entry, and its last byte when the highest bit of it is set."""
+
 _PUNCH_HOLE = 0x03
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE."""
 
+_WINDOW_BYTES = 4 * 1024 * 1024
+"""What is read in one request: long enough that a busy processor is seldom waited for, and short
+enough that much of it is digested and copied from the cache of the processor."""
+
+_LARGE_PAGE = 2 * 1024 * 1024
+
+_TOUCHED_BYTES = 64 * 1024
+"""Shorter pieces are not worth a call of their own to have their pages mapped."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Posix:
@@ -101,7 +119,7 @@ class Posix:
     ) -> Moved:
         cached: list[int] = []
         direct: list[int] = []
-        memory = _Memory(buffers, plans)
+        memory = _Memory(buffers, min(_longest(plans), _WINDOW_BYTES))
         bypassing: set[int] = set()
 
         def read(item: tuple[int, ChunkPlan]) -> int:
@@ -112,16 +130,19 @@ class Posix:
                 descriptor = cached[file]
                 if bypassing and not _is_resident(descriptor, chunk):
                     descriptor = direct[file]
-                with memory.incoming(chunk, direct=descriptor in bypassing) as pieces:
-                    _read(descriptor, pieces, chunk, bypassing)
-                    if (found := _digest(pieces, chunk.size)) != wanted:
-                        raise ArtifactCorrupt(
-                            f"chunk {chunk.index} of {plans[file].name} is damaged",
-                            file=plans[file].name,
-                            chunk=chunk.index,
-                            expected=wanted,
-                            found=found,
-                        )
+                state = xxhash.xxh3_128()
+                for window in windows(chunk, _WINDOW_BYTES):
+                    with memory.incoming(window, direct=descriptor in bypassing) as pieces:
+                        _read(descriptor, pieces, window, bypassing)
+                        _update(state, pieces, window.size)
+                if (found := state.hexdigest()) != wanted:
+                    raise ArtifactCorrupt(
+                        f"chunk {chunk.index} of {plans[file].name} is damaged",
+                        file=plans[file].name,
+                        chunk=chunk.index,
+                        expected=wanted,
+                        found=found,
+                    )
             advance(chunk.size)
             return 0 if is_zero else chunk.size
 
@@ -156,7 +177,7 @@ class _Writing:
         self._directory = directory
         self._plans = plans
         self._buffers = buffers
-        self._memory = _Memory(buffers, plans)
+        self._memory = _Memory(buffers, _longest(plans))
         self._batches = _Batches(notes) if notes else None
         self._noted = [notes.written(plan.name) if notes else {} for plan in plans]
         self._digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
@@ -262,11 +283,12 @@ class _Memory:
     ones; that gains more than the copy costs, and nothing else needs to be aligned.
     """
 
-    def __init__(self, buffers: Buffers, plans: Sequence[FilePlan]) -> None:
+    def __init__(self, buffers: Buffers, longest: int) -> None:
         self._buffers = buffers
         self._addresses = [_address(buffer) for buffer in buffers]
-        longest = max((chunk.size for plan in plans for chunk in plan.chunks), default=0)
-        self._size = aligned(longest, PAGE)
+        # Whoever maps memory for a load has mapped all of it at the same time.
+        self._is_mapped = all(map(_is_mapped, self._addresses[:1]))
+        self._size = aligned(longest, _LARGE_PAGE)
         self._free: list[mmap.mmap] = []
 
     @contextlib.contextmanager
@@ -288,7 +310,8 @@ class _Memory:
 
     @contextlib.contextmanager
     def incoming(self, chunk: ChunkPlan, *, direct: bool) -> Iterator[list[memoryview]]:
-        """Give where to read to; what is good after the block is then where it belongs."""
+        """Give where to read to; after the block it is where it belongs."""
+        self._touch(chunk)
         if not direct:
             yield _pieces(chunk, self._buffers)
             return
@@ -299,6 +322,16 @@ class _Memory:
                 if piece.allocation != PADDING:
                     ctypes.memmove(self._address_of(piece), at, piece.size)
                 at += piece.size
+
+    def _touch(self, chunk: ChunkPlan) -> None:
+        """Have pages mapped many at a time; what the kernel does not do here, it does later."""
+        if self._is_mapped:
+            return
+        for piece in chunk.pieces:
+            if piece.allocation != PADDING and piece.size >= _TOUCHED_BYTES:
+                address = self._address_of(piece)
+                before = address % mmap.PAGESIZE
+                _libc.madvise(address - before, piece.size + before, _POPULATE_WRITE)
 
     def _address_of(self, piece: Piece) -> int:
         return self._addresses[piece.allocation] + piece.offset
@@ -326,6 +359,10 @@ class _Memory:
             self._free.append(pages)
 
 
+def _longest(plans: Sequence[FilePlan]) -> int:
+    return max((chunk.size for plan in plans for chunk in plan.chunks), default=0)
+
+
 def _chunks(plans: Sequence[FilePlan]) -> Iterator[tuple[int, ChunkPlan]]:
     """Give every chunk with the place of its file among these plans."""
     return ((file, chunk) for file, plan in enumerate(plans) for chunk in plan.chunks)
@@ -342,6 +379,15 @@ def _pieces(chunk: ChunkPlan, buffers: Buffers) -> list[memoryview]:
 
 def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+
+
+def _is_mapped(address: int) -> bool:
+    """Whether a page of this process is mapped already, and needs no fault."""
+    # Opened beside `os`, because these are no files of an artifact.
+    with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", 0) as pages:  # noqa: PTH123 - pathlib costs import time
+        pages.seek(address // mmap.PAGESIZE * _ENTRY_BYTES)
+        return bool(pages.read(_ENTRY_BYTES)[-1:] >= _PRESENT)
+    return False
 
 
 def _bypass(descriptor: int) -> bool:
@@ -432,10 +478,14 @@ def _sync(descriptor: int) -> None:
 
 def _digest(pieces: Iterable[memoryview], size: int) -> str:
     state = xxhash.xxh3_128()
+    _update(state, pieces, size)
+    return state.hexdigest()
+
+
+def _update(state: xxhash.xxh3_128, pieces: Iterable[memoryview], size: int) -> None:
     for piece in pieces:
         state.update(piece[:size])
         size -= len(piece)
-    return state.hexdigest()
 
 
 @functools.cache

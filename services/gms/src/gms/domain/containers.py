@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gms.domain.tasks import LoadTask, SaveTask
+from gms.domain.tasks import LOAD_THREADS, LoadTask, SaveTask
 from snapshot_shared.artifact import generation_path
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.orders import LoadOrder, SaveOrder
@@ -27,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     order_file: str
     traceparent: str = ""
     save_workers: int = 4
-    load_workers: int = 4
+    load_workers: int = LOAD_THREADS
     shard_bytes: int | None = None
     lock_s: float | None = None
 
@@ -66,7 +66,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         order_file=environment.get("GMS_ORDER_FILE") or str(PurePath(folder) / "order.json"),
         traceparent=environment.get("TRACEPARENT", ""),
         save_workers=min(64, numbers.get("GMS_SAVE_WORKERS", 4)),
-        load_workers=min(64, numbers.get("GMS_LOAD_WORKERS", 4)),
+        load_workers=min(64, numbers.get("GMS_LOAD_WORKERS", LOAD_THREADS)),
         shard_bytes=numbers.get("GMS_SHARD_SIZE_BYTES"),
         lock_s=lock_ms / 1000 if lock_ms is not None else None,
     )

@@ -32,6 +32,9 @@ DEFAULT_BACKEND = "posix-direct"
 NOTE_BYTES = 256 * 1024 * 1024
 """What a killed save may have to write again, about: each note costs an fsync of two files."""
 
+LOAD_THREADS = 8
+"""While some digest and copy, the others keep the disk at work."""
+
 Threads = Annotated[int, Meta(ge=1, le=64)]
 
 
@@ -68,6 +71,7 @@ class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
 class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
     """Read a part into a device and leave it hidden under the load token."""
 
+    threads: Threads = LOAD_THREADS
     part_digest: Digest
     load_token: Token
     layout_id: ShortText

@@ -107,6 +107,12 @@ def plan_files(
     return plans
 
 
+def windows(chunk: ChunkPlan, size: int) -> list[ChunkPlan]:
+    """Cut a chunk into requests of at most `size` bytes, in order and numbered from 0."""
+    cut = _chunks(chunk.file, size, chunk.pieces)
+    return [replace(window, offset=chunk.offset + window.offset) for window in cut]
+
+
 def without_memory(plan: FilePlan) -> FilePlan:
     """Give the same file for reading it only: no byte of it goes to an allocation."""
     chunks = [replace(c, pieces=(Piece(PADDING, 0, c.size),)) for c in plan.chunks]
