@@ -16,11 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from gms.adapters.backends import find_backend
 from gms.adapters.sharing import parent_of, share
 from gms.arena import Arena
 from gms.domain.layout import structure_hash
 from gms.domain.tasks import (
+    DEFAULT_BACKEND,
+    OBJECT,
     LoadTask,
     SaveTask,
     TransferDone,
@@ -38,6 +42,7 @@ from gms.domain.transfer import (
     saved_metadata,
 )
 from gms.lease import Lease
+from gms.ports import TransferBackend
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     AllocationEntry,
@@ -45,6 +50,7 @@ from snapshot_shared.artifact import (
     FileEntry,
     PartManifest,
     SavedLayout,
+    SavedObjects,
     check_part_manifest,
     part_path,
 )
@@ -61,6 +67,7 @@ from snapshot_shared.errors import (
     ArtifactExists,
     ArtifactMissing,
     InvalidInput,
+    SnapbackError,
     StaleLayout,
     failure_of,
 )
@@ -71,7 +78,6 @@ from snapshot_shared.files import (
     open_root,
     opened,
     read_bounded,
-    remove_tree,
     require_space,
     secure,
     write_new,
@@ -86,6 +92,7 @@ from snapshot_shared.frames import (
     MemoryDomain,
     MetadataItem,
 )
+from snapshot_shared.object_storage import ObjectStorage, check_objects, remove_with_objects
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.spans import parse_traceparent
 
@@ -148,8 +155,8 @@ def write_part(
     """
     entries, sizes = place(infos, shard_bytes=task.shard_bytes)
     plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
-    backend = find_backend(task.backend)
-    with new_part(root, _path_of(task)) as directory:
+    backend = _backend(task, task.backend)
+    with new_part(root, _path_of(task), task.object_storage) as directory:
         meter = _Meter(sum(sizes), emit)
         with parent_of(root, task) as parent:
             if parent is not None:
@@ -163,7 +170,8 @@ def write_part(
                     advance=meter.advance,
                 )
         missing = [plan for plan in plans if plan.name not in shared]
-        require_space(directory, sum(plan.size for plan in missing), f"part {task.part}")
+        if task.backend != OBJECT:
+            require_space(directory, sum(plan.size for plan in missing), f"part {task.part}")
         moved = backend.write_files(
             directory, missing, buffers, threads=task.threads, advance=meter.advance
         )
@@ -191,6 +199,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
         manifest = read_manifest(directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
         allocations, files = layout.allocations, manifest.files
+        way = _way_of(task, manifest)
         plans = plan_files(
             allocations,
             [entry.size for entry in files],
@@ -205,7 +214,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             )
             with _mapped(lease, infos, Access.RW) as buffers:
                 meter = _Meter(manifest.bytes, emit)
-                moved = find_backend(task.backend).read_files(
+                moved = _backend(task, way).read_files(
                     directory, plans, files, buffers, threads=task.threads, advance=meter.advance
                 )
             lease.put_metadata(metadata_of(layout.metadata))
@@ -287,8 +296,10 @@ def _mapped(
 
 
 @contextlib.contextmanager
-def new_part(root: int, path: Sequence[str]) -> Iterator[int]:
+def new_part(root: int, path: Sequence[str], storage: str = "") -> Iterator[int]:
     """Create the directory of a part. What fails leaves none, and its bytes do not fill the disk.
+
+    Objects that it has in the object storage `storage` go first.
 
     It is ours to remove because it did not exist. A process that is killed leaves it without
     manifest, which makes it no part.
@@ -297,8 +308,11 @@ def new_part(root: int, path: Sequence[str]) -> Iterator[int]:
         try:
             yield directory
         except BaseException:
-            with contextlib.suppress(OSError), opened(open_dir(root, path[:-1])) as parent:
-                remove_tree(parent, path[-1])
+            with (
+                contextlib.suppress(OSError, SnapbackError),
+                opened(open_dir(root, path[:-1])) as parent,
+            ):
+                remove_with_objects(parent, path, lambda: ObjectStorage(storage))
             raise
 
 
@@ -352,6 +366,18 @@ def _path_of(task: SaveTask | LoadTask) -> tuple[str, ...]:
     return part_path(task.namespace, task.content_uid, task.generation, task.part)
 
 
+def _backend(task: SaveTask | LoadTask, name: str) -> TransferBackend:
+    prefix = "/".join(_path_of(task))
+    return find_backend(name, storage=task.object_storage, prefix=prefix)
+
+
+def _way_of(task: LoadTask, manifest: PartManifest) -> str:
+    """Name the backend of a load: whatever was chosen, the bytes are where the save left them."""
+    if manifest.objects:
+        return OBJECT
+    return DEFAULT_BACKEND if task.backend == OBJECT else task.backend
+
+
 def saved_before(root: int, task: SaveTask) -> TransferDone | None:
     """Give the result of the same save when it was finished before it could be reported."""
     path = _path_of(task)
@@ -371,7 +397,9 @@ def saved_before(root: int, task: SaveTask) -> TransferDone | None:
         ):
             raise ArtifactExists(f"another part stands in {'/'.join(path)}", path="/".join(path))
         # The manifest may have outlived its files, and neither need be durable yet.
-        for entry in manifest.files:
+        if manifest.objects:
+            check_objects(ObjectStorage(task.object_storage), check_part_manifest(manifest))
+        for entry in manifest.files if not manifest.objects else ():
             os.close(open_regular(directory, entry.name, size=entry.size, shared=True))
         secure(directory, PART_MANIFEST)
     return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)
@@ -413,6 +441,9 @@ def part_manifest(
             source=task.layout, allocations=allocations, metadata=saved_metadata(metadata)
         ),
         facts=Facts(device_product=task.product, devices=1),
+        objects=SavedObjects(prefix="/".join(_path_of(task)))
+        if task.backend == OBJECT
+        else msgspec.UNSET,
     )
 
 

@@ -5,7 +5,7 @@ The process is an ordinary client of the lease socket: its task names everything
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -28,8 +28,20 @@ from snapshot_shared.orders import (
 )
 
 DEFAULT_BACKEND = "posix-direct"
+OBJECT = "object"
+"""The backend whose bytes are in object storage, and not in the folder of the part."""
 
 Threads = Annotated[int, Meta(ge=1, le=64)]
+
+
+class Way(NamedTuple):
+    """How bytes are moved: by which backend, and the URL of the object storage that it may use."""
+
+    backend: str = DEFAULT_BACKEND
+    object_storage: str = ""
+
+
+DEFAULT_WAY = Way()
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
@@ -44,6 +56,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     threads: Threads = 4
     attempt: int = 0
     backend: ShortText = DEFAULT_BACKEND
+    object_storage: Text = ""
     traceparent: ShortText = ""
 
 
