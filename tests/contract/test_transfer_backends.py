@@ -8,6 +8,7 @@ import importlib
 import mmap
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import types
@@ -43,7 +44,8 @@ from tests.support.s3_server import s3_server
 MIB = 1024 * 1024
 CHUNK = 2 * PAGE
 POSIX = ("posix-direct", "posix-buffered")
-IN_FILES = (*POSIX, "example")
+PINNED = "pinned-host"
+IN_FILES = (*POSIX, PINNED, "example")
 OBJECTS = ("object in s3", "object in a folder")
 PREFIX = "default/11111111-2222-3333-4444-555555555555/gen-1/gpu-0"
 EXAMPLE = Path(__file__).parents[1] / "support" / "example_backend.py"
@@ -487,7 +489,7 @@ def private_bytes() -> int:
 # What only ours promise.
 
 
-@pytest.mark.parametrize("name", POSIX)
+@pytest.mark.parametrize("name", [*POSIX, PINNED])
 def test_a_chunk_of_zeros_takes_no_room_and_is_not_read(
     name: str, folder: int, tmp_path: Path
 ) -> None:
@@ -557,6 +559,68 @@ def test_direct_reads_are_for_what_the_page_cache_does_not_hold(
     assert again.bytes() == memory.bytes()
 
 
+def locked_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmLck:")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("subject", [PINNED], indirect=True)
+def test_bytes_go_through_locked_memory_with_direct_io_and_without(
+    subject: Subject, disk: SimDisk, direct: bool
+) -> None:
+    plans, memory = plans_of(SIZES), Memory(SIZES).fill(14)
+    disk.os.takes_direct = direct
+    before, seen = locked_bytes(), []
+
+    def look(_: int) -> None:
+        seen.append(locked_bytes())
+
+    with closing(Descriptor(disk)) as folder:
+        moved = subject.backend.write_files(folder.fd, plans, memory.views, threads=1, advance=look)
+        again = Memory(SIZES)
+        subject.backend.read_files(
+            folder.fd, plans, moved.files, again.views, threads=1, advance=look
+        )
+    assert moved.backend == PINNED
+    assert again.bytes() == memory.bytes()
+    (held,) = set(seen)
+    assert held - before >= CHUNK, "the one thread has its buffer all the time"
+    assert locked_bytes() == before
+
+
+REFUSED = """
+import os, resource, sys
+from gms.adapters.pinned import page_locked
+from snapshot_shared.errors import SnapbackError
+soft, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)  # Root may lock what it likes.
+try:
+    print(len(page_locked(1 << 20)))
+except SnapbackError as error:
+    print(error.to_failure())
+"""
+
+
+def refusal(soft: int, hard: int) -> str:
+    command = [sys.executable, "-c", REFUSED, str(soft), str(hard)]
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+
+
+def test_memory_that_may_not_be_locked_is_refused_with_the_limit_and_what_to_do() -> None:
+    found = refusal(65536, 65536)
+    assert found.startswith("MemoryLockRefused: 1048576 more bytes")
+    assert "RLIMIT_MEMLOCK is 65536 bytes, 0 are locked" in found
+    assert "ulimit -l" in found
+
+
+def test_a_soft_limit_is_raised_as_far_as_it_may_be() -> None:
+    assert refusal(65536, 2 << 20) == "1048576\n"
+
+
 # How a backend is found.
 
 
@@ -564,7 +628,7 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are(site: Path) -> 
     with pytest.raises(InvalidInput, match=r"SNAPBACK_TRANSFER_BACKEND='gds'") as caught:
         find_backend("gds")
     expected = caught.value.values["expected"]
-    assert set(expected) >= {"posix-direct", "posix-buffered", "example"}
+    assert set(expected) >= {*IN_FILES, "object"}
 
 
 @pytest.mark.parametrize(("name", "why"), [("broken", "Missing"), ("other", "takes|no transfer")])

@@ -326,6 +326,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Check the disk. Move the journal that the message names away, and start the service "
             "again; captures under way on the node fail.",
         ),
+        "MemoryLockRefused": Reason(
+            "The backend `pinned-host` may not lock as much memory as it needs.",
+            "`RLIMIT_MEMLOCK` of GMS is lower than its threads times a chunk; the numbers stand in "
+            "the message.",
+            "Raise it: `ulimit -l unlimited` before GMS is started, or `--ulimit memlock=-1` of "
+            "docker; or set `SNAPBACK_TRANSFER_BACKEND=posix-direct`.",
+        ),
         "NoSpace": Reason(
             "The disk has too little room.",
             "Needed and free bytes stand in the message.",

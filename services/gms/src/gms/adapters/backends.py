@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gms.adapters.objects import Objects
+from gms.adapters.pinned import page_locked
 from gms.adapters.posix import Posix
 from gms.domain.tasks import OBJECT
 from gms.ports import TransferBackend
@@ -15,6 +16,7 @@ GROUP = "snapback.transfer_backends"
 _OURS: dict[str, TransferBackend] = {
     "posix-direct": Posix(direct=True),
     "posix-buffered": Posix(direct=False),
+    "pinned-host": Posix(direct=True, pages=page_locked, name="pinned-host"),
 }
 
 

@@ -15,7 +15,9 @@ from gms.adapters.posix import _chunks, _for_all, _Memory
 from gms.domain.transfer import ChunkPlan, FilePlan
 from gms.ports import Advance, Buffers, Moved
 from snapshot_shared.artifact import FileEntry
+from snapshot_shared.files import names_in
 from snapshot_shared.object_storage import (
+    MARK,
     ObjectStorage,
     mark_objects,
     object_key,
@@ -55,9 +57,10 @@ class Objects:
             advance(chunk.size)
             return 0 if is_zero else chunk.size
 
-        # What a save that was killed has left here is of no use, and nobody's.
-        self._storage.remove(self._prefix)
-        mark_objects(directory, self._prefix)
+        if MARK not in names_in(directory):
+            # What is there before the part has a mark is nobody's.
+            self._storage.remove(self._prefix)
+            mark_objects(directory, self._prefix)
         moved = _for_all(_chunks(plans), write, threads)
         if moved:
             self._storage.secure(self._prefix)

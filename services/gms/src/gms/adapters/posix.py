@@ -37,15 +37,26 @@ _PUNCH_HOLE = 0x03
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Posix:
-    """Reads and writes part files; `direct` past the page cache where the file system can."""
+Pages = Callable[[int], mmap.mmap]
+"""Maps so many bytes for a buffer, at the beginning of a page."""
 
-    def __init__(self, *, direct: bool) -> None:
+
+class Posix:
+    """Reads and writes part files; `direct` past the page cache where the file system can.
+
+    With `pages` every byte goes through buffers of theirs, also where there is no direct I/O.
+    """
+
+    def __init__(
+        self, *, direct: bool, pages: Pages | None = None, name: str = "posix-direct"
+    ) -> None:
         self._direct = direct
+        self._pages = pages
+        self._name = name
 
     def _way(self, bypassing: set[int], descriptors: Sequence[int]) -> str:
         is_direct = self._direct and len(bypassing) == len(descriptors)
-        return "posix-direct" if is_direct else "posix-buffered"
+        return self._name if is_direct or self._pages else "posix-buffered"
 
     def write_files(
         self,
@@ -57,7 +68,7 @@ class Posix:
         advance: Advance,
     ) -> Moved:
         descriptors: list[int] = []
-        memory = _Memory(buffers, plans)
+        memory = _Memory(buffers, plans, self._pages)
         digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
         bypassing: set[int] = set()
 
@@ -113,7 +124,7 @@ class Posix:
     ) -> Moved:
         cached: list[int] = []
         direct: list[int] = []
-        memory = _Memory(buffers, plans)
+        memory = _Memory(buffers, plans, self._pages)
         bypassing: set[int] = set()
 
         def read(item: tuple[int, ChunkPlan]) -> int:
@@ -162,8 +173,11 @@ class _Memory:
     ones; that gains more than the copy costs, and nothing else needs to be aligned.
     """
 
-    def __init__(self, buffers: Buffers, plans: Sequence[FilePlan]) -> None:
+    def __init__(
+        self, buffers: Buffers, plans: Sequence[FilePlan], pages: Pages | None = None
+    ) -> None:
         self._buffers = buffers
+        self._pages = pages
         self._addresses = [_address(buffer) for buffer in buffers]
         longest = max((chunk.size for plan in plans for chunk in plan.chunks), default=0)
         self._size = aligned(longest, PAGE)
@@ -172,7 +186,7 @@ class _Memory:
     @contextlib.contextmanager
     def outgoing(self, chunk: ChunkPlan, *, direct: bool) -> Iterator[list[memoryview]]:
         """Give what is to be written; whole pages for a direct request."""
-        if not direct:
+        if not (direct or self._pages):
             yield _pieces(chunk, self._buffers)
             return
         with self._staging(chunk) as (view, address):
@@ -189,7 +203,7 @@ class _Memory:
     @contextlib.contextmanager
     def incoming(self, chunk: ChunkPlan, *, direct: bool) -> Iterator[list[memoryview]]:
         """Give where to read to; what is good after the block is then where it belongs."""
-        if not direct:
+        if not (direct or self._pages):
             yield _pieces(chunk, self._buffers)
             return
         with self._staging(chunk) as (view, address):
@@ -209,15 +223,20 @@ class _Memory:
         try:
             pages = self._free.pop()
         except IndexError:
-            pages = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # A kernel may have been built without large pages.
-            with contextlib.suppress(OSError):
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            pages = (self._pages or _ordinary)(self._size)
         try:
             view = memoryview(pages)[: aligned(chunk.size, PAGE)]
             yield view, _address(view)
         finally:
             self._free.append(pages)
+
+
+def _ordinary(size: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel may have been built without large pages.
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _chunks(plans: Sequence[FilePlan]) -> Iterator[tuple[int, ChunkPlan]]:
