@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import mmap
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import types
@@ -35,11 +37,17 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.frames import AllocationInfo
+from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
 from tests.scenario.disk import SimDisk
+from tests.support.s3_server import s3_server
 
 MIB = 1024 * 1024
 CHUNK = 2 * PAGE
 POSIX = ("posix-direct", "posix-buffered")
+PINNED = "pinned-host"
+IN_FILES = (*POSIX, PINNED, "example")
+OBJECTS = ("object in s3", "object in a folder")
+PREFIX = "default/11111111-2222-3333-4444-555555555555/gen-1/gpu-0"
 EXAMPLE = Path(__file__).parents[1] / "support" / "example_backend.py"
 
 
@@ -63,16 +71,104 @@ def site() -> Iterator[Path]:
         sys.modules.pop("example_backend", None)
 
 
+class InFiles:
+    """The bytes of a part as a backend leaves them: in files, which a test can damage."""
+
+    def read(self, folder: Path, plan: FilePlan, moved: Moved) -> bytes:
+        return (folder / plan.name).read_bytes()
+
+    def flip(self, folder: Path, plan: FilePlan, where: int) -> None:
+        with (folder / plan.name).open("r+b") as shard:
+            shard.seek(where)
+            byte = shard.read(1)[0]
+            shard.seek(where)
+            shard.write(bytes([byte ^ 4]))
+
+    def resize(self, folder: Path, plan: FilePlan, change: int) -> None:
+        os.truncate(folder / plan.name, plan.size + change)
+
+    def remove(self, folder: Path, plan: FilePlan) -> None:
+        (folder / plan.name).unlink()
+
+    def swap(self, folder: Path, one: FilePlan, other: FilePlan) -> None:
+        aside = folder / "aside"
+        (folder / one.name).rename(aside)
+        (folder / other.name).rename(folder / one.name)
+        aside.rename(folder / other.name)
+
+
+class InObjects(InFiles):
+    """The same in object storage: every chunk is an object."""
+
+    def __init__(self, url: str) -> None:
+        self.storage = ObjectStorage(url)
+
+    def read(self, folder: Path, plan: FilePlan, moved: Moved) -> bytes:
+        (entry,) = (each for each in moved.files if each.name == plan.name)
+        stored = {index for index, _, _ in stored_chunks(entry)}
+        return b"".join(
+            self._get(plan, c.index, c.size) if c.index in stored else bytes(c.size)
+            for c in plan.chunks
+        )
+
+    def flip(self, folder: Path, plan: FilePlan, where: int) -> None:
+        chunk = plan.chunks[where // plan.chunk_bytes]
+        data = bytearray(self._get(plan, chunk.index, chunk.size))
+        data[where - chunk.offset] ^= 4
+        self._put(plan, chunk.index, data)
+
+    def resize(self, folder: Path, plan: FilePlan, change: int) -> None:
+        chunk = plan.chunks[-1]
+        data = self._get(plan, chunk.index, chunk.size)
+        self._put(plan, chunk.index, data[:change] if change < 0 else data + bytes(change))
+
+    def remove(self, folder: Path, plan: FilePlan) -> None:
+        self.storage.remove(f"{PREFIX}/{plan.name}")
+
+    def swap(self, folder: Path, one: FilePlan, other: FilePlan) -> None:
+        first = self._get(one, 0, one.chunks[0].size)
+        self._put(one, 0, self._get(other, 0, other.chunks[0].size))
+        self._put(other, 0, first)
+
+    def _get(self, plan: FilePlan, index: int, size: int) -> bytes:
+        return b"".join(self.storage.read(object_key(PREFIX, plan.name, index), size))
+
+    def _put(self, plan: FilePlan, index: int, data: bytes | bytearray) -> None:
+        self.storage.put(object_key(PREFIX, plan.name, index), memoryview(data))
+
+
 class Subject(NamedTuple):
     name: str
     backend: TransferBackend
     module: types.ModuleType
+    bodies: InFiles
 
 
-@pytest.fixture(params=[*POSIX, "example"], scope="module")
-def subject(request: pytest.FixtureRequest, site: Path) -> Subject:
-    backend = find_backend(request.param)
-    return Subject(request.param, backend, importlib.import_module(type(backend).__module__))
+@pytest.fixture(scope="module")
+def s3(request: pytest.FixtureRequest) -> Iterator[str]:
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield "s3://bucket/some/prefix"
+
+
+@pytest.fixture(params=[*IN_FILES, *OBJECTS], scope="module")
+def subject(
+    request: pytest.FixtureRequest, site: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Subject:
+    bodies = InFiles()
+    if request.param in OBJECTS:
+        url = (
+            request.getfixturevalue("s3")
+            if request.param.endswith("s3")
+            else tmp_path_factory.mktemp("store").as_uri()
+        )
+        bodies = InObjects(url)
+        backend = find_backend("object", storage=url, prefix=PREFIX)
+    else:
+        backend = find_backend(request.param)
+    module = importlib.import_module(type(backend).__module__)
+    return Subject(request.param, backend, module, bodies)
 
 
 class Memory:
@@ -106,6 +202,9 @@ def plans_of(sizes: Sequence[int], *, shard: int = 4 * PAGE, chunk: int = CHUNK)
     ]
     entries, lengths = place(infos, shard_bytes=shard)
     return plan_files(entries, lengths, chunk_bytes=[chunk] * len(lengths))
+
+
+in_files = pytest.mark.parametrize("subject", IN_FILES, indirect=True)
 
 
 def nobody_asks(_: int) -> None:
@@ -175,7 +274,7 @@ def test_what_is_written_is_read_again_byte_for_byte(
         moved = write(subject, folder, plans, memory, threads)
         assert memory.bytes() == before
         for plan, entry in zip(plans, moved.files, strict=True):
-            data = (Path(path) / plan.name).read_bytes()
+            data = subject.bodies.read(Path(path), plan, moved)
             assert (entry.name, entry.size, len(data)) == (plan.name, plan.size, plan.size)
             starts = range(0, plan.size, plan.chunk_bytes)
             pieces = [data[at : at + plan.chunk_bytes] for at in starts]
@@ -226,11 +325,7 @@ def test_a_flipped_bit_is_found_with_its_file_and_chunk(
 ) -> None:
     plans = plans_of(SIZES)
     moved = write(subject, folder, plans, Memory(SIZES).fill(2))
-    with (tmp_path / plans[0].name).open("r+b") as shard:
-        shard.seek(where)
-        byte = shard.read(1)[0]
-        shard.seek(where)
-        shard.write(bytes([byte ^ 4]))
+    subject.bodies.flip(tmp_path, plans[0], where)
     with pytest.raises(ArtifactCorrupt) as caught:
         read(subject, folder, plans, moved, Memory(SIZES))
     assert caught.value.values["file"] == plans[0].name
@@ -243,7 +338,7 @@ def test_a_file_of_another_length_is_refused(
 ) -> None:
     plans = plans_of(SIZES)
     moved = write(subject, folder, plans, Memory(SIZES).fill(3))
-    os.truncate(tmp_path / plans[1].name, plans[1].size + change)
+    subject.bodies.resize(tmp_path, plans[1], change)
     with pytest.raises(ArtifactCorrupt):
         read(subject, folder, plans, moved, Memory(SIZES))
 
@@ -253,11 +348,23 @@ def test_a_missing_file_is_refused_as_missing(
 ) -> None:
     plans = plans_of(SIZES)
     moved = write(subject, folder, plans, Memory(SIZES).fill(4))
-    (tmp_path / plans[1].name).unlink()
+    subject.bodies.remove(tmp_path, plans[1])
     with pytest.raises(ArtifactMissing, match=plans[1].name):
         read(subject, folder, plans, moved, Memory(SIZES))
 
 
+def test_bodies_that_changed_places_are_found(
+    subject: Subject, folder: int, tmp_path: Path
+) -> None:
+    plans = plans_of(SIZES)
+    assert plans[0].size == plans[1].size
+    moved = write(subject, folder, plans, Memory(SIZES).fill(4))
+    subject.bodies.swap(tmp_path, plans[0], plans[1])
+    with pytest.raises(ArtifactCorrupt, match="damaged"):
+        read(subject, folder, plans, moved, Memory(SIZES))
+
+
+@in_files
 def test_a_link_is_not_followed_and_a_file_is_not_written_over(
     subject: Subject, folder: int, tmp_path: Path
 ) -> None:
@@ -288,7 +395,10 @@ def test_what_advance_raises_ends_a_transfer_and_leaves_nothing_open(
         told.append(size)
         raise Cancelled
 
-    before = set(Path("/proc/self/fd").iterdir())
+    subject.backend.write_files(folder, plans, memory.views, threads=threads, advance=nobody_asks)
+    for plan in plans:
+        (tmp_path / plan.name).unlink(missing_ok=True)
+    before = open_files()
     with pytest.raises(Cancelled):
         subject.backend.write_files(folder, plans, memory.views, threads=threads, advance=stop)
     for plan in plans:
@@ -298,10 +408,20 @@ def test_what_advance_raises_ends_a_transfer_and_leaves_nothing_open(
         subject.backend.read_files(
             folder, plans, moved.files, Memory(SIZES * 20).views, threads=threads, advance=stop
         )
-    assert set(Path("/proc/self/fd").iterdir()) <= before
+    assert open_files() <= before
     assert len(told) < sum(len(plan.chunks) for plan in plans)
 
 
+def open_files() -> set[str]:
+    """What is open here but connections, which a client keeps for the next request."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"{entry.name} {entry.readlink()}")
+    return {each for each in found if " socket:" not in each and "/proc/" not in each}
+
+
+@in_files
 def test_a_disk_that_is_full_is_named_and_nothing_stays_open(
     subject: Subject, disk: SimDisk
 ) -> None:
@@ -324,6 +444,7 @@ class Descriptor:
         self.disk.os.close(self.fd)
 
 
+@in_files
 @pytest.mark.parametrize("size", [1, PAGE, 2 * PAGE, 3 * PAGE + 5])
 def test_what_is_written_outlives_a_power_loss_wherever_its_name_does(
     subject: Subject, disk: SimDisk, size: int
@@ -338,6 +459,7 @@ def test_what_is_written_outlives_a_power_loss_wherever_its_name_does(
         assert all(bytes(data) == memory.bytes()[0] for data in tree.values())
 
 
+@in_files
 def test_a_failing_fsync_is_no_success(subject: Subject, disk: SimDisk) -> None:
     with closing(Descriptor(disk)) as folder:
         disk.fail("fsync")
@@ -345,6 +467,7 @@ def test_a_failing_fsync_is_no_success(subject: Subject, disk: SimDisk) -> None:
             write(subject, folder.fd, plans_of([PAGE]), Memory([PAGE]).fill(9))
 
 
+@in_files
 def test_requests_that_end_early_leave_nothing_out(subject: Subject, disk: SimDisk) -> None:
     plans, memory = plans_of(SIZES), Memory(SIZES).fill(10)
     with closing(Descriptor(disk)) as folder:
@@ -388,7 +511,7 @@ def private_bytes() -> int:
 # What only ours promise.
 
 
-@pytest.mark.parametrize("name", POSIX)
+@pytest.mark.parametrize("name", [*POSIX, PINNED])
 def test_a_chunk_of_zeros_takes_no_room_and_is_not_read(
     name: str, folder: int, tmp_path: Path
 ) -> None:
@@ -458,6 +581,68 @@ def test_direct_reads_are_for_what_the_page_cache_does_not_hold(
     assert again.bytes() == memory.bytes()
 
 
+def locked_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmLck:")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("subject", [PINNED], indirect=True)
+def test_bytes_go_through_locked_memory_with_direct_io_and_without(
+    subject: Subject, disk: SimDisk, direct: bool
+) -> None:
+    plans, memory = plans_of(SIZES), Memory(SIZES).fill(14)
+    disk.os.takes_direct = direct
+    before, seen = locked_bytes(), []
+
+    def look(_: int) -> None:
+        seen.append(locked_bytes())
+
+    with closing(Descriptor(disk)) as folder:
+        moved = subject.backend.write_files(folder.fd, plans, memory.views, threads=1, advance=look)
+        again = Memory(SIZES)
+        subject.backend.read_files(
+            folder.fd, plans, moved.files, again.views, threads=1, advance=look
+        )
+    assert moved.backend == PINNED
+    assert again.bytes() == memory.bytes()
+    (held,) = set(seen)
+    assert held - before >= CHUNK, "the one thread has its buffer all the time"
+    assert locked_bytes() == before
+
+
+REFUSED = """
+import os, resource, sys
+from gms.adapters.pinned import page_locked
+from snapshot_shared.errors import SnapbackError
+soft, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)  # Root may lock what it likes.
+try:
+    print(len(page_locked(1 << 20)))
+except SnapbackError as error:
+    print(error.to_failure())
+"""
+
+
+def refusal(soft: int, hard: int) -> str:
+    command = [sys.executable, "-c", REFUSED, str(soft), str(hard)]
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+
+
+def test_memory_that_may_not_be_locked_is_refused_with_the_limit_and_what_to_do() -> None:
+    found = refusal(65536, 65536)
+    assert found.startswith("MemoryLockRefused: 1048576 more bytes")
+    assert "RLIMIT_MEMLOCK is 65536 bytes, 0 are locked" in found
+    assert "ulimit -l" in found
+
+
+def test_a_soft_limit_is_raised_as_far_as_it_may_be() -> None:
+    assert refusal(65536, 2 << 20) == "1048576\n"
+
+
 # How a backend is found.
 
 
@@ -465,7 +650,7 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are(site: Path) -> 
     with pytest.raises(InvalidInput, match=r"SNAPBACK_TRANSFER_BACKEND='gds'") as caught:
         find_backend("gds")
     expected = caught.value.values["expected"]
-    assert set(expected) >= {"posix-direct", "posix-buffered", "example"}
+    assert set(expected) >= {*IN_FILES, "object"}
 
 
 @pytest.mark.parametrize(("name", "why"), [("broken", "Missing"), ("other", "takes|no transfer")])

@@ -12,7 +12,7 @@ import re
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
 from snapshot_shared.ids import check_label, check_part, check_uid
@@ -111,6 +111,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     command: list[str] = []
 
 
+class SavedObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bytes of a part are in object storage, each chunk in `<prefix>/<file>/<chunk>`.
+
+    The prefix is that of the part, relative to the storage that a service was told of.
+    """
+
+    backend: Literal["object"] = "object"
+    prefix: Annotated[str, Meta(max_length=512)]
+
+
 class PartManifest(
     msgspec.Struct,
     frozen=True,
@@ -133,6 +143,7 @@ class PartManifest(
     vector: list[VectorEntry] = []
     layout: SavedLayout | None = None
     facts: Facts | None = None
+    objects: SavedObjects | UnsetType = UNSET
 
 
 class RootPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,6 +214,10 @@ def check_part_manifest(manifest: PartManifest) -> PartManifest:
         wanted = -(-entry.size // entry.chunk_bytes)
         _require(len(entry.chunks) == wanted, f"files.{entry.name}: chunks", len(entry.chunks))
     _require(sum(e.size for e in manifest.files) == manifest.bytes, "bytes", manifest.bytes)
+    if manifest.objects:
+        place = (manifest.namespace, manifest.content_uid, manifest.generation, manifest.part)
+        own = "/".join(part_path(*place))
+        _require(manifest.objects.prefix == own, "objects: prefix", manifest.objects.prefix)
     if manifest.layout is not None:
         _check_layout(manifest.layout, manifest.files)
     return manifest

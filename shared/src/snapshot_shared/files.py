@@ -278,6 +278,23 @@ def remove_tree(parent: int, name: str) -> None:
     secure(parent, name)
 
 
+def names_in(directory: int) -> list[str]:
+    """Name everything that is in a directory."""
+    return os.listdir(directory)
+
+
+def secure_tree(directory: int) -> None:
+    """Fsync a directory and all that is beneath it, following no link. NoSpace."""
+    for name in os.listdir(directory):
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            with opened(_openat(directory, name, _DIRECTORY)) as folder:
+                secure_tree(folder)
+        else:
+            with opened(open_regular(directory, name)) as file:
+                secure(file, name)
+    secure(directory, ".")
+
+
 def free_bytes(directory: int) -> int:
     """Give the bytes that an unprivileged writer can still use on the file system."""
     found = os.fstatvfs(directory)

@@ -307,6 +307,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "that node.",
             "Mount or restore the storage, then `snapshotctl verify NAME`.",
         ),
+        "BucketMissing": Reason(
+            "The bucket or container of the object storage does not exist.",
+            "`SNAPBACK_OBJECT_STORAGE` names another one than was made, or the credentials are "
+            "those of another account or region.",
+            "Make the bucket or correct `SNAPBACK_OBJECT_STORAGE` of GMS and agents, and start "
+            "them again.",
+        ),
         "DeleteFailed": Reason(
             "The artifact could not be removed; it is tried again.",
             "A node failed to remove the files; its failure follows in the message.",
@@ -319,11 +326,38 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Check the disk. Move the journal that the message names away, and start the service "
             "again; captures under way on the node fail.",
         ),
+        "MemoryLockRefused": Reason(
+            "The backend `pinned-host` may not lock as much memory as it needs.",
+            "`RLIMIT_MEMLOCK` of GMS is lower than its threads times a chunk; the numbers stand in "
+            "the message.",
+            "Raise it: `ulimit -l unlimited` before GMS is started, or `--ulimit memlock=-1` of "
+            "docker; or set `SNAPBACK_TRANSFER_BACKEND=posix-direct`.",
+        ),
         "NoSpace": Reason(
             "The disk has too little room.",
             "Needed and free bytes stand in the message.",
             "`snapshotctl artifacts ls` shows what takes the room; delete checkpoints, or free "
             "the disk.",
+        ),
+        "ObjectStorageDenied": Reason(
+            "The object storage refuses the credentials of this service.",
+            "They are missing, wrong or too old, or may not read, write, list and delete below "
+            "the prefix; the code of the storage stands in the message.",
+            "Give GMS and the agents credentials in their environment; see "
+            "docs/how-to/keep-artifacts-in-object-storage.md.",
+        ),
+        "ObjectStorageUnavailable": Reason(
+            "The object storage does not answer, or answers with an error.",
+            "Its endpoint is down or cannot be reached from the node, or it is overloaded; the "
+            "request was repeated before it was given up.",
+            "Reach the endpoint that the message names from that node: `curl -I ENDPOINT`. Then "
+            "try again.",
+        ),
+        "ObjectStorageUnset": Reason(
+            "The bytes are in object storage, and this service does not know which.",
+            "`SNAPBACK_OBJECT_STORAGE` is not set for it, or the package `obstore` is missing.",
+            "Set `SNAPBACK_OBJECT_STORAGE` of GMS and agents to the same URL, or install the "
+            "extra: `pip install 'snapback-gms[object]'`.",
         ),
         "StorageFailed": Reason(
             "The disk does not read or write any more.",

@@ -66,9 +66,11 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     """What the services of a node need to know besides.
 
     `sim` (`SNAPBACK_SIM=1`) gives a service the fault switch of the simulation.
+    `object_storage` (a URL without credentials) is where the backend `object` has its bytes.
     """
 
     node: str
     artifact_root: Path
     socket_dir: Path
     sim: bool = False
+    object_storage: str = ""

@@ -22,7 +22,7 @@ from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import DEFAULT_BACKEND
+from gms.domain.tasks import DEFAULT_BACKEND, Way
 from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
@@ -71,7 +71,7 @@ async def serve(stop: asyncio.Event) -> None:
     settings = load(GmsSettings)
     log_to_stderr(SERVICE, settings.node, settings.log_level)
     check_node(settings.node)
-    find_backend(settings.transfer_backend)
+    find_backend(settings.transfer_backend, storage=settings.object_storage)
     _allow_many_descriptors()
     devices = [
         SimulatedDevice(node=settings.node, index=index, capacity=settings.device_bytes)
@@ -91,7 +91,11 @@ async def serve(stop: asyncio.Event) -> None:
     policy = LeasePolicy(group=settings.lease_group)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
     transfers = GmsTransfers(
-        gms, TransferProcesses(), socket_dir=settings.socket_dir, root=settings.artifact_root
+        gms,
+        TransferProcesses(),
+        socket_dir=settings.socket_dir,
+        root=settings.artifact_root,
+        way=Way(settings.transfer_backend, settings.object_storage),
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
@@ -153,7 +157,7 @@ async def _serve_orders(
         transfers,
         socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,
-        backend=settings.transfer_backend,
+        way=Way(settings.transfer_backend, settings.object_storage),
         courier=lambda: courier,
         metrics=metrics,
     )

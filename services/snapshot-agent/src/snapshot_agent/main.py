@@ -88,7 +88,7 @@ class _Node:
             inbox=User("agent", self.name).inbox,
             metrics=self.metrics,
         )
-        self.root = ArtifactRoot(settings.artifact_root)
+        self.root = ArtifactRoot(settings.artifact_root, settings.object_storage)
         self.runtime = LocalProcesses()
         self.control = ControlDirectories()
         self.gms = GmsClient(settings.socket_dir)

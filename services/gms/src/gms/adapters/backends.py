@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from gms.adapters.objects import Objects
+from gms.adapters.pinned import page_locked
 from gms.adapters.posix import Posix
+from gms.domain.tasks import OBJECT
 from gms.ports import TransferBackend
 from snapshot_shared.errors import InvalidInput
+from snapshot_shared.object_storage import ObjectStorage
 
 GROUP = "snapback.transfer_backends"
 """The entry point group. Each point names what makes a backend when it is called."""
@@ -12,19 +16,25 @@ GROUP = "snapback.transfer_backends"
 _OURS: dict[str, TransferBackend] = {
     "posix-direct": Posix(direct=True),
     "posix-buffered": Posix(direct=False),
+    "pinned-host": Posix(direct=True, pages=page_locked, name="pinned-host"),
 }
 
 
-def find_backend(name: str) -> TransferBackend:
-    """Give the backend of this name. InvalidInput names those that there are."""
+def find_backend(name: str, *, storage: str = "", prefix: str = "") -> TransferBackend:
+    """Give the backend of this name. InvalidInput names those that there are.
+
+    Objects go below `prefix` in the object storage `storage`, a URL: ObjectStorageUnset without.
+    """
     if (ours := _OURS.get(name)) is not None:
         return ours
+    if name == OBJECT:
+        return Objects(ObjectStorage(storage), prefix)
     # Every restore waits for this import, and few need it.
     from importlib.metadata import entry_points  # noqa: PLC0415
 
     points = entry_points(group=GROUP)
     if name not in points.names:
-        known = sorted({*_OURS, *points.names})
+        known = sorted({*_OURS, OBJECT, *points.names})
         raise InvalidInput(
             f"SNAPBACK_TRANSFER_BACKEND={name!r}: there is no such transfer backend, only "
             + ", ".join(known),

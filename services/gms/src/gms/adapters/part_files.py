@@ -13,6 +13,7 @@ from snapshot_shared.artifact import PART_MANIFEST, PartManifest, check_part_man
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, InvalidMessage
 from snapshot_shared.files import open_regular, open_root, opened, read_bounded, translated
+from snapshot_shared.object_storage import VARIABLE, ObjectStorage, verify_objects
 
 
 def part_folders(path: Path) -> list[Path]:
@@ -48,6 +49,11 @@ def read_part(path: Path) -> tuple[PartManifest, str]:
 
 def verify_part(path: Path, manifest: PartManifest, advance: Callable[[int], None]) -> None:
     """Read every byte of a part and compare every digest. ArtifactCorrupt names file and chunk."""
+    if manifest.objects:
+        storage = ObjectStorage(os.environ.get(VARIABLE, ""))
+        for size in verify_objects(storage, manifest):
+            advance(size)
+        return
     buffer = memoryview(bytearray(max((e.chunk_bytes for e in manifest.files), default=0)))
     shared = manifest.kind == "gms"
     with opened(open_root(path)) as directory:

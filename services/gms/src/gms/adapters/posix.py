@@ -56,15 +56,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Posix:
-    """Reads and writes part files; `direct` past the page cache where the file system can."""
+Pages = Callable[[int], mmap.mmap]
+"""Maps so many bytes for a buffer, at the beginning of a page."""
 
-    def __init__(self, *, direct: bool) -> None:
+
+class Posix:
+    """Reads and writes part files; `direct` past the page cache where the file system can.
+
+    With `pages` every byte goes through buffers of theirs, also where there is no direct I/O.
+    """
+
+    def __init__(
+        self, *, direct: bool, pages: Pages | None = None, name: str = "posix-direct"
+    ) -> None:
         self._direct = direct
+        self._pages = pages
+        self._name = name
 
     def _way(self, bypassing: set[int], descriptors: Sequence[int]) -> str:
         is_direct = self._direct and len(bypassing) == len(descriptors)
-        return "posix-direct" if is_direct else "posix-buffered"
+        return self._name if is_direct or self._pages else "posix-buffered"
 
     def write_files(
         self,
@@ -89,7 +100,8 @@ class Posix:
         advance: Advance,
         notes: ChunkNotes | None,
     ) -> Moved:
-        writing = _Writing(directory, plans, buffers, notes)
+        memory = _Memory(buffers, _longest(plans), self._pages)
+        writing = _Writing(directory, plans, memory, notes)
         try:
             writing.open(direct=self._direct)
 
@@ -119,7 +131,7 @@ class Posix:
     ) -> Moved:
         cached: list[int] = []
         direct: list[int] = []
-        memory = _Memory(buffers, min(_longest(plans), _WINDOW_BYTES))
+        memory = _Memory(buffers, min(_longest(plans), _WINDOW_BYTES), self._pages)
         bypassing: set[int] = set()
 
         def read(item: tuple[int, ChunkPlan]) -> int:
@@ -171,13 +183,12 @@ class _Writing:
         self,
         directory: int,
         plans: Sequence[FilePlan],
-        buffers: Buffers,
+        memory: _Memory,
         notes: ChunkNotes | None,
     ) -> None:
         self._directory = directory
         self._plans = plans
-        self._buffers = buffers
-        self._memory = _Memory(buffers, _longest(plans))
+        self._memory = memory
         self._batches = _Batches(notes) if notes else None
         self._noted = [notes.written(plan.name) if notes else {} for plan in plans]
         self._digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
@@ -220,7 +231,7 @@ class _Writing:
         return 0 if is_hole else chunk.size
 
     def _stands(self, descriptor: int, chunk: ChunkPlan, noted: str) -> bool:
-        if digest_in_memory(chunk, self._buffers) != noted:
+        if digest_in_memory(chunk, self._memory.buffers) != noted:
             return False
         try:
             with self._memory.scratch(chunk) as view:
@@ -283,8 +294,10 @@ class _Memory:
     ones; that gains more than the copy costs, and nothing else needs to be aligned.
     """
 
-    def __init__(self, buffers: Buffers, longest: int) -> None:
-        self._buffers = buffers
+    def __init__(self, buffers: Buffers, longest: int, pages: Pages | None = None) -> None:
+        self.buffers = buffers
+        self._stages_all = pages is not None
+        self._map = pages or _ordinary
         self._addresses = [_address(buffer) for buffer in buffers]
         # Whoever maps memory for a load has mapped all of it at the same time.
         self._is_mapped = all(map(_is_mapped, self._addresses[:1]))
@@ -294,8 +307,8 @@ class _Memory:
     @contextlib.contextmanager
     def outgoing(self, chunk: ChunkPlan, *, direct: bool) -> Iterator[list[memoryview]]:
         """Give what is to be written; whole pages for a direct request."""
-        if not direct:
-            yield _pieces(chunk, self._buffers)
+        if not (direct or self._stages_all):
+            yield _pieces(chunk, self.buffers)
             return
         with self._pages(chunk) as (view, address):
             at = address
@@ -312,8 +325,8 @@ class _Memory:
     def incoming(self, chunk: ChunkPlan, *, direct: bool) -> Iterator[list[memoryview]]:
         """Give where to read to; after the block it is where it belongs."""
         self._touch(chunk)
-        if not direct:
-            yield _pieces(chunk, self._buffers)
+        if not (direct or self._stages_all):
+            yield _pieces(chunk, self.buffers)
             return
         with self._pages(chunk) as (view, address):
             yield [view]
@@ -348,15 +361,20 @@ class _Memory:
         try:
             pages = self._free.pop()
         except IndexError:
-            pages = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # A kernel may have been built without large pages.
-            with contextlib.suppress(OSError):
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            pages = self._map(self._size)
         try:
             view = memoryview(pages)[: aligned(chunk.size, PAGE)]
             yield view, _address(view)
         finally:
             self._free.append(pages)
+
+
+def _ordinary(size: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel may have been built without large pages.
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _longest(plans: Sequence[FilePlan]) -> int:

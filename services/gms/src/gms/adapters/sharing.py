@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import starmap
 
 from gms.adapters.posix import digest_in_memory
-from gms.domain.tasks import SaveTask
+from gms.domain.tasks import OBJECT, SaveTask
 from gms.domain.transfer import FilePlan, without_memory
 from gms.ports import Advance, Buffers, TransferBackend
 from snapshot_shared.artifact import (
@@ -51,7 +51,9 @@ def parent_of(root: int, task: SaveTask) -> Iterator[tuple[int, list[FileEntry]]
                 # Whatever is wrong with it, it is of no use here.
                 continue
             layout = manifest.layout
-            if layout and layout.source.structure_hash == task.layout.structure_hash:
+            in_files = task.backend != OBJECT and not manifest.objects
+            is_same = layout and layout.source.structure_hash == task.layout.structure_hash
+            if in_files and is_same:
                 yield directory, manifest.files
                 return
     yield None

@@ -19,7 +19,7 @@ import msgspec
 from gms.domain.resume import ChunksNote, SaveNote, Written, read_notes
 from snapshot_shared.artifact import PART_MANIFEST
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import ArtifactExists, ArtifactMissing
+from snapshot_shared.errors import ArtifactExists, ArtifactMissing, SnapbackError
 from snapshot_shared.files import (
     create_file,
     make_dir,
@@ -31,6 +31,7 @@ from snapshot_shared.files import (
     secure,
     write_all,
 )
+from snapshot_shared.object_storage import MARK, ObjectStorage, remove_with_objects
 
 NOTES = ".notes"
 """No file of a part can have this name."""
@@ -86,7 +87,7 @@ class Staging:
                 kept[name] = self._written[name]
             elif stat.S_ISDIR(found.st_mode):
                 remove_tree(self.directory, name)
-            elif name != NOTES:
+            elif name not in (NOTES, MARK):
                 os.unlink(name, dir_fd=self.directory)
         self._written = kept
 
@@ -96,12 +97,13 @@ class Staging:
 
 @contextlib.contextmanager
 def staged(
-    root: int, path: Sequence[str], save: SaveNote, *, every_bytes: int
+    root: int, path: Sequence[str], save: SaveNote, *, every_bytes: int, storage: str = ""
 ) -> Iterator[Staging]:
     """Open the directory of a part to write it. ArtifactExists when it is somebody else's.
 
-    What fails leaves none, and its bytes do not fill the disk. A process that is killed leaves it
-    without manifest, which makes it no part.
+    What fails leaves none, and its bytes do not fill the disk; objects that it has in the object
+    storage `storage` go first. A process that is killed leaves it without manifest, which makes it
+    no part.
     """
     with (
         opened(make_dir(root, path)) as directory,
@@ -110,8 +112,11 @@ def staged(
         try:
             yield Staging(directory, notes, save, every_bytes=every_bytes)
         except BaseException:
-            with contextlib.suppress(OSError), opened(open_dir(root, path[:-1])) as parent:
-                remove_tree(parent, path[-1])
+            with (
+                contextlib.suppress(OSError, SnapbackError),
+                opened(open_dir(root, path[:-1])) as parent,
+            ):
+                remove_with_objects(parent, path, lambda: ObjectStorage(storage))
             raise
 
 

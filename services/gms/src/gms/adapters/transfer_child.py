@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from gms.adapters.backends import find_backend
 from gms.adapters.sharing import parent_of, share
 from gms.adapters.staging import drop_notes, staged
@@ -24,6 +26,8 @@ from gms.arena import Arena
 from gms.domain.layout import structure_hash
 from gms.domain.resume import note_of
 from gms.domain.tasks import (
+    DEFAULT_BACKEND,
+    OBJECT,
     LoadTask,
     SaveTask,
     TransferDone,
@@ -41,7 +45,7 @@ from gms.domain.transfer import (
     saved_metadata,
 )
 from gms.lease import Lease
-from gms.ports import ResumableBackend
+from gms.ports import ResumableBackend, TransferBackend
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     AllocationEntry,
@@ -49,6 +53,7 @@ from snapshot_shared.artifact import (
     FileEntry,
     PartManifest,
     SavedLayout,
+    SavedObjects,
     check_part_manifest,
     part_path,
 )
@@ -88,6 +93,7 @@ from snapshot_shared.frames import (
     MemoryDomain,
     MetadataItem,
 )
+from snapshot_shared.object_storage import ObjectStorage, check_objects
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.spans import parse_traceparent
 
@@ -151,9 +157,9 @@ def write_part(
     """
     entries, sizes = place(infos, shard_bytes=task.shard_bytes)
     plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
-    backend = find_backend(task.backend)
-    note, every = note_of(task), task.note_bytes
-    with staged(root, _path_of(task), note, every_bytes=every) as staging:
+    backend = _backend(task, task.backend)
+    note, every, storage = note_of(task), task.note_bytes, task.object_storage
+    with staged(root, _path_of(task), note, every_bytes=every, storage=storage) as staging:
         directory = staging.directory
         meter = _Meter(sum(sizes), emit)
         with parent_of(root, task) as parent:
@@ -168,8 +174,9 @@ def write_part(
                     advance=meter.advance,
                 )
         missing = [plan for plan in plans if plan.name not in shared]
-        needed = sum(plan.size for plan in missing) - staging.allocated()
-        require_space(directory, needed, f"part {task.part}")
+        if task.backend != OBJECT:
+            needed = sum(plan.size for plan in missing) - staging.allocated()
+            require_space(directory, needed, f"part {task.part}")
         write = (
             functools.partial(backend.write_missing, notes=staging)
             if isinstance(backend, ResumableBackend)
@@ -201,6 +208,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
         manifest = read_manifest(directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
         allocations, files = layout.allocations, manifest.files
+        way = _way_of(task, manifest)
         plans = plan_files(
             allocations,
             [entry.size for entry in files],
@@ -215,7 +223,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             )
             with _mapped(lease, infos, Access.RW) as buffers:
                 meter = _Meter(manifest.bytes, emit)
-                moved = find_backend(task.backend).read_files(
+                moved = _backend(task, way).read_files(
                     directory, plans, files, buffers, threads=task.threads, advance=meter.advance
                 )
             lease.put_metadata(metadata_of(layout.metadata))
@@ -346,6 +354,18 @@ def _path_of(task: SaveTask | LoadTask) -> tuple[str, ...]:
     return part_path(task.namespace, task.content_uid, task.generation, task.part)
 
 
+def _backend(task: SaveTask | LoadTask, name: str) -> TransferBackend:
+    prefix = "/".join(_path_of(task))
+    return find_backend(name, storage=task.object_storage, prefix=prefix)
+
+
+def _way_of(task: LoadTask, manifest: PartManifest) -> str:
+    """Name the backend of a load: whatever was chosen, the bytes are where the save left them."""
+    if manifest.objects:
+        return OBJECT
+    return DEFAULT_BACKEND if task.backend == OBJECT else task.backend
+
+
 def saved_before(root: int, task: SaveTask) -> TransferDone | None:
     """Give the result of the same save when it was finished before it could be reported."""
     path = _path_of(task)
@@ -366,7 +386,9 @@ def saved_before(root: int, task: SaveTask) -> TransferDone | None:
         ):
             raise ArtifactExists(f"another part stands in {'/'.join(path)}", path="/".join(path))
         # The manifest may have outlived its files, and neither need be durable yet.
-        for entry in manifest.files:
+        if manifest.objects:
+            check_objects(ObjectStorage(task.object_storage), check_part_manifest(manifest))
+        for entry in manifest.files if not manifest.objects else ():
             os.close(open_regular(directory, entry.name, size=entry.size, shared=True))
         drop_notes(directory)
     return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)
@@ -408,6 +430,9 @@ def part_manifest(
             source=task.layout, allocations=allocations, metadata=saved_metadata(metadata)
         ),
         facts=Facts(device_product=task.product, devices=1),
+        objects=SavedObjects(prefix="/".join(_path_of(task)))
+        if task.backend == OBJECT
+        else msgspec.UNSET,
     )
 
 

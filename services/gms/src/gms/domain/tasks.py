@@ -5,7 +5,7 @@ The process is an ordinary client of the lease socket: its task names everything
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,8 @@ from snapshot_shared.orders import (
 )
 
 DEFAULT_BACKEND = "posix-direct"
+OBJECT = "object"
+"""The backend whose bytes are in object storage, and not in the folder of the part."""
 
 NOTE_BYTES = 256 * 1024 * 1024
 """What a killed save may have to write again, about: each note costs an fsync of two files."""
@@ -36,6 +38,16 @@ LOAD_THREADS = 8
 """While some digest and copy, the others keep the disk at work."""
 
 Threads = Annotated[int, Meta(ge=1, le=64)]
+
+
+class Way(NamedTuple):
+    """How bytes are moved: by which backend, and the URL of the object storage that it may use."""
+
+    backend: str = DEFAULT_BACKEND
+    object_storage: str = ""
+
+
+DEFAULT_WAY = Way()
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
@@ -50,6 +62,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     threads: Threads = 4
     attempt: int = 0
     backend: ShortText = DEFAULT_BACKEND
+    object_storage: Text = ""
     traceparent: ShortText = ""
 
 

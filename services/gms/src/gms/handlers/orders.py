@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from gms.domain.tasks import (
-    DEFAULT_BACKEND,
+    DEFAULT_WAY,
     LoadTask,
     SaveTask,
     TransferDone,
     TransferEvent,
     TransferLeased,
     TransferProgress,
+    Way,
 )
 from gms.handlers.keeper import Gms
 from gms.handlers.transfers import persistent
@@ -63,9 +64,9 @@ class GmsOrders:
         root: Path,
         courier: Callable[[], Courier],
         metrics: Metrics = OFF,
-        backend: str = DEFAULT_BACKEND,
+        way: Way = DEFAULT_WAY,
     ) -> None:
-        """Work on `gms`, with parts below the artifact root `root`, moved by `backend`."""
+        """Work on `gms`, with parts below the artifact root `root`, moved in this way."""
         self._gms = gms
         self._transfers = transfers
         self._tracer = tracer
@@ -73,7 +74,7 @@ class GmsOrders:
         self._root = str(root)
         self._courier = courier
         self._metrics = metrics
-        self._backend = backend
+        self._way = way
 
     def routes(self) -> dict[type[Order], Handler]:
         """Give the handler of each type of order."""
@@ -92,7 +93,8 @@ class GmsOrders:
         task = SaveTask(
             socket_dir=self._socket_dir,
             root=self._root,
-            backend=self._backend,
+            backend=self._way.backend,
+            object_storage=self._way.object_storage,
             device=order.layout.device,
             namespace=order.namespace,
             content_uid=order.content_uid,
@@ -130,7 +132,8 @@ class GmsOrders:
         task = LoadTask(
             socket_dir=self._socket_dir,
             root=self._root,
-            backend=self._backend,
+            backend=self._way.backend,
+            object_storage=self._way.object_storage,
             device=order.device,
             namespace=artifact.namespace,
             content_uid=artifact.content_uid,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gms.domain.tasks import (
+    DEFAULT_WAY,
     LoadTask,
     SaveTask,
     TransferDone,
@@ -22,18 +23,20 @@ from gms.domain.tasks import (
     TransferFailed,
     TransferLeased,
     TransferProgress,
+    Way,
 )
 from gms.handlers.keeper import Gms
 from gms.ports import Transfers
 from snapshot_shared.artifact import part_path
 from snapshot_shared.errors import Conflict, Internal, NotEligible, TransferKilled
-from snapshot_shared.files import open_dir, open_root, opened, remove_tree
+from snapshot_shared.files import open_dir, open_root, opened
 from snapshot_shared.frames import (
     LoadRequest,
     SaveRequest,
     TransferStage,
     TransferUpdate,
 )
+from snapshot_shared.object_storage import ObjectStorage, remove_with_objects
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.telemetry import current_traceparent
 
@@ -50,12 +53,24 @@ log = logging.getLogger(__name__)
 class GmsTransfers:
     """The `TransferControl` port, on transfer processes of this node."""
 
-    def __init__(self, gms: Gms, transfers: Transfers, *, socket_dir: Path, root: Path) -> None:
-        """Work on `gms`; parts stand below the artifact root `root` unless a request names one."""
+    def __init__(
+        self,
+        gms: Gms,
+        transfers: Transfers,
+        *,
+        socket_dir: Path,
+        root: Path,
+        way: Way = DEFAULT_WAY,
+    ) -> None:
+        """Work on `gms`; parts stand below the artifact root `root` unless a request names one.
+
+        Their bytes are moved in this way.
+        """
         self._gms = gms
         self._transfers = transfers
         self._socket_dir = str(socket_dir)
         self._root = str(root)
+        self._way = way
         self._saving: set[Path] = set()
 
     async def save(self, request: SaveRequest) -> AsyncGenerator[TransferUpdate, None]:
@@ -72,6 +87,8 @@ class GmsTransfers:
         root = request.root or self._root
         task = SaveTask(
             socket_dir=self._socket_dir,
+            backend=self._way.backend,
+            object_storage=self._way.object_storage,
             root=root,
             device=request.device,
             namespace=request.namespace,
@@ -108,6 +125,8 @@ class GmsTransfers:
             return
         task = LoadTask(
             socket_dir=self._socket_dir,
+            backend=self._way.backend,
+            object_storage=self._way.object_storage,
             root=request.root or self._root,
             device=request.device,
             namespace=request.namespace,
@@ -243,7 +262,7 @@ async def _next(step: asyncio.Future[TransferEvent | None]) -> TransferEvent | N
 def _remove_part(task: SaveTask | LoadTask) -> None:
     place = part_path(task.namespace, task.content_uid, task.generation, task.part)
     with opened(open_root(task.root)) as root, opened(open_dir(root, place[:-1])) as parent:
-        remove_tree(parent, place[-1])
+        remove_with_objects(parent, place, lambda: ObjectStorage(task.object_storage))
 
 
 def _update(event: TransferEvent, path: Path, published: LayoutRef | None = None) -> TransferUpdate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +35,13 @@ from snapshot_shared.files import (
     write_new,
 )
 from snapshot_shared.ids import check_part
+from snapshot_shared.object_storage import (
+    MARK,
+    ObjectStorage,
+    check_objects,
+    remove_with_objects,
+    verify_objects,
+)
 from snapshot_shared.orders import ArtifactRef
 
 T = TypeVar("T")
@@ -42,9 +50,17 @@ T = TypeVar("T")
 class ArtifactRoot:
     """The `Artifacts` and `Generations` ports over one directory."""
 
-    def __init__(self, root: Path) -> None:
-        """Use `root`, which is made when it is missing."""
+    def __init__(self, root: Path, object_storage: str = "") -> None:
+        """Use `root`, which is made when it is missing.
+
+        Parts whose bytes are objects have them in `object_storage`, a URL.
+        """
         self._root = root
+        self._object_storage = object_storage
+
+    @functools.cached_property
+    def _objects(self) -> ObjectStorage:
+        return ObjectStorage(self._object_storage)
 
     def _open(self) -> int:
         try:
@@ -85,13 +101,22 @@ class ArtifactRoot:
         with opened(self.open_part(place, part)) as directory:
             data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
-            is_shared = manifest.kind == "gms"
-            for entry in manifest.files:
-                os.close(open_regular(directory, entry.name, size=entry.size, shared=is_shared))
+            if manifest.objects:
+                check_objects(self._objects, manifest)
+            else:
+                is_shared = manifest.kind == "gms"
+                for entry in manifest.files:
+                    os.close(open_regular(directory, entry.name, size=entry.size, shared=is_shared))
             _check_nothing_else(directory, manifest)
         return manifest, digest(data)
 
     async def check_bytes(self, place: Place, manifest: PartManifest, progress: Progress) -> None:
+        if manifest.objects:
+            counter = Counter(progress)
+            sizes = verify_objects(self._objects, manifest)
+            while size := await in_thread(next, sizes, 0):
+                await counter.add(size)
+            return
         with opened(self.open_part(place, manifest.part)) as directory:
             await read_checked(
                 directory, manifest.files, Counter(progress), shared=manifest.kind == "gms"
@@ -140,7 +165,8 @@ class ArtifactRoot:
             with opened(open_dir(root, (namespace, content))) as parent:
                 with contextlib.suppress(ArtifactMissing):
                     _unlink_root(parent, generation)
-                remove_tree(parent, generation)
+                path = (namespace, content, generation)
+                remove_with_objects(parent, path, lambda: self._objects)
             # Others may stand beside it, of this content or of this namespace.
             with contextlib.suppress(OSError), opened(open_dir(root, (namespace,))) as folder:
                 os.rmdir(content, dir_fd=folder)
@@ -166,7 +192,8 @@ def _decoded(data: bytes, type_: type[T], name: str) -> T:
 
 
 def _check_nothing_else(directory: int, manifest: PartManifest) -> None:
-    known = {PART_MANIFEST, *(entry.name for entry in manifest.files)}
+    files = (MARK,) if manifest.objects else (entry.name for entry in manifest.files)
+    known = {PART_MANIFEST, *files}
     if extra := sorted(set(os.listdir(directory)) - known):
         raise ArtifactCorrupt(
             f"part {manifest.part} holds {extra[0]!r}, which its manifest does not name",

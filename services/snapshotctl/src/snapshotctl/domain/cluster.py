@@ -193,7 +193,9 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
         "SNAPBACK_HTTP_ADDRESS",
         "SNAPBACK_LOG_LEVEL",
         "SNAPBACK_KEEP_",
+        "SNAPBACK_OBJECT_STORAGE",
         "SNAPBACK_QUARANTINE",
+        "SNAPBACK_TRANSFER_BACKEND",
     )
     environment = {
         name: value

@@ -1,0 +1,98 @@
+"""The transfer backend `object`: the chunks of a part as objects in S3, GCS, Azure or a folder.
+
+The folder of the part keeps its manifest and a mark that there are objects. Each chunk is digested
+in a buffer of its own, of which a thread has one, and is an object of its own; requests of all
+threads are under way at a time. A chunk of zeros is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from gms.adapters.posix import _chunks, _for_all, _longest, _Memory
+from gms.domain.transfer import ChunkPlan, FilePlan
+from gms.ports import Advance, Buffers, Moved
+from snapshot_shared.artifact import FileEntry
+from snapshot_shared.files import names_in
+from snapshot_shared.object_storage import (
+    MARK,
+    ObjectStorage,
+    mark_objects,
+    object_key,
+    read_object,
+    zeros_digest,
+)
+
+
+class Objects:
+    """Reads and writes the chunks of one part, below a prefix."""
+
+    def __init__(self, storage: ObjectStorage, prefix: str) -> None:
+        """Use the objects below `prefix`, which are those of one part."""
+        self._storage = storage
+        self._prefix = prefix
+
+    def write_files(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        buffers: Buffers,
+        *,
+        threads: int,
+        advance: Advance,
+    ) -> Moved:
+        memory = _Memory(buffers, _longest(plans))
+        digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
+
+        def write(item: tuple[int, ChunkPlan]) -> int:
+            file, chunk = item
+            with memory.outgoing(chunk, direct=True) as (pages,):
+                data = pages[: chunk.size]
+                found = digests[file][chunk.index] = xxhash.xxh3_128_hexdigest(data)
+                is_zero = found == zeros_digest(chunk.size)
+                if not is_zero:
+                    self._storage.put(object_key(self._prefix, plans[file].name, chunk.index), data)
+            advance(chunk.size)
+            return 0 if is_zero else chunk.size
+
+        # What a save that was killed has left may not be what this one writes.
+        self._storage.remove(self._prefix)
+        if MARK not in names_in(directory):
+            mark_objects(directory, self._prefix)
+        moved = _for_all(_chunks(plans), write, threads)
+        if moved:
+            self._storage.secure(self._prefix)
+        entries = [
+            FileEntry(name=plan.name, size=plan.size, chunk_bytes=plan.chunk_bytes, chunks=found)
+            for plan, found in zip(plans, digests, strict=True)
+        ]
+        return Moved(backend="object", bytes=moved, files=entries)
+
+    def read_files(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        entries: Sequence[FileEntry],
+        buffers: Buffers,
+        *,
+        threads: int,
+        advance: Advance,
+    ) -> Moved:
+        memory = _Memory(buffers, _longest(plans))
+
+        def read(item: tuple[int, ChunkPlan]) -> int:
+            file, chunk = item
+            wanted = entries[file].chunks[chunk.index]
+            is_zero = wanted == zeros_digest(chunk.size)
+            if not is_zero:
+                name = plans[file].name
+                with memory.incoming(chunk, direct=True) as (pages,):
+                    data = pages[: chunk.size]
+                    read_object(self._storage, self._prefix, name, chunk.index, data, wanted)
+            advance(chunk.size)
+            return 0 if is_zero else chunk.size
+
+        moved = _for_all(_chunks(plans), read, threads)
+        return Moved(backend="object", bytes=moved)

@@ -1,0 +1,186 @@
+"""`python -m tests.bench.objects`: a save and a load through a real S3 server on loopback.
+
+It prints MB/s, the peak of private memory above what there was before against its limit, and how
+many digests were compared. The status is 1 when the memory was more, when the bytes that came back
+are others, or when a flipped bit is not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from gms.adapters.backends import find_backend
+from gms.adapters.transfer_child import write_part
+from gms.domain.tasks import OBJECT, SaveTask
+from gms.domain.transfer import CHUNK_BYTES, plan_files
+from snapshot_shared.artifact import PartManifest, part_path
+from snapshot_shared.codec import decode_json
+from snapshot_shared.errors import ArtifactCorrupt
+from snapshot_shared.files import open_root, opened
+from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
+from snapshot_shared.orders import LayoutRef
+from tests.bench.gms import MIB, THREADS, UID, Region
+from tests.support.s3_server import s3_server
+
+PLACE = part_path("default", f"{UID}0", 1, "gpu-0")
+LIMIT = THREADS * CHUNK_BYTES + 32 * MIB
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.objects", description=__doc__)
+    parser.add_argument("--size-mib", type=int, default=2048, help="of the weights (2048)")
+    size_mib = parser.parse_args().size_mib
+    if size_mib < 16:
+        parser.error(f"--size-mib is {size_mib}: 16 is the least that is measured")
+    with s3_server() as server, tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        os.environ.update(server.environment)
+        return _measure(Path(folder), "s3://bucket/bench", size_mib * MIB)
+
+
+def _measure(folder: Path, url: str, size: int) -> int:
+    # What is loaded once is no memory of a transfer.
+    storage = ObjectStorage(url)
+    storage.sizes("nothing")
+    region = Region(size, 1)
+    region.fill()
+    # A part of it is zeros, as in real weights.
+    region.array[: size // 16] = 0
+    wanted = xxhash.xxh3_128_hexdigest(region.array)
+    problems: list[str] = []
+
+    with _watched("save", size, problems):
+        manifest = _save(folder, url, region)
+    stored = sum(storage.sizes("/".join(PLACE)).values())
+    chunks = sum(len(entry.chunks) for entry in manifest.files)
+    compared = sum(len(list(stored_chunks(entry))) for entry in manifest.files)
+    region.array[:] = 0
+    with _watched("load", size, problems):
+        _load(url, manifest, region)
+    same = xxhash.xxh3_128_hexdigest(region.array) == wanted
+    print(
+        f"digests  {compared} of {chunks} chunks compared, the others are zeros and not stored "
+        f"({stored / MIB:.0f} of {size / MIB:.0f} MiB are); the bytes are "
+        f"{'the same' if same else 'OTHERS'}"
+    )
+    if not same:
+        problems.append("other bytes came back than were saved")
+    problems += _flipped(storage, url, manifest, region)
+    for problem in problems:
+        print(f"failed: {problem}")
+    return 1 if problems else 0
+
+
+def _save(folder: Path, url: str, region: Region) -> PartManifest:
+    size = len(region.map)
+    layout = LayoutRef(
+        device="GPU-1",
+        incarnation="i",
+        generation=1,
+        layout_id="l",
+        structure_hash="h",
+        bytes=size,
+    )
+    task = SaveTask(
+        socket_dir="/nowhere",
+        root=str(folder),
+        device="GPU-1",
+        namespace=PLACE[0],
+        content_uid=PLACE[1],
+        generation=1,
+        part=PLACE[-1],
+        deadline_s=60.0,
+        threads=THREADS,
+        backend=OBJECT,
+        object_storage=url,
+        order=f"save-{PLACE[1]}-gpu-0",
+        fence_token="t",
+        layout=layout,
+    )
+    with opened(open_root(folder)) as root:
+        write_part(root, task, region.infos, [], region.views, lambda _: None)
+    data = folder.joinpath(*PLACE, "part.json").read_bytes()
+    return decode_json(data, PartManifest, limit=2**30)
+
+
+def _load(url: str, manifest: PartManifest, region: Region) -> None:
+    assert manifest.layout is not None
+    plans = plan_files(
+        manifest.layout.allocations,
+        [entry.size for entry in manifest.files],
+        chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
+    )
+    backend = find_backend(OBJECT, storage=url, prefix="/".join(PLACE))
+    backend.read_files(
+        -1, plans, manifest.files, region.views, threads=THREADS, advance=lambda _: None
+    )
+
+
+def _flipped(
+    storage: ObjectStorage, url: str, manifest: PartManifest, region: Region
+) -> Iterator[str]:
+    """Flip one bit in the last object that there is, and say so when a load does not find it."""
+    entry = manifest.files[-1]
+    *_, (index, size, _) = stored_chunks(entry)
+    key = object_key("/".join(PLACE), entry.name, index)
+    data = bytearray(b"".join(storage.read(key, size)))
+    data[size // 2] ^= 1
+    storage.put(key, memoryview(data))
+    try:
+        _load(url, manifest, region)
+    except ArtifactCorrupt as error:
+        print(f"damage   one bit was flipped, and found: {error.message}")
+        if error.values.get("chunk") != index:
+            yield f"the flipped bit is in chunk {index}, {error.values.get('chunk')} was named"
+    else:
+        yield "a flipped bit was not found"
+
+
+@contextlib.contextmanager
+def _watched(what: str, size: int, problems: list[str]) -> Iterator[None]:
+    before, done = _private_bytes(), threading.Event()
+    highest = [before]
+    watcher = threading.Thread(target=_watch, args=(done, highest, _private_bytes))
+    watcher.start()
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - begin
+        done.set()
+        watcher.join()
+    extra = highest[0] - before
+    print(
+        f"{what:8} {size / 1e6 / seconds:7.0f} MB/s ({seconds:.1f} s), "
+        f"{extra / MIB:.1f} MiB of memory at most, {LIMIT / MIB:.0f} MiB are allowed",
+        flush=True,
+    )
+    if extra > LIMIT:
+        problems.append(f"{what} took {extra} bytes of memory, the limit is {LIMIT}")
+
+
+def _watch(done: threading.Event, highest: list[int], look: Callable[[], int]) -> None:
+    while not done.wait(0.005):
+        highest[0] = max(highest[0], look())
+
+
+def _private_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

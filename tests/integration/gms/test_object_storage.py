@@ -1,0 +1,455 @@
+"""Saves and loads whose bytes are objects: a real S3 server, real child processes, real agents."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from gms import client
+from gms.adapters.part_files import read_part, verify_part
+from gms.adapters.transfer_child import save
+from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
+from snapshot_agent.adapters.artifacts import ArtifactRoot
+from snapshot_agent.ports import Place
+from snapshot_shared.codec import digest, encode_json
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactExists,
+    ArtifactMissing,
+    InvalidInput,
+    NoSpace,
+    SnapbackError,
+)
+from snapshot_shared.frames import FenceRequest
+from snapshot_shared.object_storage import (
+    BucketMissing,
+    ObjectStorage,
+    ObjectStorageDenied,
+    ObjectStorageUnavailable,
+    ObjectStorageUnset,
+    check_url,
+)
+from snapshot_shared.orders import LayoutRef
+from tests.support.s3_server import S3Server, s3_server
+
+MIB = 1024 * 1024
+UID = "11111111-2222-3333-4444-555555555555"
+OTHER = UID.replace("1", "6")
+PART = f"default/{UID}/gen-1/gpu-0"
+PLACE = Place("default", UID, 1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture(params=["s3", "folder"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return (tmp_path / "a store").as_uri()
+    request.getfixturevalue("server")
+    return f"s3://bucket/{tmp_path.name}"
+
+
+class Capture:
+    """A device with weights on it, and the folder and the storage that they go to."""
+
+    def __init__(self, service: Any, folder: Path, url: str) -> None:
+        self.service = service
+        self.root = folder / "artifacts"
+        self.url = url
+        self.path = self.root / PART
+        self.agent = ArtifactRoot(self.root, url)
+        with client.connect(lock="RW") as pool:
+            arrays = pool.allocate_many({"big": (20 * MIB + 3, "u1"), "zeros": (16 * MIB, "u1")})
+            arrays["big"][...] = np.random.default_rng(7).integers(1, 100, 20 * MIB + 3)
+            pool.commit()
+            self.sum = int(arrays["big"].sum(dtype="i8"))
+            self.state = pool.save_state()
+        self.layout = self.fence("f1")
+
+    def fence(self, token: str) -> LayoutRef:
+        request = FenceRequest(
+            token=token, devices=self.service.uuids[:1], wait_s=5.0, deadline_s=60.0
+        )
+        (layout,) = self.service.run(self.service.control.fence(request)).vector
+        return layout
+
+    def save_task(self, **changes: Any) -> SaveTask:
+        task = SaveTask(
+            socket_dir=str(self.service.folder),
+            root=str(self.root),
+            device=self.service.uuids[0],
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            part="gpu-0",
+            deadline_s=10.0,
+            order=f"save-{UID}-gpu-0",
+            fence_token="f1",
+            layout=self.layout,
+            shard_bytes=16 * MIB,
+            backend="object",
+            object_storage=self.url,
+        )
+        return msgspec.structs.replace(task, **changes)
+
+    def load_task(self, **changes: Any) -> LoadTask:
+        task = LoadTask(
+            socket_dir=str(self.service.folder),
+            root=str(self.root),
+            device=self.service.uuids[1],
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            part="gpu-0",
+            deadline_s=10.0,
+            part_digest=digest((self.path / "part.json").read_bytes()),
+            load_token="l1",
+            layout_id=self.layout.layout_id,
+            structure_hash=self.layout.structure_hash,
+            backend="object",
+            object_storage=self.url,
+        )
+        return msgspec.structs.replace(task, **changes)
+
+    def run(self, task: SaveTask | LoadTask) -> TransferDone:
+        async def collect() -> list[TransferEvent]:
+            return [event async for event in TransferProcesses().run(task)]
+
+        done = self.service.run(collect())[-1]
+        assert isinstance(done, TransferDone)
+        return done
+
+    def objects(self) -> dict[str, int]:
+        return ObjectStorage(self.url).sizes("default")
+
+
+@pytest.fixture
+def capture(service: Any, tmp_path: Path, url: str) -> Capture:
+    return Capture(service, tmp_path, url)
+
+
+def test_the_bytes_go_to_the_storage_and_come_back(capture: Capture) -> None:
+    saved = capture.run(capture.save_task())
+    assert {path.name for path in capture.path.iterdir()} == {"part.json", "objects.json"}
+    loaded = capture.run(capture.load_task())
+    assert (saved.backend, loaded.backend) == ("object", "object")
+    assert saved.moved == loaded.moved < saved.bytes, "zeros are not moved"
+
+    async def publish() -> LayoutRef:
+        return capture.service.gms.publish_hidden(capture.service.uuids[1], "l1")
+
+    capture.service.run(publish())
+    with client.restore(capture.state, device=1) as pool:
+        assert int(pool["big"].sum(dtype="i8")) == capture.sum
+        assert int(pool["zeros"].sum(dtype="i8")) == 0
+
+
+def test_a_chunk_of_zeros_has_no_object_and_the_others_have_one_each(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    manifest, _ = read_part(capture.path)
+    found = capture.objects()
+    assert all(key.startswith(f"{PART}/shard-") for key in found)
+    assert sum(len(entry.chunks) for entry in manifest.files) > len(found)
+    assert 20 * MIB < sum(found.values()) < 32 * MIB
+
+
+def test_a_manifest_says_where_its_bytes_are_by_a_relative_key_alone(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    manifest, _ = read_part(capture.path)
+    assert manifest.objects
+    assert manifest.objects.backend == "object"
+    assert manifest.objects.prefix == PART
+    for file in capture.path.iterdir():
+        text = file.read_text()
+        assert "://" not in text
+        assert capture.url.partition("//")[2] not in text
+
+
+def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
+    first = capture.run(capture.save_task())
+    again = capture.run(capture.save_task())
+    assert again == msgspec.structs.replace(first, moved=0, backend="")
+    with pytest.raises(ArtifactExists):
+        capture.run(capture.save_task(order=f"save-{UID}-gpu-1"))
+
+
+def test_a_load_goes_where_the_save_has_left_the_bytes_whatever_is_chosen_now(
+    capture: Capture,
+) -> None:
+    capture.run(capture.save_task())
+    assert capture.run(capture.load_task(backend="posix-direct")).backend == "object"
+    capture.service.run(drop(capture))
+    asyncio.run(capture.agent.remove(PLACE))
+    capture.layout = capture.fence("f2")
+    capture.run(capture.save_task(backend="posix-buffered", fence_token="f2"))
+    assert capture.run(capture.load_task(load_token="l2")).backend.startswith("posix")
+
+
+async def drop(capture: Capture) -> None:
+    capture.service.gms.drop_hidden(capture.service.uuids[1], "l1")
+    await capture.service.gms.settled()
+
+
+def test_a_save_that_fails_leaves_no_object(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise NoSpace("the disk is full")
+
+    monkeypatch.setattr("gms.adapters.transfer_child.write_new", full)
+    with pytest.raises(NoSpace):
+        save(capture.save_task(), lambda _: None)
+    assert not capture.path.exists()
+    assert capture.objects() == {}
+
+
+KILLED = """
+import os, signal, sys
+from gms.adapters import transfer_child
+from snapshot_shared.object_storage import ObjectStorage
+real, left = ObjectStorage.put, [int(sys.argv[1])]
+def put(self, key, data):
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    real(self, key, data)
+ObjectStorage.put = put
+transfer_child.main(["save"])
+"""
+
+
+@pytest.mark.parametrize("written", [0, 2])
+def test_a_save_that_was_killed_is_no_part_and_a_delete_removes_what_it_left(
+    capture: Capture, written: int
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(written)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdin is not None
+        child.stdin.write(encode_json(capture.save_task(threads=1)) + b"\n")
+        child.stdin.flush()
+        assert child.wait(20) == -9
+    assert len(capture.objects()) == written
+    assert not (capture.path / "part.json").exists()
+    with pytest.raises(ArtifactMissing):
+        asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+    asyncio.run(capture.agent.remove(PLACE))
+    assert capture.objects() == {}
+    assert not capture.path.parent.exists()
+
+
+def test_a_delete_removes_the_objects_of_its_generation_and_no_other(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    capture.layout = capture.fence("f2")
+    capture.run(capture.save_task(content_uid=OTHER, fence_token="f2"))
+    asyncio.run(capture.agent.remove(PLACE))
+    assert capture.objects()
+    assert all(key.startswith(f"default/{OTHER}/") for key in capture.objects())
+    assert not capture.path.parent.exists()
+    asyncio.run(capture.agent.remove(PLACE))
+
+
+def test_a_delete_that_cannot_reach_the_storage_keeps_what_says_where_the_objects_are(
+    capture: Capture,
+) -> None:
+    capture.run(capture.save_task())
+    with pytest.raises(ObjectStorageUnset, match="SNAPBACK_OBJECT_STORAGE"):
+        asyncio.run(ArtifactRoot(capture.root).remove(PLACE))
+    assert (capture.path / "objects.json").exists()
+    asyncio.run(capture.agent.remove(PLACE))
+    assert capture.objects() == {}
+
+
+def test_an_artifact_in_files_is_deleted_without_a_storage(capture: Capture) -> None:
+    capture.run(capture.save_task(backend="posix-direct"))
+    asyncio.run(ArtifactRoot(capture.root).remove(PLACE))
+    assert not capture.path.exists()
+
+
+async def nobody_asks(_: int) -> None:
+    pass
+
+
+def verified(capture: Capture) -> None:
+    async def verify() -> None:
+        manifest, _ = await capture.agent.read_part(PLACE, "gpu-0")
+        await capture.agent.check_bytes(PLACE, manifest, nobody_asks)
+
+    asyncio.run(verify())
+
+
+def _flip(storage: ObjectStorage, key: str, size: int) -> None:
+    data = bytearray(b"".join(storage.read(key, size)))
+    data[size // 2] ^= 1
+    storage.put(key, memoryview(data))
+
+
+def _truncate(storage: ObjectStorage, key: str, size: int) -> None:
+    storage.put(key, memoryview(b"".join(storage.read(key, size)))[:-1])
+
+
+def _swap(storage: ObjectStorage, key: str, size: int) -> None:
+    other = key.replace("000000", "000001")
+    data = [b"".join(storage.read(each, size)) for each in (key, other)]
+    storage.put(key, memoryview(data[1]))
+    storage.put(other, memoryview(data[0]))
+
+
+def _remove(storage: ObjectStorage, key: str, size: int) -> None:
+    storage.remove(key.rpartition("/")[0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (_flip, ArtifactCorrupt),
+        (_truncate, ArtifactCorrupt),
+        (_swap, ArtifactCorrupt),
+        (_remove, ArtifactMissing),
+    ],
+)
+def test_damage_is_found_by_a_load_and_by_both_verifications(
+    capture: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[ObjectStorage, str, int], None],
+    error: type[SnapbackError],
+) -> None:
+    capture.run(capture.save_task())
+    task = capture.load_task()
+    verified(capture)
+    damage(ObjectStorage(capture.url), f"{PART}/shard-0000.bin/000000", 8 * MIB)
+    with pytest.raises(error) as caught:
+        capture.run(task)
+    assert caught.value.values["file"] == "shard-0000.bin"
+    assert capture.service.device(1).used == 0
+    with pytest.raises(error):
+        verified(capture)
+    monkeypatch.setenv("SNAPBACK_OBJECT_STORAGE", capture.url)
+    with pytest.raises(error):
+        verify_part(capture.path, read_part(capture.path)[0], lambda _: None)
+
+
+def test_an_object_that_the_manifest_does_not_name_keeps_a_part_from_being_sealed(
+    capture: Capture,
+) -> None:
+    capture.run(capture.save_task())
+    ObjectStorage(capture.url).put(f"{PART}/shard-0009.bin/000000", memoryview(b"more"))
+    with pytest.raises(ArtifactCorrupt, match=r"shard-0009\.bin"):
+        asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+
+
+def test_a_manifest_that_names_the_objects_of_another_part_is_refused(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    manifest, _ = read_part(capture.path)
+    assert manifest.objects
+    objects = msgspec.structs.replace(manifest.objects, prefix=PART.replace(UID, OTHER))
+    forged = encode_json(msgspec.structs.replace(manifest, objects=objects))
+    (capture.path / "part.json").write_bytes(forged)
+    with pytest.raises(ArtifactCorrupt, match="prefix"):
+        capture.run(capture.load_task())
+
+
+# What can be wrong with a storage.
+
+
+def test_each_failure_is_named_and_tells_no_secret(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BucketMissing) as missing:
+        ObjectStorage("s3://nobody/x").put("a", memoryview(b"1"))
+    with pytest.raises(BucketMissing):
+        ObjectStorage("s3://nobody/x").sizes("a")
+    with s3_server(checked_after=1) as checking:
+        monkeypatch.setenv("AWS_ENDPOINT", checking.endpoint)
+        with pytest.raises(ObjectStorageDenied) as denied:
+            ObjectStorage("s3://bucket/x").put("a", memoryview(b"1"))
+    with pytest.raises(ObjectStorageUnavailable) as down:
+        ObjectStorage("s3://bucket/x").put("a", memoryview(b"1"))
+    assert checking.endpoint in down.value.message
+    assert down.value.retryable
+    assert not denied.value.retryable
+    for found in (missing, denied, down):
+        text = str(found.value.to_failure()) + repr(found.value.values)
+        assert found.value.next_step
+        assert "AKIAEXAMPLE" not in text
+        assert "the-secret" not in text
+        assert "s3://" in text
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    storage = ObjectStorage((tmp_path / "store").as_uri())
+    (tmp_path / "store" / "a").write_text("a file stands in the way")
+    with pytest.raises((SnapbackError, OSError)) as caught:
+        storage.put("a/b", memoryview(b"1"))
+    assert not isinstance(caught.value, ArtifactMissing)
+
+
+def test_a_storage_that_was_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ObjectStorageUnset, match="SNAPBACK_OBJECT_STORAGE is not set"):
+        ObjectStorage("")
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(ObjectStorageUnset) as caught:
+        ObjectStorage("s3://bucket/x")
+    assert "pip install" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "bucket",
+        "s3://",
+        "s3:///prefix",
+        "ftp://host/x",
+        "file://relative/x",
+        "s3://key:secret@bucket/x",
+        "s3://bucket/x?sig=secret",
+        "az://container/x#secret",
+        "s3://bucket/../x",
+        "http://[",
+    ],
+)
+def test_a_url_that_is_no_place_or_more_than_one_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(InvalidInput, match="SNAPBACK_OBJECT_STORAGE") as caught:
+        check_url(url)
+    assert "secret" not in str(caught.value.to_failure()) + repr(caught.value.values)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket", "s3://bucket/a/b/", "gs://b/x", "az://c/x", "file:///srv/snapback"]
+)
+def test_a_url_of_each_kind_is_taken(url: str) -> None:
+    assert check_url(url) == url
+
+
+def test_what_a_transfer_logs_names_no_key(
+    server: S3Server, service: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capture = Capture(service, tmp_path, "s3://nobody/x")
+    with pytest.raises(BucketMissing):
+        capture.run(capture.save_task())
+    assert not capture.path.exists()
+    logged = capfd.readouterr().err
+    assert "BucketMissing" in logged
+    assert "the-secret" not in logged
+    assert "AKIAEXAMPLE" not in logged
+
+
+def test_the_program_loads_obstore_only_when_it_is_needed() -> None:
+    code = "import sys, gms.adapters.transfer_child\nprint('obstore' in sys.modules)\n"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert found.stdout == b"False\n"
