@@ -253,6 +253,16 @@ def test_a_save_that_was_killed_is_no_part_and_a_delete_removes_what_it_left(
     assert not capture.path.parent.exists()
 
 
+def test_what_a_killed_save_has_left_is_gone_when_the_part_is_written_again(
+    capture: Capture,
+) -> None:
+    storage = ObjectStorage(capture.url)
+    storage.put(f"{PART}/shard-0007.bin/000000", memoryview(b"left behind"))
+    capture.run(capture.save_task())
+    verified(capture)
+    assert f"{PART}/shard-0007.bin/000000" not in capture.objects()
+
+
 def test_a_delete_removes_the_objects_of_its_generation_and_no_other(capture: Capture) -> None:
     capture.run(capture.save_task())
     capture.layout = capture.fence("f2")
