@@ -66,11 +66,13 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     """What the services of a node need to know besides.
 
     `sim` (`SNAPBACK_SIM=1`) gives a service the fault switch of the simulation.
-    `object_storage` (a URL without credentials) is where the backend `object` has its bytes.
+    `transfer_backend` moves the bytes of GPU memory. `object_storage` (a URL without credentials)
+    is where the backend `object` has them; agents that know of it can seal, verify and delete.
     """
 
     node: str
     artifact_root: Path
     socket_dir: Path
     sim: bool = False
+    transfer_backend: str = "posix-direct"
     object_storage: str = ""

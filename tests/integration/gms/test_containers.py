@@ -154,6 +154,22 @@ def test_a_saver_that_runs_again_finds_what_it_wrote(container: Container) -> No
     assert container.run("gms-saver", container.save_orders()) == first
 
 
+def test_a_saver_and_a_loader_know_object_storage(container: Container, tmp_path: Path) -> None:
+    storage = {"SNAPBACK_OBJECT_STORAGE": (tmp_path / "store").as_uri()}
+    saved = container.run(
+        "gms-saver", container.save_orders(), SNAPBACK_TRANSFER_BACKEND="object", **storage
+    )
+    names = {path.name for path in (container.generation / "gpu-0").iterdir()}
+    assert names == {"part.json", "objects.json"}
+    container.service.restart()
+    refused = container.run("gms-loader", container.load_orders(saved), status=1).failure
+    assert refused is not None
+    assert refused.reason == "ObjectStorageUnset"
+    (container.control / "failed").unlink()
+    container.run("gms-loader", container.load_orders(saved), **storage)
+    assert bytes_are_there()
+
+
 def test_when_one_part_is_damaged_no_device_gets_a_layout(container: Container) -> None:
     saved = container.run("gms-saver", container.save_orders())
     (shard,) = (p for p in (container.generation / "gpu-1").iterdir() if p.name != "part.json")

@@ -253,6 +253,16 @@ def test_a_save_that_was_killed_is_no_part_and_a_delete_removes_what_it_left(
     assert not capture.path.parent.exists()
 
 
+def test_what_a_killed_save_has_left_is_gone_when_the_part_is_written_again(
+    capture: Capture,
+) -> None:
+    storage = ObjectStorage(capture.url)
+    storage.put(f"{PART}/shard-0007.bin/000000", memoryview(b"left behind"))
+    capture.run(capture.save_task())
+    verified(capture)
+    assert f"{PART}/shard-0007.bin/000000" not in capture.objects()
+
+
 def test_a_delete_removes_the_objects_of_its_generation_and_no_other(capture: Capture) -> None:
     capture.run(capture.save_task())
     capture.layout = capture.fence("f2")
@@ -362,6 +372,15 @@ def test_a_manifest_that_names_the_objects_of_another_part_is_refused(capture: C
     (capture.path / "part.json").write_bytes(forged)
     with pytest.raises(ArtifactCorrupt, match="prefix"):
         capture.run(capture.load_task())
+
+
+def test_weights_that_go_elsewhere_need_no_room_below_the_artifact_root(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    ArtifactRoot(tmp_path, url, weights_in_objects=True).require_space(1, 2**60)
+    with pytest.raises(NoSpace):
+        ArtifactRoot(tmp_path, url, weights_in_objects=True).require_space(2**60, 1)
+    with pytest.raises(NoSpace):
+        ArtifactRoot(tmp_path, url).require_space(1, 2**60)
 
 
 # What can be wrong with a storage.

@@ -22,7 +22,7 @@ from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import DEFAULT_BACKEND, Way
+from gms.domain.tasks import Way
 from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
@@ -57,13 +57,12 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     """What GMS needs to know: how many simulated devices there are, and the bytes of each.
 
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
-    other socket. `transfer_backend` moves the bytes of saves and loads.
+    other socket.
     """
 
     devices: Annotated[int, Meta(ge=0, le=64)] = 2
     device_bytes: Annotated[int, Meta(ge=2**21, le=2**50)] = 4 * 2**30
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    transfer_backend: str = DEFAULT_BACKEND
 
 
 async def serve(stop: asyncio.Event) -> None:

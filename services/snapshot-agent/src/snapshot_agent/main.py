@@ -88,7 +88,11 @@ class _Node:
             inbox=User("agent", self.name).inbox,
             metrics=self.metrics,
         )
-        self.root = ArtifactRoot(settings.artifact_root, settings.object_storage)
+        self.root = ArtifactRoot(
+            settings.artifact_root,
+            settings.object_storage,
+            weights_in_objects=settings.transfer_backend == "object",
+        )
         self.runtime = LocalProcesses()
         self.control = ControlDirectories()
         self.gms = GmsClient(settings.socket_dir)

@@ -204,8 +204,8 @@ class Place(NamedTuple):
 class Artifacts(Protocol):
     """The artifact root, which all nodes share. Everything it reads is hostile input."""
 
-    def require_space(self, needed: int) -> None:
-        """NoSpace unless so many bytes fit."""
+    def require_space(self, own: int, weights: int) -> None:
+        """NoSpace unless a worker's own state fits, and its weights where they come here, too."""
         ...
 
     def new_part(self, place: Place, part: str) -> int:

@@ -33,6 +33,7 @@ class Objects:
         """Use the objects below `prefix`, which are those of one part."""
         self._storage = storage
         self._prefix = prefix
+        self._has_begun = False
 
     def write_files(
         self,
@@ -57,10 +58,7 @@ class Objects:
             advance(chunk.size)
             return 0 if is_zero else chunk.size
 
-        # What a save that was killed has left may not be what this one writes.
-        self._storage.remove(self._prefix)
-        if MARK not in names_in(directory):
-            mark_objects(directory, self._prefix)
+        self._begin(directory)
         moved = _for_all(_chunks(plans), write, threads)
         if moved:
             self._storage.secure(self._prefix)
@@ -69,6 +67,15 @@ class Objects:
             for plan, found in zip(plans, digests, strict=True)
         ]
         return Moved(backend="object", bytes=moved, files=entries)
+
+    def _begin(self, directory: int) -> None:
+        """Remove what a save that was killed has left, and have the folder say what it has."""
+        if self._has_begun:
+            return
+        self._storage.remove(self._prefix)
+        if MARK not in names_in(directory):
+            mark_objects(directory, self._prefix)
+        self._has_begun = True
 
     def read_files(
         self,

@@ -8,7 +8,14 @@ from typing import Any
 
 import msgspec
 
-from gms.domain.tasks import LOAD_THREADS, LoadTask, SaveTask
+from gms.domain.tasks import (
+    DEFAULT_BACKEND,
+    DEFAULT_WAY,
+    LOAD_THREADS,
+    LoadTask,
+    SaveTask,
+    Way,
+)
 from snapshot_shared.artifact import generation_path
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.orders import LoadOrder, SaveOrder
@@ -19,7 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     `GMS_SOCKET_DIR`, `GMS_CHECKPOINT_DIR`, `GMS_ORDER_FILE` (by default `order.json` in the
     checkpoint directory), `TRACEPARENT`; `GMS_SAVE_WORKERS` and `GMS_LOAD_WORKERS` (threads for
-    each device), `GMS_SHARD_SIZE_BYTES`, `GMS_SAVE_LOCK_TIMEOUT_MS`.
+    each device), `GMS_SHARD_SIZE_BYTES`, `GMS_SAVE_LOCK_TIMEOUT_MS`; `SNAPBACK_TRANSFER_BACKEND`
+    and `SNAPBACK_OBJECT_STORAGE` as for the service.
     """
 
     socket_dir: str
@@ -30,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     load_workers: int = LOAD_THREADS
     shard_bytes: int | None = None
     lock_s: float | None = None
+    way: Way = DEFAULT_WAY
 
 
 _NUMBERS = (
@@ -69,6 +78,10 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         load_workers=min(64, numbers.get("GMS_LOAD_WORKERS", LOAD_THREADS)),
         shard_bytes=numbers.get("GMS_SHARD_SIZE_BYTES"),
         lock_s=lock_ms / 1000 if lock_ms is not None else None,
+        way=Way(
+            environment.get("SNAPBACK_TRANSFER_BACKEND") or DEFAULT_BACKEND,
+            environment.get("SNAPBACK_OBJECT_STORAGE", ""),
+        ),
     )
 
 
@@ -79,6 +92,8 @@ def save_task(settings: Settings, order: SaveOrder) -> SaveTask:
         optional["shard_bytes"] = settings.shard_bytes
     return SaveTask(
         socket_dir=settings.socket_dir,
+        backend=settings.way.backend,
+        object_storage=settings.way.object_storage,
         root=_root(settings, order.namespace, order.content_uid, order.attempt),
         device=order.layout.device,
         namespace=order.namespace,
@@ -101,6 +116,8 @@ def load_task(settings: Settings, order: LoadOrder, *, load_token: str) -> LoadT
     artifact = order.artifact
     return LoadTask(
         socket_dir=settings.socket_dir,
+        backend=settings.way.backend,
+        object_storage=settings.way.object_storage,
         root=_root(settings, artifact.namespace, artifact.content_uid, artifact.generation),
         device=order.device,
         namespace=artifact.namespace,

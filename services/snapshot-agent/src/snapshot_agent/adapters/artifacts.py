@@ -50,13 +50,17 @@ T = TypeVar("T")
 class ArtifactRoot:
     """The `Artifacts` and `Generations` ports over one directory."""
 
-    def __init__(self, root: Path, object_storage: str = "") -> None:
+    def __init__(
+        self, root: Path, object_storage: str = "", *, weights_in_objects: bool = False
+    ) -> None:
         """Use `root`, which is made when it is missing.
 
-        Parts whose bytes are objects have them in `object_storage`, a URL.
+        Parts whose bytes are objects have them in `object_storage`, a URL; `weights_in_objects`
+        says that this is where those of the next capture go.
         """
         self._root = root
         self._object_storage = object_storage
+        self._weights_in_objects = weights_in_objects
 
     @functools.cached_property
     def _objects(self) -> ObjectStorage:
@@ -73,7 +77,8 @@ class ArtifactRoot:
         with opened(self._open()) as root:
             return free_bytes(root)
 
-    def require_space(self, needed: int) -> None:
+    def require_space(self, own: int, weights: int) -> None:
+        needed = own if self._weights_in_objects else own + weights
         with opened(self._open()) as root:
             require_space(root, needed, f"the capture, below {self._root},")
 

@@ -173,8 +173,8 @@ class Opening:
             command=origin.command,
         )
         own = [await driver.size(worker) for driver in self._machine.drivers.values()]
-        needed = max(own, default=0) + sum(layout.bytes for layout in self._layouts)
-        self._machine.artifacts.require_space(needed)
+        weights = sum(layout.bytes for layout in self._layouts)
+        self._machine.artifacts.require_space(max(own, default=0), weights)
         await self._ctx.note(FACTS_NOTE, msgspec.to_builtins(facts))
 
     async def _within(
