@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -574,3 +575,48 @@ def test_what_is_wrong_with_older_artifacts_does_not_stop_a_save(capture: Captur
     done = capture.run(task)[-1]
     assert isinstance(done, TransferDone)
     assert done.moved == done.bytes
+
+
+def spare_processes() -> list[int]:
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, path.read_text().split()):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"gms.adapters.transfer_child" in command and b"either" in command:
+                found.append(pid)
+    return found
+
+
+async def spare(processes: TransferProcesses) -> int:
+    """Wait until a process waits for a task, and give it."""
+    while not processes._spares:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.01)
+    (found,) = spare_processes()
+    return found
+
+
+def test_a_transfer_takes_a_process_that_waits_and_none_is_left_at_the_end(
+    capture: Capture,
+) -> None:
+    async def run(processes: TransferProcesses, task: SaveTask | LoadTask) -> None:
+        waiting = await spare(processes)
+        last = [event async for event in processes.run(task)][-1]
+        assert isinstance(last, TransferDone)
+        assert waiting not in spare_processes()
+
+    async def several() -> None:
+        async with TransferProcesses(spares=1) as processes:
+            await run(processes, capture.save_task())
+            await run(processes, capture.load_task())
+
+    capture.service.run(several())
+    assert spare_processes() == []
+
+
+def test_a_waiting_process_that_was_killed_is_replaced(capture: Capture) -> None:
+    async def save() -> TransferEvent:
+        async with TransferProcesses(spares=1) as processes:
+            os.kill(await spare(processes), signal.SIGKILL)
+            return [event async for event in processes.run(capture.save_task())][-1]
+
+    assert isinstance(capture.service.run(save()), TransferDone)

@@ -90,15 +90,17 @@ async def serve(stop: asyncio.Event) -> None:
     control = GmsControl(gms)
     policy = LeasePolicy(group=settings.lease_group)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
+    processes = TransferProcesses(spares=len(devices))
     transfers = GmsTransfers(
-        gms, TransferProcesses(), socket_dir=settings.socket_dir, root=settings.artifact_root
+        gms, processes, socket_dir=settings.socket_dir, root=settings.artifact_root
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
     try:
         await grpc.start()
         log.info("GMS serves %d devices", len(devices))
-        await _serve_orders(stop, settings, gms, control, telemetry, metrics)
+        async with processes:
+            await _serve_orders(stop, settings, gms, processes, control, telemetry, metrics)
     finally:
         await grpc.close()
         await lease.close()
@@ -131,6 +133,7 @@ async def _serve_orders(
     stop: asyncio.Event,
     settings: GmsSettings,
     gms: Gms,
+    processes: TransferProcesses,
     control: GmsControl,
     telemetry: Telemetry,
     metrics: Metrics,
@@ -149,7 +152,7 @@ async def _serve_orders(
     )
     orders = GmsOrders(
         gms,
-        TransferProcesses(),
+        processes,
         transfers,
         socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,
