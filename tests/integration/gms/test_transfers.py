@@ -49,7 +49,7 @@ from snapshot_shared.errors import (
     TransferKilled,
 )
 from snapshot_shared.frames import Attach, FenceRequest, LockMode, MemoryDomain
-from snapshot_shared.orders import LayoutRef
+from snapshot_shared.orders import ArtifactRef, LayoutRef
 
 MIB = 1024 * 1024
 UID = "11111111-2222-3333-4444-555555555555"
@@ -564,6 +564,45 @@ def test_a_generation_that_is_not_sealed_and_another_namespace_share_nothing(
     (capture.path.parent / "root.json").unlink()
     capture.layout = capture.fence("f3")
     done = capture.run(capture.save_task(content_uid=OTHER, fence_token="f3"))[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == done.bytes
+
+
+def parent(uid: str, namespace: str = "default") -> ArtifactRef:
+    return ArtifactRef(
+        namespace=namespace, content_uid=uid, generation=1, root_digest="sha256:" + "0" * 64
+    )
+
+
+def test_the_parent_that_is_named_comes_before_a_newer_artifact(capture: Capture) -> None:
+    task = sealed_first(capture)
+    newer = UID.replace("1", "7")
+    shutil.copytree(capture.root / "default" / UID, capture.root / "default" / newer)
+    (capture.root / "default" / newer / "gen-1" / "root.json").touch()
+    third = UID.replace("1", "8")
+    for uid, named, shared in [(OTHER, parent(UID), UID), (third, parent(third), newer)]:
+        done = capture.run(msgspec.structs.replace(task, content_uid=uid, parent=named))[-1]
+        assert isinstance(done, TransferDone)
+        assert done.moved == 0
+        ours, theirs = files_of(capture, uid), files_of(capture, shared)
+        assert all(ours[name].samefile(theirs[name]) for name in theirs)
+        capture.layout = capture.fence(f"after-{uid}")
+        task = capture.save_task(fence_token=f"after-{uid}")
+
+
+def test_a_named_parent_that_was_not_sealed_or_is_of_another_namespace_shares_nothing(
+    capture: Capture,
+) -> None:
+    task = sealed_first(capture)
+    elsewhere = msgspec.structs.replace(task, namespace="other", parent=parent(UID))
+    done = capture.run(elsewhere)[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == done.bytes
+    (capture.path.parent / "root.json").unlink()
+    capture.layout = capture.fence("f3")
+    done = capture.run(capture.save_task(content_uid=OTHER, fence_token="f3", parent=parent(UID)))[
+        -1
+    ]
     assert isinstance(done, TransferDone)
     assert done.moved == done.bytes
 
