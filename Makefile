@@ -31,7 +31,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object bench-pause demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -156,6 +156,10 @@ bench-gms: $(STAMP) ## Measure saves and loads beside the raw disk and peers (SI
 
 bench-object: $(STAMP) ## Save and load through an S3 server here, memory and digests checked (SIZE_MIB=2048)
 	@$(BIN)/python -m tests.bench.objects --size-mib $(or $(SIZE_MIB),2048)
+
+bench-pause: $(STAMP) ## Measure a worker's pause and its restore (SIZES_MIB="256 4096", ROUNDS=5)
+	$(BIN)/python -m tests.bench.pause --size-mib $(or $(SIZES_MIB),64 512) \
+		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md
 
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)

@@ -87,6 +87,7 @@ MEANINGS = {
     "ordinal": "the worker's own number of the device",
     "outcome": "how the capture ended",
     "owner": "the uid of the object that the order serves",
+    "parent": "an artifact of the same layout: files that did not change are shared",
     "parent_id": "the span above it; empty for the first of a trace",
     "part": "the part: `process` or `gpu-<ordinal>`",
     "part_digest": "SHA-256 of the part manifest, as the root manifest has it",

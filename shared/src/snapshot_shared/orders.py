@@ -161,6 +161,7 @@ class SaveOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.save_order"):
     part: PartStr
     layout: LayoutRef
     fence_token: ShortText
+    parent: ArtifactRef | None = None
 
 
 class SealOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.seal_order"):

@@ -186,6 +186,29 @@ def test_when_one_part_is_damaged_no_device_gets_a_layout(container: Container) 
     until(lambda: container.service.device(0).used == 0)
 
 
+def test_when_one_layout_cannot_be_published_none_stays_visible(container: Container) -> None:
+    saved = container.run("gms-saver", container.save_orders())
+    service = container.service
+    service.restart()
+    with client.connect(0, lock="RW"):
+        # The load of the first device waits for us, and that of the second is over before it.
+        loader = container.start("gms-loader", container.load_orders(saved))
+        until(lambda: service.device(1).loads)
+        with client.connect(1, lock="RW") as other:
+            other.allocate("other", MIB, "u1")
+            other.commit()
+    with loader:
+        loader.communicate(timeout=50)
+    assert loader.returncode == 1
+    failure = container.outcome().failure
+    assert failure is not None
+    assert failure.reason == "GenerationMismatch"
+    assert service.device(0).domains[0].layout is None
+    assert [service.device(index).loads for index in range(2)] == [[], []]
+    with client.connect(1, lock="RO") as other:
+        assert list(other.arrays()) == ["other"], "what somebody else committed stays"
+
+
 @pytest.mark.parametrize(
     ("content", "reason", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -48,7 +49,7 @@ from snapshot_shared.errors import (
     TransferKilled,
 )
 from snapshot_shared.frames import Attach, FenceRequest, LockMode, MemoryDomain
-from snapshot_shared.orders import LayoutRef
+from snapshot_shared.orders import ArtifactRef, LayoutRef
 
 MIB = 1024 * 1024
 UID = "11111111-2222-3333-4444-555555555555"
@@ -567,6 +568,45 @@ def test_a_generation_that_is_not_sealed_and_another_namespace_share_nothing(
     assert done.moved == done.bytes
 
 
+def parent(uid: str, namespace: str = "default") -> ArtifactRef:
+    return ArtifactRef(
+        namespace=namespace, content_uid=uid, generation=1, root_digest="sha256:" + "0" * 64
+    )
+
+
+def test_the_parent_that_is_named_comes_before_a_newer_artifact(capture: Capture) -> None:
+    task = sealed_first(capture)
+    newer = UID.replace("1", "7")
+    shutil.copytree(capture.root / "default" / UID, capture.root / "default" / newer)
+    (capture.root / "default" / newer / "gen-1" / "root.json").touch()
+    third = UID.replace("1", "8")
+    for uid, named, shared in [(OTHER, parent(UID), UID), (third, parent(third), newer)]:
+        done = capture.run(msgspec.structs.replace(task, content_uid=uid, parent=named))[-1]
+        assert isinstance(done, TransferDone)
+        assert done.moved == 0
+        ours, theirs = files_of(capture, uid), files_of(capture, shared)
+        assert all(ours[name].samefile(theirs[name]) for name in theirs)
+        capture.layout = capture.fence(f"after-{uid}")
+        task = capture.save_task(fence_token=f"after-{uid}")
+
+
+def test_a_named_parent_that_was_not_sealed_or_is_of_another_namespace_shares_nothing(
+    capture: Capture,
+) -> None:
+    task = sealed_first(capture)
+    elsewhere = msgspec.structs.replace(task, namespace="other", parent=parent(UID))
+    done = capture.run(elsewhere)[-1]
+    assert isinstance(done, TransferDone)
+    assert done.moved == done.bytes
+    (capture.path.parent / "root.json").unlink()
+    capture.layout = capture.fence("f3")
+    done = capture.run(capture.save_task(content_uid=OTHER, fence_token="f3", parent=parent(UID)))[
+        -1
+    ]
+    assert isinstance(done, TransferDone)
+    assert done.moved == done.bytes
+
+
 def test_what_is_wrong_with_older_artifacts_does_not_stop_a_save(capture: Capture) -> None:
     task = sealed_first(capture)
     (capture.path / "part.json").write_text("no manifest")
@@ -574,3 +614,48 @@ def test_what_is_wrong_with_older_artifacts_does_not_stop_a_save(capture: Captur
     done = capture.run(task)[-1]
     assert isinstance(done, TransferDone)
     assert done.moved == done.bytes
+
+
+def spare_processes() -> list[int]:
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, path.read_text().split()):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"gms.adapters.transfer_child" in command and b"either" in command:
+                found.append(pid)
+    return found
+
+
+async def spare(processes: TransferProcesses) -> int:
+    """Wait until a process waits for a task, and give it."""
+    while not processes._spares:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.01)
+    (found,) = spare_processes()
+    return found
+
+
+def test_a_transfer_takes_a_process_that_waits_and_none_is_left_at_the_end(
+    capture: Capture,
+) -> None:
+    async def run(processes: TransferProcesses, task: SaveTask | LoadTask) -> None:
+        waiting = await spare(processes)
+        last = [event async for event in processes.run(task)][-1]
+        assert isinstance(last, TransferDone)
+        assert waiting not in spare_processes()
+
+    async def several() -> None:
+        async with TransferProcesses(spares=1) as processes:
+            await run(processes, capture.save_task())
+            await run(processes, capture.load_task())
+
+    capture.service.run(several())
+    assert spare_processes() == []
+
+
+def test_a_waiting_process_that_was_killed_is_replaced(capture: Capture) -> None:
+    async def save() -> TransferEvent:
+        async with TransferProcesses(spares=1) as processes:
+            os.kill(await spare(processes), signal.SIGKILL)
+            return [event async for event in processes.run(capture.save_task())][-1]
+
+    assert isinstance(capture.service.run(save()), TransferDone)

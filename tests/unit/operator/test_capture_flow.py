@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.controller import Observer, key_of
-from snapshot_shared.objects import is_true
+from snapshot_shared.objects import Condition, is_true
 from snapshot_shared.orders import VectorEntry
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence
@@ -390,3 +392,47 @@ def snapshot_document(name: str, pod: str) -> dict[str, object]:
         "metadata": {"name": name},
         "spec": {"source": {"podRef": {"name": pod}}},
     }
+
+
+async def snapshot_again(world: World, name: str) -> list[Any]:
+    """Capture the same worker once more; give the parents that its saves name."""
+    (pod,) = await world.cluster.list("Pod")
+    source = {"source": {"podRef": {"name": pod.metadata.name}}}
+    document = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name},
+        "spec": source,
+    }
+    world.now += 5
+    await world.apply(document)
+    await world.answer_well(world.open("prepare")[0])
+    return [order.payload["parent"] for order in world.open("save")]
+
+
+async def test_saves_name_the_last_artifact_of_the_same_worker_as_their_parent(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    assert [order.payload["parent"] for order in world.open("save")] == [None, None]
+    await world.answer_all()
+    first = await world.content()
+    parents = await snapshot_again(world, "second")
+    assert [parent["content_uid"] for parent in parents] == [first.metadata.uid] * 2
+    assert parents[0]["generation"] == first.status.committed.generation
+    assert parents[0]["root_digest"] == first.status.committed.root_digest
+    await world.answer_all()
+    (second,) = [c for c in await world.cluster.list("SnapshotContent") if c != first]
+    parents = await snapshot_again(world, "third")
+    assert [parent["content_uid"] for parent in parents] == [second.metadata.uid] * 2
+
+
+async def test_a_damaged_artifact_or_one_that_is_going_is_nobodys_parent(world: World) -> None:
+    await capturing(world)
+    await world.answer_all()
+    content = await world.content()
+    rows = [*content.status.conditions, Condition(type="Quarantined", status="True", reason="x")]
+    damaged = replace(content, status=replace(content.status, conditions=rows))
+    await world.cluster.update_status(damaged)
+    assert await snapshot_again(world, "second") == [None, None]

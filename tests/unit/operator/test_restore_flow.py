@@ -195,3 +195,18 @@ async def test_a_stop_that_failed_is_tried_again_before_the_devices_are_given_aw
     await world.advance(31.0)
     await world.answer_all()
     assert await world.get("Pod", "one") is None
+
+
+async def test_one_failed_commit_drops_all_that_was_committed(world: World) -> None:
+    await world.apply(restore_document())
+    await world.answer_well(world.open("run")[0])
+    for load in world.open("load"):
+        await world.answer_well(load)
+    first, second = world.open("commit")
+    await world.answer_well(first)
+    await world.fail(second, "GenerationMismatch")
+    assert len(world.open("drop")) == 2
+    assert not world.open("restore")
+    await world.answer_all()
+    pod = await world.get("Pod", "restored")
+    assert (pod.status.phase, pod.status.reason) == ("Failed", "GenerationMismatch")

@@ -94,7 +94,8 @@ async def load_all(settings: Settings, orders: Sequence[LoadOrder]) -> list[Part
                 layout = await gms.publish(task.device, task.load_token)
                 published[task.part] = _outcome(task, done, layout)
         except BaseException:
-            await asyncio.shield(_forget(gms, [t for t in tasks if t.part not in published]))
+            # Those that are published, too: ranks of one model are there together or not at all.
+            await asyncio.shield(_forget(gms, tasks))
             raise
     return [published.get(order.part) or _left_alone(order, there[order.part]) for order in orders]
 

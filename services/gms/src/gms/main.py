@@ -89,9 +89,10 @@ async def serve(stop: asyncio.Event) -> None:
     control = GmsControl(gms)
     policy = LeasePolicy(group=settings.lease_group)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
+    processes = TransferProcesses(spares=len(devices))
     transfers = GmsTransfers(
         gms,
-        TransferProcesses(),
+        processes,
         socket_dir=settings.socket_dir,
         root=settings.artifact_root,
         way=Way(settings.transfer_backend, settings.object_storage),
@@ -101,7 +102,8 @@ async def serve(stop: asyncio.Event) -> None:
     try:
         await grpc.start()
         log.info("GMS serves %d devices", len(devices))
-        await _serve_orders(stop, settings, gms, control, telemetry, metrics)
+        async with processes:
+            await _serve_orders(stop, settings, gms, processes, control, telemetry, metrics)
     finally:
         await grpc.close()
         await lease.close()
@@ -134,6 +136,7 @@ async def _serve_orders(
     stop: asyncio.Event,
     settings: GmsSettings,
     gms: Gms,
+    processes: TransferProcesses,
     control: GmsControl,
     telemetry: Telemetry,
     metrics: Metrics,
@@ -152,7 +155,7 @@ async def _serve_orders(
     )
     orders = GmsOrders(
         gms,
-        TransferProcesses(),
+        processes,
         transfers,
         socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,

@@ -23,6 +23,7 @@ from snapshot_shared.artifact import (
     PartManifest,
     check_part_manifest,
     generation_of,
+    generation_path,
 )
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json
 from snapshot_shared.errors import NoSpace, SnapbackError
@@ -34,11 +35,12 @@ LOOKED_AT = 16
 
 @contextlib.contextmanager
 def parent_of(root: int, task: SaveTask) -> Iterator[tuple[int, list[FileEntry]] | None]:
-    """Open the newest sealed part whose layout has the structure of the one that is saved.
+    """Open the part to share with: that of the parent that is named, or else the newest that fits.
 
+    It is sealed, of the same namespace, and its layout has the structure of the one that is saved.
     Gives its directory and its files; None when there is none.
     """
-    for content, generation in _sealed(root, task.namespace)[:LOOKED_AT]:
+    for content, generation in _candidates(root, task):
         with contextlib.ExitStack() as stack:
             try:
                 path = (task.namespace, content, generation, task.part)
@@ -115,6 +117,16 @@ def _is_same(plan: FilePlan, entry: FileEntry, buffers: Buffers) -> bool:
     return all(starmap(lambda chunk, wanted: digest_in_memory(chunk, buffers) == wanted, pairs))
 
 
+def _candidates(root: int, task: SaveTask) -> Iterator[tuple[str, str]]:
+    """Give content and folder of sealed generations, the named parent first."""
+    parent = task.parent
+    if parent is not None and parent.namespace == task.namespace:
+        folder = generation_path(task.namespace, parent.content_uid, parent.generation)[-1]
+        if _sealed_at(root, (task.namespace, parent.content_uid, folder)) is not None:
+            yield parent.content_uid, folder
+    yield from _sealed(root, task.namespace)[:LOOKED_AT]
+
+
 def _sealed(root: int, namespace: str) -> list[tuple[str, str]]:
     """Give content and folder of every sealed generation of a namespace, the newest first."""
     found: list[tuple[int, int, str, str]] = []
@@ -123,13 +135,19 @@ def _sealed(root: int, namespace: str) -> list[tuple[str, str]]:
             number = generation_of(namespace, content, folder)
             if number is None:
                 continue
-            with (
-                contextlib.suppress(SnapbackError, OSError),
-                opened(open_dir(root, (namespace, content, folder))) as directory,
-            ):
-                seal = os.stat(ROOT_MANIFEST, dir_fd=directory, follow_symlinks=False)
-                found.append((seal.st_mtime_ns, number, content, folder))
+            at = _sealed_at(root, (namespace, content, folder))
+            if at is not None:
+                found.append((at, number, content, folder))
     return [(content, folder) for _, _, content, folder in sorted(found, reverse=True)]
+
+
+def _sealed_at(root: int, path: Sequence[str]) -> int | None:
+    """Give when a generation was sealed, in nanoseconds; None when it was not."""
+    try:
+        with opened(open_dir(root, path)) as directory:
+            return os.stat(ROOT_MANIFEST, dir_fd=directory, follow_symlinks=False).st_mtime_ns
+    except (SnapbackError, OSError):
+        return None
 
 
 def _names(root: int, path: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The program that moves bytes: `python -m gms.adapters.transfer_child save|load`.
+"""The program that moves bytes: `python -m gms.adapters.transfer_child save|load|either`.
 
 An ordinary client of the lease socket. It reads one task from standard input and writes events to
 standard output, one JSON line each. It ends when standard input closes, because then whoever
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -102,6 +103,7 @@ Emit = Callable[[TransferEvent], None]
 TELL_EVERY_S = 0.25
 _PR_SET_PDEATHSIG = 1
 _TALKATIVE = ("DEBUG", "INFO")
+_KINDS: dict[str, Any] = {"save": SaveTask, "load": LoadTask, "either": SaveTask | LoadTask}
 
 
 class _Meter:
@@ -442,22 +444,22 @@ def main(arguments: Sequence[str]) -> int:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     emit = _emitter()
     try:
-        if list(arguments) not in (["save"], ["load"]):
-            raise InvalidInput("usage: python -m gms.adapters.transfer_child save|load")
-        kind: type[SaveTask | LoadTask] = SaveTask if arguments[0] == "save" else LoadTask
-        task = decode_json(_read_line(), kind)
+        if len(arguments) != 1 or arguments[0] not in _KINDS:
+            raise InvalidInput("usage: python -m gms.adapters.transfer_child save|load|either")
+        task: SaveTask | LoadTask = decode_json(_read_line(), _KINDS[arguments[0]])
     except Exception as error:  # noqa: BLE001 - whatever it is, it makes no sense
         emit(TransferFailed.of(failure_of(error)))
         return 2
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    verb = "save" if isinstance(task, SaveTask) else "load"
     try:
         done = save(task, emit) if isinstance(task, SaveTask) else load(task, emit)
     except Exception as error:  # noqa: BLE001 - the one place where a failure becomes an event
         failure = failure_of(error)
-        _say(task, "WARNING", f"{arguments[0]} of {task.part} failed: {failure}")
+        _say(task, "WARNING", f"{verb} of {task.part} failed: {failure}")
         emit(TransferFailed.of(failure))
         return 2 if isinstance(error, InvalidInput) else 1
-    _say(task, "INFO", f"{arguments[0]} of {task.part} is done: {done.bytes} bytes")
+    _say(task, "INFO", f"{verb} of {task.part} is done: {done.bytes} bytes")
     emit(done)
     return 0
 

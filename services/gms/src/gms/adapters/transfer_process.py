@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
+from typing import Self
 
 import msgspec
 
@@ -14,52 +17,120 @@ from snapshot_shared.codec import MAX_FRAME_BYTES, encode_json
 from snapshot_shared.errors import Internal, InvalidMessage, TransferKilled
 from snapshot_shared.frames import error_of
 
+log = logging.getLogger(__name__)
+
 _DECODER: msgspec.json.Decoder[TransferEvent] = msgspec.json.Decoder(TransferEvent)
 
 
 class TransferProcesses:
-    """Starts `transfer_child` with the interpreter of this service."""
+    """Starts `transfer_child` with the interpreter of this service.
+
+    As a context manager it keeps `spares` of them waiting for a task: a worker that is captured is
+    held until every save has its lease, and an interpreter takes longer to start than all the rest.
+    Spares are made while nothing is transferred.
+    """
+
+    def __init__(self, *, spares: int = 0) -> None:
+        self._most = spares
+        self._wanted = 0
+        self._spares: list[Process] = []
+        self._running = 0
+        self._filling: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._wanted = self._most
+        self._fill()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._wanted = 0
+        if self._filling is not None:
+            await self._filling
+        while self._spares:
+            await _ended(self._spares.pop())
 
     async def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
         verb = "save" if isinstance(task, SaveTask) else "load"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # The working directory is no place to import from.
-            "-m",
-            "gms.adapters.transfer_child",
-            verb,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_FRAME_BYTES,
-        )
+        self._running += 1
         try:
-            async with contextlib.aclosing(_events(process, encode_json(task) + b"\n")) as events:
-                async for event in events:
-                    if isinstance(event, TransferFailed):
-                        raise error_of(event.to_failure())
-                    yield event
-                    if isinstance(event, TransferDone):
-                        # Its lease is given back before it says so; its process has to go too.
-                        await process.wait()
-                        return
-            status = await process.wait()
-            if status < 0:
-                raise TransferKilled(
-                    f"the {verb} process was killed by signal {-status}",
-                    next_step="look for the out-of-memory killer in the kernel's log",
-                    signal=-status,
-                )
-            raise Internal(f"the {verb} process ended with status {status} and no result")
+            while True:
+                spare = self._spares.pop() if self._spares else None
+                process = spare or await _started(verb)
+                has_told = False
+                try:
+                    async with contextlib.aclosing(_carried_out(process, verb, task)) as events:
+                        async for event in events:
+                            has_told = True
+                            yield event
+                except TransferKilled:
+                    # A spare that has told nothing may have ended long ago.
+                    if spare is None or has_told:
+                        raise
+                else:
+                    return
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            self._running -= 1
+            self._fill()
+
+    def _fill(self) -> None:
+        if self._filling is None or self._filling.done():
+            self._filling = asyncio.ensure_future(self._filled())
+
+    async def _filled(self) -> None:
+        while len(self._spares) < self._wanted and not self._running:
+            try:
+                self._spares.append(await _started("either"))
+            except OSError as error:
+                log.warning("no process can be kept for the next transfer: %s", error)
+                return
 
 
-async def _events(
-    process: asyncio.subprocess.Process, task: bytes
+async def _started(verb: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",  # The working directory is no place to import from.
+        "-m",
+        "gms.adapters.transfer_child",
+        verb,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=MAX_FRAME_BYTES,
+    )
+
+
+async def _ended(process: Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _carried_out(
+    process: Process, verb: str, task: SaveTask | LoadTask
 ) -> AsyncGenerator[TransferEvent, None]:
+    try:
+        async with contextlib.aclosing(_events(process, encode_json(task) + b"\n")) as events:
+            async for event in events:
+                if isinstance(event, TransferFailed):
+                    raise error_of(event.to_failure())
+                yield event
+                if isinstance(event, TransferDone):
+                    # Its lease is given back before it says so; its process has to go too.
+                    await process.wait()
+                    return
+        status = await process.wait()
+        if status < 0:
+            raise TransferKilled(
+                f"the {verb} process was killed by signal {-status}",
+                next_step="look for the out-of-memory killer in the kernel's log",
+                signal=-status,
+            )
+        raise Internal(f"the {verb} process ended with status {status} and no result")
+    finally:
+        await _ended(process)
+
+
+async def _events(process: Process, task: bytes) -> AsyncGenerator[TransferEvent, None]:
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None  # noqa: S101, PT018 - both are pipes
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -107,6 +107,7 @@ def save_task(settings: Settings, order: SaveOrder) -> SaveTask:
         # Without a fence there is nothing that could change what is committed.
         fence_token=order.fence_token or None,
         layout=order.layout,
+        parent=order.parent,
         **optional,
     )
 

@@ -14,6 +14,7 @@ from gms.domain.transfer import PAGE, SHARD_BYTES
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceUuid, GenerationRef, Token
 from snapshot_shared.orders import (
+    ArtifactRef,
     Attempt,
     Bytes,
     Digest,
@@ -69,13 +70,15 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
 class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
     """Write the committed layout of a device as a part below the artifact root `root`.
 
-    A fence lets the save alone in; without one it reads beside the others. After each `note_bytes`
-    it notes what is on the disk.
+    A fence lets the save alone in; without one it reads beside the others. What has not changed
+    since `parent`, or another artifact of its namespace, is shared. After each `note_bytes` it
+    notes what is on the disk.
     """
 
     order: OrderIdStr
     fence_token: Token | None = None
     layout: LayoutRef
+    parent: ArtifactRef | None = None
     product: ShortText = ""
     shard_bytes: Annotated[int, Meta(ge=PAGE, le=2**50)] = SHARD_BYTES
     note_bytes: Annotated[int, Meta(ge=1, le=2**50)] = NOTE_BYTES

@@ -106,6 +106,7 @@ class GmsOrders:
             attempt=order.attempt,
             fence_token=order.fence_token,
             layout=order.layout,
+            parent=order.parent,
             product=self._gms.devices[order.layout.device].info.product,
         )
         transfer = _Transfer(context, order.part, persistent(self._transfers, task))

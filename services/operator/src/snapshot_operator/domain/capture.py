@@ -26,7 +26,7 @@ from snapshot_shared.objects import (
     SnapshotContentStatus,
     is_true,
 )
-from snapshot_shared.orders import PartResult, version_gap
+from snapshot_shared.orders import ArtifactRef, PartResult, VectorEntry, version_gap
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
 
@@ -71,7 +71,7 @@ def _step(view: CaptureView, now: float) -> Plan:
         case Capture.PENDING:
             return _begin(view, now)
         case Capture.PREPARING:
-            return _preparing(content, now)
+            return _preparing(view, now)
         case Capture.STAGING:
             return _staging(content, now)
         case Capture.SEALING:
@@ -222,7 +222,8 @@ def _failed(content: SnapshotContent, failure: Failure, now: float) -> Plan:
     return _plan(content, _moved(content, CaptureEvent.FAILED, failure=failure, orders=orders), now)
 
 
-def _preparing(content: SnapshotContent, now: float) -> Plan:
+def _preparing(view: CaptureView, now: float) -> Plan:
+    content = view.content
     orders = _current(content, "prepare")
     if failure := fold.failure_in(orders, now):
         return _failed(content, failure, now)
@@ -232,7 +233,8 @@ def _preparing(content: SnapshotContent, now: float) -> Plan:
     if failure := _vector_failure(content, [entry.part for entry in final.vector]):
         return _failed(content, failure, now)
     trace = content.status.traceparent
-    staged = ordering.stage(content, final.vector, trace, now)
+    parents = _parents(content, final.vector, view.siblings)
+    staged = ordering.stage(content, final.vector, parents, trace, now)
     status = _moved(
         content,
         CaptureEvent.PREPARED,
@@ -240,6 +242,32 @@ def _preparing(content: SnapshotContent, now: float) -> Plan:
         orders=[*content.status.orders, *staged],
     )
     return _plan(content, status, now)
+
+
+def _parents(
+    content: SnapshotContent, vector: Sequence[VectorEntry], siblings: Sequence[SnapshotContent]
+) -> dict[str, ArtifactRef]:
+    """Choose for each device the artifact that a save may share with: its layout has to be equal.
+
+    That of the same worker or snapshot name comes first, then the newest of the namespace.
+    """
+    source, name = content.spec.source, content.spec.snapshot_ref.name
+
+    def closeness(other: SnapshotContent) -> tuple[bool, str, str]:
+        is_kin = other.spec.source.pod_ref == source.pod_ref or other.spec.snapshot_ref.name == name
+        return is_kin, other.metadata.creation_timestamp, other.metadata.name
+
+    found: dict[str, ArtifactRef] = {}
+    for other in sorted(siblings, key=closeness):
+        committed = other.status.committed
+        is_usable = not (other.metadata.deletion_timestamp or quarantine.is_quarantined(other))
+        if committed is None or not is_usable or other.spec.source.namespace != source.namespace:
+            continue
+        there = {e.part: e.layout.structure_hash for e in committed.vector if e.layout}
+        for entry in vector:
+            if entry.layout and there.get(entry.part) == entry.layout.structure_hash:
+                found[entry.part] = ordering.artifact_ref(other, committed)
+    return found
 
 
 def _vector_failure(content: SnapshotContent, parts: list[str]) -> Failure | None:

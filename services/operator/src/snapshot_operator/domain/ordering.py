@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -183,9 +184,16 @@ def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> O
 
 
 def stage(
-    content: SnapshotContent, vector: list[VectorEntry], trace: str, now: float
+    content: SnapshotContent,
+    vector: list[VectorEntry],
+    parents: Mapping[str, ArtifactRef],
+    trace: str,
+    now: float,
 ) -> list[OrderStatus]:
-    """Order all parts of the plan together: the dump and one save a device."""
+    """Order all parts of the plan together: the dump and one save a device.
+
+    `parents` are older artifacts of the same layout, by part.
+    """
     source, attempt, uid = content.spec.source, content.status.attempt, content.metadata.uid
     orders: list[Order] = [
         DumpOrder(
@@ -205,6 +213,7 @@ def stage(
                     part=entry.part,
                     layout=entry.layout,
                     fence_token=fence_token(content, attempt),
+                    parent=parents.get(entry.part),
                     **common,
                 )
             )

@@ -1,0 +1,378 @@
+"""How long a worker pauses for a capture, and how soon a restored one answers, by size of weights.
+
+`python -m tests.bench.pause --size-mib 256 4096` starts a local cluster, with a worker of each size
+that goes on after its captures, and takes turns between them. The status is 1 when a goal is
+missed, and 2 when a request makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot_shared.objects import AnyObject, Pod, SnapshotContent, is_true
+from snapshot_shared.spans import SpanRecord
+from snapshotctl.adapters.worker_socket import SocketWorkers
+from tests.bench.gms import _large_pages, _machine, _raw
+from tests.bench.results import NOISE, Judged, Verdict, spread
+from tests.support.live_cluster import LiveCluster, Session, find, pod, worker_pod
+
+MIB = 2**20
+SOURCE, TARGET = "source", "target"
+PAUSE_S = 0.15
+"""The goal for the pause, beside what the worker's own state takes to write."""
+RESTORE_S = 0.5
+"""The goal for a restore, beside what its bytes take to read."""
+WAIT_S = 900.0
+TITLE = "The worker's pause, and restores"
+STEPS = ("quiesce", "fence", "facts", "freeze", "copy-state", "thaw", "stage", "signal")
+"""What the pause consists of, and between these the ways of orders and reports."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One capture and one restore, in seconds, and the raw limits of that moment in bytes/s."""
+
+    pause: float
+    steps: dict[str, float]
+    saving: float
+    """What was still to do on the weights when the worker went on."""
+    own_bytes: int
+    restore: float
+    answer: float
+    """What a worker of this size takes for an answer at any time."""
+    read_limit: float
+    write_limit: float
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """All turns, by the bytes of the weights."""
+
+    machine: dict[str, str]
+    turns: dict[int, list[Turn]]
+
+
+class Worker(NamedTuple):
+    """A worker that is captured again and again."""
+
+    name: str
+    size: int
+    uid: str
+
+
+class Bench:
+    """One run in a folder of the disk that is measured."""
+
+    def __init__(self, folder: Path, sizes: Sequence[int], rounds: int) -> None:
+        self.folder, self.sizes, self.rounds = folder, sizes, rounds
+        self.large = _large_pages()
+        self.cluster = LiveCluster(folder)
+
+    async def run(self) -> Results:
+        """Measure everything."""
+        machine = _machine(self.folder)
+        turns: dict[int, list[Turn]] = {size: [] for size in self.sizes}
+        try:
+            room = max(self.sizes) // MIB + 64
+            await self.cluster.up(SOURCE, TARGET, gpus=len(self.sizes), mib=room)
+            async with self.cluster.session() as session:
+                workers = [await self._worker(session, size) for size in self.sizes]
+                for number in range(1, self.rounds + 1):
+                    _say(f"round {number} of {self.rounds}")
+                    # Whoever is first finds another machine than who comes after it.
+                    for worker in workers if number % 2 else reversed(workers):
+                        turns[worker.size].append(await self._turn(session, worker, number))
+        finally:
+            await self.cluster.down()
+        machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
+        return Results(machine=machine, turns=turns)
+
+    async def _worker(self, session: Session, size: int) -> Worker:
+        name = f"worker-{size // MIB}"
+        _say(f"starting a worker with {size // MIB} MiB")
+        await session.apply(_pod(name, SOURCE, size))
+        await _until(session, "Pod", name, _is_ready)
+        found = find(await session.objects(), "Pod", name)
+        return Worker(name, size, found.metadata.uid)
+
+    async def _turn(self, session: Session, worker: Worker, number: int) -> Turn:
+        name = f"{worker.name}-{number}"
+        answer = await self._answered(SOURCE, worker.uid)
+        write_limit, read_limit = self._limits(worker.size)
+        await session.apply(_snapshot(name, worker.name))
+        snapshot = await _until(session, "Snapshot", name, _is_ready)
+        content = find(
+            await session.objects(), "SnapshotContent", snapshot.status.bound_snapshot_content_name
+        )
+        spans = await _spans(session, content)
+        self._drop_cache()
+        begin = time.monotonic()
+        await session.apply(_pod(f"{name}-restored", TARGET, worker.size, name))
+        restored = await _until(session, "Pod", f"{name}-restored", lambda _: True)
+        await self._answered(TARGET, restored.metadata.uid)
+        restore = time.monotonic() - begin
+        await self._remove(session, name)
+        own = sum(part.bytes for part in content.status.committed.parts if part.part == "process")
+        pause_from, pause_to = pause(spans)
+        return Turn(
+            pause=(pause_to - pause_from) / 1e9,
+            steps={
+                step: sum(s.end_ns - s.start_ns for s in spans if s.name == step) / 1e9
+                for step in STEPS
+            },
+            saving=(max(s.end_ns for s in spans if s.name == "write") - pause_to) / 1e9,
+            own_bytes=own,
+            restore=restore,
+            answer=answer,
+            read_limit=read_limit,
+            write_limit=write_limit,
+        )
+
+    async def _answered(self, node: str, uid: str) -> float:
+        """Wait until a worker serves; give what one answer takes once it listens."""
+        sockets = Path(self.cluster.record.socket_dir) / node
+        conversation = await asyncio.wait_for(SocketWorkers().call(sockets, uid), WAIT_S)
+        begin = time.monotonic()
+        line = await conversation.ask("Who is there?")
+        taken = time.monotonic() - begin
+        await conversation.close()
+        if b"error" in line:
+            raise RuntimeError(f"a worker on {node} cannot answer: {json.loads(line)}")
+        return taken
+
+    def _limits(self, size: int) -> tuple[float, float]:
+        """Give the raw limits of writing and reading in bytes a second, past the page cache."""
+        path, speeds = self.folder / "raw", []
+        for call in (os.pwritev, os.preadv):
+            begin = time.monotonic()
+            _raw(path, self.large, size, call)
+            speeds.append(size / (time.monotonic() - begin))
+        path.unlink()
+        return speeds[0], speeds[1]
+
+    def _drop_cache(self) -> None:
+        for path in self.cluster.artifacts.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    async def _remove(self, session: Session, name: str) -> None:
+        """Remove what a turn has made: the next save would share an artifact that is there."""
+        for kind, each in (("Pod", f"{name}-restored"), ("Snapshot", name)):
+            await session.delete(kind, each)
+            await session.until(
+                lambda values, kind=kind, each=each: find(values, kind, each) is None,
+                f"{kind} {each} is removed",
+                WAIT_S,
+            )
+
+
+def pause(spans: Sequence[SpanRecord]) -> tuple[int, int]:
+    """Give when the worker is asked to be quiet, and when it is let go, in nanoseconds."""
+    (quiesce,) = [span for span in spans if span.name == "quiesce"]
+    (signal,) = [span for span in spans if span.name == "signal"]
+    return quiesce.start_ns, signal.end_ns
+
+
+async def _spans(session: Session, content: SnapshotContent) -> list[SpanRecord]:
+    trace = content.status.traceparent.split("-")[1]
+    async with asyncio.timeout(WAIT_S), session.client.spans_arriving(trace) as changes:
+        while True:
+            spans = await session.client.spans(trace)
+            names = {span.name for span in spans}
+            if {*STEPS, "write", "write-root"} <= names:
+                return spans
+            await changes.wait()
+
+
+async def _until(session: Session, kind: str, name: str, holds: Any) -> Any:
+    def found(values: list[AnyObject]) -> Any:
+        value = find(values, kind, name)
+        if value is not None and (why := _failure(value)):
+            raise RuntimeError(f"{kind} {name} failed: {why}")
+        return value is not None and holds(value)
+
+    return find(await session.until(found, f"{kind} {name}", WAIT_S), kind, name)
+
+
+def _failure(value: Any) -> str:
+    failed = isinstance(value, Pod) and value.status.phase == "Failed"
+    return next((c.message for c in value.status.conditions if c.type == "Failed"), "") or (
+        value.status.message if failed else ""
+    )
+
+
+def _is_ready(value: Any) -> bool:
+    return is_true(value.status.conditions, "Ready")
+
+
+def _pod(name: str, node: str, size: int, source: str | None = None) -> dict[str, Any]:
+    found = pod(name, node, source)
+    found["spec"] = worker_pod(node)
+    for value in found["spec"]["containers"][0]["env"]:
+        if value["name"] == "SIZE_MIB":
+            value["value"] = str(size // MIB)
+    return found
+
+
+def _snapshot(name: str, source: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name},
+        "spec": {"source": {"podRef": {"name": source}}, "sourcePolicy": "Resume"},
+    }
+
+
+def judged(results: Results) -> list[Judged]:
+    """Compare with every goal. A missed one is inconclusive where the machine is too noisy."""
+    rows = []
+    for size, turns in results.turns.items():
+        over = [t.pause - t.own_bytes / t.write_limit for t in turns]
+        rows.append(
+            _judged(
+                size,
+                "pause beyond own state ÷ write limit",
+                PAUSE_S,
+                over,
+                [t.pause for t in turns],
+            )
+        )
+        over = [t.restore - size / t.read_limit for t in turns]
+        times = [t.restore for t in turns]
+        rows.append(
+            _judged(size, "apply → first answer beyond bytes ÷ read limit", RESTORE_S, over, times)
+        )
+    small, large = min(results.turns), max(results.turns)
+    if small != large:
+        few = [turn.pause for turn in results.turns[small]]
+        many = [turn.pause for turn in results.turns[large]]
+        apart = median(many) - median(few)
+        noise = max(_half_width(few), _half_width(many))
+        rows.append(
+            Judged(
+                f"{small / MIB:g} and {large / MIB:g} MiB",
+                "how much longer the pause is",
+                f"≤ {noise * 1000:.0f} ms (noise)",
+                f"{apart * 1000:.0f} ms ({median(many) / median(few):.2f} x)",
+                "met" if apart <= noise else "missed",
+            )
+        )
+    return rows
+
+
+def _judged(size: int, what: str, most: float, over: list[float], times: list[float]) -> Judged:
+    found = median(over)
+    verdict: Verdict = "met" if found <= most else "missed"
+    if verdict == "missed" and spread(times) > NOISE:
+        verdict = "inconclusive"
+    wanted = f"≤ {most * 1000:.0f} ms"
+    return Judged(f"{size / MIB:g} MiB", what, wanted, f"{found * 1000:.0f} ms", verdict)
+
+
+def _half_width(samples: list[float]) -> float:
+    """Give the width of the middle half of some samples."""
+    return spread(samples) * median(samples)
+
+
+def section(results: Results) -> str:
+    """Write the section of the page about a run, in Markdown."""
+    return "\n".join(_lines(results)) + "\n"
+
+
+def _lines(results: Results) -> Iterator[str]:
+    rounds = max(map(len, results.turns.values()))
+    yield f"## {TITLE}\n"
+    yield (
+        f"Written by `make bench-pause`: {rounds} rounds in a local cluster, sizes in turn.\n"
+        "The pause is from the step `quiesce` to the end of the step `signal`, in the spans\n"
+        "of the capture; the worker goes on while its weights are written. A restore is from\n"
+        "`apply` to the first answer, on another node, with no file in the page cache.\n"
+        "Medians. The machine:\n"
+    )
+    yield from (f"- {key}: {value}" for key, value in results.machine.items())
+    yield "\n| weights | what | goal | found | |\n|---|---|---|---|---|"
+    for line in judged(results):
+        yield f"| {line.row} | {line.what} | {line.wanted} | {line.found} | {line.verdict} |"
+    sizes = list(results.turns)
+    yield (
+        "\n| ms (median, slowest … fastest) | "
+        + " | ".join(f"{s / MIB:g} MiB" for s in sizes)
+        + " |"
+    )
+    yield "|---" * (len(sizes) + 1) + "|"
+    rows: dict[str, list[list[float]]] = {
+        "pause": [[t.pause for t in results.turns[s]] for s in sizes],
+        **{f"of it {p}": [[t.steps[p] for t in results.turns[s]] for s in sizes] for p in STEPS},
+        "of it orders and reports": [
+            [t.pause - sum(t.steps.values()) for t in results.turns[s]] for s in sizes
+        ],
+        "saving after the pause": [[t.saving for t in results.turns[s]] for s in sizes],
+        "apply → first answer": [[t.restore for t in results.turns[s]] for s in sizes],
+        "an answer at any time": [[t.answer for t in results.turns[s]] for s in sizes],
+        "bytes ÷ read limit": [[s / t.read_limit for t in results.turns[s]] for s in sizes],
+    }
+    for name, columns in rows.items():
+        yield f"| {name} | " + " | ".join(map(_cell, columns)) + " |"
+
+
+def _cell(samples: list[float]) -> str:
+    low, middle, high = (f(samples) * 1000 for f in (min, median, max))
+    return f"{middle:.0f} ({high:.0f} … {low:.0f})"
+
+
+def with_section(page: str, text: str) -> str:
+    """Put a section into a page in place of the one with its title, or before the last one."""
+    title = text.partition("\n")[0]
+    head, *parts = page.split("\n## ")
+    found = [f"## {part.rstrip()}\n" for part in parts]
+    kept = [part for part in found if part.partition("\n")[0] != title]
+    return "\n".join([f"{head.rstrip()}\n", *kept[:-1], text, *kept[-1:]])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.pause", description=__doc__)
+    parser.add_argument("--size-mib", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--page", type=Path, help="the page with a section about it")
+    arguments = parser.parse_args()
+    if min(arguments.size_mib) < 4 or arguments.rounds < 1:
+        parser.error(
+            f"--size-mib is {arguments.size_mib} and --rounds {arguments.rounds}: "
+            "a worker has 4 MiB at least, and there is one round"
+        )
+    if not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder}: there is no such folder")
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as folder:
+        sizes = sorted({size * MIB for size in arguments.size_mib})
+        results = asyncio.run(Bench(Path(folder), sizes, arguments.rounds).run())
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    if arguments.page:
+        page = arguments.page.read_text() if arguments.page.exists() else "# Benchmarks\n"
+        arguments.page.write_text(with_section(page, section(results)))
+    print(section(results))
+    return 1 if any(line.verdict == "missed" for line in judged(results)) else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(130)

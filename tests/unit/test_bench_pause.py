@@ -1,0 +1,98 @@
+"""The benchmark of the worker's pause: what it reads off spans, and what counts as missed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from snapshot_shared.spans import SpanRecord
+from tests.bench.pause import MIB, STEPS, TITLE, Results, Turn, judged, pause, section, with_section
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL, LARGE = 64 * MIB, 512 * MIB
+
+
+def turn(pause_s: float, restore_s: float = 0.6, size: int = SMALL) -> Turn:
+    """Give a turn on a disk that reads the weights in 0.2 s."""
+    return Turn(
+        pause=pause_s,
+        steps=dict.fromkeys(STEPS, pause_s / 10),
+        saving=0.1,
+        own_bytes=1000,
+        restore=restore_s,
+        answer=0.01,
+        read_limit=size / 0.2,
+        write_limit=1e9,
+    )
+
+
+def results(small: list[Turn], large: list[Turn]) -> Results:
+    return Results(machine={"cores": "2"}, turns={SMALL: small, LARGE: large})
+
+
+def verdicts(found: Results) -> list[str]:
+    return [line.verdict for line in judged(found)]
+
+
+def turns(pause_s: float, restore_s: float = 0.6, size: int = SMALL) -> list[Turn]:
+    return [turn(pause_s + more / 1000, restore_s, size) for more in (0, 1, -1, 0, 2)]
+
+
+STEADY = turns(0.1)
+
+
+def span(name: str, start: int, end: int) -> SpanRecord:
+    return SpanRecord(
+        trace_id="a" * 32,
+        span_id=name,
+        name=name,
+        service="s",
+        node="n",
+        start_ns=start,
+        end_ns=end,
+    )
+
+
+def test_the_pause_is_from_the_wish_to_be_quiet_until_the_worker_is_let_go() -> None:
+    spans = [span("gate", 1, 5), span("signal", 90, 95), span("write", 80, 200)]
+    assert pause([*spans, span("quiesce", 10, 20)]) == (10, 95)
+
+
+def test_equal_and_short_pauses_meet_every_goal() -> None:
+    assert verdicts(results(STEADY, STEADY)) == ["met"] * 5
+
+
+def test_a_pause_that_grows_with_the_weights_is_missed() -> None:
+    assert verdicts(results(STEADY, turns(0.3, 0.9, LARGE))) == [
+        "met",
+        "met",
+        "missed",
+        "missed",
+        "missed",
+    ]
+
+
+def test_a_missed_pause_among_scattered_ones_is_inconclusive() -> None:
+    scattered = [turn(0.05), turn(0.2), turn(0.3), turn(0.6), turn(0.9)]
+    assert verdicts(results(STEADY, scattered))[2] == "inconclusive"
+
+
+def test_its_section_takes_the_place_of_an_older_one_and_leaves_the_others() -> None:
+    page = "# Benchmarks\n\nIntro.\n\n## GPU memory\n\nrows\n\n## Devices\n\nlast\n"
+    once = with_section(page, section(results(STEADY, STEADY)))
+    assert with_section(once, section(results(STEADY, STEADY))) == once
+    titles = [line for line in once.splitlines() if line.startswith("#")]
+    assert titles == ["# Benchmarks", "## GPU memory", f"## {TITLE}", "## Devices"]
+    assert "Intro.\n\n## GPU memory\n\nrows\n" in once
+
+
+@pytest.mark.parametrize("wrong", [["--size-mib", "1"], ["--rounds", "0"], ["--folder", "/none"]])
+def test_a_request_that_makes_no_sense_is_refused(wrong: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.bench.pause", *wrong]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert wrong[0] in found.stderr
+    assert "Traceback" not in found.stderr
