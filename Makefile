@@ -31,7 +31,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object bench-pause demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -150,9 +150,19 @@ resume-saves: $(STAMP) ## Kill saves at 20 points and go on with each (COUNT=20,
 	RESUMED_SAVES=$(or $(COUNT),20) RESUMED_SAVES_MIB=$(or $(SIZE_MIB),256) \
 		$(BIN)/pytest -q -k writes_again tests/integration/gms/test_resumed_saves.py
 
-bench-gms: $(STAMP) ## Measure saves and loads beside the raw disk and peers (SIZE_MIB=4096, ROUNDS=5)
+bench-gms: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure saves, loads and sessions (SIZE_MIB="1024 4096", ROUNDS=5, PEERS=1, JSON=file)
 	$(BIN)/python -m tests.bench gms --size-mib $(or $(SIZE_MIB),1024) \
-		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md
+		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
+		$(if $(PEERS),--peers .peers) $(if $(JSON),--json $(JSON))
+
+bench-sessions: $(STAMP) ## Measure calls of GMS sessions beside grpc.aio alone (ROUNDS=5)
+	$(BIN)/python -m tests.bench sessions --rounds $(or $(ROUNDS),5)
+
+# Beside the environment and not in it: they are large, and no part of what is locked.
+.peers/.installed: tests/bench/peers.txt $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --target .peers \
+		-r tests/bench/peers.txt
+	@touch $@
 
 bench-object: $(STAMP) ## Save and load through an S3 server here, memory and digests checked (SIZE_MIB=2048)
 	@$(BIN)/python -m tests.bench.objects --size-mib $(or $(SIZE_MIB),2048)
@@ -199,7 +209,7 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .tools .chaos .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .peers .tools .chaos .e2e.log deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from tests.bench import sessions
 from tests.bench.gms import SMALL, Bench
+from tests.bench.machine import describe
 from tests.bench.results import Results, judged, page
 
 
@@ -20,10 +22,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     gms = commands.add_parser("gms", help="save and load GPU memory beside the raw disk and peers")
-    gms.add_argument("--size-mib", type=int, default=1024, help="of the weights (1024)")
-    gms.add_argument("--rounds", type=int, default=5)
+    gms.add_argument(
+        "--size-mib", type=int, nargs="+", default=[1024], help="of the weights, one or more (1024)"
+    )
     gms.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
-    gms.add_argument("--json", type=Path, help="where to write what was found")
+    gms.add_argument("--peers", type=Path, help="a folder in which pip has installed more peers")
+    alone = commands.add_parser("sessions", help="calls of a session beside grpc.aio alone")
+    for command in (gms, alone):
+        command.add_argument("--rounds", type=int, default=5)
+        command.add_argument("--calls", type=int, default=1000, help="of sessions, a round (1000)")
+        command.add_argument("--json", type=Path, help="where to write what was found")
     gms.add_argument("--page", type=Path, help="where to write it for people")
     check = commands.add_parser("check", help="compare with the goals")
     check.add_argument("file", type=Path)
@@ -34,28 +42,59 @@ def main() -> int:
         except (OSError, msgspec.MsgspecError) as error:
             parser.error(f"{arguments.file} holds no results: {error}")
         return report(results)
-    if arguments.size_mib < 16 or arguments.rounds < 1:
-        parser.error(
-            f"--size-mib is {arguments.size_mib} and --rounds {arguments.rounds}: "
-            f"{SMALL} allocations need 16 MiB at least, and one round"
-        )
-    if not arguments.folder.is_dir():
-        parser.error(f"--folder {arguments.folder}: there is no such folder")
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder:
-        size = arguments.size_mib * 2**20
-        results = Bench(Path(folder), size, arguments.rounds, _say).run()
+    check_request(parser, arguments)
+    results = measured(arguments)
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    if arguments.page:
+    if arguments.command == "gms" and arguments.page:
         arguments.page.write_text(page(results))
     return report(results)
+
+
+def check_request(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with status 2 when it makes no sense."""
+    if arguments.rounds < 1 or arguments.calls < 100:
+        parser.error(
+            f"--rounds is {arguments.rounds} and --calls {arguments.calls}: "
+            "at least one round and 100 calls are needed"
+        )
+    if arguments.command == "sessions":
+        return
+    if min(arguments.size_mib) < 16:
+        parser.error(
+            f"--size-mib is {min(arguments.size_mib)}: {SMALL} allocations need 16 MiB at least"
+        )
+    for name in ("folder", "peers"):
+        folder = getattr(arguments, name)
+        if folder is not None and not folder.is_dir():
+            parser.error(f"--{name} {folder}: there is no such folder")
+
+
+def measured(arguments: argparse.Namespace) -> Results:
+    """Measure what is asked for."""
+    is_alone = arguments.command == "sessions"
+    machine = describe(Path() if is_alone else arguments.folder)
+    calls = sessions.measure(arguments.rounds, arguments.calls, _say)
+    if is_alone:
+        return Results(machine=machine, calls=calls)
+    if arguments.peers:
+        # Last, so that whatever is here already stays what it is.
+        sys.path.append(str(arguments.peers.absolute()))
+    transfers = []
+    for mib in arguments.size_mib:
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder:
+            bench = Bench(Path(folder), mib * 2**20, arguments.rounds, _say)
+            transfers.append(bench.run())
+            bench.memory.close()
+    return Results(machine=machine, transfers=transfers, calls=calls)
 
 
 def report(results: Results) -> int:
     """Print every verdict and give the exit status."""
     found = judged(results)
     for line in found:
-        print(f"{line.verdict:13} {line.row:32} {line.what:34} {line.wanted:10} {line.found}")
+        what = f"{line.row:32} {line.what:34} {line.wanted:10} {line.found}"
+        print(f"{line.verdict:13} {line.of:9} {what}")
     return 1 if any(line.verdict == "missed" for line in found) else 0
 
 

@@ -3,54 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import ctypes
 import json
 import mmap
 import os
-import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from gms.adapters.backends import find_backend
 from gms.adapters.transfer_child import write_part
-from gms.domain.tasks import SaveTask, TransferDone
+from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
 from gms.domain.transfer import CHUNK_BYTES, plan_files
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.frames import AllocationInfo
 from snapshot_shared.orders import LayoutRef
-from tests.bench.results import SHAPES, Results
+from tests.bench.machine import Watch
+from tests.bench.peers import LOADERS, SAVERS, Peer
+from tests.bench.results import SHAPES, STEPS, Rows, Transfers, size_text
 
 MIB = 1024 * 1024
 UID = "00000000-0000-4000-8000-00000000000"
 OURS = ("posix-direct", "posix-buffered")
 THREADS = 4
 SMALL = 2000
+WINDOW = 4 * MIB
+"""What a load reads in one request."""
 
 
-class Region:
-    """Memory of simulated devices, and the allocations in it."""
+class Memory:
+    """Memory of a simulated device."""
 
-    def __init__(self, size: int, count: int) -> None:
-        each = size // count
+    def __init__(self, size: int) -> None:
         self.descriptor = os.memfd_create("bench")
-        step = -(-each // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self.descriptor, step * count)
-        self.map = mmap.mmap(self.descriptor, step * count)
-        self.infos = [
-            AllocationInfo(id=f"a{slot}", size=each, aligned=step, tag="", slot=slot)
-            for slot in range(count)
-        ]
-        whole = memoryview(self.map)
-        self.views = [whole[slot * step : slot * step + each] for slot in range(count)]
+        os.ftruncate(self.descriptor, size)
+        self.map = mmap.mmap(self.descriptor, size)
         self.array = np.frombuffer(self.map, dtype="u1")
 
     def fill(self) -> None:
@@ -65,39 +61,64 @@ class Region:
         os.close(self.descriptor)
 
 
+class Region:
+    """Allocations side by side in memory, each on pages of its own."""
+
+    def __init__(self, memory: Memory, count: int) -> None:
+        self.memory = memory
+        step = len(memory.map) // count
+        each = step - (count > 1)
+        self.infos = [
+            AllocationInfo(id=f"a{slot}", size=each, aligned=step, tag="", slot=slot)
+            for slot in range(count)
+        ]
+        whole = memoryview(memory.map)
+        self.views = [whole[slot * step : slot * step + each] for slot in range(count)]
+        self.arrays = {
+            info.id: np.frombuffer(view, dtype="u1")
+            for info, view in zip(self.infos, self.views, strict=True)
+        }
+
+
 class Bench:
     """One run: contenders take turns in a folder of the disk that is measured."""
 
     def __init__(self, folder: Path, size: int, rounds: int, say: Callable[[str], None]) -> None:
-        self.folder, self.size, self.rounds, self.say = folder, size, rounds, say
-        self.seconds: dict[str, dict[str, list[float]]] = {}
-        self.regions = {shape: Region(size, n) for shape, n in zip(SHAPES, (1, SMALL), strict=True)}
-        self.large = _large_pages()
+        self.folder, self.rounds, self.say = folder, rounds, say
+        # Whole pages for every one of many allocations.
+        self.size = size - size % (SMALL * mmap.PAGESIZE)
+        self.seconds: Rows = {}
+        self.cpu: Rows = {}
+        self.memory = Memory(self.size)
+        self.regions = {
+            shape: Region(self.memory, n) for shape, n in zip(SHAPES, (1, SMALL), strict=True)
+        }
+        self.large = [_large_pages() for _ in range(max(2 * THREADS, LOAD_THREADS))]
         self.layout = LayoutRef(
             device="GPU-1",
             incarnation="i",
             generation=1,
             layout_id="l",
             structure_hash="h",
-            bytes=size,
+            bytes=self.size,
         )
 
-    def run(self) -> Results:
+    def run(self) -> Transfers:
         """Measure everything."""
-        machine = _machine(self.folder)
-        for region in self.regions.values():
-            region.fill()
+        self.memory.fill()
+        watch = Watch()
         for number in range(1, self.rounds + 1):
-            self.say(f"round {number} of {self.rounds}")
+            self.say(f"{size_text(self.size)}: round {number} of {self.rounds}")
             for shape, region in self.regions.items():
                 self._saves(shape, region)
                 self._loads(shape, region)
+        others = watch.others()
         again, extra = self._counted()
-        machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
-        return Results(
-            machine=machine,
+        return Transfers(
             size=self.size,
             seconds=self.seconds,
+            cpu=self.cpu,
+            others=others,
             written_again=again,
             extra_bytes=extra,
             extra_limit=THREADS * CHUNK_BYTES + 32 * MIB,
@@ -105,54 +126,51 @@ class Bench:
 
     @contextlib.contextmanager
     def _timed(self, row: str, contender: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), os.times()
         yield
-        samples = self.seconds.setdefault(row, {}).setdefault(contender, [])
-        samples.append(time.perf_counter() - begin)
+        taken, after = time.perf_counter() - begin, os.times()
+        self.seconds.setdefault(row, {}).setdefault(contender, []).append(taken)
+        used = after.user - before.user + after.system - before.system
+        self.cpu.setdefault(row, {}).setdefault(contender, []).append(used)
 
     def _absent(self, row: str, contender: str) -> None:
         self.seconds.setdefault(row, {}).setdefault(contender, [])
 
     def _saves(self, shape: str, region: Region) -> None:
         row = f"save, {shape}"
-        self._limits(row, region, os.pwritev)
+        self._limits(row, os.pwritev)
         self._fio(row, "write")
         for backend in OURS:
             shutil.rmtree(self.folder / backend, ignore_errors=True)
             with self._timed(row, backend):
                 self.save(backend, region)
-        with self._timed(row, "numpy"), (self.folder / "a.npy").open("wb") as file:
-            np.save(file, region.array)
-            file.flush()
-            os.fsync(file.fileno())
-        if not importlib.util.find_spec("safetensors"):
-            self._absent(row, "safetensors")
-            return
-        from safetensors.numpy import save_file
+        for peer in SAVERS:
+            if not peer.is_installed:
+                self._absent(row, peer.name)
+                continue
+            with self._timed(row, peer.name):
+                peer.call(self.folder, region.arrays, self.memory.array)
 
-        arrays = {
-            info.id: np.frombuffer(view, dtype="u1")
-            for info, view in zip(region.infos, region.views, strict=True)
-        }
-        with self._timed(row, "safetensors"):
-            save_file(arrays, self.folder / "a.safetensors")
-            with opened(os.open(self.folder / "a.safetensors", os.O_RDWR)) as fd:
-                os.fsync(fd)
-
-    def _limits(self, row: str, region: Region, call: Callable[..., int]) -> None:
-        for name, memory in (("raw", region.map), ("raw, large pages", self.large)):
+    def _limits(self, row: str, call: Callable[..., int]) -> None:
+        whole = memoryview(self.memory.map)
+        scattered = [whole[at : at + CHUNK_BYTES] for at in range(0, self.size, CHUNK_BYTES)]
+        for name, memory in (("raw", scattered), ("raw, large pages", self.large)):
             with self._timed(row, name):
-                _raw(self.folder / "raw", memory, len(region.map), call)
+                _raw(self.folder / "raw", memory, self.size, call)
 
     def _loads(self, shape: str, region: Region) -> None:
         cold = f"load, cold, pooled, {shape}"
-        self._limits(cold, region, os.preadv)
+        self._limits(cold, os.preadv)
+        for step, name in enumerate(STEPS):
+            with self._timed(cold, name):
+                self._windows(digested=step > 0, copied=step > 1)
         self._fio(cold, "read")
         for backend in OURS:
             self._drop()
             with self._timed(cold, backend):
                 self.load(backend, region)
-        self._peers(cold, region, is_cold=True)
+        for peer in LOADERS:
+            self._peer(cold, peer, region, is_cold=True)
         if shape != SHAPES[0]:
             return
         cached = f"load, cached, {shape}"
@@ -160,38 +178,47 @@ class Bench:
             self._warm(backend)
             with self._timed(cached, backend):
                 self.load(backend, region)
-        self._peers(cached, region, is_cold=False)
+        for peer in LOADERS:
+            self._peer(cached, peer, region, is_cold=False)
         fresh = f"load, cold, fresh, {shape}"
         for backend in OURS:
             self._drop()
-            with contextlib.closing(Region(self.size, 1)) as new, self._timed(fresh, backend):
-                self.load(backend, new)
-        self._peers(fresh, None, is_cold=True)
+            with contextlib.closing(Memory(self.size)) as new, self._timed(fresh, backend):
+                self.load(backend, Region(new, 1))
+        for peer in LOADERS:
+            with contextlib.closing(Memory(self.size)) as new:
+                self._peer(fresh, peer, Region(new, 1), is_cold=True)
 
-    def _peers(self, row: str, region: Region | None, *, is_cold: bool) -> None:
-        for name, read in (("numpy mmap", self._numpy), ("safetensors", self._safetensors)):
-            if name == "safetensors" and not importlib.util.find_spec("safetensors"):
-                self._absent(row, name)
-                continue
-            target = region or Region(self.size, 1)
-            if is_cold:
-                self._drop()
-            else:
-                read(target)
-            with self._timed(row, name):
-                read(target)
-            if region is None:
-                target.close()
+    def _peer(self, row: str, peer: Peer, region: Region, *, is_cold: bool) -> None:
+        if not peer.is_installed:
+            self._absent(row, peer.name)
+            return
+        if is_cold:
+            self._drop()
+        else:
+            peer.call(self.folder, region.arrays, region.memory.array)
+        with self._timed(row, peer.name):
+            peer.call(self.folder, region.arrays, region.memory.array)
 
-    def _numpy(self, region: Region) -> None:
-        region.array[:] = np.load(self.folder / "a.npy", mmap_mode="r")[: len(region.array)]
+    def _windows(self, *, digested: bool, copied: bool) -> None:
+        """Read the raw file with the requests and threads of a load, and do some of the rest."""
+        free, region = list(self.large), _address(self.memory.map)
+        raw = os.open(self.folder / "raw", os.O_RDONLY | os.O_DIRECT)
+        with opened(raw) as fd, ThreadPoolExecutor(LOAD_THREADS) as pool:
 
-    def _safetensors(self, region: Region) -> None:
-        from safetensors.numpy import load_file
+            def move(at: int) -> int:
+                pages = free.pop()
+                view = memoryview(pages)[: min(WINDOW, self.size - at)]
+                done = os.preadv(fd, [view], at)
+                if digested:
+                    xxhash.xxh3_128_digest(view)
+                if copied:
+                    ctypes.memmove(region + at, _address(pages), len(view))
+                view.release()
+                free.append(pages)
+                return done
 
-        found = load_file(self.folder / "a.safetensors")
-        for info, view in zip(region.infos, region.views, strict=True):
-            np.frombuffer(view, dtype="u1")[:] = found[info.id]
+            assert sum(pool.map(move, range(0, self.size, WINDOW))) == self.size
 
     def save(self, backend: str, region: Region, *, content: int = 0) -> TransferDone:
         """Save as GMS does, in a part of its own."""
@@ -225,7 +252,12 @@ class Bench:
         )
         with opened(open_root(path)) as directory:
             find_backend(backend).read_files(
-                directory, plans, manifest.files, region.views, threads=THREADS, advance=advance
+                directory,
+                plans,
+                manifest.files,
+                region.views,
+                threads=LOAD_THREADS,
+                advance=advance,
             )
 
     def _part(self, backend: str) -> Path:
@@ -290,43 +322,32 @@ def _private_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 
 
-def _raw(path: Path, memory: mmap.mmap, size: int, call: Callable[..., int]) -> None:
+def _raw(path: Path, memory: Sequence[Any], size: int, call: Callable[..., int]) -> None:
     """Do the least that moves the bytes: O_DIRECT from several threads, allocated, fsync.
 
-    Memory that is shorter than the file is used again and again.
+    Chunks of memory that are fewer than those of the file are used again and again.
     """
-    view, is_new = memoryview(memory), call is os.pwritev
+    is_new = call is os.pwritev
     flags = os.O_RDWR | os.O_DIRECT | (os.O_CREAT | os.O_TRUNC if is_new else 0)
     with opened(os.open(path, flags, 0o600)) as fd, ThreadPoolExecutor(THREADS) as pool:
         if is_new:
             os.posix_fallocate(fd, 0, size)
 
         def move(at: int) -> int:
-            start = at % len(view)
-            return call(fd, [view[start : start + min(CHUNK_BYTES, size - at)]], at)
+            chunk = memoryview(memory[at // CHUNK_BYTES % len(memory)])
+            return call(fd, [chunk[: min(CHUNK_BYTES, size - at)]], at)
 
         assert sum(pool.map(move, range(0, size, CHUNK_BYTES))) == size
         os.fsync(fd)
 
 
 def _large_pages() -> mmap.mmap:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, 2 * THREADS * CHUNK_BYTES, flags=flags)
+    memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:] = os.urandom(len(memory))
     return memory
 
 
-def _machine(folder: Path) -> dict[str, str]:
-    models = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-    mounts: list[Any] = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    inside = [m for m in mounts if folder.resolve().is_relative_to(m[1])]
-    return {
-        "processor": (models or ["unknown"])[0].partition(": ")[2] or platform.machine(),
-        "cores": str(os.cpu_count()),
-        "kernel": f"{platform.system()} {platform.release()}",
-        "file system": max(inside, key=lambda m: len(m[1]))[2],
-        "python": platform.python_version(),
-        "load average at the start": f"{os.getloadavg()[0]:.1f}",
-    }
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))

@@ -9,22 +9,39 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.bench.results import GOALS, Results, judged, page, spread
+from tests.bench.results import (
+    GOALS,
+    STEPS,
+    Calls,
+    Results,
+    Transfers,
+    hand_over,
+    judged,
+    page,
+    spread,
+)
 
 ROW = "save, one large"
 SHARE = 0.001
 
 
 def results(row: dict[str, list[float]], **changes: float) -> Results:
-    found = Results(
-        machine={"cores": "2"},
+    found = Transfers(
         size=2**30,
         seconds={ROW: row},
+        cpu={ROW: {"posix-direct": [0.25] * len(row.get("posix-direct", ()))}},
+        others=0.1,
         written_again=SHARE,
         extra_bytes={"save": 5},
         extra_limit=10,
     )
-    return msgspec.structs.replace(found, **changes)
+    transfers = [msgspec.structs.replace(found, **changes)]
+    return Results(machine={"cores": "2"}, transfers=transfers)
+
+
+def of_calls(row: dict[str, list[float]], others: float = 0.1) -> Results:
+    seconds = {"session call, p99": row, hand_over(200): {"gms": row["gms"]}}
+    return Results(machine={}, calls=Calls(calls=100, seconds=seconds, others=others))
 
 
 def verdict(found: Results, what: str) -> str:
@@ -61,6 +78,40 @@ def test_the_limit_and_the_peer_are_the_fastest_there_are() -> None:
     ]
 
 
+def test_a_ratio_missed_while_others_had_the_processors_says_nothing() -> None:
+    row = {"posix-direct": STEADY, "raw": [0.8] * 5}
+    assert verdict(results(row, others=0.5), "raw write limit") == "inconclusive"
+    assert verdict(results(row | {"raw": STEADY}, others=0.5), "raw write limit") == "met"
+
+
+@pytest.mark.parametrize(
+    ("ours", "others", "wanted"),
+    [
+        (0.002, 0.1, ["met", "met"]),
+        (0.003, 0.1, ["missed", "met"]),
+        (0.006, 0.1, ["missed", "missed"]),
+        (0.006, 0.5, ["inconclusive", "inconclusive"]),
+    ],
+)
+def test_a_session_call_may_take_a_fifth_of_grpc_and_the_regions_five_milliseconds(
+    ours: float, others: float, wanted: list[str]
+) -> None:
+    found = of_calls({"gms": [ours] * 5, "grpc.aio": [0.0101] * 5}, others)
+    assert [line.verdict for line in judged(found)] == wanted
+    assert "| session call, p99 | grpc.aio | 10,100 |" in page(found)
+
+
+def test_the_page_says_what_a_load_is_made_of() -> None:
+    row = {name: [share] * 3 for name, share in zip(STEPS, (0.5, 0.625, 0.75), strict=True)}
+    (found,) = results({}).transfers
+    seconds = {"load, cold, pooled, one large": row | {"posix-direct": [1.0] * 3}}
+    found = msgspec.structs.replace(found, seconds=seconds, size=10**9)
+    text = page(Results(machine={}, transfers=[found])).replace("\n", " ")
+    assert "one large, takes 1.00 s/GB" in text
+    assert "reading takes 0.50 s/GB, reading and digesting 0.62" in text
+    assert "copying into the region 0.75." in text
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [({"written_again": 0.01}, "bytes written"), ({"extra_limit": 4}, "peak extra memory")],
@@ -76,7 +127,7 @@ def test_one_slow_round_of_five_is_no_noise() -> None:
 
 def test_the_page_says_what_is_not_installed() -> None:
     text = page(results({"posix-direct": STEADY, "raw": STEADY, "safetensors": []}))
-    assert f"| {ROW} | safetensors | not installed | |" in text
+    assert f"| {ROW} | safetensors | not installed | | |" in text
     assert text.count("not measured") == len(GOALS) - 1
 
 
@@ -104,9 +155,12 @@ def test_a_check_ends_with_status_one_when_a_ratio_is_missed(
     ("arguments", "named"),
     [
         (["check", "/nowhere"], "/nowhere"),
-        (["gms", "--rounds", "0"], "--rounds 0"),
+        (["gms", "--rounds", "0"], "--rounds is 0"),
         (["gms", "--size-mib", "1"], "--size-mib is 1"),
         (["gms", "--folder", "/nowhere"], "/nowhere"),
+        (["gms", "--peers", "/nowhere"], "--peers /nowhere"),
+        (["gms", "--size-mib", "64", "8"], "--size-mib is 8"),
+        (["sessions", "--calls", "1"], "--calls 1"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_named(arguments: list[str], named: str) -> None:
@@ -119,10 +173,16 @@ def test_a_request_that_makes_no_sense_is_named(arguments: list[str], named: str
 @pytest.mark.waits
 def test_a_small_run_measures_every_row(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    found = bench("gms", "--size-mib", "16", "--rounds", "1", "--folder", tmp_path, "--json", path)
+    sizes, rest = ("--size-mib", "16", "24"), ("--rounds", "1", "--calls", "100")
+    found = bench("gms", *sizes, *rest, "--folder", tmp_path, "--json", path)
     assert found.returncode in (0, 1), found.stderr
     measured = msgspec.json.decode(path.read_bytes(), type=Results)
-    assert {goal.row for goal in GOALS} == set(measured.seconds)
-    assert all(row["posix-direct"] and row["posix-buffered"] for row in measured.seconds.values())
-    assert measured.written_again < 0.01
+    assert len(measured.transfers) == 2
+    for one in measured.transfers:
+        assert {goal.row for goal in GOALS} == set(one.seconds)
+        assert all(row["posix-direct"] and row["posix-buffered"] for row in one.seconds.values())
+        assert one.written_again < 0.01
+    assert measured.calls is not None
+    assert {len(row) for row in measured.calls.seconds.values()} == {1, 3}
     assert list(tmp_path.iterdir()) == [path]
+    assert "Traceback" not in found.stderr

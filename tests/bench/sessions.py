@@ -1,0 +1,163 @@
+"""Calls of a GMS session beside the same call over grpc.aio and over a bare asyncio protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import grpc
+
+from gms.lease import Lease
+from snapshot_shared.frames import (
+    Access,
+    AllocationSpec,
+    Attach,
+    ListAllocations,
+    LockMode,
+    MemoryDomain,
+    decode_reply,
+    encode_frame,
+)
+from tests.bench.machine import Watch
+from tests.bench.results import REGIONS, Calls, Rows, hand_over
+from tests.bench.session_server import (
+    ECHO_BARE,
+    ECHO_GRPC,
+    ENTRIES,
+    GRANULE,
+    METHOD,
+    Framed,
+)
+
+TIMES = 5
+"""How often regions are handed over in a round."""
+
+Call = Callable[[], Awaitable[object]]
+
+
+def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
+    """Let the three take turns in every round, `calls` calls each; then hand over regions."""
+    seconds: Rows = {}
+    watch = Watch()
+    with tempfile.TemporaryDirectory(prefix="bench-") as path, _server(Path(path)) as device:
+        say("session calls")
+        asyncio.run(_calls(Path(path), device, rounds, calls, seconds))
+        for count in REGIONS:
+            say(f"hand over {count:,} regions")
+            with _leased(path, device, count) as (lease, ids):
+                for _ in range(rounds):
+                    times = [_handed_over(lease, ids) for _ in range(TIMES)]
+                    row = seconds.setdefault(hand_over(count), {})
+                    row.setdefault("gms", []).append(sorted(times)[TIMES // 2])
+    return Calls(calls=calls, seconds=seconds, others=watch.others())
+
+
+@contextlib.contextmanager
+def _server(folder: Path) -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.bench.session_server", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        device = process.stdout.readline().strip()
+        if not device:
+            raise RuntimeError("the server of the sessions did not start")
+        yield device
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def _leased(folder: str, device: str, count: int) -> Iterator[tuple[Lease, list[str]]]:
+    request = Attach(
+        device=device, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0, client="bench"
+    )
+    lease = Lease.attach(folder, request)
+    try:
+        ids = [info.id for info in ENTRIES] if not count else [f"r{n}" for n in range(count)]
+        lease.allocate([AllocationSpec(id=each, size=GRANULE) for each in ids])
+        yield lease, ids
+    finally:
+        lease.detach()
+
+
+def _handed_over(lease: Lease, ids: list[str]) -> float:
+    begin = time.perf_counter()
+    for run in lease.export(ids, Access.RW):
+        for _, descriptor in run:
+            os.fstat(descriptor)
+    return time.perf_counter() - begin
+
+
+async def _calls(folder: Path, device: str, rounds: int, calls: int, seconds: Rows) -> None:
+    async with _bare(folder) as bare, _grpc(folder) as by_grpc:
+        with _leased(str(folder), device, 0) as (lease, _):
+
+            async def by_lease() -> object:
+                return lease.allocations()
+
+            contenders = {"gms": by_lease, "asyncio protocol": bare, "grpc.aio": by_grpc}
+            for call in contenders.values():
+                await _timed(call, calls // 10)
+            for _ in range(rounds):
+                for name, call in contenders.items():
+                    times = await _timed(call, calls)
+                    for share in (50, 99):
+                        row = seconds.setdefault(f"session call, p{share}", {})
+                        row.setdefault(name, []).append(times[(calls - 1) * share // 100])
+
+
+async def _timed(call: Call, count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        await call()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)
+
+
+class _Client(Framed):
+    answered: asyncio.Future[bytes]
+
+    def taken(self, data: bytes) -> None:
+        self.answered.set_result(data)
+
+
+@contextlib.asynccontextmanager
+async def _bare(folder: Path) -> AsyncIterator[Call]:
+    loop = asyncio.get_running_loop()
+    transport, client = await loop.create_unix_connection(_Client, str(folder / ECHO_BARE))
+
+    async def call() -> object:
+        client.answered = loop.create_future()
+        client.send(encode_frame(ListAllocations()))
+        return decode_reply(await client.answered)
+
+    try:
+        yield call
+    finally:
+        transport.close()
+
+
+@contextlib.asynccontextmanager
+async def _grpc(folder: Path) -> AsyncIterator[Call]:
+    async with grpc.aio.insecure_channel(f"unix:{folder / ECHO_GRPC}") as channel:
+        method: Callable[[bytes], Awaitable[bytes]] = channel.unary_unary(METHOD)
+
+        async def call() -> object:
+            return decode_reply(await method(encode_frame(ListAllocations())))
+
+        yield call
