@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import mmap
 import os
 import sys
 import tempfile
@@ -22,7 +23,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_shared.objects import AnyObject, Pod, SnapshotContent, is_true
+from snapshot_shared.files import opened
+from snapshot_shared.objects import AnyObject, Pod, is_true
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from tests.bench.gms import _large_pages, _machine, _raw
@@ -39,6 +41,9 @@ WAIT_S = 900.0
 TITLE = "The worker's pause, and restores"
 STEPS = ("quiesce", "fence", "facts", "freeze", "copy-state", "thaw", "stage", "signal")
 """What the pause consists of, and between these the ways of orders and reports."""
+RESTORE_STEPS = ("spawn", "read", "publish", "fill-state", "await-restored")
+"""What a restore consists of; the worker starts while its weights are read."""
+SAMPLE_BYTES = 256 * MIB
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +57,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     restore: float
     answer: float
     """What a worker of this size takes for an answer at any time."""
+    restore_steps: dict[str, float]
+    unmap: float
+    """What a process takes to give back pages for so many bytes, as the worker does in `quiesce`.
+
+    A simulated device is mapped in pages of 4 KiB; a GPU has none that a processor gives back.
+    """
     read_limit: float
     write_limit: float
 
@@ -115,26 +126,27 @@ class Bench:
         content = find(
             await session.objects(), "SnapshotContent", snapshot.status.bound_snapshot_content_name
         )
-        spans = await _spans(session, content)
+        spans = await _spans(session, content.status.traceparent, {*STEPS, "write", "write-root"})
         self._drop_cache()
         begin = time.monotonic()
         await session.apply(_pod(f"{name}-restored", TARGET, worker.size, name))
         restored = await _until(session, "Pod", f"{name}-restored", lambda _: True)
         await self._answered(TARGET, restored.metadata.uid)
         restore = time.monotonic() - begin
+        restored = await _until(session, "Pod", f"{name}-restored", _is_ready)
+        later = await _spans(session, restored.status.restore.traceparent, set(RESTORE_STEPS))
         await self._remove(session, name)
         own = sum(part.bytes for part in content.status.committed.parts if part.part == "process")
         pause_from, pause_to = pause(spans)
         return Turn(
             pause=(pause_to - pause_from) / 1e9,
-            steps={
-                step: sum(s.end_ns - s.start_ns for s in spans if s.name == step) / 1e9
-                for step in STEPS
-            },
+            steps={step: _lasted(spans, step) for step in STEPS},
             saving=(max(s.end_ns for s in spans if s.name == "write") - pause_to) / 1e9,
             own_bytes=own,
             restore=restore,
             answer=answer,
+            restore_steps={step: _lasted(later, step) for step in RESTORE_STEPS},
+            unmap=_unmapping(worker.size),
             read_limit=read_limit,
             write_limit=write_limit,
         )
@@ -185,13 +197,31 @@ def pause(spans: Sequence[SpanRecord]) -> tuple[int, int]:
     return quiesce.start_ns, signal.end_ns
 
 
-async def _spans(session: Session, content: SnapshotContent) -> list[SpanRecord]:
-    trace = content.status.traceparent.split("-")[1]
+def _lasted(spans: Sequence[SpanRecord], name: str) -> float:
+    """Give the seconds of the longest span of a name: devices are worked on side by side."""
+    return max(span.end_ns - span.start_ns for span in spans if span.name == name) / 1e9
+
+
+def _unmapping(size: int) -> float:
+    """Measure a sample, and give the seconds that `size` bytes would take."""
+    sample = min(size, SAMPLE_BYTES)
+    with opened(os.memfd_create("bench")) as fd:
+        os.ftruncate(fd, sample)
+        pages = mmap.mmap(fd, sample, prot=mmap.PROT_READ)
+        for at in range(0, sample, mmap.PAGESIZE):
+            pages[at]
+        begin = time.monotonic()
+        pages.close()
+        return (time.monotonic() - begin) * size / sample
+
+
+async def _spans(session: Session, traceparent: str, wanted: set[str]) -> list[SpanRecord]:
+    """Wait for a trace until it has all spans of these names."""
+    trace = traceparent.split("-")[1]
     async with asyncio.timeout(WAIT_S), session.client.spans_arriving(trace) as changes:
         while True:
             spans = await session.client.spans(trace)
-            names = {span.name for span in spans}
-            if {*STEPS, "write", "write-root"} <= names:
+            if wanted <= {span.name for span in spans}:
                 return spans
             await changes.wait()
 
@@ -269,6 +299,18 @@ def judged(results: Results) -> list[Judged]:
                 "met" if apart <= noise else "missed",
             )
         )
+        pages = median(t.unmap for t in results.turns[large]) - median(
+            t.unmap for t in results.turns[small]
+        )
+        rows.append(
+            Judged(
+                f"{small / MIB:g} and {large / MIB:g} MiB",
+                "the same beyond giving back pages",
+                f"≤ {noise * 1000:.0f} ms (noise)",
+                f"{(apart - pages) * 1000:.0f} ms",
+                "met" if apart - pages <= noise else "missed",
+            )
+        )
     return rows
 
 
@@ -299,7 +341,8 @@ def _lines(results: Results) -> Iterator[str]:
         "The pause is from the step `quiesce` to the end of the step `signal`, in the spans\n"
         "of the capture; the worker goes on while its weights are written. A restore is from\n"
         "`apply` to the first answer, on another node, with no file in the page cache.\n"
-        "Medians. The machine:\n"
+        "Medians. A simulated device is mapped in pages of 4 KiB, which a worker gives back\n"
+        "when it becomes quiet; a GPU has none of these. The machine:\n"
     )
     yield from (f"- {key}: {value}" for key, value in results.machine.items())
     yield "\n| weights | what | goal | found | |\n|---|---|---|---|---|"
@@ -318,8 +361,13 @@ def _lines(results: Results) -> Iterator[str]:
         "of it orders and reports": [
             [t.pause - sum(t.steps.values()) for t in results.turns[s]] for s in sizes
         ],
+        "to give back pages of 4 KiB": [[t.unmap for t in results.turns[s]] for s in sizes],
         "saving after the pause": [[t.saving for t in results.turns[s]] for s in sizes],
         "apply → first answer": [[t.restore for t in results.turns[s]] for s in sizes],
+        **{
+            f"of it {p}": [[t.restore_steps[p] for t in results.turns[s]] for s in sizes]
+            for p in RESTORE_STEPS
+        },
         "an answer at any time": [[t.answer for t in results.turns[s]] for s in sizes],
         "bytes ÷ read limit": [[s / t.read_limit for t in results.turns[s]] for s in sizes],
     }

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from gms.adapters import posix
 from gms.adapters.backends import GROUP, find_backend
 from gms.domain.transfer import PAGE, FilePlan, place, plan_files
-from gms.ports import Moved, TransferBackend
+from gms.ports import Moved, ResumableBackend, TransferBackend
 from snapshot_shared import files
 from snapshot_shared.errors import (
     ArtifactCorrupt,
@@ -661,3 +661,79 @@ def test_a_backend_that_cannot_be_used_is_refused_with_its_entry_point(
     with pytest.raises(InvalidInput, match=why) as caught:
         find_backend(name)
     assert "example_backend:" in caught.value.message
+
+
+class Notes:
+    """What a killed process has noted, and what is noted now."""
+
+    every_bytes = CHUNK
+
+    def __init__(self, known: dict[str, dict[int, str]] | None = None) -> None:
+        self.known = known or {}
+        self.new: dict[str, dict[int, str]] = {}
+
+    def written(self, name: str) -> dict[int, str]:
+        return self.known.get(name, {})
+
+    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
+        for name, index, found in chunks:
+            self.new.setdefault(name, {})[index] = found
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9 * PAGE), min_size=1, max_size=6),
+    chunk=st.integers(1, 3),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_backend_that_goes_on_writes_what_was_not_proven_to_be_there(
+    subject: Subject, sizes: list[int], chunk: int, threads: int, seed: int
+) -> None:
+    if not isinstance(subject.backend, ResumableBackend):
+        pytest.skip(f"{subject.name} cannot go on")
+    chance = Random(seed)
+    plans = plans_of(sizes, chunk=chunk * PAGE)
+    memory = Memory(sizes).fill(len(sizes))
+    with tempfile.TemporaryDirectory() as path, opened(open_root(path)) as folder:
+
+        def write_missing(notes: Notes) -> Moved:
+            assert isinstance(subject.backend, ResumableBackend)
+            return subject.backend.write_missing(
+                folder, plans, memory.views, threads=threads, advance=nobody_asks, notes=notes
+            )
+
+        first = Notes()
+        moved = write_missing(first)
+        entries = {entry.name: entry for entry in moved.files}
+        for name, chunks in first.new.items():
+            assert all(entries[name].chunks[index] == found for index, found in chunks.items())
+        # Memory may have become another, even empty, where no fence held it.
+        for view in memory.views:
+            if chance.random() < 0.3:
+                view[:] = bytes(len(view)) if chance.random() < 0.5 else chance.randbytes(len(view))
+        known: dict[str, dict[int, str]] = {}
+        missing = 0
+        for plan in plans:
+            file = Path(path) / plan.name
+            digests = dict(enumerate(entries[plan.name].chunks))
+            kept = {i: d for i, d in digests.items() if chance.random() < 0.7}
+            if not kept:
+                file.unlink()
+            else:
+                known[plan.name] = kept
+                if chance.random() < 0.3:
+                    os.truncate(file, chance.randrange(plan.size + 1))
+            # What was cut off is zeros when the file has its size again.
+            data = (file.read_bytes() if kept else b"").ljust(plan.size, b"\0")
+            for piece in plan.chunks:
+                wanted = posix.digest_in_memory(piece, memory.views)
+                there = data[piece.offset : piece.offset + piece.size]
+                stands = kept.get(piece.index) == wanted == xxhash.xxh3_128_hexdigest(there)
+                is_hole = not kept and wanted == xxhash.xxh3_128_hexdigest(bytes(piece.size))
+                missing += 0 if stands or is_hole else piece.size
+        again = write_missing(Notes(known))
+        assert again.bytes == missing
+        read_again = Memory(sizes)
+        read(subject, folder, plans, again, read_again)
+        assert read_again.bytes() == memory.bytes()

@@ -9,13 +9,24 @@ from pathlib import Path
 import pytest
 
 from snapshot_shared.spans import SpanRecord
-from tests.bench.pause import MIB, STEPS, TITLE, Results, Turn, judged, pause, section, with_section
+from tests.bench.pause import (
+    MIB,
+    RESTORE_STEPS,
+    STEPS,
+    TITLE,
+    Results,
+    Turn,
+    judged,
+    pause,
+    section,
+    with_section,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, LARGE = 64 * MIB, 512 * MIB
 
 
-def turn(pause_s: float, restore_s: float = 0.6, size: int = SMALL) -> Turn:
+def turn(pause_s: float, restore_s: float = 0.6, size: int = SMALL, unmap_s: float = 0.01) -> Turn:
     """Give a turn on a disk that reads the weights in 0.2 s."""
     return Turn(
         pause=pause_s,
@@ -24,6 +35,8 @@ def turn(pause_s: float, restore_s: float = 0.6, size: int = SMALL) -> Turn:
         own_bytes=1000,
         restore=restore_s,
         answer=0.01,
+        restore_steps=dict.fromkeys(RESTORE_STEPS, restore_s / 10),
+        unmap=unmap_s,
         read_limit=size / 0.2,
         write_limit=1e9,
     )
@@ -62,17 +75,17 @@ def test_the_pause_is_from_the_wish_to_be_quiet_until_the_worker_is_let_go() -> 
 
 
 def test_equal_and_short_pauses_meet_every_goal() -> None:
-    assert verdicts(results(STEADY, STEADY)) == ["met"] * 5
+    assert verdicts(results(STEADY, STEADY)) == ["met"] * 6
 
 
 def test_a_pause_that_grows_with_the_weights_is_missed() -> None:
-    assert verdicts(results(STEADY, turns(0.3, 0.9, LARGE))) == [
-        "met",
-        "met",
-        "missed",
-        "missed",
-        "missed",
-    ]
+    found = verdicts(results(STEADY, turns(0.3, 0.9, LARGE)))
+    assert found == ["met"] * 2 + ["missed"] * 4
+
+
+def test_a_pause_that_grows_only_by_pages_to_give_back_is_told_apart() -> None:
+    larger = [turn(t.pause + 0.03, unmap_s=0.04) for t in STEADY]
+    assert verdicts(results(STEADY, larger))[-2:] == ["missed", "met"]
 
 
 def test_a_missed_pause_among_scattered_ones_is_inconclusive() -> None:
