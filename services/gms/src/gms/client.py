@@ -12,6 +12,9 @@
 
 While a pool sleeps its arrays must not be touched: the process would end with SIGSEGV, as CUDA
 would fault. After `wake` they are valid again. Needs only the standard library, numpy and msgspec.
+
+Arrays of a simulated device are numpy's. Those of a CUDA device (extra `cuda`) are `CudaArray`s:
+`set` fills and `get` copies them, and CuPy, Numba and PyTorch (`gms.torch`) work on them in place.
 """
 
 from __future__ import annotations
@@ -24,15 +27,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from msgspec import UNSET
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from gms.arena import DOMAIN_BYTES, AddressTaken, Arena, address_of
+from gms.arena import DOMAIN_BYTES, AddressRange, AddressTaken, address_of, reserve
+from gms.domain.layout import aligned
 from gms.lease import Lease
 from gms.slots import PoolState, Slot, metadata_of, new_slots, read_state, slots_of, write_state
 from snapshot_shared.errors import (
     DeadlineExceeded,
     Fenced,
     GenerationMismatch,
+    Incompatible,
     InvalidInput,
     LayoutConflict,
     NotEligible,
@@ -70,7 +75,9 @@ __all__ = [
     "restore",
 ]
 
-Array = NDArray[Any]
+Array = Any
+"""`numpy.ndarray`, or on a CUDA device `gms.adapters.cuda.CudaArray`."""
+
 Shape = int | Sequence[int]
 
 DEADLINE_S = 60.0
@@ -151,7 +158,7 @@ class MemoryPool:
         self._folder = _folder(socket_dir)
         self._slots: dict[str, Slot] = {}
         self._arrays: dict[str, Array] = {}
-        self._arena: Arena | None = None
+        self._arena: AddressRange | None = None
         self._lease: Lease | None = None
         self._mode = _Mode.CLOSED
         self._end = 0
@@ -176,7 +183,9 @@ class MemoryPool:
         pool.layout_id, pool.structure_hash = saved.layout_id, saved.structure_hash
         pool._slots = {slot.name: slot for slot in saved.slots}
         pool._end = max((slot.at + slot.aligned for slot in saved.slots), default=0)
-        pool._arena = Arena(saved.reserved, address=saved.address)
+        pool._arena = reserve(
+            saved.device_kind, pool.device, saved.reserved, address=saved.address, exact=True
+        )
         pool._mode = _Mode.ASLEEP
         return pool
 
@@ -292,6 +301,7 @@ class MemoryPool:
                 layout_id=self.layout_id,
                 structure_hash=self.structure_hash,
                 slots=list(self._slots.values()),
+                device_kind=self._range.kind,
             )
         )
 
@@ -337,9 +347,10 @@ class MemoryPool:
                 self._slots = {slot.name: slot for slot in found}
                 self._end = max((slot.at + slot.aligned for slot in found), default=0)
             # Addresses are never used twice, so freed ones must not run out.
-            reserved = min(DOMAIN_BYTES, max(4 * attached.capacity, self._end))
+            wanted = aligned(max(4 * attached.capacity, self._end), attached.granularity)
+            reserved = min(DOMAIN_BYTES, wanted)
             address = address_of(self._ordinal, is_kv=not self._is_weights)
-            self._arena = Arena(reserved, address=address)
+            self._arena = reserve(attached.device_kind, self.device, reserved, address=address)
             if is_reader:
                 self._map(list(self._slots.values()), Access.RO)
         except BaseException:
@@ -375,6 +386,8 @@ class MemoryPool:
         self._held.allocate(specs)
         try:
             self._map(slots, Access.RW)
+            for slot in slots:
+                self._range.clear(slot.at, slot.size)
         except BaseException:
             for slot in slots:
                 self._range.unmap(slot.at, slot.aligned)
@@ -415,6 +428,13 @@ class MemoryPool:
                 lease.detach()
 
     def _check_same(self, attached: Attached) -> None:
+        if (attached.device_kind or "simulated") != self._range.kind:
+            raise Incompatible(
+                f"{self.device} is now a device of another kind than that of this pool",
+                next_step="close this pool and connect again",
+                expected=self._range.kind,
+                found=attached.device_kind,
+            )
         known = {"layout_id": self.layout_id, "structure_hash": self.structure_hash}
         found = {"layout_id": attached.layout_id, "structure_hash": attached.structure_hash}
         if known != found:
@@ -455,7 +475,7 @@ class MemoryPool:
         return self._lease
 
     @property
-    def _range(self) -> Arena:
+    def _range(self) -> AddressRange:
         if self._arena is None:
             raise NotEligible("the pool is closed")
         return self._arena

@@ -15,10 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from gms.adapters.backends import find_backend
+from gms.adapters.posix import digest_in_memory
 from gms.adapters.sharing import parent_of, share
-from gms.arena import Arena
+from gms.adapters.staging import WINDOW, Staged
+from gms.arena import Arena, reserve
 from gms.domain.layout import structure_hash
 from gms.domain.tasks import (
     LoadTask,
@@ -128,8 +131,8 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
             emit(TransferLeased())
             infos, metadata = lease.allocations(), lease.metadata()
             check_shape(infos, metadata, task.layout)
-            with _mapped(lease, infos, Access.RO) as buffers:
-                return write_part(root, task, infos, metadata, buffers, emit)
+            with _mapped(lease, infos, Access.RO, task.backend) as (buffers, staged):
+                return write_part(root, task, infos, metadata, buffers, emit, staged=staged)
 
 
 def write_part(
@@ -139,16 +142,21 @@ def write_part(
     metadata: Sequence[MetadataItem],
     buffers: Sequence[memoryview],
     emit: Emit,
+    *,
+    staged: Staged | None = None,
 ) -> TransferDone:
     """Write the bytes of every allocation beneath an artifact root, and the manifest last.
 
-    Files that a sealed artifact of the same namespace holds already are shared with it.
+    Files that a sealed artifact of the same namespace holds already are shared with it. `staged`
+    moves memory that the host cannot address; then there are no buffers.
 
     What fails leaves no directory. NoSpace, and ArtifactExists when one stands there.
     """
-    entries, sizes = place(infos, shard_bytes=task.shard_bytes)
+    shard_bytes = task.shard_bytes if staged is None else min(task.shard_bytes, WINDOW)
+    entries, sizes = place(infos, shard_bytes=shard_bytes)
     plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
-    backend = find_backend(task.backend)
+    backend = staged or find_backend(task.backend)
+    digest_of = staged.digest_of if staged else partial(digest_in_memory, buffers=buffers)
     with new_part(root, _path_of(task)) as directory:
         meter = _Meter(sum(sizes), emit)
         with parent_of(root, task) as parent:
@@ -157,7 +165,7 @@ def write_part(
                     parent,
                     directory,
                     plans,
-                    buffers,
+                    digest_of,
                     backend,
                     threads=task.threads,
                     advance=meter.advance,
@@ -203,9 +211,10 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             infos = lease.allocate(
                 [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
             )
-            with _mapped(lease, infos, Access.RW) as buffers:
+            with _mapped(lease, infos, Access.RW, task.backend) as (buffers, staged):
                 meter = _Meter(manifest.bytes, emit)
-                moved = find_backend(task.backend).read_files(
+                backend = staged or find_backend(task.backend)
+                moved = backend.read_files(
                     directory, plans, files, buffers, threads=task.threads, advance=meter.advance
                 )
             lease.put_metadata(metadata_of(layout.metadata))
@@ -267,23 +276,30 @@ def _leased(lease: Lease) -> Iterator[Lease]:
 
 @contextlib.contextmanager
 def _mapped(
-    lease: Lease, infos: Sequence[AllocationInfo], access: Access
-) -> Iterator[list[memoryview]]:
-    """Map a whole layout, one allocation after another, and give the bytes of each."""
+    lease: Lease, infos: Sequence[AllocationInfo], access: Access, backend: str
+) -> Iterator[tuple[list[memoryview], Staged | None]]:
+    """Map a whole layout, one allocation after another, and give the bytes of each.
+
+    Where only the device addresses them, give what moves them with this backend instead.
+    """
     places: dict[str, int] = {}
     end = 0
     for info in infos:
         places[info.id] = end
         end += info.aligned
-    arena = Arena(end)
+    attached = lease.attached
+    at = reserve(attached.device_kind, attached.device, end, address=None)
     try:
         for run in lease.export([info.id for info in infos], access):
             for info, descriptor in run:
-                writable = access is Access.RW
-                arena.map(descriptor, places[info.id], info.aligned, writable=writable)
-        yield [arena.view(places[info.id], info.size) for info in infos]
+                at.map(descriptor, places[info.id], info.aligned, writable=access is Access.RW)
+        if isinstance(at, Arena):
+            yield [at.view(places[info.id], info.size) for info in infos], None
+        else:
+            with Staged(find_backend(backend), at, [places[info.id] for info in infos]) as staged:
+                yield [], staged
     finally:
-        arena.release()
+        at.release()
 
 
 @contextlib.contextmanager
