@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib
 import mmap
@@ -453,3 +454,18 @@ def test_a_backend_that_cannot_be_used_is_refused_with_its_entry_point(
     with pytest.raises(InvalidInput, match=why) as caught:
         find_backend(name)
     assert "example_backend:" in caught.value.message
+
+
+def test_some_chunks_of_a_file_are_read_without_the_others(subject: Subject, folder: int) -> None:
+    sizes = [3 * CHUNK + 100]
+    plans = plans_of(sizes, shard=8 * PAGE)
+    moved = write(subject, folder, plans, Memory(sizes).fill(1))
+    (plan,) = plans
+    some = dataclasses.replace(plan, chunks=plan.chunks[1:3])
+    found = Memory(sizes)
+    subject.backend.read_files(
+        folder, [some], moved.files, found.views, threads=2, advance=nobody_asks
+    )
+    whole = Memory(sizes).fill(1).bytes()[0]
+    wanted = bytes(CHUNK) + whole[CHUNK : 3 * CHUNK] + bytes(100)
+    assert found.bytes() == [wanted]
