@@ -55,6 +55,7 @@ from snapshot_shared.frames import (
     GenerationRef,
     LockMode,
     MemoryDomain,
+    MetadataItem,
 )
 
 __all__ = [
@@ -228,6 +229,24 @@ class MemoryPool:
         self._require(_Mode.WRITING, _Mode.READING)
         return dict(self._arrays)
 
+    def address(self, name: str) -> int:
+        """Give where an array begins, in the address space of its device. NotFound."""
+        return self._range.address + self._slot(name).at
+
+    def sizes(self) -> dict[str, int]:
+        """Give the bytes of every array by name."""
+        return {slot.name: slot.size for slot in self._slots.values()}
+
+    def metadata(self, prefix: str = "") -> list[MetadataItem]:
+        """Read what stands in the metadata store under keys with this prefix, sorted by key."""
+        self._require(_Mode.WRITING, _Mode.READING)
+        return self._held.metadata(prefix)
+
+    @property
+    def device_kind(self) -> str:
+        """What kind of device it is: `simulated` or `cuda`."""
+        return self._range.kind
+
     def __getitem__(self, name: str) -> Array:
         """Give one array. NotFound."""
         self._require(_Mode.WRITING, _Mode.READING)
@@ -236,9 +255,12 @@ class MemoryPool:
 
     # Life.
 
-    def commit(self, *, layout_id: str | None = None) -> GenerationRef:
+    def commit(
+        self, *, layout_id: str | None = None, metadata: Sequence[MetadataItem] = ()
+    ) -> GenerationRef:
         """Publish the arrays. They stay where they are and become read-only.
 
+        `metadata` is kept beside them; its keys must not be names of arrays.
         Slices made before keep numpy's writable flag, but writing to one ends the process.
         GenerationMismatch when something else was committed meanwhile.
         """
@@ -246,7 +268,7 @@ class MemoryPool:
         # Before the publication: nobody may see bytes change that are committed.
         self._protect(writable=False)
         try:
-            self._held.put_metadata(metadata_of(self._slots.values()))
+            self._held.put_metadata([*metadata_of(self._slots.values()), *metadata])
             done = self._held.commit(if_match=self.generation, layout_id=layout_id)
         except BaseException:
             self._protect(writable=True)
