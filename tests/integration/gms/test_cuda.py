@@ -5,6 +5,7 @@ That a real GPU keeps them as well is for `make conformance DEVICE=cuda` to find
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -273,6 +274,29 @@ def test_a_range_refuses_what_the_driver_would_and_stays_usable(
         at.release()
     assert mapped(driver) == []
     device.release(handle)
+
+
+def test_what_a_broken_context_may_have_mapped_stays_charged(
+    service: Any, driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = client.connect(lock="RW")
+    pool.allocate("a", 5, "u1")
+    pool.commit()
+    broken = (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "cuCtxSynchronize", lambda: broken)
+        with pytest.raises(CudaFailed, match="cuCtxSynchronize"):
+            pool.sleep()
+    # Told by the end of its socket: this process may have the memory mapped, and lives.
+    service.run(lingers(service))
+    assert service.device().used == GRANULE
+    pool.close()
+
+
+async def lingers(service: Any) -> None:
+    async with asyncio.timeout(10):
+        while not service.gms.table.devices[service.uuids[0]].lingering:
+            await service.gms._changed.wait()
 
 
 class Saved:

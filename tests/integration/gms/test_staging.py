@@ -54,7 +54,7 @@ class Layout:
         return found
 
     def staged(self, backend: str) -> Staged:
-        return Staged(find_backend(backend), self.range, self.places)
+        return Staged(find_backend(backend), self.range, self.places, self.range.size)
 
 
 @pytest.fixture
@@ -164,6 +164,20 @@ def test_a_transfer_that_is_told_to_end_ends(device: CudaDevice, folder: int) ->
         assert len(os.listdir(folder)) < len(plans())
         with pytest.raises(ArtifactExists):
             staged.write_files(folder, plans(), [], threads=1, advance=lambda _: None)
+    layout.range.release()
+
+
+def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
+    device: CudaDevice, folder: int
+) -> None:
+    layout = Layout(device).fill(values())
+    with layout.staged("posix-direct") as staged:
+        moved = staged.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    with (
+        Staged(find_backend("posix-direct"), layout.range, layout.places, PAGE) as small,
+        pytest.raises(ArtifactCorrupt, match="longer than all of the memory"),
+    ):
+        small.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
     layout.range.release()
 
 

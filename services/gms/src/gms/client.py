@@ -441,9 +441,15 @@ class MemoryPool:
 
     def _let_go(self) -> None:
         """Unmap, and only then tell the service that everything is unmapped."""
-        if self._arena is not None:
-            self._arena.unmap()
         lease, self._lease = self._lease, None
+        try:
+            if self._arena is not None:
+                self._arena.unmap()
+        except BaseException:
+            # A device that failed may have something mapped yet: the service must count it on.
+            if lease is not None:
+                lease.close()
+            raise
         if lease is not None:
             with contextlib.suppress(SnapbackError):
                 # A service that is gone holds nothing of ours; the lease is closed either way.

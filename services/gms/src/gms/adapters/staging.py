@@ -19,7 +19,7 @@ from gms.adapters.posix import digest_in_memory
 from gms.domain.transfer import PADDING, ChunkPlan, FilePlan, Piece, runs_of
 from gms.ports import Advance, Buffers, Copier, DeviceMemory, Moved, TransferBackend
 from snapshot_shared.artifact import MAX_CHUNK_BYTES, FileEntry
-from snapshot_shared.errors import InvalidInput
+from snapshot_shared.errors import ArtifactCorrupt, InvalidInput
 
 WINDOW = MAX_CHUNK_BYTES
 """The longest file that can be written and the most that is read at a time, in bytes."""
@@ -38,9 +38,14 @@ class Staged:
     """
 
     def __init__(
-        self, backend: TransferBackend, memory: DeviceMemory, places: Sequence[int]
+        self, backend: TransferBackend, memory: DeviceMemory, places: Sequence[int], size: int
     ) -> None:
-        """Move with `backend`; `places` are the offsets of the allocations in `memory`."""
+        """Move with `backend`; `places` are the offsets of the allocations in `memory`.
+
+        `size` are the bytes of `memory`, allocations on whole pages: no file is longer.
+        """
+        # Memory takes long to pin, and a small layout needs little of it.
+        self._window = min(WINDOW, size)
         self._backend = backend
         self._memory = memory
         self._places = places
@@ -58,9 +63,9 @@ class Staged:
     ) -> Moved:
         lanes, each = _share(threads)
         for plan in plans:
-            if plan.size > WINDOW:
+            if plan.size > self._window:
                 raise InvalidInput(
-                    f"{plan.name} would have {plan.size} bytes, a window has {WINDOW}",
+                    f"{plan.name} would have {plan.size} bytes, a window has {self._window}",
                     next_step="make shards no longer than a window",
                 )
 
@@ -101,8 +106,15 @@ class Staged:
         items = [
             (plan, entry, run)
             for plan, entry in zip(plans, entries, strict=True)
-            for run in runs_of(plan.chunks, WINDOW)
+            for run in runs_of(plan.chunks, self._window)
         ]
+        for plan, _, (chunk, *_) in items:
+            if chunk.size > self._window:
+                raise ArtifactCorrupt(
+                    f"chunk {chunk.index} of {plan.name} is longer than all of the memory",
+                    file=plan.name,
+                    chunk=chunk.index,
+                )
         return self._moved(_in_lanes(read, items, lanes), [])
 
     def digest_of(self, chunk: ChunkPlan) -> str:
@@ -117,7 +129,7 @@ class Staged:
         try:
             lane = self._idle.pop()
         except IndexError:
-            lane = _Lane(self._memory.copier(WINDOW), self._places)
+            lane = _Lane(self._memory.copier(self._window), self._places)
             self._lanes.append(lane)
         try:
             yield lane

@@ -296,7 +296,8 @@ def _mapped(
         if isinstance(at, Arena):
             yield [at.view(places[info.id], info.size) for info in infos], None
         else:
-            with Staged(find_backend(backend), at, [places[info.id] for info in infos]) as staged:
+            offsets = [places[info.id] for info in infos]
+            with Staged(find_backend(backend), at, offsets, end) as staged:
                 yield [], staged
     finally:
         at.release()
