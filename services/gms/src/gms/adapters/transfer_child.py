@@ -20,7 +20,7 @@ from functools import partial
 from gms.adapters.backends import find_backend
 from gms.adapters.posix import digest_in_memory
 from gms.adapters.sharing import parent_of, share
-from gms.adapters.staging import WINDOW, Staged
+from gms.adapters.windows import WINDOW, Windowed
 from gms.arena import Arena, reserve
 from gms.domain.layout import structure_hash
 from gms.domain.tasks import (
@@ -131,8 +131,8 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
             emit(TransferLeased())
             infos, metadata = lease.allocations(), lease.metadata()
             check_shape(infos, metadata, task.layout)
-            with _mapped(lease, infos, Access.RO, task.backend) as (buffers, staged):
-                return write_part(root, task, infos, metadata, buffers, emit, staged=staged)
+            with _mapped(lease, infos, Access.RO, task.backend) as (buffers, windows):
+                return write_part(root, task, infos, metadata, buffers, emit, windows=windows)
 
 
 def write_part(
@@ -143,20 +143,20 @@ def write_part(
     buffers: Sequence[memoryview],
     emit: Emit,
     *,
-    staged: Staged | None = None,
+    windows: Windowed | None = None,
 ) -> TransferDone:
     """Write the bytes of every allocation beneath an artifact root, and the manifest last.
 
-    Files that a sealed artifact of the same namespace holds already are shared with it. `staged`
+    Files that a sealed artifact of the same namespace holds already are shared with it. `windows`
     moves memory that the host cannot address; then there are no buffers.
 
     What fails leaves no directory. NoSpace, and ArtifactExists when one stands there.
     """
-    shard_bytes = task.shard_bytes if staged is None else min(task.shard_bytes, WINDOW)
+    shard_bytes = task.shard_bytes if windows is None else min(task.shard_bytes, WINDOW)
     entries, sizes = place(infos, shard_bytes=shard_bytes)
     plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
-    backend = staged or find_backend(task.backend)
-    digest_of = staged.digest_of if staged else partial(digest_in_memory, buffers=buffers)
+    backend = windows or find_backend(task.backend)
+    digest_of = windows.digest_of if windows else partial(digest_in_memory, buffers=buffers)
     with new_part(root, _path_of(task)) as directory:
         meter = _Meter(sum(sizes), emit)
         with parent_of(root, task) as parent:
@@ -211,9 +211,9 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             infos = lease.allocate(
                 [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
             )
-            with _mapped(lease, infos, Access.RW, task.backend) as (buffers, staged):
+            with _mapped(lease, infos, Access.RW, task.backend) as (buffers, windows):
                 meter = _Meter(manifest.bytes, emit)
-                backend = staged or find_backend(task.backend)
+                backend = windows or find_backend(task.backend)
                 moved = backend.read_files(
                     directory, plans, files, buffers, threads=task.threads, advance=meter.advance
                 )
@@ -277,7 +277,7 @@ def _leased(lease: Lease) -> Iterator[Lease]:
 @contextlib.contextmanager
 def _mapped(
     lease: Lease, infos: Sequence[AllocationInfo], access: Access, backend: str
-) -> Iterator[tuple[list[memoryview], Staged | None]]:
+) -> Iterator[tuple[list[memoryview], Windowed | None]]:
     """Map a whole layout, one allocation after another, and give the bytes of each.
 
     Where only the device addresses them, give what moves them with this backend instead.
@@ -297,8 +297,8 @@ def _mapped(
             yield [at.view(places[info.id], info.size) for info in infos], None
         else:
             offsets = [places[info.id] for info in infos]
-            with Staged(find_backend(backend), at, offsets, end) as staged:
-                yield [], staged
+            with Windowed(find_backend(backend), at, offsets, end) as windows:
+                yield [], windows
     finally:
         at.release()
 

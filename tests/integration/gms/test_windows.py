@@ -10,10 +10,10 @@ from random import Random
 
 import pytest
 
-from gms.adapters import staging
+from gms.adapters import windows
 from gms.adapters.backends import find_backend
 from gms.adapters.cuda import CudaDevice, CudaDriver, CudaRange
-from gms.adapters.staging import Staged
+from gms.adapters.windows import Windowed
 from gms.domain.transfer import PAGE, FilePlan, place, plan_files, runs_of
 from snapshot_shared.errors import Aborted, ArtifactCorrupt, ArtifactExists, InvalidInput
 from snapshot_shared.files import open_root, opened
@@ -53,13 +53,13 @@ class Layout:
             found.append(bytes(data))
         return found
 
-    def staged(self, backend: str) -> Staged:
-        return Staged(find_backend(backend), self.range, self.places, self.range.size)
+    def moved_by(self, backend: str) -> Windowed:
+        return Windowed(find_backend(backend), self.range, self.places, self.range.size)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
-    monkeypatch.setattr(staging, "WINDOW", WINDOW)
+    monkeypatch.setattr(windows, "WINDOW", WINDOW)
     for _ in likeness(monkeypatch):
         device = CudaDevice(CudaDriver(), 0)
         yield device
@@ -95,13 +95,15 @@ def test_what_went_through_windows_comes_back_through_windows(
 ) -> None:
     told: list[int] = []
     source = Layout(device).fill(values())
-    with source.staged(backend) as staged:
-        moved = staged.write_files(folder, plans(), [], threads=threads, advance=told.append)
+    with source.moved_by(backend) as windowed:
+        moved = windowed.write_files(folder, plans(), [], threads=threads, advance=told.append)
     assert [entry.name for entry in moved.files] == [plan.name for plan in plans()]
     assert sum(told) == sum(plan.size for plan in plans())
     target = Layout(device)
-    with target.staged(backend) as staged:
-        staged.read_files(folder, plans(), moved.files, [], threads=threads, advance=lambda _: None)
+    with target.moved_by(backend) as windowed:
+        windowed.read_files(
+            folder, plans(), moved.files, [], threads=threads, advance=lambda _: None
+        )
     assert target.values() == values()
     source.range.release()
     target.range.release()
@@ -109,10 +111,10 @@ def test_what_went_through_windows_comes_back_through_windows(
 
 def test_the_digest_in_memory_is_that_of_the_file(device: CudaDevice, folder: int) -> None:
     layout = Layout(device).fill(values())
-    with layout.staged("posix-direct") as staged:
-        moved = staged.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as windowed:
+        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
         for plan, entry in zip(plans(), moved.files, strict=True):
-            assert [staged.digest_of(chunk) for chunk in plan.chunks] == entry.chunks
+            assert [windowed.digest_of(chunk) for chunk in plan.chunks] == entry.chunks
     layout.range.release()
 
 
@@ -120,9 +122,9 @@ def test_files_that_are_longer_than_a_window_are_read_and_not_written(
     device: CudaDevice, folder: int
 ) -> None:
     layout = Layout(device).fill(values())
-    with layout.staged("posix-direct") as staged:
+    with layout.moved_by("posix-direct") as windowed:
         with pytest.raises(InvalidInput, match="a window has"):
-            staged.write_files(folder, plans(4 * WINDOW), [], threads=2, advance=lambda _: None)
+            windowed.write_files(folder, plans(4 * WINDOW), [], threads=2, advance=lambda _: None)
         assert os.listdir(folder) == []
     layout.range.release()
 
@@ -131,15 +133,15 @@ def test_a_damaged_chunk_ends_the_load_and_leaves_no_thread_and_no_pinned_memory
     device: CudaDevice, folder: int, tmp_path: Path
 ) -> None:
     layout = Layout(device).fill(values())
-    with layout.staged("posix-direct") as staged:
-        moved = staged.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as windowed:
+        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
     damaged = tmp_path / plans()[3].name
     data = bytearray(damaged.read_bytes())
     data[0] ^= 1
     damaged.write_bytes(data)
     before = threading.active_count()
-    with layout.staged("posix-direct") as staged, pytest.raises(ArtifactCorrupt) as caught:
-        staged.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as windowed, pytest.raises(ArtifactCorrupt) as caught:
+        windowed.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
     assert caught.value.values["file"] == plans()[3].name
     assert threading.active_count() == before
     from cuda.bindings import driver  # type: ignore[import-not-found]
@@ -158,12 +160,12 @@ def test_a_transfer_that_is_told_to_end_ends(device: CudaDevice, folder: int) ->
             raise Aborted("enough")
 
     layout = Layout(device).fill(values())
-    with layout.staged("posix-direct") as staged:
+    with layout.moved_by("posix-direct") as windowed:
         with pytest.raises(Aborted, match="enough"):
-            staged.write_files(folder, plans(), [], threads=1, advance=end)
+            windowed.write_files(folder, plans(), [], threads=1, advance=end)
         assert len(os.listdir(folder)) < len(plans())
         with pytest.raises(ArtifactExists):
-            staged.write_files(folder, plans(), [], threads=1, advance=lambda _: None)
+            windowed.write_files(folder, plans(), [], threads=1, advance=lambda _: None)
     layout.range.release()
 
 
@@ -171,10 +173,10 @@ def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
     device: CudaDevice, folder: int
 ) -> None:
     layout = Layout(device).fill(values())
-    with layout.staged("posix-direct") as staged:
-        moved = staged.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as windowed:
+        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
     with (
-        Staged(find_backend("posix-direct"), layout.range, layout.places, PAGE) as small,
+        Windowed(find_backend("posix-direct"), layout.range, layout.places, PAGE) as small,
         pytest.raises(ArtifactCorrupt, match="longer than all of the memory"),
     ):
         small.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Staged:
+class Windowed:
     """A transfer backend for the memory of one layout; the buffers it is handed are not used.
 
     Besides what the backend takes, it takes `LANES` windows of pinned memory. Use it as a context
@@ -72,9 +72,9 @@ class Staged:
         def write(plan: FilePlan) -> Moved:
             with self._lane() as lane:
                 view = lane.fetch(plan.chunks)
-                staged = replace(plan, chunks=_in_one(plan.chunks))
+                windowed = replace(plan, chunks=_in_one(plan.chunks))
                 return self._backend.write_files(
-                    directory, [staged], [view], threads=each, advance=advance
+                    directory, [windowed], [view], threads=each, advance=advance
                 )
 
         found = _in_lanes(write, plans, lanes)
@@ -96,9 +96,9 @@ class Staged:
             plan, entry, chunks = item
             with self._lane() as lane:
                 view = lane.cleared(sum(chunk.size for chunk in chunks))
-                staged = replace(plan, chunks=_in_one(chunks))
+                windowed = replace(plan, chunks=_in_one(chunks))
                 moved = self._backend.read_files(
-                    directory, [staged], [entry], [view], threads=each, advance=advance
+                    directory, [windowed], [entry], [view], threads=each, advance=advance
                 )
                 lane.bring(chunks)
                 return moved
@@ -120,8 +120,8 @@ class Staged:
     def digest_of(self, chunk: ChunkPlan) -> str:
         """Give the digest that a chunk has when it is written."""
         with self._lane() as lane:
-            (staged,) = _in_one([chunk])
-            return digest_in_memory(staged, [lane.fetch([chunk])])
+            (windowed,) = _in_one([chunk])
+            return digest_in_memory(windowed, [lane.fetch([chunk])])
 
     @contextlib.contextmanager
     def _lane(self) -> Iterator[_Lane]:
