@@ -7,6 +7,7 @@ threads are under way at a time. A chunk of zeros is not stored.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import xxhash
@@ -34,6 +35,7 @@ class Objects:
         self._storage = storage
         self._prefix = prefix
         self._has_begun = False
+        self._beginning = threading.Lock()
 
     def write_files(
         self,
@@ -70,12 +72,13 @@ class Objects:
 
     def _begin(self, directory: int) -> None:
         """Remove what a save that was killed has left, and have the folder say what it has."""
-        if self._has_begun:
-            return
-        self._storage.remove(self._prefix)
-        if MARK not in names_in(directory):
-            mark_objects(directory, self._prefix)
-        self._has_begun = True
+        with self._beginning:
+            if self._has_begun:
+                return
+            self._storage.remove(self._prefix)
+            if MARK not in names_in(directory):
+                mark_objects(directory, self._prefix)
+            self._has_begun = True
 
     def read_files(
         self,
