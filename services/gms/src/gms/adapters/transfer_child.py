@@ -467,7 +467,9 @@ def main(arguments: Sequence[str]) -> int:
             raise InvalidInput("usage: python -m gms.adapters.transfer_child save|load|either")
         task: SaveTask | LoadTask = decode_json(_read_line(), _KINDS[arguments[0]])
     except Exception as error:  # noqa: BLE001 - whatever it is, it makes no sense
-        emit(TransferFailed.of(failure_of(error)))
+        # Whoever started this may have ended while it waited.
+        with contextlib.suppress(BrokenPipeError):
+            emit(TransferFailed.of(failure_of(error)))
         return 2
     threading.Thread(target=_end_with_parent, daemon=True).start()
     verb = "save" if isinstance(task, SaveTask) else "load"
