@@ -13,22 +13,24 @@ import contextlib
 import json
 import mmap
 import os
+import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 
+from gms.domain.transfer import CHUNK_BYTES
 from snapshot_shared.files import opened
 from snapshot_shared.objects import AnyObject, Pod, is_true
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters.worker_socket import SocketWorkers
-from tests.bench.gms import _large_pages, _machine, _raw
-from tests.bench.results import NOISE, Judged, Verdict, spread
+from tests.bench.results import NOISE, Verdict, spread
 from tests.support.live_cluster import LiveCluster, Session, find, pod, worker_pod
 
 MIB = 2**20
@@ -44,6 +46,7 @@ STEPS = ("quiesce", "fence", "facts", "freeze", "copy-state", "thaw", "stage", "
 RESTORE_STEPS = ("spawn", "read", "publish", "fill-state", "await-restored")
 """What a restore consists of; the worker starts while its weights are read."""
 SAMPLE_BYTES = 256 * MIB
+THREADS = 4
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +77,16 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     turns: dict[int, list[Turn]]
 
 
+class Judged(NamedTuple):
+    """A goal for workers of some size, and what was found."""
+
+    row: str
+    what: str
+    wanted: str
+    found: str
+    verdict: Verdict
+
+
 class Worker(NamedTuple):
     """A worker that is captured again and again."""
 
@@ -87,12 +100,17 @@ class Bench:
 
     def __init__(self, folder: Path, sizes: Sequence[int], rounds: int) -> None:
         self.folder, self.sizes, self.rounds = folder, sizes, rounds
-        self.large = _large_pages()
+        self.memory = _large_pages()
         self.cluster = LiveCluster(folder)
 
     async def run(self) -> Results:
         """Measure everything."""
-        machine = _machine(self.folder)
+        machine = {
+            "cores": str(os.cpu_count()),
+            "kernel": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "load average at the start": f"{os.getloadavg()[0]:.1f}",
+        }
         turns: dict[int, list[Turn]] = {size: [] for size in self.sizes}
         try:
             room = max(self.sizes) // MIB + 64
@@ -168,7 +186,7 @@ class Bench:
         path, speeds = self.folder / "raw", []
         for call in (os.pwritev, os.preadv):
             begin = time.monotonic()
-            _raw(path, self.large, size, call)
+            _move(path, self.memory, size, call)
             speeds.append(size / (time.monotonic() - begin))
         path.unlink()
         return speeds[0], speeds[1]
@@ -188,6 +206,32 @@ class Bench:
                 f"{kind} {each} is removed",
                 WAIT_S,
             )
+
+
+def _large_pages() -> mmap.mmap:
+    memory = mmap.mmap(-1, THREADS * CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel may have been built without large pages.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = os.urandom(len(memory))
+    return memory
+
+
+def _move(path: Path, memory: mmap.mmap, size: int, call: Callable[..., int]) -> None:
+    """Do the least that moves the bytes: O_DIRECT from several threads, allocated, fsync."""
+    is_new, view = call is os.pwritev, memoryview(memory)
+    flags = os.O_RDWR | os.O_DIRECT | (os.O_CREAT if is_new else 0)
+    with opened(os.open(path, flags, 0o600)) as fd, ThreadPoolExecutor(THREADS) as pool:
+        if is_new:
+            os.posix_fallocate(fd, 0, size)
+
+        def chunk(at: int) -> int:
+            start = at % len(view)
+            return call(fd, [view[start : start + min(CHUNK_BYTES, size - at)]], at)
+
+        if sum(pool.map(chunk, range(0, size, CHUNK_BYTES))) != size:
+            raise RuntimeError(f"{path} was not moved whole")
+        os.fsync(fd)
 
 
 def pause(spans: Sequence[SpanRecord]) -> tuple[int, int]:
