@@ -290,7 +290,7 @@ def secure_tree(directory: int) -> None:
             with opened(_openat(directory, name, _DIRECTORY)) as folder:
                 secure_tree(folder)
         else:
-            with opened(open_regular(directory, name)) as file:
+            with opened(open_regular(directory, name, shared=True)) as file:
                 secure(file, name)
     secure(directory, ".")
 

@@ -135,6 +135,17 @@ class ObjectStorage:
         """Write an object, whole or not at all."""
         self._ask(lambda: self._api.put(self._store, key, data, use_multipart=False), key)
 
+    def copy(self, key: str, new: str) -> None:
+        """Have the storage copy an object; each may then be removed alone. ArtifactMissing."""
+        self._ask(lambda: self._api.copy(self._store, key, new), key)
+
+    def digest(self, key: str, size: int) -> str:
+        """Read an object of exactly `size` bytes and give its digest. As `read`."""
+        state = xxhash.xxh3_128()
+        for piece in self.read(key, size):
+            state.update(piece)
+        return state.hexdigest()
+
     def read(self, key: str, size: int) -> Iterator[bytes]:
         """Give an object of exactly `size` bytes in pieces. ArtifactMissing, ArtifactCorrupt."""
         result = self._ask(lambda: self._api.get(self._store, key), key)
@@ -178,8 +189,8 @@ class ObjectStorage:
             )
 
     def secure(self, prefix: str) -> None:
-        """Make durable what was written below a prefix: a folder has to be told."""
-        if self._folder is None:
+        """Make durable what was written below a prefix, if anything: a folder has to be told."""
+        if self._folder is None or not self.sizes(prefix):
             return
         with opened(open_root(self._folder)) as root:
             path = prefix.split("/")

@@ -168,6 +168,21 @@ def test_a_chunk_of_zeros_has_no_object_and_the_others_have_one_each(capture: Ca
     assert 20 * MIB < sum(found.values()) < 32 * MIB
 
 
+def test_a_part_that_is_all_zeros_has_no_objects_and_is_one_all_the_same(
+    capture: Capture,
+) -> None:
+    with client.connect(1, lock="RW") as pool:
+        pool.allocate("zeros", 9 * MIB, "u1")
+        pool.commit()
+    layout = capture.service.device(1).domains[0].layout
+    uuid = capture.service.uuids[1]
+    capture.run(capture.save_task(layout=layout, device=uuid, fence_token=None))
+    assert capture.objects() == {}
+    verified(capture)
+    asyncio.run(capture.agent.remove(PLACE))
+    assert not capture.path.exists()
+
+
 def test_a_manifest_says_where_its_bytes_are_by_a_relative_key_alone(capture: Capture) -> None:
     capture.run(capture.save_task())
     manifest, _ = read_part(capture.path)
@@ -233,10 +248,8 @@ transfer_child.main(["save"])
 """
 
 
-@pytest.mark.parametrize("written", [0, 2])
-def test_a_save_that_was_killed_is_no_part_and_a_delete_removes_what_it_left(
-    capture: Capture, written: int
-) -> None:
+def killed(capture: Capture, written: int) -> None:
+    """Kill a save after so many objects."""
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(written)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
@@ -244,6 +257,21 @@ def test_a_save_that_was_killed_is_no_part_and_a_delete_removes_what_it_left(
         child.stdin.write(encode_json(capture.save_task(threads=1)) + b"\n")
         child.stdin.flush()
         assert child.wait(20) == -9
+
+
+def test_a_save_that_was_killed_is_written_again_whole(capture: Capture) -> None:
+    killed(capture, 2)
+    done = capture.run(capture.save_task())
+    assert done.moved == sum(capture.objects().values())
+    verified(capture)
+    capture.run(capture.load_task())
+
+
+@pytest.mark.parametrize("written", [0, 2])
+def test_a_save_that_was_killed_is_no_part_and_a_delete_removes_what_it_left(
+    capture: Capture, written: int
+) -> None:
+    killed(capture, written)
     assert len(capture.objects()) == written
     assert not (capture.path / "part.json").exists()
     with pytest.raises(ArtifactMissing):
@@ -261,6 +289,46 @@ def test_what_a_killed_save_has_left_is_gone_when_the_part_is_written_again(
     capture.run(capture.save_task())
     verified(capture)
     assert f"{PART}/shard-0007.bin/000000" not in capture.objects()
+
+
+def sealed_first(capture: Capture) -> SaveTask:
+    """Save and seal, and give the task of another capture of the same layout."""
+    capture.run(capture.save_task())
+    (capture.path.parent / "root.json").write_text("{}")
+    capture.layout = capture.fence("f2")
+    return capture.save_task(content_uid=OTHER, fence_token="f2")
+
+
+def test_a_save_of_an_unchanged_layout_sends_nothing_and_outlives_its_parent(
+    capture: Capture,
+) -> None:
+    done = capture.run(sealed_first(capture))
+    assert (done.moved, done.backend) == (0, "object")
+    asyncio.run(capture.agent.remove(PLACE))
+    capture.path = capture.root / PART.replace(UID, OTHER)
+    assert len(capture.objects()) == 3
+    capture.run(capture.load_task(content_uid=OTHER))
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_an_object_of_the_parent_that_is_damaged_or_gone_is_sent_again(
+    capture: Capture, is_gone: bool
+) -> None:
+    task = sealed_first(capture)
+    storage = ObjectStorage(capture.url)
+    (_remove if is_gone else _flip)(storage, f"{PART}/shard-0000.bin/000000", 8 * MIB)
+    done = capture.run(task)
+    assert done.moved == (16 * MIB if is_gone else 8 * MIB), "a whole file is gone, or one chunk"
+    capture.path = capture.root / PART.replace(UID, OTHER)
+    capture.run(capture.load_task(content_uid=OTHER))
+
+
+def test_a_parent_in_files_and_one_in_objects_share_nothing(capture: Capture) -> None:
+    task = sealed_first(capture)
+    done = capture.run(msgspec.structs.replace(task, backend="posix-direct"))
+    assert done.moved > 0
+    capture.path = capture.root / PART.replace(UID, OTHER)
+    capture.run(capture.load_task(content_uid=OTHER))
 
 
 def test_a_delete_removes_the_objects_of_its_generation_and_no_other(capture: Capture) -> None:

@@ -2,7 +2,8 @@
 
 The folder of the part keeps its manifest and a mark that there are objects. Each chunk is digested
 in a buffer of its own, of which a thread has one, and is an object of its own; requests of all
-threads are under way at a time. A chunk of zeros is not stored.
+threads are under way at a time. A chunk of zeros is not stored. One that an older part has in the
+same place is copied by the storage, and read again; so neither part needs the other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gms.adapters.posix import _chunks, _for_all, _longest, _Memory
 from gms.domain.transfer import ChunkPlan, FilePlan
 from gms.ports import Advance, Buffers, Moved
 from snapshot_shared.artifact import FileEntry
+from snapshot_shared.errors import SnapbackError
 from snapshot_shared.files import names_in
 from snapshot_shared.object_storage import (
     MARK,
@@ -23,6 +25,7 @@ from snapshot_shared.object_storage import (
     mark_objects,
     object_key,
     read_object,
+    stored_chunks,
     zeros_digest,
 )
 
@@ -36,6 +39,15 @@ class Objects:
         self._prefix = prefix
         self._has_begun = False
         self._beginning = threading.Lock()
+        self._older: dict[tuple[str, int, int, str], str] = {}
+
+    def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
+        """Copy what an older part has below `prefix` already, where it is the same."""
+        self._older = {
+            (entry.name, index, size, digest): object_key(prefix, entry.name, index)
+            for entry in files
+            for index, size, digest in stored_chunks(entry)
+        }
 
     def write_files(
         self,
@@ -54,21 +66,34 @@ class Objects:
             with memory.outgoing(chunk, direct=True) as (pages,):
                 data = pages[: chunk.size]
                 found = digests[file][chunk.index] = xxhash.xxh3_128_hexdigest(data)
-                is_zero = found == zeros_digest(chunk.size)
-                if not is_zero:
+                is_there = found == zeros_digest(chunk.size) or self._copied(
+                    plans[file].name, chunk, found
+                )
+                if not is_there:
                     self._storage.put(object_key(self._prefix, plans[file].name, chunk.index), data)
             advance(chunk.size)
-            return 0 if is_zero else chunk.size
+            return 0 if is_there else chunk.size
 
         self._begin(directory)
         moved = _for_all(_chunks(plans), write, threads)
-        if moved:
-            self._storage.secure(self._prefix)
+        self._storage.secure(self._prefix)
         entries = [
             FileEntry(name=plan.name, size=plan.size, chunk_bytes=plan.chunk_bytes, chunks=found)
             for plan, found in zip(plans, digests, strict=True)
         ]
         return Moved(backend="object", bytes=moved, files=entries)
+
+    def _copied(self, name: str, chunk: ChunkPlan, digest: str) -> bool:
+        """Copy a chunk from the older part. False when it has to be written after all."""
+        source = self._older.get((name, chunk.index, chunk.size, digest))
+        if source is None:
+            return False
+        key = object_key(self._prefix, name, chunk.index)
+        try:
+            self._storage.copy(source, key)
+            return self._storage.digest(key, chunk.size) == digest
+        except (SnapbackError, OSError):
+            return False
 
     def _begin(self, directory: int) -> None:
         """Remove what a save that was killed has left, and have the folder say what it has."""

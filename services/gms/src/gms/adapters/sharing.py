@@ -2,7 +2,7 @@
 
 The file gets a second name, so that each artifact may be deleted and the other loses nothing. It is
 shared only when every chunk in memory has the digest that the older manifest says, and the file,
-read again, has it too.
+read again, has it too. Objects are copied instead, one by one (`gms.adapters.objects`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
+from typing import NamedTuple
 
+from msgspec import UnsetType
+
+from gms.adapters.objects import Objects
+from gms.adapters.windows import Windowed
 from gms.domain.tasks import OBJECT, SaveTask
 from gms.domain.transfer import ChunkPlan, FilePlan, without_memory
 from gms.ports import Advance, TransferBackend
@@ -20,6 +25,7 @@ from snapshot_shared.artifact import (
     ROOT_MANIFEST,
     FileEntry,
     PartManifest,
+    SavedObjects,
     check_part_manifest,
     generation_of,
     generation_path,
@@ -34,12 +40,20 @@ LOOKED_AT = 16
 """How many sealed generations of a namespace are asked, the newest first."""
 
 
+class Parent(NamedTuple):
+    """A part to share with: its directory, its files, and where its bytes are, if in objects."""
+
+    directory: int
+    files: Sequence[FileEntry]
+    objects: SavedObjects | UnsetType
+
+
 @contextlib.contextmanager
-def parent_of(root: int, task: SaveTask) -> Iterator[tuple[int, list[FileEntry]] | None]:
+def parent_of(root: int, task: SaveTask) -> Iterator[Parent | None]:
     """Open the part to share with: that of the parent that is named, or else the newest that fits.
 
     It is sealed, of the same namespace, and its layout has the structure of the one that is saved.
-    Gives its directory and its files; None when there is none.
+    None when there is none.
     """
     for content, generation in _candidates(root, task):
         with contextlib.ExitStack() as stack:
@@ -54,16 +68,16 @@ def parent_of(root: int, task: SaveTask) -> Iterator[tuple[int, list[FileEntry]]
                 # Whatever is wrong with it, it is of no use here.
                 continue
             layout = manifest.layout
-            in_files = task.backend != OBJECT and not manifest.objects
+            is_near = bool(manifest.objects) is (task.backend == OBJECT)
             is_same = layout and layout.source.structure_hash == task.layout.structure_hash
-            if in_files and is_same:
-                yield directory, manifest.files
+            if is_near and is_same:
+                yield Parent(directory, manifest.files, manifest.objects)
                 return
     yield None
 
 
 def share(
-    parent: tuple[int, Sequence[FileEntry]],
+    parent: Parent,
     directory: int,
     plans: Sequence[FilePlan],
     digest_of: DigestOf,
@@ -77,15 +91,19 @@ def share(
     `digest_of` gives the digest that a chunk of a plan has in memory now.
     What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
     """
-    older, entries = parent
-    known = {entry.name: entry for entry in entries}
+    storing = backend.backend if isinstance(backend, Windowed) else backend
+    if isinstance(storing, Objects):
+        if parent.objects:
+            storing.take_from(parent.objects.prefix, parent.files)
+        return {}
+    known = {entry.name: entry for entry in parent.files}
     shared: dict[str, FileEntry] = {}
     for plan in plans:
         entry = known.get(plan.name)
         if entry is None or not _is_same(plan, entry, digest_of):
             continue
         try:
-            _link(older, directory, plan.name)
+            _link(parent.directory, directory, plan.name)
             backend.read_files(
                 directory,
                 [without_memory(plan)],
