@@ -182,12 +182,20 @@ class Bench:
             self._peer(cached, peer, region, is_cold=False)
         fresh = f"load, cold, fresh, {shape}"
         for backend in OURS:
-            self._drop()
-            with contextlib.closing(Memory(self.size)) as new, self._timed(fresh, backend):
-                self.load(backend, Region(new, 1))
+            self._fresh(fresh, backend)
         for peer in LOADERS:
-            with contextlib.closing(Memory(self.size)) as new:
-                self._peer(fresh, peer, Region(new, 1), is_cold=True)
+            self._fresh(fresh, peer)
+
+    def _fresh(self, row: str, contender: str | Peer) -> None:
+        """Load into new memory, which is gone afterwards."""
+        with contextlib.closing(Memory(self.size)) as memory:
+            region = Region(memory, 1)
+            if isinstance(contender, Peer):
+                self._peer(row, contender, region, is_cold=True)
+                return
+            self._drop()
+            with self._timed(row, contender):
+                self.load(contender, region)
 
     def _peer(self, row: str, peer: Peer, region: Region, *, is_cold: bool) -> None:
         if not peer.is_installed:

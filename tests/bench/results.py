@@ -94,7 +94,7 @@ class Judged(NamedTuple):
 
 
 def judged(results: Results) -> list[Judged]:
-    """Compare with every goal. A missed one is inconclusive where the machine is too noisy."""
+    """Compare with every goal. What a noisy machine may have brought about is inconclusive."""
     found = [line for one in results.transfers for line in judged_transfers(one)]
     return found + (judged_calls(results.calls) if results.calls else [])
 
@@ -145,7 +145,10 @@ def _judged(of: str, goal: Goal, row: dict[str, list[float]], others: float) -> 
     ratio = median(peers[best]) / median(ours)
     verdict: Verdict = "met" if ratio >= goal.least else "missed"
     is_noisy = others > OTHERS or max(spread(ours), spread(peers[best])) > NOISE
-    if verdict == "missed" and is_noisy:
+    # A peer that needs more of the processors than we do suffers more from others; a probe of the
+    # disk suffers less, so that what is met beside one would be met without them too.
+    is_flattered = others > OTHERS and goal.peers != LIMIT
+    if (verdict == "missed" and is_noisy) or (verdict == "met" and is_flattered):
         verdict = "inconclusive"
     what = goal.what if goal.what == best else f"{goal.what} ({best})"
     return Judged(of, goal.row, what, wanted, f"{ratio:.2f} x", verdict)
@@ -197,12 +200,13 @@ def with_section(page: str, text: str) -> str:
 def _lines(results: Results) -> Iterator[str]:
     yield "# Benchmarks\n"
     yield (
-        "Written by `make bench-gms`. Figures hold for one machine and one run; what carries over\n"
-        "is ratios. Contenders take turns in every round, saves end in fsync, cold means that the\n"
-        "files were dropped from the page cache, loads end with verified bytes in the region\n"
-        "(peers do not verify). A missed ratio is *inconclusive* when the middle half of the\n"
-        f"samples spreads over more than {NOISE:.0%} of their median, or when others took more\n"
-        f"than {OTHERS:.0%} of the processors.\n"
+        "Written by `make bench-gms`. Figures hold for one machine and one run of each section;\n"
+        "what carries over is ratios. Contenders take turns in every round, saves end in fsync,\n"
+        "cold means that the files were dropped from the page cache, loads end with verified\n"
+        "bytes in the region (peers do not verify). A missed ratio is *inconclusive* when the\n"
+        f"middle half of the samples spreads over more than {NOISE:.0%} of their median. Where\n"
+        f"others took more than {OTHERS:.0%} of the processors, every missed ratio is, and so is\n"
+        "every ratio to a peer: most peers need more of the processors than we do.\n"
     )
     yield "The machine:\n"
     yield from (f"- {key}: {value}" for key, value in results.machine.items())
@@ -252,14 +256,24 @@ def _profile(results: Transfers) -> Iterator[str]:
             f"and nothing else, reading takes {read:.2f} s/GB, reading and digesting "
             f"{digested:.2f}, reading,\ndigesting and copying into the region {copied:.2f}."
         )
+        cpu = results.cpu.get(f"load, cold, pooled, {shape}", {})
+        costs = [cpu.get(name) for name in (STEPS[0], "posix-direct")]
+        used = [1e9 * median(each) / results.size for each in costs if each]
+        if len(used) == 2:
+            yield (
+                f"Reading alone needs {used[0]:.2f} processor-seconds a GB, the load "
+                f"{used[1]:.2f}; others who\nuse the processors slow the load more."
+            )
 
 
 def _call_lines(results: Calls) -> Iterator[str]:
     yield "\n## GMS sessions\n"
+    rounds = max((len(s) for row in results.seconds.values() for s in row.values()), default=0)
     yield (
-        "Client and server are two processes. The call lists 16 allocations; `gms` is the real\n"
-        f"service, the others only answer. A sample is the percentile of {results.calls:,} calls.\n"
-        f"Others took {results.others:.0%} of the processors.\n"
+        f"{rounds} rounds, medians. Client and server are two processes. The call lists 16\n"
+        "allocations; `gms` is the real service, the others only answer. A sample is the\n"
+        f"percentile of {results.calls:,} calls. Others took {results.others:.0%} of the\n"
+        "processors.\n"
     )
     yield from _goal_lines(judged_calls(results))
     yield "\n| row | contender | µs (median) | fastest … slowest |\n|---|---|---|---|"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -116,6 +117,8 @@ async def serve(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # ctrl-C reaches us too; whoever started us then closes our standard input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     asyncio.run(serve(Path(sys.argv[1])))

@@ -112,8 +112,10 @@ async def _calls(folder: Path, device: str, rounds: int, calls: int, seconds: Ro
             contenders = {"gms": by_lease, "asyncio protocol": bare, "grpc.aio": by_grpc}
             for call in contenders.values():
                 await _timed(call, calls // 10)
-            for _ in range(rounds):
-                for name, call in contenders.items():
+            for number in range(rounds):
+                # To and fro, so that none always follows the one that uses the processors most.
+                turns = list(contenders.items())[:: -1 if number % 2 else 1]
+                for name, call in turns:
                     times = await _timed(call, calls)
                     for share in (50, 99):
                         row = seconds.setdefault(f"session call, p{share}", {})

@@ -84,6 +84,12 @@ def test_a_ratio_missed_while_others_had_the_processors_says_nothing() -> None:
     assert verdict(results(row | {"raw": STEADY}, others=0.5), "raw write limit") == "met"
 
 
+def test_a_peer_beaten_while_others_had_the_processors_says_nothing_either() -> None:
+    row = {"posix-direct": STEADY, "numpy": [9.0] * 5}
+    assert verdict(results(row), "best durable peer") == "met"
+    assert verdict(results(row, others=0.5), "best durable peer") == "inconclusive"
+
+
 @pytest.mark.parametrize(
     ("ours", "others", "wanted"),
     [
@@ -105,11 +111,13 @@ def test_the_page_says_what_a_load_is_made_of() -> None:
     row = {name: [share] * 3 for name, share in zip(STEPS, (0.5, 0.625, 0.75), strict=True)}
     (found,) = results({}).transfers
     seconds = {"load, cold, pooled, one large": row | {"posix-direct": [1.0] * 3}}
-    found = msgspec.structs.replace(found, seconds=seconds, size=10**9)
+    cpu = {"load, cold, pooled, one large": {STEPS[0]: [0.01], "posix-direct": [0.2]}}
+    found = msgspec.structs.replace(found, seconds=seconds, cpu=cpu, size=10**9)
     text = page(Results(machine={}, transfers=[found])).replace("\n", " ")
     assert "one large, takes 1.00 s/GB" in text
     assert "reading takes 0.50 s/GB, reading and digesting 0.62" in text
     assert "copying into the region 0.75." in text
+    assert "Reading alone needs 0.01 processor-seconds a GB, the load 0.20;" in text
 
 
 @pytest.mark.parametrize(

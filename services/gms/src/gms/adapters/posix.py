@@ -2,8 +2,8 @@
 
 `posix-direct` moves bytes past the page cache, through one buffer a thread. A file system that
 knows no direct I/O gets buffered requests, as with `posix-buffered`. Each chunk is digested as it
-passes; a load does it in windows that are still in the cache of the processor. A chunk of zeros is
-a hole: its digest is that of zeros, and nothing moves.
+passes; a load takes it in windows. A chunk of zeros is a hole: its digest is that of zeros, and
+nothing moves.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _PUNCH_HOLE = 0x03
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE."""
 
 _WINDOW_BYTES = 4 * 1024 * 1024
-"""What is read in one request: long enough that a busy processor is seldom waited for, and short
-enough that much of it is digested and copied from the cache of the processor."""
+"""What a load reads in one request. Shorter than a chunk, so that more threads, which is what makes
+a load faster, need no more memory; no shorter, because each request waits for a busy processor."""
 
 _LARGE_PAGE = 2 * 1024 * 1024
 
