@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,16 +252,27 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("pages", [0, 1, 2, 4, 7, 10])
-def test_a_real_file_system_that_is_full_refuses_cleanly(small: Path, pages: int) -> None:
-    service = Service(small)
+@pytest.mark.parametrize("eighths", [0, 1, 2, 4, 6, 7])
+def test_a_real_file_system_that_is_full_refuses_cleanly(small: Path, eighths: int) -> None:
+    for name in ("roomy", "full"):
+        (small / name).mkdir()
+    roomy = Service(small / "roomy")
+    roomy.prepare()
+    before = _free(small)
+    roomy.play_all()
+    needed = before - _free(small)
+    shutil.rmtree(small / "roomy")
+    service = Service(small / "full")
     service.prepare()
-    with opened(open_root(small)) as root:
-        ballast = free_bytes(root) - pages * 4096
     with (small / "ballast").open("wb") as file:
-        file.write(bytes(ballast))
+        file.write(bytes(_free(small) - needed * eighths // 8))
     with pytest.raises(NoSpace):
         service.play_all()
     _check_after_refusal(service)
     (small / "ballast").unlink()
     _check_journal(service.log)
+
+
+def _free(folder: Path) -> int:
+    with opened(open_root(folder)) as root:
+        return free_bytes(root)
