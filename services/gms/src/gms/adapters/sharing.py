@@ -88,8 +88,8 @@ def share(
 
     What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
     """
-    if isinstance(backend, Objects):
-        if parent.objects:
+    if parent.objects:
+        if isinstance(backend, Objects):
             backend.take_from(parent.objects.prefix, parent.files)
         return {}
     known = {entry.name: entry for entry in parent.files}
