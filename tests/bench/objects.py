@@ -51,11 +51,12 @@ def _measure(folder: Path, url: str, size: int) -> int:
     # What is loaded once is no memory of a transfer.
     storage = ObjectStorage(url)
     storage.sizes("nothing")
-    region = Region(Memory(size), 1)
-    region.memory.fill()
+    memory = Memory(size)
+    memory.fill()
     # A part of it is zeros, as in real weights.
-    region.memory.array[: size // 16] = 0
-    wanted = xxhash.xxh3_128_hexdigest(region.memory.array)
+    memory.array[: max(size // 16, CHUNK_BYTES)] = 0
+    wanted = xxhash.xxh3_128_hexdigest(memory.array)
+    region = Region(memory, 1)
     problems: list[str] = []
 
     with _watched("save", size, problems):
@@ -63,10 +64,10 @@ def _measure(folder: Path, url: str, size: int) -> int:
     stored = sum(storage.sizes("/".join(PLACE)).values())
     chunks = sum(len(entry.chunks) for entry in manifest.files)
     compared = sum(len(list(stored_chunks(entry))) for entry in manifest.files)
-    region.memory.array[:] = 0
+    memory.array[:] = 0
     with _watched("load", size, problems):
         _load(url, manifest, region)
-    same = xxhash.xxh3_128_hexdigest(region.memory.array) == wanted
+    same = xxhash.xxh3_128_hexdigest(memory.array) == wanted
     print(
         f"digests  {compared} of {chunks} chunks compared, the others are zeros and not stored "
         f"({stored / MIB:.0f} of {size / MIB:.0f} MiB are); the bytes are "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ from snapshot_shared.object_storage import (
     check_url,
 )
 from snapshot_shared.orders import LayoutRef
-from tests.support.s3_server import S3Server, s3_server
+from tests.bench.objects import LIMIT, _watched
+from tests.support.s3_server import ROOT, S3Server, s3_server
 
 MIB = 1024 * 1024
 UID = "11111111-2222-3333-4444-555555555555"
@@ -540,3 +542,24 @@ def test_the_program_loads_obstore_only_when_it_is_needed() -> None:
     code = "import sys, gms.adapters.transfer_child\nprint('obstore' in sys.modules)\n"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert found.stdout == b"False\n"
+
+
+def test_the_benchmark_measures_and_judges() -> None:
+    command = [sys.executable, "-m", "tests.bench.objects", "--size-mib", "16"]
+    found = subprocess.run(
+        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = found.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["save", "load", "digests", "damage"]
+    assert "1 of 2 chunks compared" in found.stdout
+
+
+def test_the_benchmark_fails_when_a_transfer_takes_too_much_memory() -> None:
+    problems: list[str] = []
+    with _watched("save", MIB, problems):
+        taken = bytearray(b"x") * (LIMIT + 16 * MIB)
+        threading.Event().wait(0.2)
+    del taken
+    assert len(problems) == 1
+    assert f"the limit is {LIMIT}" in problems[0]

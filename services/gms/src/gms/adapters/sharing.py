@@ -91,9 +91,9 @@ def share(
     `digest_of` gives the digest that a chunk of a plan has in memory now.
     What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
     """
-    storing = backend.backend if isinstance(backend, Windowed) else backend
-    if isinstance(storing, Objects):
-        if parent.objects:
+    if parent.objects:
+        storing = backend.backend if isinstance(backend, Windowed) else backend
+        if isinstance(storing, Objects):
             storing.take_from(parent.objects.prefix, parent.files)
         return {}
     known = {entry.name: entry for entry in parent.files}
