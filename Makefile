@@ -31,7 +31,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -145,6 +145,10 @@ hostile: $(STAMP) ## Read 10,000 hostile manifests, orders and frames each (EXAM
 killed-clients: $(STAMP) ## Kill a thousand clients of the GPU memory service (COUNT=1000, SEED=1)
 	KILLED_CLIENTS=$(or $(COUNT),1000) KILLED_CLIENTS_SEED=$(or $(SEED),1) \
 		$(BIN)/pytest --durations=1 tests/integration/gms/test_killed_clients.py
+
+conformance: $(STAMP) ## Whether a device keeps the rules (DEVICE=simulated|cuda, ORDINAL=0)
+	@$(BIN)/python -m gms.conformance --device $(or $(DEVICE),simulated) \
+		--ordinal $(or $(ORDINAL),0)
 
 resume-saves: $(STAMP) ## Kill saves at 20 points and go on with each (COUNT=20, SIZE_MIB=256)
 	RESUMED_SAVES=$(or $(COUNT),20) RESUMED_SAVES_MIB=$(or $(SIZE_MIB),256) \

@@ -15,7 +15,7 @@ import msgspec
 from tests.bench import sessions
 from tests.bench.gms import SMALL, Bench
 from tests.bench.machine import describe
-from tests.bench.results import Results, judged, page
+from tests.bench.results import Results, judged, renewed
 
 
 def main() -> int:
@@ -47,7 +47,8 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
     if arguments.command == "gms" and arguments.page:
-        arguments.page.write_text(page(results))
+        old = arguments.page.read_text() if arguments.page.exists() else ""
+        arguments.page.write_text(renewed(old, results))
     return report(results)
 
 

@@ -93,7 +93,7 @@ class Bench:
         self.regions = {
             shape: Region(self.memory, n) for shape, n in zip(SHAPES, (1, SMALL), strict=True)
         }
-        self.large = [_large_pages() for _ in range(max(2 * THREADS, LOAD_THREADS))]
+        self.large = [large_pages() for _ in range(max(2 * THREADS, LOAD_THREADS))]
         self.layout = LayoutRef(
             device="GPU-1",
             incarnation="i",
@@ -156,7 +156,7 @@ class Bench:
         scattered = [whole[at : at + CHUNK_BYTES] for at in range(0, self.size, CHUNK_BYTES)]
         for name, memory in (("raw", scattered), ("raw, large pages", self.large)):
             with self._timed(row, name):
-                _raw(self.folder / "raw", memory, self.size, call)
+                raw_transfer(self.folder / "raw", memory, self.size, call)
 
     def _loads(self, shape: str, region: Region) -> None:
         cold = f"load, cold, pooled, {shape}"
@@ -322,7 +322,7 @@ def _private_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 
 
-def _raw(path: Path, memory: Sequence[Any], size: int, call: Callable[..., int]) -> None:
+def raw_transfer(path: Path, memory: Sequence[Any], size: int, call: Callable[..., int]) -> None:
     """Do the least that moves the bytes: O_DIRECT from several threads, allocated, fsync.
 
     Chunks of memory that are fewer than those of the file are used again and again.
@@ -341,7 +341,7 @@ def _raw(path: Path, memory: Sequence[Any], size: int, call: Callable[..., int])
         os.fsync(fd)
 
 
-def _large_pages() -> mmap.mmap:
+def large_pages() -> mmap.mmap:
     memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

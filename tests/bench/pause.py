@@ -27,8 +27,9 @@ from snapshot_shared.files import opened
 from snapshot_shared.objects import AnyObject, Pod, is_true
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters.worker_socket import SocketWorkers
-from tests.bench.gms import _large_pages, _machine, _raw
-from tests.bench.results import NOISE, Judged, Verdict, spread
+from tests.bench.gms import large_pages, raw_transfer
+from tests.bench.machine import describe
+from tests.bench.results import NOISE, Judged, Verdict, spread, with_section
 from tests.support.live_cluster import LiveCluster, Session, find, pod, worker_pod
 
 MIB = 2**20
@@ -87,12 +88,12 @@ class Bench:
 
     def __init__(self, folder: Path, sizes: Sequence[int], rounds: int) -> None:
         self.folder, self.sizes, self.rounds = folder, sizes, rounds
-        self.large = _large_pages()
+        self.large = large_pages()
         self.cluster = LiveCluster(folder)
 
     async def run(self) -> Results:
         """Measure everything."""
-        machine = _machine(self.folder)
+        machine = describe(self.folder)
         turns: dict[int, list[Turn]] = {size: [] for size in self.sizes}
         try:
             room = max(self.sizes) // MIB + 64
@@ -168,7 +169,7 @@ class Bench:
         path, speeds = self.folder / "raw", []
         for call in (os.pwritev, os.preadv):
             begin = time.monotonic()
-            _raw(path, self.large, size, call)
+            raw_transfer(path, [self.large], size, call)
             speeds.append(size / (time.monotonic() - begin))
         path.unlink()
         return speeds[0], speeds[1]
@@ -292,6 +293,7 @@ def judged(results: Results) -> list[Judged]:
         noise = max(_half_width(few), _half_width(many))
         rows.append(
             Judged(
+                TITLE,
                 f"{small / MIB:g} and {large / MIB:g} MiB",
                 "how much longer the pause is",
                 f"≤ {noise * 1000:.0f} ms (noise)",
@@ -304,6 +306,7 @@ def judged(results: Results) -> list[Judged]:
         )
         rows.append(
             Judged(
+                TITLE,
                 f"{small / MIB:g} and {large / MIB:g} MiB",
                 "the same beyond giving back pages",
                 f"≤ {noise * 1000:.0f} ms (noise)",
@@ -320,7 +323,7 @@ def _judged(size: int, what: str, most: float, over: list[float], times: list[fl
     if verdict == "missed" and spread(times) > NOISE:
         verdict = "inconclusive"
     wanted = f"≤ {most * 1000:.0f} ms"
-    return Judged(f"{size / MIB:g} MiB", what, wanted, f"{found * 1000:.0f} ms", verdict)
+    return Judged(TITLE, f"{size / MIB:g} MiB", what, wanted, f"{found * 1000:.0f} ms", verdict)
 
 
 def _half_width(samples: list[float]) -> float:
@@ -378,15 +381,6 @@ def _lines(results: Results) -> Iterator[str]:
 def _cell(samples: list[float]) -> str:
     low, middle, high = (f(samples) * 1000 for f in (min, median, max))
     return f"{middle:.0f} ({high:.0f} … {low:.0f})"
-
-
-def with_section(page: str, text: str) -> str:
-    """Put a section into a page in place of the one with its title, or before the last one."""
-    title = text.partition("\n")[0]
-    head, *parts = page.split("\n## ")
-    found = [f"## {part.rstrip()}\n" for part in parts]
-    kept = [part for part in found if part.partition("\n")[0] != title]
-    return "\n".join([f"{head.rstrip()}\n", *kept[:-1], text, *kept[-1:]])
 
 
 def main() -> int:

@@ -158,6 +158,9 @@ def spread(samples: list[float]) -> float:
     return (ordered[len(ordered) - 1 - cut] - ordered[cut]) / median(ordered)
 
 
+_OURS = ("GPU memory: ", "GMS sessions", "Devices")
+"""How the titles begin of the sections that a run of `make bench-gms` writes anew."""
+
 DEVICES = """
 ## Devices
 
@@ -171,6 +174,24 @@ driver is told so in one line.
 def page(results: Results) -> str:
     """Write the page about a run, in Markdown."""
     return "\n".join(_lines(results)) + "\n" + DEVICES
+
+
+def renewed(old: str, results: Results) -> str:
+    """Write the page about a run, and keep the sections of an older page that others wrote."""
+    found = page(results)
+    for part in old.split("\n## ")[1:]:
+        if not part.startswith(_OURS):
+            found = with_section(found, f"## {part.rstrip()}\n")
+    return found
+
+
+def with_section(page: str, text: str) -> str:
+    """Put a section into a page in place of the one with its title, or before the last one."""
+    title = text.partition("\n")[0]
+    head, *parts = page.split("\n## ")
+    found = [f"## {part.rstrip()}\n" for part in parts]
+    kept = [part for part in found if part.partition("\n")[0] != title]
+    return "\n".join([f"{head.rstrip()}\n", *kept[:-1], text, *kept[-1:]])
 
 
 def _lines(results: Results) -> Iterator[str]:

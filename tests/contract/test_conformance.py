@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
 from gms.adapters.simulated import SimulatedDevice
-from gms.conformance import CAPACITY, RULES, SimulatedRig, check
+from gms.conformance import CAPACITY, RULES, CudaRig, Rig, SimulatedRig, Skipped, check
 from snapshot_shared.frames import Access
+from tests.support.likeness_rig import likeness
 
 
 class Leaking(SimulatedDevice):
@@ -46,8 +48,24 @@ class Apart(SimulatedDevice):
 
     def export(self, handle: int, access: Access) -> int:
         mode = os.O_RDWR if access is Access.RW else os.O_RDONLY
-        other = self.create(self.info.granularity)
+        other = self.create(os.fstat(handle).st_size)
         return os.open(f"/proc/self/fd/{other}", mode | os.O_CLOEXEC)
+
+
+CANNOT = {"gives_zeroes", "exports_for_reading_only", "seals", "hands_over_many"}
+"""What the likeness of a GPU has to skip; it is too small for the last."""
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from likeness(monkeypatch)
+
+
+@pytest.fixture
+def cuda(driver: ModuleType) -> Iterator[CudaRig]:
+    rig = CudaRig(0)
+    yield rig
+    rig.close()
 
 
 @pytest.fixture
@@ -63,13 +81,35 @@ def test_the_simulated_device_keeps_the_rule(rig: SimulatedRig, rule: object) ->
     rule(rig)
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_what_speaks_to_cuda_keeps_the_rule_on_a_likeness_of_its_driver(
+    cuda: Rig, rule: object
+) -> None:
+    assert callable(rule)
+    if rule.__name__ in CANNOT:
+        with pytest.raises(Skipped):
+            rule(cuda)
+    else:
+        rule(cuda)
+
+
 @pytest.mark.parametrize(
     ("kind", "broken"),
     [
-        (Leaking, {"gives_zeroes"}),
+        (Leaking, {"gives_zeroes", "clears_what_is_new", "saves_and_loads"}),
         (Writable, {"exports_for_reading_only", "seals"}),
-        (Forgetful, {"counts_what_is_taken"}),
-        (Apart, {"shares_bytes", "seals"}),
+        (Forgetful, {"counts_what_is_taken", "charges_who_holds"}),
+        (
+            Apart,
+            {
+                "shares_bytes",
+                "seals",
+                "shares_between_processes",
+                "sleeps_and_wakes",
+                "charges_who_holds",
+                "saves_and_loads",
+            },
+        ),
     ],
 )
 def test_a_device_that_breaks_a_rule_is_found(
@@ -107,5 +147,6 @@ def test_without_cuda_it_says_what_is_missing() -> None:
     )
     if done.returncode == 0:
         pytest.skip("this machine has a GPU")
+    assert done.returncode == 2
     assert "CudaUnavailable" in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import importlib
 import mmap
@@ -737,3 +738,18 @@ def test_a_backend_that_goes_on_writes_what_was_not_proven_to_be_there(
         read_again = Memory(sizes)
         read(subject, folder, plans, again, read_again)
         assert read_again.bytes() == memory.bytes()
+
+
+def test_some_chunks_of_a_file_are_read_without_the_others(subject: Subject, folder: int) -> None:
+    sizes = [3 * CHUNK + 100]
+    plans = plans_of(sizes, shard=8 * PAGE)
+    moved = write(subject, folder, plans, Memory(sizes).fill(1))
+    (plan,) = plans
+    some = dataclasses.replace(plan, chunks=plan.chunks[1:3])
+    found = Memory(sizes)
+    subject.backend.read_files(
+        folder, [some], moved.files, found.views, threads=2, advance=nobody_asks
+    )
+    whole = Memory(sizes).fill(1).bytes()[0]
+    wanted = bytes(CHUNK) + whole[CHUNK : 3 * CHUNK] + bytes(100)
+    assert found.bytes() == [wanted]

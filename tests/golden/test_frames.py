@@ -110,7 +110,7 @@ REQUESTS: dict[str, Request] = {
 }
 
 REPLIES: dict[str, Reply] = {
-    "attached": frames.Attached(
+    "attached_kind": frames.Attached(
         session=17,
         granted=Access.RO,
         device=DEVICE,
@@ -124,6 +124,7 @@ REPLIES: dict[str, Reply] = {
         layout_id="layout-1",
         structure_hash="ab" * 32,
         bytes=123_456_789,
+        device_kind="cuda",
     ),
     "allocated": frames.Allocated(allocations=[_info(n) for n in range(MANY)], part=1, parts=2),
     "exported": frames.Exported(allocations=[_info(n) for n in range(128)], part=24, parts=24),
@@ -237,6 +238,25 @@ BODIES: dict[str, msgspec.Struct] = {
     "grpc_forget_reply": frames.ForgetReply(),
 }
 
+FORMER: dict[str, Reply] = {
+    "attached": frames.Attached(
+        session=17,
+        granted=Access.RO,
+        device=DEVICE,
+        index=1,
+        product="Snapback Simulated GPU",
+        capacity=2**36,
+        free=2**35,
+        granularity=2**21,
+        incarnation=INCARNATION,
+        generation=4,
+        layout_id="layout-1",
+        structure_hash="ab" * 32,
+        bytes=123_456_789,
+    ),
+}
+"""What an earlier release wrote, as it is understood now."""
+
 SAMPLES: dict[str, Request | Reply | msgspec.Struct] = {**REQUESTS, **REPLIES, **BODIES}
 
 
@@ -259,6 +279,11 @@ def test_a_recorded_reply_means_what_it_meant(name: str) -> None:
     assert frames.decode_reply(_recorded(name)) == REPLIES[name]
 
 
+@pytest.mark.parametrize("name", FORMER)
+def test_a_reply_of_an_earlier_release_means_what_it_meant(name: str) -> None:
+    assert frames.decode_reply(_recorded(name)) == FORMER[name]
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_a_recorded_grpc_body_means_what_it_meant(name: str) -> None:
     assert decode_msgpack(_recorded(name), type(BODIES[name])) == BODIES[name]
@@ -267,7 +292,7 @@ def test_a_recorded_grpc_body_means_what_it_meant(name: str) -> None:
 def test_every_frame_has_a_sample_and_every_file_belongs_to_one() -> None:
     sampled = {type(sample) for sample in (*REQUESTS.values(), *REPLIES.values())}
     assert sampled == set(Request.__args__) | set(Reply.__args__)
-    assert {file.stem for file in FOLDER.iterdir()} == set(SAMPLES)
+    assert {file.stem for file in FOLDER.iterdir()} == set(SAMPLES) | set(FORMER)
 
 
 @pytest.mark.parametrize("name", ["allocate_many", "export_many", "allocated"])

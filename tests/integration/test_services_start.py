@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.likeness_rig import FOLDER
 
 SERVICES = ("snapshot_operator.main", "snapshot_agent.main", "gms.main")
 
@@ -63,3 +66,31 @@ def test_an_http_address_that_is_none_is_refused_by_its_variable(
     assert ended.returncode == 1
     assert "SNAPBACK_HTTP_ADDRESS='9090'" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (None, "the Python bindings of CUDA are missing"),
+        ("init=100", "the CUDA driver does not start: cuInit: CUDA_ERROR_NO_DEVICE"),
+        ("devices=0", "no CUDA device is visible"),
+        ("novmm", "device 0 has no virtual-memory-management"),
+    ],
+)
+def test_gms_without_what_cuda_needs_says_in_one_line_what_is_missing(
+    tmp_path: Path, options: str | None, expected: str
+) -> None:
+    if options is None and importlib.util.find_spec("cuda") is not None:
+        pytest.skip("the bindings are installed here")
+    found = {} if options is None else {"PYTHONPATH": str(FOLDER), "CUDA_LIKENESS": options}
+    ended = start("gms.main", tmp_path, SNAPBACK_GMS_DEVICE="cuda", **found)
+    assert ended.returncode == 1
+    assert f"CudaUnavailable: {expected}" in ended.stderr
+    assert "Next: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_kind_of_device_that_does_not_exist_is_refused_by_its_variable(tmp_path: Path) -> None:
+    ended = start("gms.main", tmp_path, SNAPBACK_GMS_DEVICE="tpu")
+    assert ended.returncode == 1
+    assert "SNAPBACK_GMS_DEVICE='tpu'" in ended.stderr

@@ -75,6 +75,7 @@ class SimDevice:
 
     def __init__(self, node: str, index: int, capacity: int = CAPACITY) -> None:
         self.info = DeviceInfo(
+            kind="simulated",
             uuid=f"GPU-{node}-{index}",
             index=index,
             product=PRODUCT,
@@ -103,6 +104,9 @@ class SimDevice:
 
     def release(self, handle: int) -> None:
         del self.bytes[handle]
+
+    def close(self) -> None:
+        self.bytes.clear()
 
 
 class SimGms:

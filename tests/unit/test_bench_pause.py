@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from snapshot_shared.spans import SpanRecord
+from tests.bench import results as bench
 from tests.bench.pause import (
     MIB,
     RESTORE_STEPS,
@@ -19,8 +20,8 @@ from tests.bench.pause import (
     judged,
     pause,
     section,
-    with_section,
 )
+from tests.bench.results import page, with_section
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, LARGE = 64 * MIB, 512 * MIB
@@ -109,3 +110,12 @@ def test_a_request_that_makes_no_sense_is_refused(wrong: list[str]) -> None:
     assert found.returncode == 2
     assert wrong[0] in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_the_other_benchmark_keeps_the_section_and_renews_its_own() -> None:
+    machine = {"cores": "2"}
+    first = page(bench.Results(machine=machine))
+    both = with_section(first, section(results(STEADY, STEADY)))
+    again = bench.renewed(both, bench.Results(machine={"cores": "4"}))
+    assert again == both.replace("- cores: 2", "- cores: 4", 1)
+    assert f"## {TITLE}" in again

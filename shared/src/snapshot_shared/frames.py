@@ -202,7 +202,10 @@ class Detach(_Frame, frozen=True, kw_only=True, tag="detach"):
 
 
 class Attached(_Frame, frozen=True, kw_only=True, tag="attached"):
-    """The lock is held. `generation` 0 means that nothing is committed."""
+    """The lock is held. `generation` 0 means that nothing is committed.
+
+    `device_kind` says how descriptors are mapped: `simulated` (also when it is absent) or `cuda`.
+    """
 
     session: Count
     granted: Access
@@ -217,6 +220,7 @@ class Attached(_Frame, frozen=True, kw_only=True, tag="attached"):
     layout_id: ShortText = ""
     structure_hash: ShortText = ""
     bytes: Bytes = 0
+    device_kind: ShortText | msgspec.UnsetType = msgspec.UNSET
 
 
 class Allocated(_Frame, frozen=True, kw_only=True, tag="allocated"):

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.sessions import LeaseSessions
 from gms.handlers.transfers import GmsTransfers
+from gms.ports import Device
 from snapshot_shared.frames import DeviceStatus, StatusRequest
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.telemetry import Telemetry
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 class RunningGms:
-    """The real service, both sockets, two simulated devices."""
+    """The real service, both sockets, two simulated devices unless it is given others."""
 
     def __init__(
         self,
@@ -42,10 +43,11 @@ class RunningGms:
         capacities: tuple[int, ...] = (CAPACITY, CAPACITY),
         granularity: int = GRANULARITY,
         policy: LeasePolicy | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> None:
         self.folder = folder
         self.policy = policy
-        self.devices = [
+        self.devices: Sequence[Device] = devices or [
             SimulatedDevice(node="n1", index=index, capacity=capacity, granularity=granularity)
             for index, capacity in enumerate(capacities)
         ]

@@ -481,3 +481,16 @@ def test_the_library_brings_neither_grpc_nor_nats_nor_telemetry_along() -> None:
         "print(sorted(heavy))\n"
     )
     assert run_worker(code).stdout == b"[]\n"
+
+
+def test_a_writer_that_gave_up_what_was_committed_commits_anew(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, np.uint8)
+        first = pool.commit()
+    with client.connect(lock="RW", if_match=first, replace=True) as pool:
+        assert pool.generation is None
+        pool.allocate("w", 20, np.uint8)[:] = 2
+        second = pool.commit()
+    assert second.generation == first.generation + 1
+    with client.connect(lock="RO") as pool:
+        assert pool["w"].sum() == 40

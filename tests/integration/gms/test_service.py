@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -63,7 +65,10 @@ class Process:
         """Start and return when the lease socket answers."""
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "gms.main"], env=self.environment, stderr=log
+                [sys.executable, "-m", "gms.main"],
+                env=self.environment,
+                stderr=log,
+                process_group=0,
             )
         self.running.append(process)
         while not (self.sockets / "gms-grpc.sock").exists():
@@ -113,6 +118,34 @@ def test_a_stop_is_orderly_and_leaves_no_socket(process: Process) -> None:
         assert list(process.sockets.iterdir()) == []
         with pytest.raises(client.SnapbackError):
             pool.commit()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.6])
+def test_what_waits_for_a_transfer_ends_with_the_service_and_says_nothing(
+    process: Process, number: signal.Signals, after_s: float
+) -> None:
+    running = process.start()
+    threading.Event().wait(after_s)
+    waiting = children(running.pid)
+    # As when somebody types ctrl-C.
+    os.killpg(running.pid, number)
+    assert running.wait(PATIENCE_S) in (0, -number)
+    for descriptor in waiting:
+        ended, _, _ = select.select([descriptor], [], [], PATIENCE_S)
+        os.close(descriptor)
+        assert ended, "it waits on"
+    assert "Traceback" not in process.log.read_text()
+
+
+def children(pid: int) -> list[int]:
+    """Give a pidfd of each process that a process has started."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            with contextlib.suppress(ProcessLookupError):
+                found.append(os.pidfd_open(child))
+    return found
 
 
 def test_a_killed_service_is_replaced_by_one_that_says_that_it_is_another(

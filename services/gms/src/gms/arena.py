@@ -6,11 +6,20 @@ out stay ours while the client sleeps, and mean the same bytes again when it wak
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import math
 import mmap
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from snapshot_shared.errors import LayoutError
+from msgspec import UnsetType
+
+from snapshot_shared.errors import LayoutError, UnsupportedVersion
+
+if TYPE_CHECKING:
+    from gms.adapters.cuda import CudaRange
 
 FIRST_ADDRESS = 0x2000_0000_0000
 DEVICE_BYTES = 1 << 40
@@ -46,8 +55,126 @@ class AddressTaken(LayoutError):
     )
 
 
+class Mappings:
+    """Where something is mapped in a range, by the rules of `cuMemMap` and `cuMemUnmap`.
+
+    A mapping stands inside the range, never over another, and goes as a whole.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Begin with an empty range of `size` bytes."""
+        self.size = size
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def add(self, offset: int, size: int) -> None:
+        """Take note of a mapping. LayoutError when it must not stand there."""
+        if size <= 0 or offset < 0 or offset + size > self.size:
+            raise LayoutError(
+                f"{size} bytes at {offset} are outside the reserved range", size=self.size
+            )
+        place = bisect.bisect_left(self._starts, offset + size)
+        if place:
+            before = self._starts[place - 1]
+            if before + self._sizes[before] > offset:
+                raise LayoutError(
+                    f"{size} bytes at {offset} are mapped already", offset=offset, size=size
+                )
+        self._starts.insert(place, offset)
+        self._sizes[offset] = size
+
+    def within(self, offset: int, size: int) -> list[tuple[int, int]]:
+        """Give offset and size of what is mapped in a part. LayoutError when it cuts a mapping."""
+        low = bisect.bisect_left(self._starts, offset)
+        high = bisect.bisect_left(self._starts, offset + size)
+        found = [(at, self._sizes[at]) for at in self._starts[low:high]]
+        before = self._starts[low - 1] if low else None
+        cuts = before is not None and before + self._sizes[before] > offset
+        if cuts or (found and sum(found[-1]) > offset + size):
+            raise LayoutError(
+                f"{size} bytes at {offset} are a part of a mapping, which goes as a whole",
+                offset=offset,
+                size=size,
+            )
+        return found
+
+    def remove(self, offset: int) -> None:
+        """Take note that a mapping is gone."""
+        del self._starts[bisect.bisect_left(self._starts, offset)]
+        del self._sizes[offset]
+
+
+class AddressRange(Protocol):
+    """A reserved range of addresses. Mappings replace parts of it and give them back.
+
+    `kind` is the kind of device whose memory it maps; offsets and sizes are bytes, whole granules
+    where something is mapped.
+    """
+
+    kind: str
+    address: int
+    size: int
+
+    def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
+        """Map the whole of a descriptor at `offset` of the range and give the address.
+
+        LayoutError outside the range, and where something is mapped.
+        """
+        ...
+
+    def protect(self, offset: int, size: int, *, writable: bool) -> None:
+        """Change what may be done with a mapping."""
+        ...
+
+    def unmap(self, offset: int = 0, size: int | None = None) -> None:
+        """Take mappings away and keep their addresses reserved; the whole range by default.
+
+        LayoutError for a part of a mapping.
+        """
+        ...
+
+    def clear(self, offset: int, size: int) -> None:
+        """Make sure that memory that was just made holds zeros."""
+        ...
+
+    def array(self, offset: int, shape: Sequence[int], dtype: Any) -> Any:
+        """Give the array at a place of the range; `flags.writeable` of it can be set."""
+        ...
+
+    def release(self) -> None:
+        """Give mappings and addresses back."""
+        ...
+
+
+def reserve(
+    kind: str | UnsetType, device: str, size: int, *, address: int | None, exact: bool = False
+) -> Arena | CudaRange:
+    """Reserve addresses for the memory of a device of this kind, which has this uuid.
+
+    A CUDA device may give another address than the one that is asked for, unless it is `exact`.
+    AddressTaken; CudaUnavailable says what this process lacks; UnsupportedVersion for a kind that
+    is not known here.
+    """
+    match kind:
+        case "simulated" | UnsetType():
+            return Arena(size, address=address)
+        case "cuda":
+            # Only here: an engine or a transfer on a simulated device has no such library.
+            from gms.adapters.cuda import CudaDriver, CudaRange  # noqa: PLC0415
+
+            return CudaRange(CudaDriver(), device, size, address=address, exact=exact)
+        case _:
+            raise UnsupportedVersion(
+                f"{device} is a device of the kind {kind!r}, whose memory this client cannot map",
+                found=kind,
+                expected=["simulated", "cuda"],
+            )
+
+
 class Arena:
-    """A reserved range of addresses. Mappings replace parts of it and give them back."""
+    """The range for simulated devices, whose memory is mapped by the kernel."""
+
+    kind = "simulated"
 
     def __init__(self, size: int, *, address: int | None = None) -> None:
         """Reserve `size` bytes at `address`, or where the kernel likes. AddressTaken."""
@@ -64,18 +191,20 @@ class Arena:
             raise _taken(address, size)
         self.address = found
         self.size = size
+        self._mappings = Mappings(size)
 
     def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
         """Map the whole of a descriptor at `offset` of the range and give the address.
 
         A child that is forked does not inherit it: an import must not outlive its session.
         """
-        if offset < 0 or offset + size > self.size:
-            raise LayoutError(
-                f"{size} bytes at {offset} are outside the reserved range", size=self.size
-            )
+        self._mappings.add(offset, size)
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        at = _mmap(self.address + offset, size, prot, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        try:
+            at = _mmap(self.address + offset, size, prot, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        except OSError:
+            self._mappings.remove(offset)
+            raise
         _check(_libc.madvise(at, size, _MADV_DONTFORK))
         return at
 
@@ -88,7 +217,22 @@ class Arena:
         """Take mappings away and keep their addresses reserved; the whole range by default."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         length = self.size if size is None else size
+        gone = self._mappings.within(offset, length)
+        # In one call: a range with thousands of mappings is still one range.
         _mmap(self.address + offset, length, _PROT_NONE, flags, -1)
+        for at, _ in reversed(gone):
+            self._mappings.remove(at)
+
+    def clear(self, offset: int, size: int) -> None:
+        """Do nothing: a simulated device gives zeros."""
+
+    def array(self, offset: int, shape: Sequence[int], dtype: Any) -> Any:
+        """Give the numpy array at a place of the range."""
+        # The transfer programs use no arrays, and every restore waits for them.
+        import numpy as np  # noqa: PLC0415
+
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        return np.ndarray(tuple(shape), dtype, buffer=self.view(offset, size))
 
     def view(self, offset: int, size: int) -> memoryview:
         """Give the bytes of a mapping. Using them after `unmap` ends the process (SIGSEGV)."""

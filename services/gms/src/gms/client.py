@@ -12,6 +12,9 @@
 
 While a pool sleeps its arrays must not be touched: the process would end with SIGSEGV, as CUDA
 would fault. After `wake` they are valid again. Needs only the standard library, numpy and msgspec.
+
+Arrays of a simulated device are numpy's. Those of a CUDA device (extra `cuda`) are `CudaArray`s:
+`set` fills and `get` copies them, and CuPy, Numba and PyTorch (`gms.torch`) work on them in place.
 """
 
 from __future__ import annotations
@@ -24,15 +27,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from msgspec import UNSET, UnsetType
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from gms.arena import DOMAIN_BYTES, AddressTaken, Arena, address_of
+from gms.arena import DOMAIN_BYTES, AddressRange, AddressTaken, address_of, reserve
+from gms.domain.layout import aligned
 from gms.lease import Lease
 from gms.slots import PoolState, Slot, metadata_of, new_slots, read_state, slots_of, write_state
 from snapshot_shared.errors import (
     DeadlineExceeded,
     Fenced,
     GenerationMismatch,
+    Incompatible,
     InvalidInput,
     LayoutConflict,
     NotEligible,
@@ -50,6 +55,7 @@ from snapshot_shared.frames import (
     GenerationRef,
     LockMode,
     MemoryDomain,
+    MetadataItem,
 )
 
 __all__ = [
@@ -70,7 +76,9 @@ __all__ = [
     "restore",
 ]
 
-Array = NDArray[Any]
+Array = Any
+"""`numpy.ndarray`, or on a CUDA device `gms.adapters.cuda.CudaArray`."""
+
 Shape = int | Sequence[int]
 
 DEADLINE_S = 60.0
@@ -153,7 +161,7 @@ class MemoryPool:
         self._folder = _folder(socket_dir)
         self._slots: dict[str, Slot] = {}
         self._arrays: dict[str, Array] = {}
-        self._arena: Arena | None = None
+        self._arena: AddressRange | None = None
         self._lease: Lease | None = None
         self._mode = _Mode.CLOSED
         self._end = 0
@@ -178,7 +186,9 @@ class MemoryPool:
         pool.layout_id, pool.structure_hash = saved.layout_id, saved.structure_hash
         pool._slots = {slot.name: slot for slot in saved.slots}
         pool._end = max((slot.at + slot.aligned for slot in saved.slots), default=0)
-        pool._arena = Arena(saved.reserved, address=saved.address)
+        pool._arena = reserve(
+            saved.device_kind, pool.device, saved.reserved, address=saved.address, exact=True
+        )
         pool._mode = _Mode.ASLEEP
         return pool
 
@@ -221,6 +231,24 @@ class MemoryPool:
         self._require(_Mode.WRITING, _Mode.READING)
         return dict(self._arrays)
 
+    def address(self, name: str) -> int:
+        """Give where an array begins, in the address space of its device. NotFound."""
+        return self._range.address + self._slot(name).at
+
+    def sizes(self) -> dict[str, int]:
+        """Give the bytes of every array by name."""
+        return {slot.name: slot.size for slot in self._slots.values()}
+
+    def metadata(self, prefix: str = "") -> list[MetadataItem]:
+        """Read what stands in the metadata store under keys with this prefix, sorted by key."""
+        self._require(_Mode.WRITING, _Mode.READING)
+        return self._held.metadata(prefix)
+
+    @property
+    def device_kind(self) -> str:
+        """What kind of device it is: `simulated` or `cuda`."""
+        return self._range.kind
+
     def __getitem__(self, name: str) -> Array:
         """Give one array. NotFound."""
         self._require(_Mode.WRITING, _Mode.READING)
@@ -229,9 +257,12 @@ class MemoryPool:
 
     # Life.
 
-    def commit(self, *, layout_id: str | None = None) -> GenerationRef:
+    def commit(
+        self, *, layout_id: str | None = None, metadata: Sequence[MetadataItem] = ()
+    ) -> GenerationRef:
         """Publish the arrays. They stay where they are and become read-only.
 
+        `metadata` is kept beside them; its keys must not be names of arrays.
         Slices made before keep numpy's writable flag, but writing to one ends the process.
         GenerationMismatch when something else was committed meanwhile.
         """
@@ -239,7 +270,7 @@ class MemoryPool:
         # Before the publication: nobody may see bytes change that are committed.
         self._protect(writable=False)
         try:
-            self._held.put_metadata(metadata_of(self._slots.values()))
+            self._held.put_metadata([*metadata_of(self._slots.values()), *metadata])
             done = self._held.commit(if_match=self.generation, layout_id=layout_id)
         except BaseException:
             self._protect(writable=True)
@@ -298,6 +329,7 @@ class MemoryPool:
                 layout_id=self.layout_id,
                 structure_hash=self.structure_hash,
                 slots=list(self._slots.values()),
+                device_kind=self._range.kind,
             )
         )
 
@@ -343,9 +375,10 @@ class MemoryPool:
                 self._slots = {slot.name: slot for slot in found}
                 self._end = max((slot.at + slot.aligned for slot in found), default=0)
             # Addresses are never used twice, so freed ones must not run out.
-            reserved = min(DOMAIN_BYTES, max(4 * attached.capacity, self._end))
+            wanted = aligned(max(4 * attached.capacity, self._end), attached.granularity)
+            reserved = min(DOMAIN_BYTES, wanted)
             address = address_of(self._ordinal, is_kv=not self._is_weights)
-            self._arena = Arena(reserved, address=address)
+            self._arena = reserve(attached.device_kind, self.device, reserved, address=address)
             if is_reader:
                 self._map(list(self._slots.values()), Access.RO)
         except BaseException:
@@ -381,6 +414,8 @@ class MemoryPool:
         self._held.allocate(specs)
         try:
             self._map(slots, Access.RW)
+            for slot in slots:
+                self._range.clear(slot.at, slot.size)
         except BaseException:
             for slot in slots:
                 self._range.unmap(slot.at, slot.aligned)
@@ -412,15 +447,28 @@ class MemoryPool:
 
     def _let_go(self) -> None:
         """Unmap, and only then tell the service that everything is unmapped."""
-        if self._arena is not None:
-            self._arena.unmap()
         lease, self._lease = self._lease, None
+        try:
+            if self._arena is not None:
+                self._arena.unmap()
+        except BaseException:
+            # A device that failed may have something mapped yet: the service must count it on.
+            if lease is not None:
+                lease.close()
+            raise
         if lease is not None:
             with contextlib.suppress(SnapbackError):
                 # A service that is gone holds nothing of ours; the lease is closed either way.
                 lease.detach()
 
     def _check_same(self, attached: Attached) -> None:
+        if (attached.device_kind or "simulated") != self._range.kind:
+            raise Incompatible(
+                f"{self.device} is now a device of another kind than that of this pool",
+                next_step="close this pool and connect again",
+                expected=self._range.kind,
+                found=attached.device_kind,
+            )
         known = {"layout_id": self.layout_id, "structure_hash": self.structure_hash}
         found = {"layout_id": attached.layout_id, "structure_hash": attached.structure_hash}
         if known != found:
@@ -461,7 +509,7 @@ class MemoryPool:
         return self._lease
 
     @property
-    def _range(self) -> Arena:
+    def _range(self) -> AddressRange:
         if self._arena is None:
             raise NotEligible("the pool is closed")
         return self._arena

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +19,7 @@ from gms.adapters.admission import LeasePolicy
 from gms.adapters.backends import find_backend
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.lease_socket import LeaseServer
-from gms.adapters.simulated import SimulatedDevice
+from gms.adapters.simulated import SimulatedDevice, allow_many_descriptors
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import Way
 from gms.handlers.control import GmsControl
@@ -28,6 +27,7 @@ from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
 from gms.handlers.transfers import GmsTransfers
+from gms.ports import Device
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
@@ -54,12 +54,15 @@ FLUSH_S = 2.0
 
 
 class GmsSettings(NodeSettings, frozen=True, kw_only=True):
-    """What GMS needs to know: how many simulated devices there are, and the bytes of each.
+    """What GMS needs to know.
 
+    `gms_device` says what kind of devices it serves: every GPU that CUDA shows, or `devices`
+    simulated ones of `device_bytes` each.
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
     other socket.
     """
 
+    gms_device: Literal["simulated", "cuda"] = "simulated"
     devices: Annotated[int, Meta(ge=0, le=64)] = 2
     device_bytes: Annotated[int, Meta(ge=2**21, le=2**50)] = 4 * 2**30
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -71,11 +74,8 @@ async def serve(stop: asyncio.Event) -> None:
     log_to_stderr(SERVICE, settings.node, settings.log_level)
     check_node(settings.node)
     find_backend(settings.transfer_backend, storage=settings.object_storage)
-    _allow_many_descriptors()
-    devices = [
-        SimulatedDevice(node=settings.node, index=index, capacity=settings.device_bytes)
-        for index in range(settings.devices)
-    ]
+    allow_many_descriptors()
+    devices = _open_devices(settings)
     metrics = Metrics(
         SERVICE,
         settings.node,
@@ -112,18 +112,24 @@ async def serve(stop: asyncio.Event) -> None:
             device.close()
 
 
+def _open_devices(settings: GmsSettings) -> Sequence[Device]:
+    if settings.gms_device == "cuda":
+        # Only here: a node without a GPU needs nothing of it.
+        from gms.adapters.cuda import open_devices  # noqa: PLC0415
+
+        return open_devices()
+    return [
+        SimulatedDevice(node=settings.node, index=index, capacity=settings.device_bytes)
+        for index in range(settings.devices)
+    ]
+
+
 def _make_socket_folder(settings: GmsSettings) -> None:
     folder = settings.socket_dir
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if settings.lease_group is not None:
         os.chown(folder, -1, settings.lease_group)
         folder.chmod(0o750)
-
-
-def _allow_many_descriptors() -> None:
-    """Raise the soft limit to the hard one: every allocation of a simulated device is a file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _telemetry(settings: GmsSettings, service: str, metrics: Metrics) -> Telemetry:

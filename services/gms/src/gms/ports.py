@@ -41,11 +41,12 @@ from snapshot_shared.frames import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInfo:
-    """One device. `capacity` and `granularity` are bytes.
+    """One device. `capacity` and `granularity` are bytes; clients map its memory by its `kind`.
 
     `capabilities` say by name what it can do (1) and cannot (0), and the version of its driver.
     """
 
+    kind: str
     uuid: str
     index: int
     product: str
@@ -72,19 +73,29 @@ class Device(Protocol):
         ...
 
     def create(self, size: int) -> int:
-        """Take `size` bytes, a multiple of the granularity, zeroed. OutOfDeviceMemory."""
+        """Take `size` bytes, a multiple of the granularity. OutOfDeviceMemory.
+
+        It is zeroed where the device is capable of `zeroed`; elsewhere clients clear it.
+        """
         ...
 
     def export(self, handle: int, access: Access) -> int:
-        """Give a fresh descriptor of the memory; RO ones cannot be mapped writable."""
+        """Give a fresh descriptor of the memory.
+
+        RO ones cannot be mapped writable where the device is capable of `read-only-exports`.
+        """
         ...
 
     def seal(self, handle: int) -> None:
-        """Make sure that no new writable mapping of the memory can be made."""
+        """Make sure that no new writable mapping can be made, as far as the device is capable."""
         ...
 
     def release(self, handle: int) -> None:
         """Give memory back."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
         ...
 
 
@@ -219,6 +230,42 @@ class ChunkNotes(Protocol):
         ...
 
 
+class Copier(Protocol):
+    """Copies between a host and a layout in the memory of a device; offsets are the layout's.
+
+    What was begun is done after `flush`. One thread at a time.
+    """
+
+    @property
+    def window(self) -> memoryview:
+        """Host memory to and from which copies are fast."""
+        ...
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Begin to copy bytes out of the device."""
+        ...
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """Begin to copy bytes into the device; they must stay as they are until `flush`."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until every copy is done."""
+        ...
+
+    def close(self) -> None:
+        """Wait, and give everything back."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """A layout in memory that only its device addresses, which is copied from and to."""
+
+    def copier(self, window: int) -> Copier:
+        """Give an order of copies of its own, with a window of this many bytes."""
+        ...
+
+
 @runtime_checkable
 class TransferBackend(Protocol):
     """Carries out file plans between memory and the directory of a part.
@@ -254,6 +301,8 @@ class TransferBackend(Protocol):
     ) -> Moved:
         """Fill every buffer, each of which is all zeros yet, and compare each chunk's digest.
 
+        A plan may have only some chunks of its file: the others are not read.
+
         ArtifactCorrupt names file and chunk; ArtifactMissing. What is not a plain file of the
         planned size is not read.
         """
@@ -279,6 +328,15 @@ class ResumableBackend(TransferBackend, Protocol):
         A noted chunk stays when memory and, read again, the file have its digest. A file with
         notes exists; one without does not.
         """
+        ...
+
+
+@runtime_checkable
+class CopyingBackend(TransferBackend, Protocol):
+    """A backend whose storage can copy what an older part has, instead of being sent it again."""
+
+    def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
+        """Have the next writes copy the chunks that the part below `prefix` has, where the same."""
         ...
 
 

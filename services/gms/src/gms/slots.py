@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from gms.arena import DEVICE_BYTES, DOMAIN_BYTES, FIRST_ADDRESS, Arena
+from gms.arena import DOMAIN_BYTES, AddressRange
 from snapshot_shared.codec import decode_json, decode_msgpack, encode_json, encode_msgpack
 from snapshot_shared.errors import InvalidInput, InvalidMessage, UnsupportedVersion
 from snapshot_shared.frames import (
@@ -31,6 +31,8 @@ STATE_VERSION = 1
 MAX_STATE_BYTES = 64 * 1024 * 1024
 MAX_ORDINAL = 63
 _PAGE = 4096
+_LOWEST, _HIGHEST = 1 << 30, 1 << 57
+"""Where a range may stand: above what programs load, in the widest address space that there is."""
 
 Dimensions = Annotated[list[Bytes], Meta(max_length=32)]
 
@@ -45,9 +47,9 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     size: AllocationSize
     aligned: AllocationSize
 
-    def array(self, arena: Arena) -> NDArray[Any]:
+    def array(self, at: AddressRange) -> Any:
         """Give the array over its place."""
-        return np.ndarray(tuple(self.shape), self.dtype, buffer=arena.view(self.at, self.size))
+        return at.array(self.at, self.shape, self.dtype)
 
 
 class _Descriptor(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +68,12 @@ class PoolState(
     version: int = STATE_VERSION
     domain: MemoryDomain
     ordinal: Annotated[int, Meta(ge=0, le=MAX_ORDINAL)]
-    address: Annotated[int, Meta(ge=FIRST_ADDRESS, lt=FIRST_ADDRESS + DEVICE_BYTES * 64)]
+    address: Annotated[int, Meta(ge=_LOWEST, lt=_HIGHEST)]
     reserved: Annotated[int, Meta(ge=_PAGE, le=DOMAIN_BYTES)]
     layout_id: ShortText
     structure_hash: ShortText
     slots: Annotated[list[Slot], Meta(max_length=MAX_ALLOCATIONS)]
+    device_kind: ShortText = "simulated"
 
 
 def new_slots(

@@ -1,8 +1,9 @@
 """Memory of a real GPU, by the virtual memory management of the CUDA driver.
 
 `CudaDevice` is the server's side: it creates and exports memory, maps none of it and makes no CUDA
-context. `CudaMapping` is an importer's side. `cuda-bindings` (extra `cuda`) is imported when a
-driver is asked for and not before; every symbol that is used is looked for then.
+context. `CudaRange` is an importer's side: memory of another process at addresses of this one.
+`cuda-bindings` (extra `cuda`) is imported when a driver is asked for and not before; every symbol
+that is used is looked for then.
 """
 
 from __future__ import annotations
@@ -11,13 +12,24 @@ import contextlib
 import ctypes
 import fcntl
 import importlib
+import math
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from gms.arena import AddressTaken, Mappings
 from gms.ports import DeviceInfo
-from snapshot_shared.errors import DeviceError, Internal, InvalidInput, OutOfDeviceMemory
+from snapshot_shared.errors import (
+    DeviceError,
+    Internal,
+    InvalidInput,
+    OutOfDeviceMemory,
+    UnknownDevice,
+)
 from snapshot_shared.frames import Access
 
 SYMBOLS = (
@@ -41,12 +53,24 @@ SYMBOLS = (
     "cuMemSetAccess",
     "cuMemcpyHtoD",
     "cuMemcpyDtoH",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemsetD8",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuStreamCreate",
+    "cuStreamDestroy",
+    "cuStreamSynchronize",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease",
-    "cuCtxSetCurrent",
+    "cuCtxPushCurrent",
+    "cuCtxPopCurrent",
     "cuCtxSynchronize",
 )
 """What the driver has to offer."""
+
+
+KIND = "cuda"
 
 
 class CudaUnavailable(DeviceError):
@@ -75,10 +99,12 @@ class CudaDriver:
         try:
             self.call("cuInit", 0)
             self.version = int(self.call("cuDriverGetVersion"))
-        except RuntimeError as error:
+        except (RuntimeError, CudaFailed) as error:
+            # Without the library the bindings raise an error of their own; without a GPU, or in a
+            # container that was given none, the library answers cuInit with a status.
             raise CudaUnavailable(
-                f"the CUDA driver does not load: {str(error).splitlines()[0]}",
-                next_step="install the NVIDIA driver, or run where a GPU is visible",
+                f"the CUDA driver does not start: {str(error).splitlines()[0]}",
+                next_step="install the NVIDIA driver, or run where a GPU is visible: `nvidia-smi`",
             ) from error
 
     @property
@@ -92,6 +118,27 @@ class CudaDriver:
         if int(status) != 0:
             raise CudaFailed(name, status)
         return found[0] if len(found) == 1 else tuple(found)
+
+    def uuid_of(self, device: Any) -> str:
+        """Give the uuid of a device as NVIDIA_VISIBLE_DEVICES has it."""
+        found = self.call("cuDeviceGetUuid", device)
+        return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+
+    def find(self, device: str) -> Any:
+        """Give the visible device with this uuid. UnknownDevice.
+
+        Ordinals differ between processes: CUDA_VISIBLE_DEVICES leaves devices out and sorts them.
+        """
+        visible = [self.call("cuDeviceGet", ordinal) for ordinal in range(self.devices)]
+        uuids = [self.uuid_of(each) for each in visible]
+        if device not in uuids:
+            raise UnknownDevice(
+                f"{device} is not visible to CUDA in this process",
+                next_step="give this process the GPU: NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
+                device=device,
+                visible=uuids,
+            )
+        return visible[uuids.index(device)]
 
     def allocation(self, device: Any) -> Any:
         """Describe pinned memory of a device that can be exported as a descriptor."""
@@ -127,7 +174,7 @@ class CudaDevice:
 
     CUDA cannot export a descriptor for reading only, and cannot keep an importer from a new
     writable mapping, so `export` takes no notice of the access and `seal` only checks the handle:
-    clients protect their own mappings.
+    clients protect their own mappings. Nor does it say what new memory holds: clients clear it.
     """
 
     def __init__(self, driver: CudaDriver, ordinal: int) -> None:
@@ -146,14 +193,19 @@ class CudaDevice:
         api = driver.api
         minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         name = bytes(driver.call("cuDeviceGetName", 128, self._device))
-        found = driver.call("cuDeviceGetUuid", self._device)
         self._info = DeviceInfo(
-            uuid=f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}",
+            kind=KIND,
+            uuid=driver.uuid_of(self._device),
             index=ordinal,
             product=name.partition(b"\0")[0].decode(errors="replace"),
             capacity=int(driver.call("cuDeviceTotalMem", self._device)),
             granularity=int(driver.call("cuMemGetAllocationGranularity", self._prop, minimum)),
-            capabilities={**capabilities, "read-only-exports": 0, "driver": driver.version},
+            capabilities={
+                **capabilities,
+                "read-only-exports": 0,
+                "zeroed": 0,
+                "driver": driver.version,
+            },
         )
         self._lock = threading.Lock()
         self._handles: dict[int, tuple[Any, int]] = {}
@@ -238,74 +290,269 @@ _CAPABILITIES = {
 }
 
 
-class CudaMapping:
-    """Memory of another process, imported and mapped at a reserved address of this one."""
+def open_devices() -> list[CudaDevice]:
+    """Open every visible device, in the order of CUDA. CudaUnavailable."""
+    driver = CudaDriver()
+    try:
+        count = driver.devices
+    except CudaFailed as error:
+        raise CudaUnavailable(
+            f"the CUDA driver names no device: {error}", next_step=_SHOW_A_GPU
+        ) from error
+    if not count:
+        raise CudaUnavailable("no CUDA device is visible", next_step=_SHOW_A_GPU)
+    return [CudaDevice(driver, ordinal) for ordinal in range(count)]
 
-    def __init__(self, driver: CudaDriver, size: int, address: int) -> None:
-        """Use `CudaImporter.mapped`."""
+
+_SHOW_A_GPU = "look with `nvidia-smi`, and at NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES"
+
+
+class CudaRange:
+    """A reserved range of addresses of one device, into which imports are mapped.
+
+    It holds the primary context of the device, which is that of PyTorch and of the CUDA runtime,
+    and makes it current only while it works: what an engine has made current stays so. Any thread
+    may use it, one at a time.
+    """
+
+    kind = KIND
+
+    def __init__(
+        self, driver: CudaDriver, device: str, size: int, *, address: int | None, exact: bool
+    ) -> None:
+        """Reserve `size` bytes, whole granules, at `address`, which the driver takes for a hint.
+
+        Where it gives another one that is taken, too, unless it must be `exact`: AddressTaken.
+        UnknownDevice when this process does not see the device.
+        """
         self._driver = driver
+        self._device = driver.find(device)
+        self._mappings = Mappings(size)
+        self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
         self.size = size
-        self.address = address
+        try:
+            self.address = int(driver.call("cuMemAddressReserve", size, 0, address or 0, 0))
+            if exact and address is not None and self.address != address:
+                driver.call("cuMemAddressFree", self.address, size)
+                raise AddressTaken(
+                    f"{size} bytes at {address:#x} are in use in this process: the driver offers "
+                    f"{self.address:#x}",
+                    address=address,
+                    size=size,
+                )
+        except BaseException:
+            driver.call("cuDevicePrimaryCtxRelease", self._device)
+            raise
 
-    def read(self, offset: int, size: int) -> bytes:
-        """Copy bytes from the device."""
-        data = bytearray(size)
-        view = (ctypes.c_char * size).from_buffer(data)
-        self._driver.call("cuMemcpyDtoH", ctypes.addressof(view), self.address + offset, size)
-        self._driver.call("cuCtxSynchronize")
-        return bytes(data)
+    def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
+        """Map the whole of a descriptor at `offset` of the range and give the address.
 
-    def write(self, offset: int, data: bytes) -> None:
-        """Copy bytes to the device. DeviceError where the mapping is read-only."""
-        view = (ctypes.c_char * len(data)).from_buffer(bytearray(data))
-        self._driver.call("cuMemcpyHtoD", self.address + offset, ctypes.addressof(view), len(data))
-        self._driver.call("cuCtxSynchronize")
+        The descriptor may be closed afterwards: the mapping alone holds the memory.
+        """
+        self._mappings.add(offset, size)
+        driver, at = self._driver, self.address + offset
+        with self._current():
+            try:
+                handle = driver.call("cuMemImportFromShareableHandle", fd, driver.posix)
+                try:
+                    driver.call("cuMemMap", at, size, 0, handle, 0)
+                finally:
+                    # Each import is paired with a release; a handle may go before its mappings.
+                    driver.call("cuMemRelease", handle)
+            except BaseException:
+                self._mappings.remove(offset)
+                raise
+            self._allow(offset, size, writable=writable)
+        return at
 
+    def protect(self, offset: int, size: int, *, writable: bool) -> None:
+        """Change what the device may do with a mapping, once all that was begun has ended."""
+        with self._current():
+            self._driver.call("cuCtxSynchronize")
+            self._allow(offset, size, writable=writable)
 
-class CudaImporter:
-    """Imports into the primary context of one device, which is held until `close`."""
+    def _allow(self, offset: int, size: int, *, writable: bool) -> None:
+        api = self._driver.api
+        description = api.CUmemAccessDesc()
+        description.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        description.location.id = int(self._device)
+        flags = api.CUmemAccess_flags
+        description.flags = (
+            flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if writable
+            else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
+        self._driver.call("cuMemSetAccess", self.address + offset, size, [description], 1)
 
-    def __init__(self, driver: CudaDriver, ordinal: int) -> None:
-        """Retain the primary context and make it current in this thread."""
-        self._driver = driver
-        self._device = driver.call("cuDeviceGet", ordinal)
-        driver.call("cuCtxSetCurrent", driver.call("cuDevicePrimaryCtxRetain", self._device))
+    def unmap(self, offset: int = 0, size: int | None = None) -> None:
+        """Take mappings away and keep their addresses reserved; the whole range by default.
+
+        Waits first for what the device was told to do: it may use them yet.
+        """
+        gone = self._mappings.within(offset, self.size if size is None else size)
+        if not gone:
+            return
+        with self._current():
+            self._driver.call("cuCtxSynchronize")
+            for at, length in reversed(gone):
+                self._driver.call("cuMemUnmap", self.address + at, length)
+                self._mappings.remove(at)
+
+    def clear(self, offset: int, size: int) -> None:
+        """Fill with zeros: the driver does not say what new memory holds."""
+        with self._current():
+            self._driver.call("cuMemsetD8", self.address + offset, 0, size)
+            self._driver.call("cuCtxSynchronize")
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Copy bytes out of the device."""
+        with self._current():
+            self._driver.call("cuMemcpyDtoH", host_address(into), self.address + offset, len(into))
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """Copy bytes into the device. CudaFailed where the mapping is read-only."""
+        with self._current():
+            to, size = self.address + offset, len(source)
+            self._driver.call("cuMemcpyHtoD", to, host_address(source), size)
+            self._driver.call("cuCtxSynchronize")
+
+    def array(self, offset: int, shape: Sequence[int], dtype: DTypeLike) -> CudaArray:
+        """Give the array at a place of the range."""
+        return CudaArray(self, offset, shape, dtype)
+
+    def copier(self, window: int) -> CudaCopier:
+        """Give an order of copies of its own, with pinned memory of `window` bytes."""
+        return CudaCopier(self, window)
+
+    def release(self) -> None:
+        """Give mappings, addresses and the context back."""
+        if self.size:
+            self.unmap()
+            self._driver.call("cuMemAddressFree", self.address, self.size)
+            self._driver.call("cuDevicePrimaryCtxRelease", self._device)
+            self.size = 0
 
     @contextlib.contextmanager
-    def mapped(
-        self, descriptor: int, size: int, access: Access, *, address: int = 0
-    ) -> Iterator[CudaMapping]:
-        """Map a descriptor at `address`, or where the driver likes; unmap at the end.
+    def _current(self) -> Iterator[CudaDriver]:
+        """Make the context current in this thread for a while."""
+        self._driver.call("cuCtxPushCurrent", self._context)
+        try:
+            yield self._driver
+        finally:
+            self._driver.call("cuCtxPopCurrent")
 
-        The driver takes an address for a hint: DeviceError when it gives another one.
-        """
-        driver, api = self._driver, self._driver.api
-        with contextlib.ExitStack() as undo:
-            handle = driver.call("cuMemImportFromShareableHandle", descriptor, driver.posix)
-            undo.callback(driver.call, "cuMemRelease", handle)
-            found = driver.call("cuMemAddressReserve", size, 0, address, 0)
-            undo.callback(driver.call, "cuMemAddressFree", found, size)
-            if address and int(found) != address:
-                raise DeviceError(
-                    f"address {address:#x} is taken, the driver offers {int(found):#x}",
-                    expected=address,
-                    found=int(found),
-                )
-            driver.call("cuMemMap", found, size, 0, handle, 0)
-            undo.callback(driver.call, "cuMemUnmap", found, size)
-            description = api.CUmemAccessDesc()
-            description.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            description.location.id = int(self._device)
-            flags = api.CUmemAccess_flags
-            description.flags = (
-                flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-                if access is Access.RW
-                else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+
+class CudaCopier:
+    """Copies on a stream of its own, fast to and from its `window` of pinned memory.
+
+    What was begun is done after `flush`, and in the order in which it was begun. One thread at a
+    time.
+    """
+
+    def __init__(self, at: CudaRange, window: int) -> None:
+        """Use `CudaRange.copier`."""
+        self._range = at
+        with at._current() as driver:  # noqa: SLF001 - one module
+            flags = driver.api.CUstream_flags
+            self._stream = driver.call("cuStreamCreate", flags.CU_STREAM_NON_BLOCKING.value)
+            try:
+                self._pinned = int(driver.call("cuMemHostAlloc", window, 0))
+            except BaseException:
+                driver.call("cuStreamDestroy", self._stream)
+                raise
+        self.window = memoryview((ctypes.c_ubyte * window).from_address(self._pinned)).cast("B")
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Begin to copy bytes out of the device."""
+        at = self._range
+        with at._current() as driver:  # noqa: SLF001 - one module
+            source = at.address + offset
+            driver.call("cuMemcpyDtoHAsync", host_address(into), source, len(into), self._stream)
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """Begin to copy bytes into the device; they must stay as they are until `flush`."""
+        at = self._range
+        with at._current() as driver:  # noqa: SLF001 - one module
+            driver.call(
+                "cuMemcpyHtoDAsync",
+                at.address + offset,
+                host_address(source),
+                len(source),
+                self._stream,
             )
-            driver.call("cuMemSetAccess", found, size, [description], 1)
-            yield CudaMapping(driver, size, int(found))
-            driver.call("cuCtxSynchronize")
+
+    def flush(self) -> None:
+        """Wait until every copy is done. CudaFailed when one was refused."""
+        with self._range._current() as driver:  # noqa: SLF001 - one module
+            driver.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Let the context go."""
-        self._driver.call("cuDevicePrimaryCtxRelease", self._device)
+        """Wait, and give stream and pinned memory back."""
+        with self._range._current() as driver:  # noqa: SLF001 - one module
+            with contextlib.suppress(CudaFailed):
+                driver.call("cuStreamSynchronize", self._stream)
+            driver.call("cuStreamDestroy", self._stream)
+            driver.call("cuMemFreeHost", self._pinned)
+
+
+class _Flags:
+    """What may be done with an array, under the name that it has in numpy."""
+
+    def __init__(self) -> None:
+        self.writeable = True
+
+
+class CudaArray:
+    """An array in device memory, for libraries that know `__cuda_array_interface__` (version 3).
+
+    `cupy.asarray(array)` and `numba.cuda.as_cuda_array(array)` make arrays over the same memory,
+    `gms.torch.tensor_of(array)` a tensor. Writing where `flags.writeable` is False ends in a fault
+    of the device.
+    """
+
+    def __init__(self, at: CudaRange, offset: int, shape: Sequence[int], dtype: DTypeLike) -> None:
+        """Use `CudaRange.array`."""
+        self._range = at
+        self._offset = offset
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self.flags = _Flags()
+
+    @property
+    def address(self) -> int:
+        """Where it begins, in the address space of the device and of this process."""
+        return self._range.address + self._offset
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Describe it to other libraries."""
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address if self.nbytes else 0, not self.flags.writeable),
+            "strides": None,
+            "stream": None,
+        }
+
+    def get(self) -> NDArray[Any]:
+        """Copy it to the host."""
+        found = np.empty(self.shape, self.dtype)
+        if self.nbytes:
+            self._range.read(self._offset, found.reshape(-1).view(np.uint8).data)
+        return found
+
+    def set(self, values: Any) -> None:
+        """Fill it from the host; `values` are converted and broadcast as numpy does."""
+        if not self.flags.writeable:
+            raise InvalidInput("the array is read-only: it is committed, or the lock is RO")
+        whole = np.empty(self.shape, self.dtype)
+        whole[...] = values
+        if self.nbytes:
+            self._range.write(self._offset, whole.reshape(-1).view(np.uint8).data)
+
+
+def host_address(view: memoryview) -> int:
+    """Give where writable bytes of the host stand."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))

@@ -8,6 +8,7 @@ same place is copied by the storage, and read again; so neither part needs the o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import xxhash
@@ -37,6 +38,7 @@ class Objects:
         self._storage = storage
         self._prefix = prefix
         self._has_begun = False
+        self._beginning = threading.Lock()
         self._older: dict[tuple[str, int, int, str], str] = {}
 
     def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
@@ -95,12 +97,13 @@ class Objects:
 
     def _begin(self, directory: int) -> None:
         """Remove what a save that was killed has left, and have the folder say what it has."""
-        if self._has_begun:
-            return
-        self._storage.remove(self._prefix)
-        if MARK not in names_in(directory):
-            mark_objects(directory, self._prefix)
-        self._has_begun = True
+        with self._beginning:
+            if self._has_begun:
+                return
+            self._storage.remove(self._prefix)
+            if MARK not in names_in(directory):
+                mark_objects(directory, self._prefix)
+            self._has_begun = True
 
     def read_files(
         self,

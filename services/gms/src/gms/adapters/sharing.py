@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from typing import NamedTuple
 
 from msgspec import UnsetType
 
-from gms.adapters.objects import Objects
-from gms.adapters.posix import digest_in_memory
 from gms.domain.tasks import OBJECT, SaveTask
-from gms.domain.transfer import FilePlan, without_memory
-from gms.ports import Advance, Buffers, TransferBackend
+from gms.domain.transfer import ChunkPlan, FilePlan, without_memory
+from gms.ports import Advance, CopyingBackend, TransferBackend
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     ROOT_MANIFEST,
@@ -33,6 +31,8 @@ from snapshot_shared.artifact import (
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json
 from snapshot_shared.errors import NoSpace, SnapbackError
 from snapshot_shared.files import open_dir, opened, read_bounded, translated
+
+DigestOf = Callable[[ChunkPlan], str]
 
 LOOKED_AT = 16
 """How many sealed generations of a namespace are asked, the newest first."""
@@ -78,7 +78,7 @@ def share(
     parent: Parent,
     directory: int,
     plans: Sequence[FilePlan],
-    buffers: Buffers,
+    digest_of: DigestOf,
     backend: TransferBackend,
     *,
     threads: int,
@@ -86,17 +86,18 @@ def share(
 ) -> dict[str, FileEntry]:
     """Give the files that are now in `directory`, too, by name, verified.
 
+    `digest_of` gives the digest that a chunk of a plan has in memory now.
     What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
     """
     if parent.objects:
-        if isinstance(backend, Objects):
+        if isinstance(backend, CopyingBackend):
             backend.take_from(parent.objects.prefix, parent.files)
         return {}
     known = {entry.name: entry for entry in parent.files}
     shared: dict[str, FileEntry] = {}
     for plan in plans:
         entry = known.get(plan.name)
-        if entry is None or not _is_same(plan, entry, buffers):
+        if entry is None or not _is_same(plan, entry, digest_of):
             continue
         try:
             _link(parent.directory, directory, plan.name)
@@ -126,11 +127,11 @@ def _link(older: int, directory: int, name: str) -> None:
         raise translated(error, name) from error
 
 
-def _is_same(plan: FilePlan, entry: FileEntry, buffers: Buffers) -> bool:
+def _is_same(plan: FilePlan, entry: FileEntry, digest_of: DigestOf) -> bool:
     if (plan.size, plan.chunk_bytes) != (entry.size, entry.chunk_bytes):
         return False
     pairs = zip(plan.chunks, entry.chunks, strict=True)
-    return all(starmap(lambda chunk, wanted: digest_in_memory(chunk, buffers) == wanted, pairs))
+    return all(starmap(lambda chunk, wanted: digest_of(chunk) == wanted, pairs))
 
 
 def _candidates(root: int, task: SaveTask) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import threading
 import uuid
 
@@ -13,7 +14,13 @@ from snapshot_shared.frames import Access
 
 GRANULARITY = 2 * 1024 * 1024
 PRODUCT = "Snapback Simulated GPU"
-CAPABILITIES = {"virtual-memory-management": 1, "posix-descriptors": 1, "read-only-exports": 1}
+KIND = "simulated"
+CAPABILITIES = {
+    "virtual-memory-management": 1,
+    "posix-descriptors": 1,
+    "read-only-exports": 1,
+    "zeroed": 1,
+}
 
 _F_SEAL_FUTURE_WRITE = 0x10
 
@@ -21,6 +28,12 @@ _F_SEAL_FUTURE_WRITE = 0x10
 def simulated_uuid(node: str, index: int) -> str:
     """Give the same uuid for the same node and index, always."""
     return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'gpu{index}.{node}.snapback.invalid')}"
+
+
+def allow_many_descriptors() -> None:
+    """Raise the soft limit to the hard one: every allocation of a simulated device is a file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class SimulatedDevice:
@@ -33,6 +46,7 @@ class SimulatedDevice:
         if capacity < granularity:
             raise InvalidInput(f"a device needs at least {granularity} bytes", capacity=capacity)
         self._info = DeviceInfo(
+            kind=KIND,
             uuid=simulated_uuid(node, index),
             index=index,
             product=PRODUCT,

@@ -21,9 +21,11 @@ from typing import Any
 import msgspec
 
 from gms.adapters.backends import find_backend
+from gms.adapters.posix import digest_in_memory
 from gms.adapters.sharing import parent_of, share
 from gms.adapters.staging import drop_notes, staged
-from gms.arena import Arena
+from gms.adapters.windows import WINDOW, Windowed
+from gms.arena import Arena, reserve
 from gms.domain.layout import structure_hash
 from gms.domain.resume import note_of
 from gms.domain.tasks import (
@@ -138,8 +140,9 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
             emit(TransferLeased())
             infos, metadata = lease.allocations(), lease.metadata()
             check_shape(infos, metadata, task.layout)
-            with _mapped(lease, infos, Access.RO) as buffers:
-                return write_part(root, task, infos, metadata, buffers, emit)
+            own = _backend(task, task.backend)
+            with _mapped(lease, infos, Access.RO, own) as (buffers, windows):
+                return write_part(root, task, infos, metadata, buffers, emit, windows=windows)
 
 
 def write_part(
@@ -149,17 +152,24 @@ def write_part(
     metadata: Sequence[MetadataItem],
     buffers: Sequence[memoryview],
     emit: Emit,
+    *,
+    windows: Windowed | None = None,
 ) -> TransferDone:
     """Write the bytes of every allocation beneath an artifact root, and the manifest last.
 
     Files that a sealed artifact of the same namespace holds already are shared with it. What a
-    killed process of the same save has written stays, where memory and file prove it.
+    killed process of the same save has written stays, where memory and file prove it. `windows`
+    moves memory that the host cannot address; then there are no buffers.
 
     What fails leaves no directory. NoSpace, and ArtifactExists when one stands there.
     """
-    entries, sizes = place(infos, shard_bytes=task.shard_bytes)
+    shard_bytes = task.shard_bytes if windows is None else min(task.shard_bytes, WINDOW)
+    entries, sizes = place(infos, shard_bytes=shard_bytes)
     plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
-    backend = _backend(task, task.backend)
+    backend = windows or _backend(task, task.backend)
+    digest_of = (
+        windows.digest_of if windows else functools.partial(digest_in_memory, buffers=buffers)
+    )
     note, every, storage = note_of(task), task.note_bytes, task.object_storage
     with staged(root, _path_of(task), note, every_bytes=every, storage=storage) as staging:
         directory = staging.directory
@@ -170,7 +180,7 @@ def write_part(
                     parent,
                     directory,
                     [plan for plan in plans if not staging.written(plan.name)],
-                    buffers,
+                    digest_of,
                     backend,
                     threads=task.threads,
                     advance=meter.advance,
@@ -223,9 +233,10 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             infos = lease.allocate(
                 [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
             )
-            with _mapped(lease, infos, Access.RW) as buffers:
+            own = _backend(task, way)
+            with _mapped(lease, infos, Access.RW, own) as (buffers, windows):
                 meter = _Meter(manifest.bytes, emit)
-                moved = _backend(task, way).read_files(
+                moved = (windows or own).read_files(
                     directory, plans, files, buffers, threads=task.threads, advance=meter.advance
                 )
             lease.put_metadata(metadata_of(layout.metadata))
@@ -287,23 +298,31 @@ def _leased(lease: Lease) -> Iterator[Lease]:
 
 @contextlib.contextmanager
 def _mapped(
-    lease: Lease, infos: Sequence[AllocationInfo], access: Access
-) -> Iterator[list[memoryview]]:
-    """Map a whole layout, one allocation after another, and give the bytes of each."""
+    lease: Lease, infos: Sequence[AllocationInfo], access: Access, backend: TransferBackend
+) -> Iterator[tuple[list[memoryview], Windowed | None]]:
+    """Map a whole layout, one allocation after another, and give the bytes of each.
+
+    Where only the device addresses them, give what moves them with this backend instead.
+    """
     places: dict[str, int] = {}
     end = 0
     for info in infos:
         places[info.id] = end
         end += info.aligned
-    arena = Arena(end)
+    attached = lease.attached
+    at = reserve(attached.device_kind, attached.device, end, address=None)
     try:
         for run in lease.export([info.id for info in infos], access):
             for info, descriptor in run:
-                writable = access is Access.RW
-                arena.map(descriptor, places[info.id], info.aligned, writable=writable)
-        yield [arena.view(places[info.id], info.size) for info in infos]
+                at.map(descriptor, places[info.id], info.aligned, writable=access is Access.RW)
+        if isinstance(at, Arena):
+            yield [at.view(places[info.id], info.size) for info in infos], None
+        else:
+            offsets = [places[info.id] for info in infos]
+            with Windowed(backend, at, offsets, end) as windows:
+                yield [], windows
     finally:
-        arena.release()
+        at.release()
 
 
 def check_fenced(wanted: LayoutRef, attached: Attached) -> None:
@@ -448,7 +467,9 @@ def main(arguments: Sequence[str]) -> int:
             raise InvalidInput("usage: python -m gms.adapters.transfer_child save|load|either")
         task: SaveTask | LoadTask = decode_json(_read_line(), _KINDS[arguments[0]])
     except Exception as error:  # noqa: BLE001 - whatever it is, it makes no sense
-        emit(TransferFailed.of(failure_of(error)))
+        # Whoever started this may have ended while it waited.
+        with contextlib.suppress(BrokenPipeError):
+            emit(TransferFailed.of(failure_of(error)))
         return 2
     threading.Thread(target=_end_with_parent, daemon=True).start()
     verb = "save" if isinstance(task, SaveTask) else "load"

@@ -95,6 +95,7 @@ async def _started(verb: str) -> Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_FRAME_BYTES,
+        process_group=0,  # Ctrl-C is meant for us, who end it.
     )
 
 

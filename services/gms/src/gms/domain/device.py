@@ -113,6 +113,7 @@ class DeviceTable:
         room = self.rooms[waiter.request.domain]
         base = room.committed
         is_write = answer is Verdict.WRITE
+        is_replace = is_write and waiter.wish is Wish.REPLACE
         session = Session(
             id=waiter.ticket,
             request=waiter.request,
@@ -120,14 +121,13 @@ class DeviceTable:
             use=Use.WRITING if is_write else Use.READING,
             role=_role(waiter.request),
             layout=Layout() if is_write else base,
-            base=base.ref if base else None,
+            base=base.ref if base and not is_replace else None,
         )
         effects: list[Effect] = [Granted(waiter.ticket, session)]
         if not is_write:
             room.move(LockEvent.READ)
             room.readers[session.id] = session
             return effects
-        is_replace = waiter.wish is Wish.REPLACE
         room.move(LockEvent.REPLACE if is_replace else LockEvent.WRITE)
         room.writer = session
         if is_replace:

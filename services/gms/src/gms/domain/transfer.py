@@ -119,6 +119,19 @@ def without_memory(plan: FilePlan) -> FilePlan:
     return replace(plan, chunks=tuple(chunks))
 
 
+def runs_of(chunks: Sequence[ChunkPlan], limit: int) -> list[list[ChunkPlan]]:
+    """Cut the chunks of a file into runs of at most `limit` bytes each, or of one longer chunk."""
+    runs: list[list[ChunkPlan]] = []
+    left = 0
+    for chunk in chunks:
+        if not runs or chunk.size > left:
+            runs.append([])
+            left = limit
+        runs[-1].append(chunk)
+        left -= chunk.size
+    return runs
+
+
 def shard_name(index: int) -> str:
     """Name a shard file."""
     return f"shard-{index:04d}.bin"

@@ -67,6 +67,7 @@ class LeaseSessions:
             capacity=info.capacity,
             free=max(0, info.capacity - device.used),
             granularity=info.granularity,
+            device_kind=info.kind,
             incarnation=self._gms.incarnation,
             generation=base.generation if base else 0,
             layout_id=base.layout_id if base else "",

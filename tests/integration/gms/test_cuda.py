@@ -1,0 +1,419 @@
+"""Service, client and transfers on CUDA, on a likeness of its driver that keeps the written rules.
+
+That a real GPU keeps them as well is for `make conformance DEVICE=cuda` to find out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gms import client
+from gms.adapters.cuda import CudaDriver, CudaFailed, CudaRange, open_devices
+from gms.adapters.transfer_process import TransferProcesses
+from gms.arena import FIRST_ADDRESS, AddressTaken, reserve
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone
+from snapshot_shared.errors import (
+    Incompatible,
+    InvalidInput,
+    LayoutError,
+    SnapbackError,
+    StaleLayout,
+    UnknownDevice,
+    UnsupportedVersion,
+)
+from snapshot_shared.frames import Access
+from snapshot_shared.orders import LayoutRef
+from tests.support.likeness_rig import likeness
+
+MIB = 1024 * 1024
+GRANULE = 2 * MIB
+UID = "11111111-2222-3333-4444-555555555555"
+
+
+@pytest.fixture
+def options() -> str:
+    return "devices=2"
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, options: str) -> Iterator[ModuleType]:
+    yield from likeness(monkeypatch, options)
+
+
+@pytest.fixture
+def service(driver: ModuleType, launch: Any) -> Any:
+    """The service on every device that the likeness shows."""
+    return launch(devices=open_devices())
+
+
+def worker(code: str, *arguments: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        check=False,
+        timeout=50,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def mapped(driver: ModuleType) -> list[int]:
+    return sorted(driver._mappings)
+
+
+def test_the_server_makes_memory_and_hands_it_out_and_neither_maps_it_nor_makes_a_context(
+    service: Any, driver: ModuleType
+) -> None:
+    worker(
+        "from gms import client\n"
+        "with client.connect(lock='RW') as pool:\n"
+        "    pool.allocate('w', 10, 'f4').set(7)\n"
+        "    pool.commit()\n"
+        "    pool.sleep()\n"
+        "    pool.wake()\n"
+        "    assert pool['w'].get().tolist() == [7.0] * 10\n"
+    )
+    called = set(driver.calls)
+    assert {"cuMemCreate", "cuMemExportToShareableHandle"} <= called
+    assert not {name for name in called if "Ctx" in name or "Map" in name or "Address" in name}
+    assert service.device().used == GRANULE
+    assert service.device().capabilities["zeroed"] == 0
+    assert service.device().capabilities["driver"] == 13000
+
+
+def test_arrays_are_filled_copied_and_described_to_other_libraries(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        matrix = pool.allocate("matrix", (3, 5), np.float32)
+        empty = pool.allocate("empty", (0, 4), np.uint8)
+        scalar = pool.allocate("scalar", (), np.int64)
+        wanted = np.arange(15, dtype="f4").reshape(3, 5)
+        matrix.set(wanted)
+        scalar.set(9)
+        assert (matrix.get() == wanted).all()
+        assert scalar.get() == 9
+        assert empty.get().shape == (0, 4)
+        assert matrix.__cuda_array_interface__ == {
+            "version": 3,
+            "shape": (3, 5),
+            "typestr": "<f4",
+            "data": (FIRST_ADDRESS, False),
+            "strides": None,
+            "stream": None,
+        }
+        assert empty.__cuda_array_interface__["data"] == (0, False)
+        pool.commit()
+        assert matrix.__cuda_array_interface__["data"] == (FIRST_ADDRESS, True)
+        with pytest.raises(InvalidInput, match="read-only"):
+            matrix.set(0)
+        matrix.flags.writeable = True
+        with pytest.raises(CudaFailed, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            matrix.set(0)
+        assert (matrix.get() == wanted).all()
+
+
+def test_a_cache_is_zero_at_first_and_after_every_wake_though_new_memory_is_not(
+    service: Any,
+) -> None:
+    with client.connect(lock="RW", domain="kv") as cache:
+        blocks = cache.allocate("blocks", 3 * MIB, np.uint8)
+        address = blocks.address
+        for _ in range(2):
+            assert not blocks.get().any()
+            blocks.set(255)
+            cache.sleep()
+            assert service.device().used == 0
+            cache.wake()
+            assert cache["blocks"].address == address
+        assert not blocks.get().any()
+
+
+def test_asleep_nothing_is_mapped_or_imported_and_the_addresses_stay_reserved(
+    service: Any, driver: ModuleType
+) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 10, "u1").set(1)
+        pool.allocate("b", 3 * MIB, "u1").set(2)
+        pool.commit()
+        ours = len(driver._handles)
+        assert mapped(driver) == [FIRST_ADDRESS, FIRST_ADDRESS + GRANULE]
+        pool.sleep()
+        assert mapped(driver) == []
+        # Two of the server: every import was released.
+        assert len(driver._handles) == ours == 2
+        assert list(driver._reserved) == [FIRST_ADDRESS]
+        with pytest.raises(AddressTaken):
+            reserve("cuda", service.uuids[0], GRANULE, address=FIRST_ADDRESS, exact=True)
+        pool.wake()
+        assert mapped(driver) == [FIRST_ADDRESS, FIRST_ADDRESS + GRANULE]
+        assert pool["b"].get().sum() == 2 * 3 * MIB
+    assert mapped(driver) == []
+    assert driver._reserved == {}
+
+
+def test_what_an_engine_made_current_stays_current(service: Any, driver: ModuleType) -> None:
+    context = driver.cuDevicePrimaryCtxRetain(1)[1]
+    driver.cuCtxPushCurrent(context)
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 10, "u1").set(1)
+        pool.commit()
+        pool.sleep()
+        pool.wake()
+        assert driver._contexts() == [context]
+    assert driver._contexts() == [context]
+    assert driver._retained == {0: 0, 1: 1}
+
+
+def test_another_process_restores_the_arrays_at_the_same_addresses(service: Any) -> None:
+    with client.connect(1, lock="RW") as pool:
+        pool.allocate("a", 5, "i4").set([1, 2, 3, 4, 5])
+        address = pool["a"].address
+        pool.commit()
+        state = pool.save_state()
+    found = worker(
+        "import sys\n"
+        "from gms import client\n"
+        "with client.restore(bytes.fromhex(sys.argv[1])) as pool:\n"
+        "    print(hex(pool['a'].address), pool['a'].get().tolist(), pool.access)\n",
+        state.hex(),
+    )
+    assert found == f"{address:#x} [1, 2, 3, 4, 5] RO\n"
+
+
+@pytest.mark.parametrize("options", ["nohint"])
+def test_where_the_driver_takes_no_hint_a_pool_sleeps_and_wakes_at_the_addresses_that_it_got(
+    service: Any,
+) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 5, "u1").set(3)
+        address = pool["a"].address
+        assert address != FIRST_ADDRESS
+        pool.commit()
+        pool.sleep()
+        pool.wake()
+        assert pool["a"].address == address
+        state = pool.save_state()
+    with pytest.raises(AddressTaken) as caught:
+        client.restore(state)
+    assert caught.value.values["address"] == address
+
+
+def test_a_changed_layout_is_stale_and_the_pool_sleeps_on(service: Any, driver: ModuleType) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 5, "u1")
+        generation = pool.commit()
+        pool.sleep()
+        worker(
+            "import sys\n"
+            "from gms import client\n"
+            "from gms.client import GenerationRef\n"
+            "ref = GenerationRef(incarnation=sys.argv[1], generation=int(sys.argv[2]))\n"
+            "with client.connect(lock='RW', if_match=ref) as pool:\n"
+            "    pool.allocate('b', 6, 'u1')\n"
+            "    pool.commit()\n",
+            generation.incarnation,
+            str(generation.generation),
+        )
+        with pytest.raises(StaleLayout):
+            pool.wake()
+        assert pool.is_asleep
+        assert mapped(driver) == []
+
+
+def test_a_pool_of_a_simulated_device_does_not_wake_on_another_kind(
+    service: Any, driver: ModuleType
+) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 5, "u1")
+        pool.commit()
+        state = pool.save_state().replace(b'"device_kind":"cuda"', b'"device_kind":"simulated"')
+    with pytest.raises(Incompatible) as caught:
+        client.restore(state)
+    assert caught.value.values == {"expected": "simulated", "found": "cuda"}
+
+
+def test_a_kind_that_the_client_does_not_know_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedVersion, match="'tpu'"):
+        reserve("tpu", "GPU-1", GRANULE, address=None)
+
+
+def test_a_device_that_cuda_does_not_show_here_is_named_with_those_it_does(
+    service: Any,
+) -> None:
+    with pytest.raises(UnknownDevice) as caught:
+        reserve("cuda", "GPU-elsewhere", GRANULE, address=None)
+    assert caught.value.values["visible"] == service.uuids
+
+
+def test_a_range_refuses_what_the_driver_would_and_stays_usable(
+    service: Any, driver: ModuleType
+) -> None:
+    device = service.devices[0]
+    handle = device.create(GRANULE)
+    with os.fdopen(device.export(handle, Access.RW), "rb") as file:
+        at = CudaRange(CudaDriver(), service.uuids[0], 2 * GRANULE, address=None, exact=False)
+        at.map(file.fileno(), 0, GRANULE, writable=True)
+        for offset, size in ((0, GRANULE), (2 * GRANULE, GRANULE), (GRANULE, 2 * GRANULE)):
+            with pytest.raises(LayoutError):
+                at.map(file.fileno(), offset, size, writable=True)
+        with pytest.raises(CudaFailed, match="cuMemImportFromShareableHandle"):
+            at.map(999_999, GRANULE, GRANULE, writable=True)
+        at.map(file.fileno(), GRANULE, GRANULE, writable=False)
+        assert len(mapped(driver)) == 2
+        at.release()
+    assert mapped(driver) == []
+    device.release(handle)
+
+
+def test_what_a_broken_context_may_have_mapped_stays_charged(
+    service: Any, driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = client.connect(lock="RW")
+    pool.allocate("a", 5, "u1")
+    pool.commit()
+    broken = (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "cuCtxSynchronize", lambda: broken)
+        with pytest.raises(CudaFailed, match="cuCtxSynchronize"):
+            pool.sleep()
+    # Told by the end of its socket: this process may have the memory mapped, and lives.
+    service.run(lingers(service))
+    assert service.device().used == GRANULE
+    pool.close()
+
+
+async def lingers(service: Any) -> None:
+    async with asyncio.timeout(10):
+        while not service.gms.table.devices[service.uuids[0]].lingering:
+            await service.gms._changed.wait()
+
+
+class Saved:
+    """Weights of more than one window on device 0, and transfers of them."""
+
+    def __init__(self, service: Any, root: Path) -> None:
+        self.service, self.root = service, root
+        self.rng = np.random.default_rng(3)
+        self.values = {
+            "long": self.rng.integers(0, 255, 70 * MIB + 5, dtype="u1"),
+            "zeros": np.zeros(17 * MIB, dtype="u1"),
+            "short": self.rng.random(100, dtype="f4"),
+        }
+        self.layout = self.write(None)
+
+    def write(self, before: client.GenerationRef | None) -> LayoutRef:
+        with client.connect(lock="RW", if_match=before, replace=before is not None) as pool:
+            arrays = pool.allocate_many({k: (v.shape, v.dtype) for k, v in self.values.items()})
+            for name, array in arrays.items():
+                array.set(self.values[name])
+            self.generation = pool.commit()
+        layout = self.service.device().domains[0].layout
+        assert isinstance(layout, LayoutRef)
+        return layout
+
+    def run(self, task: SaveTask | LoadTask) -> TransferDone:
+        async def follow() -> TransferDone:
+            async with aclosing(TransferProcesses().run(task)) as events:
+                async for event in events:
+                    if isinstance(event, TransferDone):
+                        return event
+            raise AssertionError("it said no more")
+
+        found = self.service.run(follow())
+        assert isinstance(found, TransferDone)
+        return found
+
+    def place(self, attempt: int, **fields: Any) -> dict[str, Any]:
+        return {
+            "socket_dir": str(self.service.folder),
+            "root": str(self.root),
+            "device": self.service.uuids[0],
+            "namespace": "default",
+            "content_uid": UID,
+            "generation": attempt,
+            "part": "gpu-0",
+            "deadline_s": 20.0,
+            **fields,
+        }
+
+    def save(self, attempt: int = 1, **fields: Any) -> TransferDone:
+        order = f"save-{UID}-gpu-0"
+        return self.run(SaveTask(**self.place(attempt, **fields), order=order, layout=self.layout))
+
+    def load(self, saved: TransferDone, token: str, attempt: int = 1) -> TransferDone:
+        return self.run(
+            LoadTask(
+                **self.place(attempt),
+                part_digest=saved.digest,
+                load_token=token,
+                layout_id=saved.layout.layout_id,
+                structure_hash=saved.layout.structure_hash,
+                if_match=self.generation,
+            )
+        )
+
+    def folder(self, attempt: int = 1) -> Path:
+        return self.root / "default" / UID / f"gen-{attempt}" / "gpu-0"
+
+
+@pytest.fixture
+def saved(service: Any, tmp_path: Path) -> Saved:
+    return Saved(service, tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["posix-direct", "posix-buffered"])
+def test_a_layout_longer_than_the_windows_is_saved_and_loaded_whole(
+    saved: Saved, backend: str
+) -> None:
+    done = saved.save(backend=backend)
+    assert [file.stat().st_size for file in sorted(saved.folder().glob("shard*"))] == [
+        64 * MIB,
+        done.bytes - 64 * MIB,
+    ]
+    # A chunk in the midst of the zeros is a hole.
+    assert done.bytes - done.moved == 8 * MIB
+    loaded = saved.load(done, "t1")
+    assert loaded.layout.structure_hash == done.layout.structure_hash
+    saved.service.run(publish(saved.service, "t1"))
+    with client.connect(lock="RO") as pool:
+        for name, values in saved.values.items():
+            assert (pool[name].get() == values).all()
+    assert saved.service.device().used == pytest.approx(92 * MIB, abs=4 * MIB)
+
+
+async def publish(service: Any, token: str) -> None:
+    service.gms.publish_hidden(service.uuids[0], token)
+
+
+def test_a_save_of_a_layout_that_changed_in_one_place_writes_that_file(saved: Saved) -> None:
+    first = saved.save()
+    (saved.folder().parent / "root.json").write_text("{}")
+    saved.values["short"] = saved.values["short"] + 1
+    saved.layout = saved.write(saved.generation)
+    second = saved.save(attempt=2)
+    assert 0 < second.moved <= second.bytes - 64 * MIB < first.moved
+    names = {file.name: file.stat().st_ino for file in saved.folder(1).glob("shard*")}
+    again = {file.name: file.stat().st_ino for file in saved.folder(2).glob("shard*")}
+    assert names["shard-0000.bin"] == again["shard-0000.bin"]
+    assert names["shard-0001.bin"] != again["shard-0001.bin"]
+
+
+def test_a_device_that_the_transfer_process_cannot_see_fails_the_transfer_with_what_to_do(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_LIKENESS", "init=100")
+    with pytest.raises(SnapbackError, match="CUDA_ERROR_NO_DEVICE") as caught:
+        saved.save()
+    assert caught.value.to_failure().reason == "CudaUnavailable"
+    assert not saved.folder().exists()

@@ -1,0 +1,276 @@
+"""Memory that only a device addresses goes through windows, with every backend."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gms.adapters import windows
+from gms.adapters.backends import find_backend
+from gms.adapters.cuda import CudaDevice, CudaDriver, CudaRange
+from gms.adapters.objects import Objects
+from gms.adapters.windows import Windowed
+from gms.domain.transfer import PAGE, FilePlan, place, plan_files, runs_of
+from snapshot_shared.artifact import FileEntry
+from snapshot_shared.errors import Aborted, ArtifactCorrupt, ArtifactExists, InvalidInput
+from snapshot_shared.files import open_root, opened
+from snapshot_shared.frames import Access, AllocationInfo
+from snapshot_shared.object_storage import ObjectStorage
+from tests.support.likeness_rig import likeness
+
+GRANULE = 2 * 1024 * 1024
+WINDOW = 8 * PAGE
+CHUNK = 2 * PAGE
+SIZES = [GRANULE, 3 * PAGE + 17, 100, 11 * PAGE]
+
+
+class Layout:
+    """Allocations on a likeness of a GPU."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.places = [index * GRANULE for index in range(len(SIZES))]
+        size = GRANULE * len(SIZES)
+        self.range = CudaRange(CudaDriver(), device.info.uuid, size, address=None, exact=False)
+        for at in self.places:
+            handle = device.create(GRANULE)
+            descriptor = device.export(handle, Access.RW)
+            device.release(handle)
+            self.range.map(descriptor, at, GRANULE, writable=True)
+            os.close(descriptor)
+
+    def fill(self, values: list[bytes]) -> Layout:
+        for at, data in zip(self.places, values, strict=True):
+            self.range.write(at, memoryview(bytearray(data)))
+        return self
+
+    def values(self) -> list[bytes]:
+        found = []
+        for at, size in zip(self.places, SIZES, strict=True):
+            data = bytearray(size)
+            self.range.read(at, memoryview(data))
+            found.append(bytes(data))
+        return found
+
+    def moved_by(self, backend: str) -> Windowed:
+        return Windowed(find_backend(backend), self.range, self.places, self.range.size)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
+    monkeypatch.setattr(windows, "WINDOW", WINDOW)
+    for _ in likeness(monkeypatch):
+        device = CudaDevice(CudaDriver(), 0)
+        yield device
+        device.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[int]:
+    with opened(open_root(tmp_path)) as directory:
+        yield directory
+
+
+def plans(shard: int = WINDOW) -> list[FilePlan]:
+    infos = [
+        AllocationInfo(id=f"a{slot}", size=size, aligned=GRANULE, tag="", slot=slot)
+        for slot, size in enumerate(SIZES)
+    ]
+    entries, lengths = place(infos, shard_bytes=shard)
+    return plan_files(entries, lengths, chunk_bytes=[CHUNK] * len(lengths))
+
+
+def values() -> list[bytes]:
+    found = [Random(size).randbytes(size) for size in SIZES]
+    # Whole chunks of zeros, which no backend hands on.
+    found[0] = found[0][: 5 * PAGE] + bytes(20 * PAGE) + found[0][25 * PAGE :]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["posix-direct", "posix-buffered"])
+@pytest.mark.parametrize("threads", [1, 5])
+def test_what_went_through_windows_comes_back_through_windows(
+    device: CudaDevice, folder: int, backend: str, threads: int
+) -> None:
+    told: list[int] = []
+    source = Layout(device).fill(values())
+    with source.moved_by(backend) as windowed:
+        moved = windowed.write_files(folder, plans(), [], threads=threads, advance=told.append)
+    assert [entry.name for entry in moved.files] == [plan.name for plan in plans()]
+    assert sum(told) == sum(plan.size for plan in plans())
+    target = Layout(device)
+    with target.moved_by(backend) as windowed:
+        windowed.read_files(
+            folder, plans(), moved.files, [], threads=threads, advance=lambda _: None
+        )
+    assert target.values() == values()
+    source.range.release()
+    target.range.release()
+
+
+def test_objects_of_several_windows_at_once_make_one_part(
+    device: CudaDevice, folder: int, tmp_path: Path
+) -> None:
+    class Slow(ObjectStorage):
+        """Lets the others go first."""
+
+        def remove(self, prefix: str) -> None:
+            time.sleep(0.05)
+            super().remove(prefix)
+
+    source, storage = Layout(device).fill(values()), Slow(f"file://{tmp_path}/objects")
+    with Windowed(Objects(storage, "a/b"), source.range, source.places, source.range.size) as out:
+        moved = out.write_files(folder, plans(), [], threads=5, advance=lambda _: None)
+    target = Layout(device)
+    with Windowed(Objects(storage, "a/b"), target.range, target.places, target.range.size) as back:
+        back.read_files(folder, plans(), moved.files, [], threads=5, advance=lambda _: None)
+    assert target.values() == values()
+    source.range.release()
+    target.range.release()
+
+
+def test_objects_of_an_older_part_are_copied_and_not_sent(
+    device: CudaDevice, folder: int, tmp_path: Path
+) -> None:
+    source, storage = Layout(device).fill(values()), ObjectStorage(f"file://{tmp_path}/objects")
+    found = []
+    for part in ("a", "b"):
+        objects = Objects(storage, part)
+        with Windowed(objects, source.range, source.places, source.range.size) as out:
+            if found:
+                out.take_from("a", found[0].files)
+            found.append(out.write_files(folder, plans(), [], threads=2, advance=lambda _: None))
+    older, newer = found
+    assert older.bytes > newer.bytes == 0
+    assert newer.files == older.files
+    storage.remove("a")
+    target = Layout(device)
+    with Windowed(Objects(storage, "b"), target.range, target.places, target.range.size) as back:
+        back.read_files(folder, plans(), newer.files, [], threads=2, advance=lambda _: None)
+    assert target.values() == values()
+    source.range.release()
+    target.range.release()
+
+
+class Noted:
+    """What a killed save has noted: every chunk of the files that it wrote."""
+
+    every_bytes = CHUNK
+
+    def __init__(self, files: Sequence[FileEntry]) -> None:
+        self._files = {entry.name: dict(enumerate(entry.chunks)) for entry in files}
+
+    def written(self, name: str) -> dict[int, str]:
+        return self._files.get(name, {})
+
+    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
+        for name, index, found in chunks:
+            self._files.setdefault(name, {})[index] = found
+
+
+def test_a_killed_save_goes_on_through_windows(device: CudaDevice, folder: int) -> None:
+    first, *others = plans()
+    layout = Layout(device).fill(values())
+    with layout.moved_by("posix-direct") as windowed:
+        cut_off = windowed.write_files(folder, [first], [], threads=2, advance=lambda _: None)
+        moved = windowed.write_missing(
+            folder, plans(), [], threads=2, advance=lambda _: None, notes=Noted(cut_off.files)
+        )
+    assert moved.bytes <= sum(plan.size for plan in others)
+    target = Layout(device)
+    with target.moved_by("posix-direct") as windowed:
+        windowed.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
+    assert target.values() == values()
+    layout.range.release()
+    target.range.release()
+
+
+def test_the_digest_in_memory_is_that_of_the_file(device: CudaDevice, folder: int) -> None:
+    layout = Layout(device).fill(values())
+    with layout.moved_by("posix-direct") as windowed:
+        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+        for plan, entry in zip(plans(), moved.files, strict=True):
+            assert [windowed.digest_of(chunk) for chunk in plan.chunks] == entry.chunks
+    layout.range.release()
+
+
+def test_files_that_are_longer_than_a_window_are_read_and_not_written(
+    device: CudaDevice, folder: int
+) -> None:
+    layout = Layout(device).fill(values())
+    with layout.moved_by("posix-direct") as windowed:
+        with pytest.raises(InvalidInput, match="a window has"):
+            windowed.write_files(folder, plans(4 * WINDOW), [], threads=2, advance=lambda _: None)
+        assert os.listdir(folder) == []
+    layout.range.release()
+
+
+def test_a_damaged_chunk_ends_the_load_and_leaves_no_thread_and_no_pinned_memory(
+    device: CudaDevice, folder: int, tmp_path: Path
+) -> None:
+    layout = Layout(device).fill(values())
+    with layout.moved_by("posix-direct") as windowed:
+        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    damaged = tmp_path / plans()[3].name
+    data = bytearray(damaged.read_bytes())
+    data[0] ^= 1
+    damaged.write_bytes(data)
+    before = threading.active_count()
+    with layout.moved_by("posix-direct") as windowed, pytest.raises(ArtifactCorrupt) as caught:
+        windowed.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
+    assert caught.value.values["file"] == plans()[3].name
+    assert threading.active_count() == before
+    from cuda.bindings import driver  # type: ignore[import-not-found]
+
+    assert driver._pinned == {}
+    assert driver._streams == {}
+    layout.range.release()
+
+
+def test_a_transfer_that_is_told_to_end_ends(device: CudaDevice, folder: int) -> None:
+    told: list[int] = []
+
+    def end(size: int) -> None:
+        told.append(size)
+        if len(told) == 3:
+            raise Aborted("enough")
+
+    layout = Layout(device).fill(values())
+    with layout.moved_by("posix-direct") as windowed:
+        with pytest.raises(Aborted, match="enough"):
+            windowed.write_files(folder, plans(), [], threads=1, advance=end)
+        assert len(os.listdir(folder)) < len(plans())
+        with pytest.raises(ArtifactExists):
+            windowed.write_files(folder, plans(), [], threads=1, advance=lambda _: None)
+    layout.range.release()
+
+
+def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
+    device: CudaDevice, folder: int
+) -> None:
+    layout = Layout(device).fill(values())
+    with layout.moved_by("posix-direct") as windowed:
+        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    with (
+        Windowed(find_backend("posix-direct"), layout.range, layout.places, PAGE) as small,
+        pytest.raises(ArtifactCorrupt, match="longer than all of the memory"),
+    ):
+        small.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
+    layout.range.release()
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(1, [1] * 9), (CHUNK, [1] * 9), (3 * CHUNK, [3, 3, 3]), (10**9, [9])]
+)
+def test_runs_are_as_long_as_a_window_allows(limit: int, expected: list[int]) -> None:
+    info = AllocationInfo(id="a", size=9 * CHUNK, aligned=9 * CHUNK, tag="", slot=0)
+    entries, lengths = place([info], shard_bytes=9 * CHUNK)
+    (plan,) = plan_files(entries, lengths, chunk_bytes=[CHUNK])
+    runs = runs_of(plan.chunks, limit)
+    assert [len(run) for run in runs] == expected
+    assert [chunk for run in runs for chunk in run] == list(plan.chunks)

@@ -1,0 +1,1 @@
+"""A likeness of `cuda-bindings`; see `driver`."""

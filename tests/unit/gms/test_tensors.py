@@ -1,0 +1,120 @@
+"""Which tensor stands in which segment, as values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gms.domain.tensors import (
+    PREFIX,
+    Segment,
+    View,
+    extent,
+    next_segment,
+    place_tensors,
+    read_tensors,
+)
+from snapshot_shared.errors import InvalidInput, InvalidMessage
+from snapshot_shared.frames import MetadataItem
+
+SEGMENTS = [Segment("segment-000001", 0x9000, 0x1000), Segment("segment-000000", 0x1000, 0x2000)]
+SIZES = {segment.name: segment.size for segment in SEGMENTS}
+
+
+def view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 4) -> View:
+    return View(address, shape, strides, "float32", itemsize)
+
+
+def test_segments_are_numbered_in_the_order_in_which_they_are_taken() -> None:
+    assert next_segment([]) == "segment-000000"
+    assert next_segment(["w", "segment-000000", "segment-000007"]) == "segment-000008"
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((), (), 4),
+        ((3, 5), (5, 1), 60),
+        ((3, 5), (1, 3), 60),
+        ((2, 2), (100, 1), 408),
+        ((0, 9), (9, 1), 0),
+    ],
+)
+def test_the_extent_of_a_tensor_reaches_from_its_first_to_its_last_element(
+    shape: tuple[int, ...], strides: tuple[int, ...], expected: int
+) -> None:
+    assert extent(shape, strides, 4) == expected
+
+
+def test_tensors_are_found_in_their_segments_and_read_again() -> None:
+    tensors = {
+        "embedding": view(0x1000, (32, 64), (64, 1)),
+        "embedding.T": view(0x1000, (64, 32), (1, 64)),
+        "bias": view(0x9000 + 0xFFC, (), ()),
+        "empty": view(0, (0, 4), (4, 1)),
+    }
+    places = read_tensors(SIZES, place_tensors(SEGMENTS, tensors))
+    assert {name: (p.segment, p.offset) for name, p in places.items()} == {
+        "embedding": ("segment-000000", 0),
+        "embedding.T": ("segment-000000", 0),
+        "bias": ("segment-000001", 0xFFC),
+        "empty": ("segment-000000", 0),
+    }
+    assert places["embedding.T"].strides == [1, 64]
+    assert places["bias"].dtype == "float32"
+
+
+def test_every_tensor_that_stands_outside_is_named() -> None:
+    tensors = {
+        "good": view(0x1000, (4,), (1,)),
+        "before": view(0xFF0, (4,), (1,)),
+        "across": view(0x1000 + 0x1FF8, (4,), (1,)),
+        "after": view(0xA000, (1,), (1,)),
+    }
+    with pytest.raises(InvalidInput) as caught:
+        place_tensors(SEGMENTS, tensors)
+    assert caught.value.values["found"] == ["before", "across", "after"]
+    with pytest.raises(InvalidInput):
+        place_tensors([], {"empty": view(0, (0,), (1,))})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"allocation": "segment-000009"},
+        {"offset": 0x1FFC},
+        {"offset": 2},
+        {"value": b"\x80"},
+        {"value": b"garbage"},
+    ],
+)
+def test_what_another_process_wrote_is_not_believed(change: dict[str, object]) -> None:
+    (item,) = place_tensors(SEGMENTS, {"w": view(0x1000, (2, 2), (2, 1))})
+    fields = {"key": item.key, "allocation": item.allocation, "offset": item.offset}
+    changed = MetadataItem(**{**fields, "value": item.value, **change})  # type: ignore[arg-type]
+    with pytest.raises(InvalidMessage):
+        read_tensors(SIZES, [changed])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 0x2F00), st.lists(st.integers(0, 6), max_size=3)), max_size=8)
+)
+def test_a_tensor_is_placed_exactly_when_all_of_it_stands_in_one_segment(
+    found: list[tuple[int, list[int]]],
+) -> None:
+    for start, shape in found:
+        strides = [1] * len(shape)
+        one = view(0x1000 + 4 * start, tuple(shape), tuple(strides))
+        size = extent(shape, strides, 4)
+        stands = not size or any(
+            s.address <= one.address and one.address + size <= s.address + s.size for s in SEGMENTS
+        )
+        if stands:
+            (item,) = place_tensors(SEGMENTS, {"t": one})
+            place = read_tensors(SIZES, [item])["t"]
+            assert item.key == PREFIX + "t"
+            assert (place.shape, place.strides, place.size) == (shape, strides, size)
+        else:
+            with pytest.raises(InvalidInput):
+                place_tensors(SEGMENTS, {"t": one})
