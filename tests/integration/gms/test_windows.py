@@ -134,6 +134,29 @@ def test_objects_of_several_windows_at_once_make_one_part(
     target.range.release()
 
 
+def test_objects_of_an_older_part_are_copied_and_not_sent(
+    device: CudaDevice, folder: int, tmp_path: Path
+) -> None:
+    source, storage = Layout(device).fill(values()), ObjectStorage(f"file://{tmp_path}/objects")
+    found = []
+    for part in ("a", "b"):
+        objects = Objects(storage, part)
+        with Windowed(objects, source.range, source.places, source.range.size) as out:
+            if found:
+                out.take_from("a", found[0].files)
+            found.append(out.write_files(folder, plans(), [], threads=2, advance=lambda _: None))
+    older, newer = found
+    assert older.bytes > newer.bytes == 0
+    assert newer.files == older.files
+    storage.remove("a")
+    target = Layout(device)
+    with Windowed(Objects(storage, "b"), target.range, target.places, target.range.size) as back:
+        back.read_files(folder, plans(), newer.files, [], threads=2, advance=lambda _: None)
+    assert target.values() == values()
+    source.range.release()
+    target.range.release()
+
+
 class Noted:
     """What a killed save has noted: every chunk of the files that it wrote."""
 

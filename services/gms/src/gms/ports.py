@@ -331,6 +331,15 @@ class ResumableBackend(TransferBackend, Protocol):
         ...
 
 
+@runtime_checkable
+class CopyingBackend(TransferBackend, Protocol):
+    """A backend whose storage can copy what an older part has, instead of being sent it again."""
+
+    def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
+        """Have the next writes copy the chunks that the part below `prefix` has, where the same."""
+        ...
+
+
 class Tracer(Protocol):
     """Records a block as a span of a trace that came with a request."""
 

@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 from msgspec import UnsetType
 
-from gms.adapters.objects import Objects
-from gms.adapters.windows import Windowed
 from gms.domain.tasks import OBJECT, SaveTask
 from gms.domain.transfer import ChunkPlan, FilePlan, without_memory
-from gms.ports import Advance, TransferBackend
+from gms.ports import Advance, CopyingBackend, TransferBackend
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     ROOT_MANIFEST,
@@ -92,9 +90,8 @@ def share(
     What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
     """
     if parent.objects:
-        storing = backend.backend if isinstance(backend, Windowed) else backend
-        if isinstance(storing, Objects):
-            storing.take_from(parent.objects.prefix, parent.files)
+        if isinstance(backend, CopyingBackend):
+            backend.take_from(parent.objects.prefix, parent.files)
         return {}
     known = {entry.name: entry for entry in parent.files}
     shared: dict[str, FileEntry] = {}

@@ -23,6 +23,7 @@ from gms.ports import (
     Buffers,
     ChunkNotes,
     Copier,
+    CopyingBackend,
     DeviceMemory,
     Moved,
     ResumableBackend,
@@ -88,6 +89,11 @@ class Windowed:
             return self.write_files(directory, plans, buffers, threads=threads, advance=advance)
         write = functools.partial(self.backend.write_missing, notes=notes)
         return self._write(write, directory, plans, threads, advance)
+
+    def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
+        """Have the backend copy what is the same, where it can."""
+        if isinstance(self._backend, CopyingBackend):
+            self._backend.take_from(prefix, files)
 
     def _write(
         self,
