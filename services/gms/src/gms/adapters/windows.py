@@ -57,7 +57,7 @@ class Windowed:
         """
         # Memory takes long to pin, and a small layout needs little of it.
         self._window = min(WINDOW, size)
-        self.backend = backend
+        self._backend = backend
         self._memory = memory
         self._places = places
         self._idle: list[_Lane] = []
@@ -72,7 +72,7 @@ class Windowed:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        return self._write(self.backend.write_files, directory, plans, threads, advance)
+        return self._write(self._backend.write_files, directory, plans, threads, advance)
 
     def write_missing(
         self,
@@ -85,9 +85,9 @@ class Windowed:
         notes: ChunkNotes,
     ) -> Moved:
         """Go on with a save where the backend can; elsewhere write all of it."""
-        if not isinstance(self.backend, ResumableBackend):
+        if not isinstance(self._backend, ResumableBackend):
             return self.write_files(directory, plans, buffers, threads=threads, advance=advance)
-        write = functools.partial(self.backend.write_missing, notes=notes)
+        write = functools.partial(self._backend.write_missing, notes=notes)
         return self._write(write, directory, plans, threads, advance)
 
     def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
@@ -137,7 +137,7 @@ class Windowed:
             with self._lane() as lane:
                 view = lane.cleared(sum(chunk.size for chunk in chunks))
                 windowed = replace(plan, chunks=_in_one(chunks))
-                moved = self.backend.read_files(
+                moved = self._backend.read_files(
                     directory, [windowed], [entry], [view], threads=each, advance=advance
                 )
                 lane.bring(chunks)
