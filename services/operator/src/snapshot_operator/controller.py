@@ -276,6 +276,7 @@ class Interpreter:
         task.add_done_callback(self._tidying.discard)
 
     def _trace_order(self, owner: AnyObject, item: OrderStatus) -> None:
+        """Record the span of an order: from the decision until its answer is in the store."""
         parent = _span_over(owner, item)
         identity = parse_traceparent(order_context(parent, item.order, item.attempt))
         if identity is None:
@@ -286,7 +287,7 @@ class Interpreter:
             parent=parent,
             identity=identity,
             start_ns=_ns(item.ordered_at),
-            end_ns=_ns(item.ended_at),
+            end_ns=_ns(self._wall()),
             error=failure.message if failure else "",
             attributes={
                 "snapback.order.id": item.order,
