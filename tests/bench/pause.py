@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -17,12 +18,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 
+from gms.domain.tasks import LOAD_THREADS
+from gms.domain.transfer import CHUNK_BYTES
 from snapshot_shared.files import opened
 from snapshot_shared.objects import AnyObject, Pod, is_true
 from snapshot_shared.spans import SpanRecord
@@ -63,6 +67,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What a process takes to give back pages for so many bytes, as the worker does in `quiesce`.
 
     A simulated device is mapped in pages of 4 KiB; a GPU has none that a processor gives back.
+    """
+    touch: float
+    """What the host takes to give so many bytes of memory that it has not given before.
+
+    A simulated device gets its memory when it is allocated; that of a GPU is there.
     """
     read_limit: float
     write_limit: float
@@ -148,6 +157,7 @@ class Bench:
             answer=answer,
             restore_steps={step: _lasted(later, step) for step in RESTORE_STEPS},
             unmap=_unmapping(worker.size),
+            touch=_touching(worker.size),
             read_limit=read_limit,
             write_limit=write_limit,
         )
@@ -214,6 +224,22 @@ def _unmapping(size: int) -> float:
         begin = time.monotonic()
         pages.close()
         return (time.monotonic() - begin) * size / sample
+
+
+def _touching(size: int) -> float:
+    """Measure a sample with the threads of a load, and give the seconds that `size` would take."""
+    sample = min(size, 4 * SAMPLE_BYTES)
+    starts = range(0, sample, CHUNK_BYTES)
+    with opened(os.memfd_create("bench")) as fd, ThreadPoolExecutor(LOAD_THREADS) as pool:
+        begin = time.monotonic()
+        os.posix_fallocate(fd, 0, sample)
+        with mmap.mmap(fd, sample) as pages:
+            view = (ctypes.c_ubyte * sample).from_buffer(pages)
+            at = ctypes.addressof(view)
+            list(pool.map(lambda start: ctypes.memset(at + start, 1, CHUNK_BYTES), starts))
+            taken = time.monotonic() - begin
+            del view
+        return taken * size / sample
 
 
 async def _spans(session: Session, traceparent: str, wanted: set[str]) -> list[SpanRecord]:
@@ -285,6 +311,8 @@ def judged(results: Results) -> list[Judged]:
         rows.append(
             _judged(size, "apply → first answer beyond bytes ÷ read limit", RESTORE_S, over, times)
         )
+        over = [t.restore - size / t.read_limit - t.touch for t in turns]
+        rows.append(_judged(size, "the same beyond new memory", RESTORE_S, over, times))
     small, large = min(results.turns), max(results.turns)
     if small != large:
         few = [turn.pause for turn in results.turns[small]]
@@ -345,7 +373,8 @@ def _lines(results: Results) -> Iterator[str]:
         "of the capture; the worker goes on while its weights are written. A restore is from\n"
         "`apply` to the first answer, on another node, with no file in the page cache.\n"
         "Medians. A simulated device is mapped in pages of 4 KiB, which a worker gives back\n"
-        "when it becomes quiet; a GPU has none of these. The machine:\n"
+        "when it becomes quiet, and gets its memory from the host when it is allocated; a GPU\n"
+        "does neither. The machine:\n"
     )
     yield from (f"- {key}: {value}" for key, value in results.machine.items())
     yield "\n| weights | what | goal | found | |\n|---|---|---|---|---|"
@@ -372,6 +401,7 @@ def _lines(results: Results) -> Iterator[str]:
             for p in RESTORE_STEPS
         },
         "an answer at any time": [[t.answer for t in results.turns[s]] for s in sizes],
+        "to get new memory from the host": [[t.touch for t in results.turns[s]] for s in sizes],
         "bytes ÷ read limit": [[s / t.read_limit for t in results.turns[s]] for s in sizes],
     }
     for name, columns in rows.items():

@@ -27,7 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL, LARGE = 64 * MIB, 512 * MIB
 
 
-def turn(pause_s: float, restore_s: float = 0.6, size: int = SMALL, unmap_s: float = 0.01) -> Turn:
+def turn(
+    pause_s: float,
+    restore_s: float = 0.6,
+    size: int = SMALL,
+    unmap_s: float = 0.01,
+    touch_s: float = 0.0,
+) -> Turn:
     """Give a turn on a disk that reads the weights in 0.2 s."""
     return Turn(
         pause=pause_s,
@@ -38,6 +44,7 @@ def turn(pause_s: float, restore_s: float = 0.6, size: int = SMALL, unmap_s: flo
         answer=0.01,
         restore_steps=dict.fromkeys(RESTORE_STEPS, restore_s / 10),
         unmap=unmap_s,
+        touch=touch_s,
         read_limit=size / 0.2,
         write_limit=1e9,
     )
@@ -76,12 +83,12 @@ def test_the_pause_is_from_the_wish_to_be_quiet_until_the_worker_is_let_go() -> 
 
 
 def test_equal_and_short_pauses_meet_every_goal() -> None:
-    assert verdicts(results(STEADY, STEADY)) == ["met"] * 6
+    assert verdicts(results(STEADY, STEADY)) == ["met"] * 8
 
 
 def test_a_pause_that_grows_with_the_weights_is_missed() -> None:
     found = verdicts(results(STEADY, turns(0.3, 0.9, LARGE)))
-    assert found == ["met"] * 2 + ["missed"] * 4
+    assert found == ["met"] * 3 + ["missed"] * 5
 
 
 def test_a_pause_that_grows_only_by_pages_to_give_back_is_told_apart() -> None:
@@ -89,9 +96,14 @@ def test_a_pause_that_grows_only_by_pages_to_give_back_is_told_apart() -> None:
     assert verdicts(results(STEADY, larger))[-2:] == ["missed", "met"]
 
 
+def test_a_restore_that_waits_only_for_new_memory_is_told_apart() -> None:
+    slow = [turn(t.pause, restore_s=0.9, touch_s=0.4) for t in STEADY]
+    assert verdicts(results(slow, slow))[:3] == ["met", "missed", "met"]
+
+
 def test_a_missed_pause_among_scattered_ones_is_inconclusive() -> None:
     scattered = [turn(0.05), turn(0.2), turn(0.3), turn(0.6), turn(0.9)]
-    assert verdicts(results(STEADY, scattered))[2] == "inconclusive"
+    assert verdicts(results(STEADY, scattered))[3] == "inconclusive"
 
 
 def test_its_section_takes_the_place_of_an_older_one_and_leaves_the_others() -> None:
