@@ -286,6 +286,18 @@ async def test_the_operator_ends_at_once_although_somebody_looks(
                 pass
 
 
+async def test_who_looks_before_the_operator_has_reached_nats_causes_no_traceback(
+    world: PageWorld,
+) -> None:
+    await world.stop_operator()
+    await world.start_operator(SNAPBACK_NATS_URL="nats://127.0.0.1:1")
+    async with aiohttp.ClientSession(world.url) as http, reading(http) as stream:
+        await stream.event()
+        async with asyncio.timeout(PATIENCE_S):
+            while "has to look again" not in world.log:  # noqa: ASYNC110 - a file
+                await asyncio.sleep(0.05)
+
+
 async def test_the_page_goes_on_with_the_operator_that_comes_after(
     world: PageWorld, http: aiohttp.ClientSession
 ) -> None:

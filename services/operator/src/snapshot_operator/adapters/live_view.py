@@ -213,7 +213,11 @@ class LiveView:
             # reach them.
             done, _ = await asyncio.wait(self._followers, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                log.error("the page has to look again", exc_info=task.exception())
+                error = task.exception()
+                if isinstance(error, BusUnavailable):
+                    log.info("the page has to look again: %s", error)
+                else:
+                    log.error("the page has to look again", exc_info=error)
             await end_all(*self._followers)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(never.wait(), AGAIN_S)
