@@ -298,17 +298,17 @@ class Bench:
     def _counted(self) -> tuple[float, dict[str, int]]:
         backend, region = OURS[0], self.regions[SHAPES[1]]
         shutil.rmtree(self.folder / backend, ignore_errors=True)
-        before = highest = _private_bytes()
+        before = highest = private_bytes()
 
         def look(_: object) -> int:
             nonlocal highest
-            highest = max(highest, _private_bytes())
+            highest = max(highest, private_bytes())
             return 0
 
         extra: dict[str, int] = {}
         task_done = self._watched_save(backend, region, look)
         extra["save"] = highest - before
-        before = highest = _private_bytes()
+        before = highest = private_bytes()
         self.load(backend, region, look)
         extra["load"] = highest - before
         (self._part(backend).parent / "root.json").write_text("{}")
@@ -325,7 +325,7 @@ class Bench:
         return saving.result()
 
 
-def _private_bytes() -> int:
+def private_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 

@@ -29,7 +29,7 @@ from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
 from snapshot_shared.orders import LayoutRef
-from tests.bench.gms import MIB, THREADS, UID, Memory, Region
+from tests.bench.gms import MIB, THREADS, UID, Memory, Region, private_bytes
 from tests.support.s3_server import s3_server
 
 PLACE = part_path("default", f"{UID}0", 1, "gpu-0")
@@ -148,9 +148,9 @@ def _flipped(
 
 @contextlib.contextmanager
 def _watched(what: str, size: int, problems: list[str]) -> Iterator[None]:
-    before, done = _private_bytes(), threading.Event()
+    before, done = private_bytes(), threading.Event()
     highest = [before]
-    watcher = threading.Thread(target=_watch, args=(done, highest, _private_bytes))
+    watcher = threading.Thread(target=_watch, args=(done, highest, private_bytes))
     watcher.start()
     begin = time.perf_counter()
     try:
@@ -172,12 +172,6 @@ def _watched(what: str, size: int, problems: list[str]) -> Iterator[None]:
 def _watch(done: threading.Event, highest: list[int], look: Callable[[], int]) -> None:
     while not done.wait(0.005):
         highest[0] = max(highest[0], look())
-
-
-def _private_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("RssAnon:")]
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -168,8 +168,7 @@ DEVICES = """
 ## Devices
 
 `python -m gms.conformance --device simulated`: all rules hold. `--device cuda` was not run on a
-GPU; known is only that the bindings have every symbol, and that a machine without bindings or
-driver is told so in one line.
+GPU; service, client and transfers have only met a likeness of the driver, in the tests.
 """
 """What is known of devices, which no benchmark on this machine finds out."""
 

@@ -282,7 +282,7 @@ def object_key(prefix: str, file: str, chunk: int) -> str:
 
 @functools.cache
 def zeros_digest(size: int) -> str:
-    """Give the digest of a chunk of zeros, which has no object."""
+    """Give the digest of a chunk of zeros, which is a hole in a file and has no object."""
     return xxhash.xxh3_128_hexdigest(bytes(size))
 
 

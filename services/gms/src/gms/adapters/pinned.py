@@ -6,13 +6,13 @@ swapped out. `RLIMIT_MEMLOCK` bounds it for whoever lacks CAP_IPC_LOCK.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 import resource
 from pathlib import Path
 
+from gms.adapters.posix import ordinary_pages
 from snapshot_shared.errors import SnapbackError
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,10 +30,7 @@ class MemoryLockRefused(SnapbackError):
 
 def page_locked(size: int) -> mmap.mmap:
     """Map `size` bytes and lock them until the mapping goes. MemoryLockRefused."""
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel may have been built without large pages.
-    with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = ordinary_pages(size)
     if not (_lock(pages) or (_raise_limit() and _lock(pages))):
         code = ctypes.get_errno()
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

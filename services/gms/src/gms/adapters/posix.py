@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import threading
@@ -28,6 +27,7 @@ from gms.ports import Advance, Buffers, ChunkNotes, Moved
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.files import create_file, open_regular, translated
+from snapshot_shared.object_storage import zeros_digest
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ class Posix:
         def read(item: tuple[int, ChunkPlan]) -> int:
             file, chunk = item
             wanted = entries[file].chunks[chunk.index]
-            is_zero = wanted == _digest_of_zeros(chunk.size)
+            is_zero = wanted == zeros_digest(chunk.size)
             if not is_zero:
                 descriptor = cached[file]
                 if bypassing and not _is_resident(descriptor, chunk):
@@ -221,7 +221,7 @@ class _Writing:
             found = _digest(pieces, chunk.size)
             self._digests[file][chunk.index] = found
             # Where another process was killed there may be bytes in place of a hole.
-            is_hole = found == _digest_of_zeros(chunk.size) and not self._noted[file]
+            is_hole = found == zeros_digest(chunk.size) and not self._noted[file]
             if not is_hole:
                 _write(descriptor, pieces, chunk.offset, self.bypassing)
             elif descriptor in self.bypassing:
@@ -297,7 +297,7 @@ class _Memory:
     def __init__(self, buffers: Buffers, longest: int, pages: Pages | None = None) -> None:
         self.buffers = buffers
         self._stages_all = pages is not None
-        self._map = pages or _ordinary
+        self._map = pages or ordinary_pages
         self._addresses = [_address(buffer) for buffer in buffers]
         # Whoever maps memory for a load has mapped all of it at the same time.
         self._is_mapped = all(map(_is_mapped, self._addresses[:1]))
@@ -369,7 +369,8 @@ class _Memory:
             self._free.append(pages)
 
 
-def _ordinary(size: int) -> mmap.mmap:
+def ordinary_pages(size: int) -> mmap.mmap:
+    """Map `size` bytes of memory of our own, in large pages where there are any."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel may have been built without large pages.
     with contextlib.suppress(OSError):
@@ -504,11 +505,6 @@ def _update(state: xxhash.xxh3_128, pieces: Iterable[memoryview], size: int) -> 
     for piece in pieces:
         state.update(piece[:size])
         size -= len(piece)
-
-
-@functools.cache
-def _digest_of_zeros(size: int) -> str:
-    return xxhash.xxh3_128_hexdigest(bytes(size))
 
 
 def _for_all(items: Iterable[T], work: Callable[[T], int], threads: int) -> int:
