@@ -157,6 +157,28 @@ def test_objects_of_an_older_part_are_copied_and_not_sent(
     target.range.release()
 
 
+def test_a_file_is_secured_without_those_that_others_are_writing(
+    folder: int, tmp_path: Path
+) -> None:
+    first, second, *_ = plans(shard=GRANULE)
+    storage = ObjectStorage(f"file://{tmp_path}/objects")
+    memory = [memoryview(bytearray(GRANULE)) for _ in SIZES]
+    memory[0][:] = Random(1).randbytes(GRANULE)
+    theirs = tmp_path / "objects" / "a" / second.name
+
+    def write_another(_: int) -> None:
+        # Whoever copies an object writes it beside its place, from where it is gone at any time.
+        theirs.mkdir(exist_ok=True)
+        (theirs / "000000#1").unlink(missing_ok=True)
+        (theirs / "000000#1").symlink_to("gone")
+
+    moved = Objects(storage, "a").write_files(
+        folder, [first], memory, threads=1, advance=write_another
+    )
+    assert (theirs / "000000#1").is_symlink()
+    assert moved.bytes > 0
+
+
 class Noted:
     """What a killed save has noted: every chunk of the files that it wrote."""
 

@@ -76,7 +76,9 @@ class Objects:
 
         self._begin(directory)
         moved = _for_all(_chunks(plans), write, threads)
-        self._storage.secure(self._prefix)
+        for plan in plans:
+            # Not the whole part: windows of it are written at the same time as this one.
+            self._storage.secure(f"{self._prefix}/{plan.name}")
         entries = [
             FileEntry(name=plan.name, size=plan.size, chunk_bytes=plan.chunk_bytes, chunks=found)
             for plan, found in zip(plans, digests, strict=True)
