@@ -20,6 +20,8 @@ import xxhash
 
 from gms.adapters.backends import find_backend
 from gms.adapters.transfer_child import write_part
+from gms.arena import HUGE_PAGE
+from gms.domain.layout import aligned
 from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
 from gms.domain.transfer import CHUNK_BYTES, plan_files
 from snapshot_shared.artifact import PartManifest
@@ -27,7 +29,7 @@ from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.frames import AllocationInfo
 from snapshot_shared.orders import LayoutRef
-from tests.bench.machine import Watch
+from tests.bench.machine import Watch, huge_bytes_free, new_memory
 from tests.bench.peers import LOADERS, SAVERS, Peer
 from tests.bench.results import SHAPES, STEPS, Rows, Transfers, size_text
 
@@ -41,13 +43,15 @@ WINDOW = 4 * MIB
 
 
 class Memory:
-    """Memory of a simulated device."""
+    """Memory of a simulated device, in huge pages or in ordinary ones."""
 
-    def __init__(self, size: int) -> None:
-        self.descriptor = os.memfd_create("bench")
-        os.ftruncate(self.descriptor, size)
-        self.map = mmap.mmap(self.descriptor, size)
-        self.array = np.frombuffer(self.map, dtype="u1")
+    def __init__(self, size: int, *, in_huge_pages: bool = False) -> None:
+        self.in_huge_pages = in_huge_pages
+        whole = aligned(size, HUGE_PAGE)
+        self.descriptor = new_memory(whole, in_huge_pages=in_huge_pages)
+        self.map = mmap.mmap(self.descriptor, whole)
+        self.bytes = memoryview(self.map)[:size]
+        self.array = np.frombuffer(self.bytes, dtype="u1")
 
     def fill(self) -> None:
         """Put random bytes everywhere, which also touches every page."""
@@ -66,13 +70,13 @@ class Region:
 
     def __init__(self, memory: Memory, count: int) -> None:
         self.memory = memory
-        step = len(memory.map) // count
+        step = len(memory.bytes) // count
         each = step - (count > 1)
         self.infos = [
             AllocationInfo(id=f"a{slot}", size=each, aligned=step, tag="", slot=slot)
             for slot in range(count)
         ]
-        whole = memoryview(memory.map)
+        whole = memory.bytes
         self.views = [whole[slot * step : slot * step + each] for slot in range(count)]
         self.arrays = {
             info.id: np.frombuffer(view, dtype="u1")
@@ -89,11 +93,11 @@ class Bench:
         self.size = size - size % (SMALL * mmap.PAGESIZE)
         self.seconds: Rows = {}
         self.cpu: Rows = {}
-        self.memory = Memory(self.size)
+        self.memory = Memory(self.size, in_huge_pages=huge_bytes_free() >= self.size + HUGE_PAGE)
         self.regions = {
             shape: Region(self.memory, n) for shape, n in zip(SHAPES, (1, SMALL), strict=True)
         }
-        self.large = [large_pages() for _ in range(max(2 * THREADS, LOAD_THREADS))]
+        self.staging = [huge_pages() for _ in range(max(2 * THREADS, LOAD_THREADS))]
         self.layout = LayoutRef(
             device="GPU-1",
             incarnation="i",
@@ -118,6 +122,7 @@ class Bench:
             size=self.size,
             seconds=self.seconds,
             cpu=self.cpu,
+            in_huge_pages=self.memory.in_huge_pages,
             others=others,
             written_again=again,
             extra_bytes=extra,
@@ -152,9 +157,9 @@ class Bench:
                 peer.call(self.folder, region.arrays, self.memory.array)
 
     def _limits(self, row: str, call: Callable[..., int]) -> None:
-        whole = memoryview(self.memory.map)
+        whole = self.memory.bytes
         scattered = [whole[at : at + CHUNK_BYTES] for at in range(0, self.size, CHUNK_BYTES)]
-        for name, memory in (("raw", scattered), ("raw, large pages", self.large)):
+        for name, memory in (("raw", scattered), ("raw, huge pages", self.staging)):
             with self._timed(row, name):
                 raw_transfer(self.folder / "raw", memory, self.size, call)
 
@@ -187,7 +192,7 @@ class Bench:
             self._fresh(fresh, peer)
 
     def _fresh(self, row: str, contender: str | Peer) -> None:
-        """Load into new memory, which is gone afterwards."""
+        """Load into new memory in ordinary pages, which is gone afterwards; ours a second time."""
         with contextlib.closing(Memory(self.size)) as memory:
             region = Region(memory, 1)
             if isinstance(contender, Peer):
@@ -196,6 +201,10 @@ class Bench:
             self._drop()
             with self._timed(row, contender):
                 self.load(contender, region)
+            if self.memory.in_huge_pages:
+                self._drop()
+                with self._timed("load, cold, pooled, ordinary pages", contender):
+                    self.load(contender, region)
 
     def _peer(self, row: str, peer: Peer, region: Region, *, is_cold: bool) -> None:
         if not peer.is_installed:
@@ -210,7 +219,7 @@ class Bench:
 
     def _windows(self, *, digested: bool, copied: bool) -> None:
         """Read the raw file with the requests and threads of a load, and do some of the rest."""
-        free, region = list(self.large), _address(self.memory.map)
+        free, region = list(self.staging), _address(self.memory.map)
         raw = os.open(self.folder / "raw", os.O_RDONLY | os.O_DIRECT)
         with opened(raw) as fd, ThreadPoolExecutor(LOAD_THREADS) as pool:
 
@@ -246,7 +255,10 @@ class Bench:
             layout=self.layout,
         )
         with opened(open_root(task.root, create=True)) as root:
-            return write_part(root, task, region.infos, [], region.views, lambda _: None)
+            found = find_backend(backend, in_place=region.memory.in_huge_pages)
+            return write_part(
+                root, task, region.infos, [], region.views, lambda _: None, backend=found
+            )
 
     def load(self, backend: str, region: Region, advance: Callable[[int], None] = abs) -> None:
         """Read what `save` wrote into a region, every digest compared."""
@@ -259,7 +271,7 @@ class Bench:
             chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
         )
         with opened(open_root(path)) as directory:
-            find_backend(backend).read_files(
+            find_backend(backend, in_place=region.memory.in_huge_pages).read_files(
                 directory,
                 plans,
                 manifest.files,
@@ -288,6 +300,9 @@ class Bench:
         if not shutil.which("fio"):
             self._absent(row, "fio")
             return
+        if verb == "write":
+            # What a save writes is new.
+            (self.folder / "fio").unlink(missing_ok=True)
         command = ["fio", "--name=limit", f"--rw={verb}", "--direct=1", "--bs=8M", "--iodepth=16"]
         command += ["--ioengine=libaio", f"--size={self.size}", "--end_fsync=1"]
         command += [f"--filename={self.folder / 'fio'}", "--output-format=json"]
@@ -349,7 +364,7 @@ def raw_transfer(path: Path, memory: Sequence[Any], size: int, call: Callable[..
         os.fsync(fd)
 
 
-def large_pages() -> mmap.mmap:
+def huge_pages() -> mmap.mmap:
     memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -7,6 +7,22 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from gms.arena import HUGE_PAGE
+
+
+def huge_bytes_free() -> int:
+    """Give the bytes of huge pages that the host has set aside and nobody uses or has reserved."""
+    lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+    pages = {name: int(value) for name, value, *_ in lines if name.startswith("HugePages_")}
+    return (pages.get("HugePages_Free:", 0) - pages.get("HugePages_Rsvd:", 0)) * HUGE_PAGE
+
+
+def new_memory(size: int, *, in_huge_pages: bool) -> int:
+    """Give the descriptor of memory of which no page is there yet."""
+    descriptor = os.memfd_create("bench", os.MFD_HUGETLB if in_huge_pages else 0)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
 
 class Watch:
     """Tells how busy others kept the processors since it was made."""
@@ -39,6 +55,7 @@ def describe(folder: Path) -> dict[str, str]:
         "processor": (models or ["unknown"])[0].partition(": ")[2] or platform.machine(),
         "cores": str(os.cpu_count()),
         "kernel": f"{platform.system()} {platform.release()}",
+        "huge pages set aside and free": f"{huge_bytes_free() // 2**20} MiB",
         "file system": max(inside, key=lambda m: len(m[1]))[2],
         "python": platform.python_version(),
         "load average at the start": f"{os.getloadavg()[0]:.1f}",

@@ -25,14 +25,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gms.arena import HUGE_PAGE
 from gms.domain.tasks import LOAD_THREADS
 from gms.domain.transfer import CHUNK_BYTES
 from snapshot_shared.files import opened
 from snapshot_shared.objects import AnyObject, Pod, is_true
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters.worker_socket import SocketWorkers
-from tests.bench.gms import large_pages, raw_transfer
-from tests.bench.machine import describe
+from tests.bench.gms import huge_pages, raw_transfer
+from tests.bench.machine import describe, huge_bytes_free, new_memory
 from tests.bench.results import NOISE, Judged, Verdict, spread, with_section
 from tests.support.live_cluster import LiveCluster, Session, find, pod, worker_pod
 
@@ -48,7 +49,8 @@ STEPS = ("quiesce", "fence", "facts", "freeze", "copy-state", "thaw", "stage", "
 """What the pause consists of, and between these the ways of orders and reports."""
 RESTORE_STEPS = ("spawn", "read", "publish", "fill-state", "await-restored")
 """What a restore consists of; the worker starts while its weights are read."""
-SAMPLE_BYTES = 256 * MIB
+ROOM = 64 * MIB
+"""What a device has beside the weights."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,10 +68,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     unmap: float
     """What a process takes to give back pages for so many bytes, as the worker does in `quiesce`.
 
-    A simulated device is mapped in pages of 4 KiB; a GPU has none that a processor gives back.
+    A GPU has no pages that a processor gives back.
     """
     touch: float
-    """What the host takes to give so many bytes of memory that it has not given before.
+    """What it takes to get so many bytes of memory from the host, and to touch them.
 
     A simulated device gets its memory when it is allocated; that of a GPU is there.
     """
@@ -81,6 +83,8 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     """All turns, by the bytes of the weights."""
 
     machine: dict[str, str]
+    in_huge_pages: bool = False
+    """Whether the memory of the devices is in huge pages that the host has set aside."""
     turns: dict[int, list[Turn]]
 
 
@@ -97,16 +101,24 @@ class Bench:
 
     def __init__(self, folder: Path, sizes: Sequence[int], rounds: int) -> None:
         self.folder, self.sizes, self.rounds = folder, sizes, rounds
-        self.large = large_pages()
+        self.staging = huge_pages()
         self.cluster = LiveCluster(folder)
+        # The weights of every worker and of one that is restored, and one sample beside them.
+        needed = sum(sizes) + 2 * max(sizes) + ROOM
+        self.in_huge_pages = huge_bytes_free() >= needed
+        if self.in_huge_pages:
+            self.cluster.environment["SNAPBACK_DEVICE_HUGE_PAGES"] = "1"
+            # The host of a virtual machine may never have given them yet.
+            with opened(new_memory(needed, in_huge_pages=True)) as fd:
+                os.posix_fallocate(fd, 0, needed)
 
     async def run(self) -> Results:
         """Measure everything."""
         machine = describe(self.folder)
         turns: dict[int, list[Turn]] = {size: [] for size in self.sizes}
         try:
-            room = max(self.sizes) // MIB + 64
-            await self.cluster.up(SOURCE, TARGET, gpus=len(self.sizes), mib=room)
+            room = max(self.sizes) + ROOM
+            await self.cluster.up(SOURCE, TARGET, gpus=len(self.sizes), mib=room // MIB)
             async with self.cluster.session() as session:
                 workers = [await self._worker(session, size) for size in self.sizes]
                 for number in range(1, self.rounds + 1):
@@ -117,7 +129,7 @@ class Bench:
         finally:
             await self.cluster.down()
         machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
-        return Results(machine=machine, turns=turns)
+        return Results(machine=machine, in_huge_pages=self.in_huge_pages, turns=turns)
 
     async def _worker(self, session: Session, size: int) -> Worker:
         name = f"worker-{size // MIB}"
@@ -156,8 +168,8 @@ class Bench:
             restore=restore,
             answer=answer,
             restore_steps={step: _lasted(later, step) for step in RESTORE_STEPS},
-            unmap=_unmapping(worker.size),
-            touch=_touching(worker.size),
+            unmap=_unmapping(worker.size, in_huge_pages=self.in_huge_pages),
+            touch=_touching(worker.size, in_huge_pages=self.in_huge_pages),
             read_limit=read_limit,
             write_limit=write_limit,
         )
@@ -179,7 +191,7 @@ class Bench:
         path, speeds = self.folder / "raw", []
         for call in (os.pwritev, os.preadv):
             begin = time.monotonic()
-            raw_transfer(path, [self.large], size, call)
+            raw_transfer(path, [self.staging], size, call)
             speeds.append(size / (time.monotonic() - begin))
         path.unlink()
         return speeds[0], speeds[1]
@@ -213,33 +225,34 @@ def _lasted(spans: Sequence[SpanRecord], name: str) -> float:
     return max(span.end_ns - span.start_ns for span in spans if span.name == name) / 1e9
 
 
-def _unmapping(size: int) -> float:
-    """Measure a sample, and give the seconds that `size` bytes would take."""
-    sample = min(size, SAMPLE_BYTES)
-    with opened(os.memfd_create("bench")) as fd:
-        os.ftruncate(fd, sample)
-        pages = mmap.mmap(fd, sample, prot=mmap.PROT_READ)
-        for at in range(0, sample, mmap.PAGESIZE):
+def _unmapping(size: int, *, in_huge_pages: bool) -> float:
+    with opened(new_memory(size, in_huge_pages=in_huge_pages)) as fd:
+        os.posix_fallocate(fd, 0, size)
+        pages = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        for at in range(0, size, mmap.PAGESIZE):
             pages[at]
         begin = time.monotonic()
         pages.close()
-        return (time.monotonic() - begin) * size / sample
+        return time.monotonic() - begin
 
 
-def _touching(size: int) -> float:
-    """Measure a sample with the threads of a load, and give the seconds that `size` would take."""
-    sample = min(size, 4 * SAMPLE_BYTES)
-    starts = range(0, sample, CHUNK_BYTES)
-    with opened(os.memfd_create("bench")) as fd, ThreadPoolExecutor(LOAD_THREADS) as pool:
+def _touching(size: int, *, in_huge_pages: bool) -> float:
+    """Touch every page with the threads of a load."""
+    # Nothing more of a huge page than is needed to have it cleared.
+    step, touched = (HUGE_PAGE, 1) if in_huge_pages else (CHUNK_BYTES, CHUNK_BYTES)
+    with (
+        opened(new_memory(size, in_huge_pages=in_huge_pages)) as fd,
+        ThreadPoolExecutor(LOAD_THREADS) as pool,
+    ):
         begin = time.monotonic()
-        os.posix_fallocate(fd, 0, sample)
-        with mmap.mmap(fd, sample) as pages:
-            view = (ctypes.c_ubyte * sample).from_buffer(pages)
+        with mmap.mmap(fd, size) as pages:
+            view = (ctypes.c_ubyte * size).from_buffer(pages)
             at = ctypes.addressof(view)
-            list(pool.map(lambda start: ctypes.memset(at + start, 1, CHUNK_BYTES), starts))
-            taken = time.monotonic() - begin
+            list(
+                pool.map(lambda start: ctypes.memset(at + start, 1, touched), range(0, size, step))
+            )
             del view
-        return taken * size / sample
+        return time.monotonic() - begin
 
 
 async def _spans(session: Session, traceparent: str, wanted: set[str]) -> list[SpanRecord]:
@@ -372,9 +385,15 @@ def _lines(results: Results) -> Iterator[str]:
         "The pause is from the step `quiesce` to the end of the step `signal`, in the spans\n"
         "of the capture; the worker goes on while its weights are written. A restore is from\n"
         "`apply` to the first answer, on another node, with no file in the page cache.\n"
-        "Medians. A simulated device is mapped in pages of 4 KiB, which a worker gives back\n"
-        "when it becomes quiet, and gets its memory from the host when it is allocated; a GPU\n"
-        "does neither. The machine:\n"
+        + (
+            "Medians. The simulated devices are in huge pages that the host has set aside\n"
+            "(`vm.nr_hugepages`): like those of a GPU they are there before they are asked for.\n"
+            if results.in_huge_pages
+            else "Medians. A simulated device is in pages of 4 KiB: a worker gives them back when\n"
+            "it becomes quiet, and gets its memory from the host when it is allocated; a GPU does\n"
+            "neither, nor does a device in huge pages (`vm.nr_hugepages`: not enough here).\n"
+        )
+        + "The machine:\n"
     )
     yield from (f"- {key}: {value}" for key, value in results.machine.items())
     yield "\n| weights | what | goal | found | |\n|---|---|---|---|---|"
@@ -393,7 +412,7 @@ def _lines(results: Results) -> Iterator[str]:
         "of it orders and reports": [
             [t.pause - sum(t.steps.values()) for t in results.turns[s]] for s in sizes
         ],
-        "to give back pages of 4 KiB": [[t.unmap for t in results.turns[s]] for s in sizes],
+        "to give back pages": [[t.unmap for t in results.turns[s]] for s in sizes],
         "saving after the pause": [[t.saving for t in results.turns[s]] for s in sizes],
         "apply → first answer": [[t.restore for t in results.turns[s]] for s in sizes],
         **{
@@ -401,7 +420,7 @@ def _lines(results: Results) -> Iterator[str]:
             for p in RESTORE_STEPS
         },
         "an answer at any time": [[t.answer for t in results.turns[s]] for s in sizes],
-        "to get new memory from the host": [[t.touch for t in results.turns[s]] for s in sizes],
+        "to get memory and touch it": [[t.touch for t in results.turns[s]] for s in sizes],
         "bytes ÷ read limit": [[s / t.read_limit for t in results.turns[s]] for s in sizes],
     }
     for name, columns in rows.items():

@@ -23,6 +23,8 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     size: int
     seconds: Rows
+    in_huge_pages: bool = False
+    """Whether the region is in huge pages that the host has set aside."""
     cpu: Rows
     """Processor-seconds, where they are those of this process."""
     others: float
@@ -58,7 +60,7 @@ class Goal(NamedTuple):
     ours: str = "posix-direct"
 
 
-LIMIT = ("raw", "raw, large pages", "raw, windows", "fio")
+LIMIT = ("raw", "raw, huge pages", "raw, windows", "fio")
 PEERS = ("numpy", "numpy mmap", "safetensors", "torch", "run:ai streamer", "fastsafetensors")
 SHAPES = ("one large", "2,000 small")
 GOALS = [
@@ -224,7 +226,16 @@ def _goal_lines(found: Sequence[Judged]) -> Iterator[str]:
 def _transfer_lines(results: Transfers) -> Iterator[str]:
     yield f"\n## GPU memory: save and load of {size_text(results.size)}\n"
     rounds = max((len(s) for row in results.seconds.values() for s in row.values()), default=0)
-    yield f"{rounds} rounds, medians. Others took {results.others:.0%} of the processors.\n"
+    yield (
+        f"{rounds} rounds, medians. Others took {results.others:.0%} of the processors.\n"
+        + (
+            "The region is in huge pages that the host has set aside (`vm.nr_hugepages`), as the\n"
+            "memory of a GPU is there before it is asked for; a fresh region is in ordinary ones.\n"
+            if results.in_huge_pages
+            else "The region is in pages of 4 KiB: the host has not set enough huge ones aside\n"
+            "(`vm.nr_hugepages`).\n"
+        )
+    )
     yield from _goal_lines(judged_transfers(results))
     yield from _profile(results)
     yield "\n| row | contender | GB/s (median) | slowest … fastest | CPU s/GB |"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -15,14 +16,18 @@ from gms.adapters.simulated import SimulatedDevice, simulated_uuid
 from gms.ports import Device
 from snapshot_shared.errors import Internal, InvalidInput, OutOfDeviceMemory
 from snapshot_shared.frames import Access
+from tests.bench.machine import huge_bytes_free
 
 MIB = 1024 * 1024
 CAPACITY = 16 * MIB
 
 
-@pytest.fixture(params=["simulated"])
+@pytest.fixture(params=["simulated", "simulated in huge pages"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    simulated = SimulatedDevice(node="n1", index=0, capacity=CAPACITY)
+    huge = request.param == "simulated in huge pages"
+    if huge and huge_bytes_free() < CAPACITY:
+        pytest.skip("this host has set no huge pages aside (vm.nr_hugepages)")
+    simulated = SimulatedDevice(node="n1", index=0, capacity=CAPACITY, huge_pages=huge)
     yield simulated
     simulated.close()
 
@@ -38,6 +43,35 @@ def exported(device: Device, handle: int, access: Access) -> Iterator[int]:
 
 def granule(device: Device) -> int:
     return device.info.granularity
+
+
+def test_a_host_without_enough_huge_pages_says_how_to_get_them() -> None:
+    size = huge_bytes_free() + 64 * MIB
+    device = SimulatedDevice(node="n1", index=0, capacity=size, huge_pages=True)
+    with pytest.raises(OutOfDeviceMemory, match=f"no huge pages for {size} bytes") as caught:
+        device.create(size)
+    assert "sysctl vm.nr_hugepages" in caught.value.next_step
+    assert device.used == 0
+
+
+def test_huge_pages_are_taken_when_memory_is_allocated() -> None:
+    size = huge_bytes_free()
+    if not size:
+        pytest.skip("this host has set no huge pages aside (vm.nr_hugepages)")
+    first, second = (
+        SimulatedDevice(node="n1", index=index, capacity=size, huge_pages=True) for index in (0, 1)
+    )
+    with closing(first), closing(second):
+        handle = first.create(size)
+        with pytest.raises(OutOfDeviceMemory):
+            second.create(2 * MIB)
+        first.release(handle)
+        second.create(2 * MIB)
+
+
+def test_huge_pages_are_whole_in_every_allocation() -> None:
+    with pytest.raises(InvalidInput, match="65536 bytes are no huge pages"):
+        SimulatedDevice(node="n1", index=0, capacity=MIB, granularity=65536, huge_pages=True)
 
 
 def test_a_device_says_what_it_is(device: Device) -> None:
@@ -77,8 +111,11 @@ def test_a_size_is_whole_granules(device: Device, size: int) -> None:
 
 def test_new_memory_is_zero_even_where_old_memory_was(device: Device) -> None:
     handle = device.create(granule(device))
-    with exported(device, handle, Access.RW) as descriptor:
-        os.pwrite(descriptor, b"secret", 0)
+    with (
+        exported(device, handle, Access.RW) as descriptor,
+        mmap.mmap(descriptor, granule(device)) as memory,
+    ):
+        memory[:6] = b"secret"
     device.release(handle)
     handle = device.create(granule(device))
     with exported(device, handle, Access.RO) as descriptor:
@@ -100,8 +137,9 @@ def test_two_exports_show_the_same_bytes(device: Device) -> None:
 def test_another_process_sees_the_same_bytes(device: Device) -> None:
     handle = device.create(granule(device))
     with exported(device, handle, Access.RW) as descriptor:
-        os.pwrite(descriptor, b"shared", 0)
-        code = f"import mmap; print(mmap.mmap({descriptor}, 4096, prot=1)[:6])"
+        with mmap.mmap(descriptor, granule(device)) as memory:
+            memory[:6] = b"shared"
+        code = f"import mmap; print(mmap.mmap({descriptor}, {granule(device)}, prot=1)[:6])"
         found = subprocess.run(
             [sys.executable, "-c", code],
             pass_fds=[descriptor],

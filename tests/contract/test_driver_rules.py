@@ -21,16 +21,20 @@ from gms.arena import AddressRange, AddressTaken, Arena, Mappings, reserve
 from gms.ports import Device
 from snapshot_shared.errors import DeviceError, InvalidInput, LayoutError
 from snapshot_shared.frames import Access
+from tests.bench.machine import huge_bytes_free
 from tests.support.likeness_rig import likeness
 
 MIB = 1024 * 1024
 GRANULE = 2 * MIB
 
 
-@pytest.fixture(params=["simulated", "cuda"])
+@pytest.fixture(params=["simulated", "simulated in huge pages", "cuda"])
 def device(request: pytest.FixtureRequest, monkeypatch: Any) -> Iterator[Device]:
-    if request.param == "simulated":
-        simulated = SimulatedDevice(node="n1", index=0, capacity=32 * MIB)
+    if request.param != "cuda":
+        huge = request.param == "simulated in huge pages"
+        if huge and huge_bytes_free() < 32 * MIB:
+            pytest.skip("this host has set no huge pages aside (vm.nr_hugepages)")
+        simulated = SimulatedDevice(node="n1", index=0, capacity=32 * MIB, huge_pages=huge)
         yield simulated
         simulated.close()
         return
@@ -169,6 +173,20 @@ def test_two_imports_show_the_same_memory(device: Device, at: AddressRange) -> N
         assert get(at, GRANULE + 5, 6) == b"shared"
 
 
+@pytest.mark.parametrize("pages", [1, 512, 513])
+def test_a_range_for_a_simulated_device_begins_at_a_huge_page(pages: int) -> None:
+    size = pages * mmap.PAGESIZE
+    with contextlib.ExitStack() as stack:
+        found = [Arena(size) for _ in range(3)]
+        for each in found:
+            stack.callback(each.release)
+        assert [each.address % (2 * MIB) for each in found] == [0, 0, 0]
+        # The addresses are taken.
+        for each in found:
+            with pytest.raises(AddressTaken):
+                Arena(mmap.PAGESIZE, address=each.address + size - mmap.PAGESIZE)
+
+
 def test_access_can_be_taken_back_and_given_again(device: Device, at: AddressRange) -> None:
     """cuMemSetAccess: it sets "the access flags for the target locations", at any time."""
     with exported(device) as descriptor:
@@ -188,10 +206,10 @@ def test_access_can_be_taken_back_and_given_again(device: Device, at: AddressRan
 def test_memory_is_charged_while_anyone_holds_it(device: Device, at: AddressRange) -> None:
     """cuMemRelease: freed when all mappings and all references, shareable ones too, are gone."""
     with exported(device) as descriptor:
-        blocks = os.fstat(descriptor).st_blocks * 512
-        assert blocks == GRANULE
         at.map(descriptor, 0, GRANULE, writable=True)
         put(at, 0, b"kept")
+        blocks = os.fstat(descriptor).st_blocks * 512
+        assert blocks == GRANULE
     # Released and closed; the mapping alone holds it.
     assert get(at, 0, 4) == b"kept"
     at.unmap()

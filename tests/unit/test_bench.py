@@ -187,7 +187,7 @@ def test_a_small_run_measures_every_row(tmp_path: Path) -> None:
     measured = msgspec.json.decode(path.read_bytes(), type=Results)
     assert len(measured.transfers) == 2
     for one in measured.transfers:
-        assert {goal.row for goal in GOALS} == set(one.seconds)
+        assert {goal.row for goal in GOALS} <= set(one.seconds)
         assert all(row["posix-direct"] and row["posix-buffered"] for row in one.seconds.values())
         assert one.written_again < 0.01
     assert measured.calls is not None

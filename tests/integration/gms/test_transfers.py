@@ -21,6 +21,7 @@ import pytest
 import xxhash
 
 from gms import client
+from gms.adapters.simulated import SimulatedDevice
 from gms.adapters.transfer_child import save
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import (
@@ -50,6 +51,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.frames import Attach, FenceRequest, LockMode, MemoryDomain
 from snapshot_shared.orders import ArtifactRef, LayoutRef
+from tests.bench.machine import huge_bytes_free
 
 MIB = 1024 * 1024
 UID = "11111111-2222-3333-4444-555555555555"
@@ -146,7 +148,17 @@ def restored_sums(capture: Capture) -> dict[str, int]:
         return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
 
 
-def test_a_save_and_a_load_bring_the_same_arrays_to_another_device(capture: Capture) -> None:
+@pytest.mark.parametrize("pages", ["ordinary", "huge"])
+def test_a_save_and_a_load_bring_the_same_arrays_to_another_device(
+    launch: Any, tmp_path: Path, pages: str
+) -> None:
+    if pages == "huge" and huge_bytes_free() < 64 * MIB:
+        pytest.skip("this host has set no huge pages aside (vm.nr_hugepages)")
+    devices = [
+        SimulatedDevice(node="n1", index=index, capacity=64 * MIB, huge_pages=pages == "huge")
+        for index in range(2)
+    ]
+    capture = Capture(launch(devices=devices), tmp_path / "artifacts")
     saved = capture.run(capture.save_task())
     loaded = capture.run(capture.load_task())
     uuid = capture.service.uuids[1]

@@ -25,11 +25,14 @@ FIRST_ADDRESS = 0x2000_0000_0000
 DEVICE_BYTES = 1 << 40
 DOMAIN_BYTES = 1 << 39
 
+HUGE_PAGE = 2 * 1024 * 1024
+
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED_NOREPLACE = 0x100000
 _MADV_DONTFORK = 10
 _PROT_NONE = 0
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -177,20 +180,11 @@ class Arena:
     kind = "simulated"
 
     def __init__(self, size: int, *, address: int | None = None) -> None:
-        """Reserve `size` bytes at `address`, or where the kernel likes. AddressTaken."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        if address is not None:
-            flags |= _MAP_FIXED_NOREPLACE
-        try:
-            found = _mmap(address or 0, size, _PROT_NONE, flags, -1)
-        except FileExistsError:
-            raise _taken(address or 0, size) from None
-        if address is not None and found != address:
-            # A kernel before 4.17 takes the address for a hint.
-            _check(_libc.munmap(found, size))
-            raise _taken(address, size)
-        self.address = found
+        """Reserve `size` bytes at `address`, or at any huge page. AddressTaken."""
+        self.address = _reserved(size) if address is None else _reserved_at(address, size)
         self.size = size
+        self.in_huge_pages = False
+        """Whether what is mapped is in huge pages; one device has no others."""
         self._mappings = Mappings(size)
 
     def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
@@ -206,6 +200,7 @@ class Arena:
             self._mappings.remove(offset)
             raise
         _check(_libc.madvise(at, size, _MADV_DONTFORK))
+        self.in_huge_pages = os.fstat(fd).st_blksize >= HUGE_PAGE
         return at
 
     def protect(self, offset: int, size: int, *, writable: bool) -> None:
@@ -215,11 +210,10 @@ class Arena:
 
     def unmap(self, offset: int = 0, size: int | None = None) -> None:
         """Take mappings away and keep their addresses reserved; the whole range by default."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         length = self.size if size is None else size
         gone = self._mappings.within(offset, length)
         # In one call: a range with thousands of mappings is still one range.
-        _mmap(self.address + offset, length, _PROT_NONE, flags, -1)
+        _mmap(self.address + offset, length, _PROT_NONE, _RESERVED | _MAP_FIXED, -1)
         for at, _ in reversed(gone):
             self._mappings.remove(at)
 
@@ -248,6 +242,28 @@ class Arena:
 def address_of(ordinal: int, *, is_kv: bool) -> int:
     """Give the stable address of a device's range: the same in every process for one ordinal."""
     return FIRST_ADDRESS + ordinal * DEVICE_BYTES + (DOMAIN_BYTES if is_kv else 0)
+
+
+def _reserved(size: int) -> int:
+    """Reserve addresses from the beginning of a huge page on: its mappings begin at one, too."""
+    found = _mmap(0, size + HUGE_PAGE, _PROT_NONE, _RESERVED, -1)
+    before = -found % HUGE_PAGE
+    if before:
+        _check(_libc.munmap(found, before))
+    _check(_libc.munmap(found + before + size, HUGE_PAGE - before))
+    return found + before
+
+
+def _reserved_at(address: int, size: int) -> int:
+    try:
+        found = _mmap(address, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE, -1)
+    except FileExistsError:
+        raise _taken(address, size) from None
+    if found != address:
+        # A kernel before 4.17 takes the address for a hint.
+        _check(_libc.munmap(found, size))
+        raise _taken(address, size)
+    return found
 
 
 def _mmap(address: int, size: int, prot: int, flags: int, fd: int) -> int:

@@ -57,7 +57,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     """What GMS needs to know.
 
     `gms_device` says what kind of devices it serves: every GPU that CUDA shows, or `devices`
-    simulated ones of `device_bytes` each.
+    simulated ones of `device_bytes` each, in huge pages of the host with `device_huge_pages`.
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
     other socket.
     """
@@ -65,6 +65,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     gms_device: Literal["simulated", "cuda"] = "simulated"
     devices: Annotated[int, Meta(ge=0, le=64)] = 2
     device_bytes: Annotated[int, Meta(ge=2**21, le=2**50)] = 4 * 2**30
+    device_huge_pages: bool = False
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
@@ -119,7 +120,12 @@ def _open_devices(settings: GmsSettings) -> Sequence[Device]:
 
         return open_devices()
     return [
-        SimulatedDevice(node=settings.node, index=index, capacity=settings.device_bytes)
+        SimulatedDevice(
+            node=settings.node,
+            index=index,
+            capacity=settings.device_bytes,
+            huge_pages=settings.device_huge_pages,
+        )
         for index in range(settings.devices)
     ]
 

@@ -20,12 +20,20 @@ _OURS: dict[str, TransferBackend] = {
 }
 
 
-def find_backend(name: str, *, storage: str = "", prefix: str = "") -> TransferBackend:
+_IN_PLACE: dict[str, TransferBackend] = {"posix-direct": Posix(direct=True, in_place=True)}
+"""Those that gain from memory in huge pages."""
+
+
+def find_backend(
+    name: str, *, storage: str = "", prefix: str = "", in_place: bool = False
+) -> TransferBackend:
     """Give the backend of this name. InvalidInput names those that there are.
 
     Objects go below `prefix` in the object storage `storage`, a URL: ObjectStorageUnset without.
+    `in_place` when the memory that it moves is in huge pages.
     """
-    if (ours := _OURS.get(name)) is not None:
+    ours = (_OURS | _IN_PLACE if in_place else _OURS).get(name)
+    if ours is not None:
         return ours
     if name == OBJECT:
         return Objects(ObjectStorage(storage), prefix)

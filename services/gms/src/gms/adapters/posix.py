@@ -1,9 +1,9 @@
 """The transfer backends of every machine: part files of a POSIX file system, in a few threads.
 
-`posix-direct` moves bytes past the page cache, through one buffer a thread. A file system that
-knows no direct I/O gets buffered requests, as with `posix-buffered`. Each chunk is digested as it
-passes; a load takes it in windows. A chunk of zeros is a hole: its digest is that of zeros, and
-nothing moves.
+`posix-direct` moves bytes past the page cache, through one buffer a thread; memory in huge pages
+needs none. A file system that knows no direct I/O gets buffered requests, as with `posix-buffered`.
+Each chunk is digested as it passes; a load takes it in windows. A chunk of zeros is a hole: its
+digest is that of zeros, and nothing moves.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import threading
@@ -47,7 +48,10 @@ _WINDOW_BYTES = 4 * 1024 * 1024
 """What a load reads in one request. Shorter than a chunk, so that more threads, which is what makes
 a load faster, need no more memory; no shorter, because each request waits for a busy processor."""
 
-_LARGE_PAGE = 2 * 1024 * 1024
+_HUGE_PAGE = 2 * 1024 * 1024
+
+_IN_PLACE_BYTES = 64 * 1024
+"""Shorter pieces go through a buffer: a request is for a limited number of places."""
 
 _TOUCHED_BYTES = 64 * 1024
 """Shorter pieces are not worth a call of their own to have their pages mapped."""
@@ -64,18 +68,28 @@ class Posix:
     """Reads and writes part files; `direct` past the page cache where the file system can.
 
     With `pages` every byte goes through buffers of theirs, also where there is no direct I/O.
+    `in_place` is for memory in huge pages: no buffer is between it and a disk.
     """
 
     def __init__(
-        self, *, direct: bool, pages: Pages | None = None, name: str = "posix-direct"
+        self,
+        *,
+        direct: bool,
+        pages: Pages | None = None,
+        in_place: bool = False,
+        name: str = "posix-direct",
     ) -> None:
         self._direct = direct
         self._pages = pages
+        self._in_place = in_place
         self._name = name
 
     def _way(self, bypassing: set[int], descriptors: Sequence[int]) -> str:
         is_direct = self._direct and len(bypassing) == len(descriptors)
         return self._name if is_direct or self._pages else "posix-buffered"
+
+    def _memory(self, buffers: Buffers, longest: int) -> _Memory:
+        return _Memory(buffers, longest, self._pages, in_place=self._in_place)
 
     def write_files(
         self,
@@ -100,7 +114,7 @@ class Posix:
         advance: Advance,
         notes: ChunkNotes | None,
     ) -> Moved:
-        memory = _Memory(buffers, _longest(plans), self._pages)
+        memory = self._memory(buffers, _longest(plans))
         writing = _Writing(directory, plans, memory, notes)
         try:
             writing.open(direct=self._direct)
@@ -131,7 +145,10 @@ class Posix:
     ) -> Moved:
         cached: list[int] = []
         direct: list[int] = []
-        memory = _Memory(buffers, min(_longest(plans), _WINDOW_BYTES), self._pages)
+        longest = _longest(plans)
+        # What is read in place needs next to no memory, so that there is no reason to cut it.
+        limit = longest if self._in_place else min(longest, _WINDOW_BYTES)
+        memory = self._memory(buffers, limit)
         bypassing: set[int] = set()
 
         def read(item: tuple[int, ChunkPlan]) -> int:
@@ -143,7 +160,7 @@ class Posix:
                 if bypassing and not _is_resident(descriptor, chunk):
                     descriptor = direct[file]
                 state = xxhash.xxh3_128()
-                for window in windows(chunk, _WINDOW_BYTES):
+                for window in windows(chunk, limit):
                     with memory.incoming(window, direct=descriptor in bypassing) as pieces:
                         _read(descriptor, pieces, window, bypassing)
                         _update(state, pieces, window.size)
@@ -290,18 +307,23 @@ class _Batches:
 class _Memory:
     """The bytes of a plan: where they stand, or for a moment in buffers for direct requests.
 
-    A disk takes a request for few large pages in fewer pieces than one for many scattered small
-    ones; that gains more than the copy costs, and nothing else needs to be aligned.
+    A disk takes a request for few huge pages in fewer pieces than one for many scattered small
+    ones; that gains more than the copy costs, and nothing else needs to be aligned. `in_place` is
+    for buffers that are in huge pages themselves.
     """
 
-    def __init__(self, buffers: Buffers, longest: int, pages: Pages | None = None) -> None:
+    def __init__(
+        self, buffers: Buffers, longest: int, pages: Pages | None = None, *, in_place: bool = False
+    ) -> None:
         self.buffers = buffers
+        self._in_place = in_place
         self._stages_all = pages is not None
-        self._map = pages or ordinary_pages
+        # What is not in place is little, and spread: the kernel would clear a huge page for each.
+        self._map = pages or functools.partial(ordinary_pages, huge=not in_place)
         self._addresses = [_address(buffer) for buffer in buffers]
         # Whoever maps memory for a load has mapped all of it at the same time.
         self._is_mapped = all(map(_is_mapped, self._addresses[:1]))
-        self._size = aligned(longest, _LARGE_PAGE)
+        self._size = aligned(longest, _HUGE_PAGE)
         self._free: list[mmap.mmap] = []
 
     @contextlib.contextmanager
@@ -311,15 +333,14 @@ class _Memory:
             yield _pieces(chunk, self.buffers)
             return
         with self._pages(chunk) as (view, address):
-            at = address
-            for piece in chunk.pieces:
+            views, others = self._laid_out(chunk, view)
+            for at, piece in others:
                 if piece.allocation == PADDING:
-                    ctypes.memset(at, 0, piece.size)
+                    ctypes.memset(address + at, 0, piece.size)
                 else:
-                    ctypes.memmove(at, self._address_of(piece), piece.size)
-                at += piece.size
-            ctypes.memset(at, 0, len(view) - chunk.size)
-            yield [view]
+                    ctypes.memmove(address + at, self._address_of(piece), piece.size)
+            ctypes.memset(address + chunk.size, 0, len(view) - chunk.size)
+            yield views
 
     @contextlib.contextmanager
     def incoming(self, chunk: ChunkPlan, *, direct: bool) -> Iterator[list[memoryview]]:
@@ -329,12 +350,41 @@ class _Memory:
             yield _pieces(chunk, self.buffers)
             return
         with self._pages(chunk) as (view, address):
-            yield [view]
-            at = address
-            for piece in chunk.pieces:
+            views, others = self._laid_out(chunk, view)
+            yield views
+            for at, piece in others:
                 if piece.allocation != PADDING:
-                    ctypes.memmove(self._address_of(piece), at, piece.size)
-                at += piece.size
+                    ctypes.memmove(self._address_of(piece), address + at, piece.size)
+
+    def _laid_out(
+        self, chunk: ChunkPlan, view: memoryview
+    ) -> tuple[list[memoryview], list[tuple[int, Piece]]]:
+        """Give the memory of a direct request for a chunk: a buffer of ours, or what is in place.
+
+        Beside it come the pieces that go through the buffer, and where they are in it.
+        """
+        views, others = list[memoryview](), list[tuple[int, Piece]]()
+        at = begin = 0
+        for piece in chunk.pieces:
+            end = at + piece.size
+            if whole := self._whole_pages(piece, at):
+                if begin < at:
+                    views.append(view[begin:at])
+                begin = at + whole
+                views.append(self.buffers[piece.allocation][piece.offset :][:whole])
+            if rest := piece.size - whole:
+                others.append((at + whole, Piece(piece.allocation, piece.offset + whole, rest)))
+            at = end
+        if begin < len(view):
+            views.append(view[begin:])
+        return views, others
+
+    def _whole_pages(self, piece: Piece, at: int) -> int:
+        """Give how many bytes of a piece at this place of its chunk need no buffer of ours."""
+        if not self._in_place or piece.allocation == PADDING or piece.size < _IN_PLACE_BYTES:
+            return 0
+        is_aligned = at % PAGE == 0 and self._address_of(piece) % PAGE == 0
+        return piece.size - piece.size % PAGE if is_aligned else 0
 
     def _touch(self, chunk: ChunkPlan) -> None:
         """Have pages mapped many at a time; what the kernel does not do here, it does later."""
@@ -369,12 +419,12 @@ class _Memory:
             self._free.append(pages)
 
 
-def ordinary_pages(size: int) -> mmap.mmap:
-    """Map `size` bytes of memory of our own, in large pages where there are any."""
+def ordinary_pages(size: int, *, huge: bool = True) -> mmap.mmap:
+    """Map `size` bytes of memory of our own; in huge pages where it is to be and there are any."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel may have been built without large pages.
+    # A kernel may have been built without huge pages.
     with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     return pages
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import resource
 import threading
 import uuid
 
+from gms.arena import HUGE_PAGE
 from gms.ports import DeviceInfo
 from snapshot_shared.errors import Internal, InvalidInput, OutOfDeviceMemory
 from snapshot_shared.frames import Access
@@ -37,14 +39,27 @@ def allow_many_descriptors() -> None:
 
 
 class SimulatedDevice:
-    """One simulated GPU. Each allocation is a memfd whose pages exist from the beginning."""
+    """One simulated GPU. Each allocation is a memfd whose pages are its own from the beginning.
+
+    With `huge_pages` they are those that the host has set aside (`vm.nr_hugepages`): like the
+    memory of a GPU they are there before they are asked for, in pieces of 2 MiB.
+    """
 
     def __init__(
-        self, *, node: str, index: int, capacity: int, granularity: int = GRANULARITY
+        self,
+        *,
+        node: str,
+        index: int,
+        capacity: int,
+        granularity: int = GRANULARITY,
+        huge_pages: bool = False,
     ) -> None:
         """Make an empty device of `capacity` bytes; `granularity` is whole pages."""
         if capacity < granularity:
             raise InvalidInput(f"a device needs at least {granularity} bytes", capacity=capacity)
+        if huge_pages and granularity % HUGE_PAGE:
+            raise InvalidInput(f"{granularity} bytes are no huge pages", granularity=granularity)
+        self._huge_pages = huge_pages
         self._info = DeviceInfo(
             kind=KIND,
             uuid=simulated_uuid(node, index),
@@ -72,7 +87,7 @@ class SimulatedDevice:
             raise InvalidInput(f"{size} bytes are no multiple of {granularity}", size=size)
         self._take(size)
         try:
-            handle = _memfd(size)
+            handle = _memfd(size, huge_pages=self._huge_pages)
         except BaseException:
             self._give_back(size)
             raise
@@ -127,16 +142,33 @@ class SimulatedDevice:
             self._used -= size
 
 
-def _memfd(size: int) -> int:
-    fd = os.memfd_create("snapback-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _reserve(fd: int, size: int) -> None:
+    """Take huge pages, which are cleared when they are touched first.
+
+    The kernel reserves them for the file when it is mapped, and until the file is gone: whoever
+    touches one later gets it (Documentation/mm/hugetlbfs_reserv.rst).
+    """
+    os.ftruncate(fd, size)
+    mmap.mmap(fd, size).close()
+
+
+def _memfd(size: int, *, huge_pages: bool) -> int:
+    kind = os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0
+    fd = os.memfd_create("snapback-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | kind)
     try:
-        os.posix_fallocate(fd, 0, size)
+        if huge_pages:
+            _reserve(fd, size)
+        else:
+            os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:
         os.close(fd)
+        pages = "huge pages" if huge_pages else "memory"
         raise OutOfDeviceMemory(
-            f"the host has no memory for {size} bytes of a simulated device: {error.strerror}",
-            next_step="give the simulated devices less memory than the host has",
+            f"the host has no {pages} for {size} bytes of a simulated device: {error.strerror}",
+            next_step="set more aside: sysctl vm.nr_hugepages=…, of 2 MiB each"
+            if huge_pages
+            else "give the simulated devices less memory than the host has",
             needed=size,
             free=0,
             capacity=0,

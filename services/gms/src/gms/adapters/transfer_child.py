@@ -140,9 +140,9 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
             emit(TransferLeased())
             infos, metadata = lease.allocations(), lease.metadata()
             check_shape(infos, metadata, task.layout)
-            own = _backend(task, task.backend)
-            with _mapped(lease, infos, Access.RO, own) as (buffers, windows):
-                return write_part(root, task, infos, metadata, buffers, emit, windows=windows)
+            find = functools.partial(_backend, task, task.backend)
+            with _mapped(lease, infos, Access.RO, find) as (buffers, backend):
+                return write_part(root, task, infos, metadata, buffers, emit, backend=backend)
 
 
 def write_part(
@@ -153,20 +153,21 @@ def write_part(
     buffers: Sequence[memoryview],
     emit: Emit,
     *,
-    windows: Windowed | None = None,
+    backend: TransferBackend | None = None,
 ) -> TransferDone:
     """Write the bytes of every allocation beneath an artifact root, and the manifest last.
 
     Files that a sealed artifact of the same namespace holds already are shared with it. What a
-    killed process of the same save has written stays, where memory and file prove it. `windows`
-    moves memory that the host cannot address; then there are no buffers.
+    killed process of the same save has written stays, where memory and file prove it. `backend` is
+    that of the task by default; one with windows needs no buffers.
 
     What fails leaves no directory. NoSpace, and ArtifactExists when one stands there.
     """
+    backend = backend or _backend(task, task.backend)
+    windows = backend if isinstance(backend, Windowed) else None
     shard_bytes = task.shard_bytes if windows is None else min(task.shard_bytes, WINDOW)
     entries, sizes = place(infos, shard_bytes=shard_bytes)
     plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
-    backend = windows or _backend(task, task.backend)
     digest_of = (
         windows.digest_of if windows else functools.partial(digest_in_memory, buffers=buffers)
     )
@@ -233,10 +234,10 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             infos = lease.allocate(
                 [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
             )
-            own = _backend(task, way)
-            with _mapped(lease, infos, Access.RW, own) as (buffers, windows):
+            find = functools.partial(_backend, task, way)
+            with _mapped(lease, infos, Access.RW, find) as (buffers, backend):
                 meter = _Meter(manifest.bytes, emit)
-                moved = (windows or own).read_files(
+                moved = backend.read_files(
                     directory, plans, files, buffers, threads=task.threads, advance=meter.advance
                 )
             lease.put_metadata(metadata_of(layout.metadata))
@@ -298,11 +299,14 @@ def _leased(lease: Lease) -> Iterator[Lease]:
 
 @contextlib.contextmanager
 def _mapped(
-    lease: Lease, infos: Sequence[AllocationInfo], access: Access, backend: TransferBackend
-) -> Iterator[tuple[list[memoryview], Windowed | None]]:
-    """Map a whole layout, one allocation after another, and give the bytes of each.
+    lease: Lease,
+    infos: Sequence[AllocationInfo],
+    access: Access,
+    find: Callable[..., TransferBackend],
+) -> Iterator[tuple[list[memoryview], TransferBackend]]:
+    """Map a whole layout, one allocation after another; give the bytes of each and what moves them.
 
-    Where only the device addresses them, give what moves them with this backend instead.
+    Where only the device addresses them, there are no bytes to give, and it moves them by windows.
     """
     places: dict[str, int] = {}
     end = 0
@@ -316,10 +320,11 @@ def _mapped(
             for info, descriptor in run:
                 at.map(descriptor, places[info.id], info.aligned, writable=access is Access.RW)
         if isinstance(at, Arena):
-            yield [at.view(places[info.id], info.size) for info in infos], None
+            views = [at.view(places[info.id], info.size) for info in infos]
+            yield views, find(in_place=at.in_huge_pages)
         else:
             offsets = [places[info.id] for info in infos]
-            with Windowed(backend, at, offsets, end) as windows:
+            with Windowed(find(), at, offsets, end) as windows:
                 yield [], windows
     finally:
         at.release()
@@ -375,9 +380,9 @@ def _path_of(task: SaveTask | LoadTask) -> tuple[str, ...]:
     return part_path(task.namespace, task.content_uid, task.generation, task.part)
 
 
-def _backend(task: SaveTask | LoadTask, name: str) -> TransferBackend:
+def _backend(task: SaveTask | LoadTask, name: str, *, in_place: bool = False) -> TransferBackend:
     prefix = "/".join(_path_of(task))
-    return find_backend(name, storage=task.object_storage, prefix=prefix)
+    return find_backend(name, storage=task.object_storage, prefix=prefix, in_place=in_place)
 
 
 def _way_of(task: LoadTask, manifest: PartManifest) -> str:

@@ -109,6 +109,8 @@ def plan_files(
 
 def windows(chunk: ChunkPlan, size: int) -> list[ChunkPlan]:
     """Cut a chunk into requests of at most `size` bytes, in order and numbered from 0."""
+    if chunk.size <= size:
+        return [replace(chunk, index=0)]
     cut = _chunks(chunk.file, size, chunk.pieces)
     return [replace(window, offset=chunk.offset + window.offset) for window in cut]
 

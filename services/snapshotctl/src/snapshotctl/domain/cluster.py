@@ -189,6 +189,7 @@ def program_of(node: str, service: str) -> str:
 def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
     """Give the environment of every process: the user's, without settings meant for others."""
     kept = (
+        "SNAPBACK_DEVICE_HUGE_PAGES",
         "SNAPBACK_OTLP_ENDPOINT",
         "SNAPBACK_HTTP_ADDRESS",
         "SNAPBACK_LOG_LEVEL",
