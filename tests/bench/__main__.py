@@ -6,6 +6,7 @@ The status is 1 when a ratio is missed, and 2 when a request makes no sense.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 from tests.bench import sessions
 from tests.bench.gms import SMALL, Bench
 from tests.bench.machine import describe
-from tests.bench.results import Results, judged, renewed
+from tests.bench.results import Results, Transfers, judged, renewed
 
 
 def main() -> int:
@@ -81,13 +82,16 @@ def measured(arguments: argparse.Namespace) -> Results:
     if arguments.peers:
         # Last, so that whatever is here already stays what it is.
         sys.path.append(str(arguments.peers.absolute()))
-    transfers = []
-    for mib in arguments.size_mib:
-        with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder:
-            bench = Bench(Path(folder), mib * 2**20, arguments.rounds, _say)
-            transfers.append(bench.run())
-            bench.memory.close()
+    transfers = [transferred(arguments, mib * 2**20) for mib in arguments.size_mib]
     return Results(machine=machine, transfers=transfers, calls=calls)
+
+
+def transferred(arguments: argparse.Namespace, size: int) -> Transfers:
+    """Measure saves and loads of one size. Its memory is given back before the next."""
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder:
+        bench = Bench(Path(folder), size, arguments.rounds, _say)
+        with contextlib.closing(bench.memory):
+            return bench.run()
 
 
 def report(results: Results) -> int:

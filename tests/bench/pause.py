@@ -326,6 +326,9 @@ def judged(results: Results) -> list[Judged]:
         )
         over = [t.restore - size / t.read_limit - t.touch for t in turns]
         rows.append(_judged(size, "the same beyond new memory", RESTORE_S, over, times))
+        over = [t.restore - size / t.read_limit - t.touch - t.answer for t in turns]
+        what = "the same beyond what one answer takes, too"
+        rows.append(_judged(size, what, RESTORE_S, over, times))
     small, large = min(results.turns), max(results.turns)
     if small != large:
         few = [turn.pause for turn in results.turns[small]]

@@ -163,8 +163,9 @@ def spread(samples: list[float]) -> float:
     return (ordered[len(ordered) - 1 - cut] - ordered[cut]) / median(ordered)
 
 
-_OURS = ("GPU memory: ", "GMS sessions", "Devices")
-"""How the titles begin of the sections that a run of `make bench-gms` writes anew."""
+_FIRST = ("GPU memory: ", "GMS sessions")
+_LAST = "Devices"
+"""How the titles begin of the sections that are first and last on the page."""
 
 DEVICES = """
 ## Devices
@@ -181,21 +182,34 @@ def page(results: Results) -> str:
 
 
 def renewed(old: str, results: Results) -> str:
-    """Write the page about a run, and keep the sections of an older page that others wrote."""
-    found = page(results)
-    for part in old.split("\n## ")[1:]:
-        if not part.startswith(_OURS):
-            found = with_section(found, f"## {part.rstrip()}\n")
-    return found
+    """Write the page about a run, and keep what an older page has about anything else."""
+    head, *new = _split(page(results))
+    _, *older = _split(old)
+    return _joined(head, older, new)
 
 
 def with_section(page: str, text: str) -> str:
-    """Put a section into a page in place of the one with its title, or before the last one."""
-    title = text.partition("\n")[0]
-    head, *parts = page.split("\n## ")
-    found = [f"## {part.rstrip()}\n" for part in parts]
-    kept = [part for part in found if part.partition("\n")[0] != title]
-    return "\n".join([f"{head.rstrip()}\n", *kept[:-1], text, *kept[-1:]])
+    """Put a section into a page, in place of the one with its title."""
+    head, *parts = _split(page)
+    return _joined(head, parts, [text.removeprefix("## ")])
+
+
+def _split(page: str) -> list[str]:
+    """Give what comes before the first section, and every section from its title on."""
+    return page.split("\n## ")
+
+
+def _joined(head: str, older: Sequence[str], new: Sequence[str]) -> str:
+    titled = {part.partition("\n")[0]: part.rstrip() for part in (*older, *new)}
+
+    def place(title: str) -> tuple[int, str]:
+        if title.startswith(_LAST):
+            return len(_FIRST) + 1, title
+        found = [at for at, name in enumerate(_FIRST) if title.startswith(name)]
+        return (found[0], title) if found else (len(_FIRST), "")
+
+    parts = [f"## {titled[title]}\n" for title in sorted(titled, key=place)]
+    return "\n".join([f"{head.rstrip()}\n", *parts])
 
 
 def _lines(results: Results) -> Iterator[str]:
@@ -273,6 +287,14 @@ def _profile(results: Transfers) -> Iterator[str]:
             yield (
                 f"Reading alone needs {used[0]:.2f} processor-seconds a GB, the load "
                 f"{used[1]:.2f}; others who\nuse the processors slow the load more."
+            )
+        limit = min(median(row[name]) for name in LIMIT if row.get(name))
+        peers = {median(row[name]): name for name in PEERS if row.get(name)}
+        if peers:
+            most = min(peers) / limit
+            yield (
+                f"The best peer, {peers[min(peers)]}, comes to {1 / most:.2f} of the read limit: "
+                f"nothing\ncan be more than {most:.2f} x as fast."
             )
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from snapshot_shared.spans import SpanRecord
@@ -83,12 +84,12 @@ def test_the_pause_is_from_the_wish_to_be_quiet_until_the_worker_is_let_go() -> 
 
 
 def test_equal_and_short_pauses_meet_every_goal() -> None:
-    assert verdicts(results(STEADY, STEADY)) == ["met"] * 8
+    assert verdicts(results(STEADY, STEADY)) == ["met"] * 10
 
 
 def test_a_pause_that_grows_with_the_weights_is_missed() -> None:
     found = verdicts(results(STEADY, turns(0.3, 0.9, LARGE)))
-    assert found == ["met"] * 3 + ["missed"] * 5
+    assert found == ["met"] * 4 + ["missed"] * 6
 
 
 def test_a_pause_that_grows_only_by_pages_to_give_back_is_told_apart() -> None:
@@ -98,12 +99,17 @@ def test_a_pause_that_grows_only_by_pages_to_give_back_is_told_apart() -> None:
 
 def test_a_restore_that_waits_only_for_new_memory_is_told_apart() -> None:
     slow = [turn(t.pause, restore_s=0.9, touch_s=0.4) for t in STEADY]
-    assert verdicts(results(slow, slow))[:3] == ["met", "missed", "met"]
+    assert verdicts(results(slow, slow))[:4] == ["met", "missed", "met", "met"]
+
+
+def test_a_restore_whose_answer_takes_long_at_any_time_is_told_apart() -> None:
+    slow = [msgspec.structs.replace(t, restore=0.9, answer=0.4) for t in STEADY]
+    assert verdicts(results(slow, slow))[:4] == ["met", "missed", "missed", "met"]
 
 
 def test_a_missed_pause_among_scattered_ones_is_inconclusive() -> None:
     scattered = [turn(0.05), turn(0.2), turn(0.3), turn(0.6), turn(0.9)]
-    assert verdicts(results(STEADY, scattered))[3] == "inconclusive"
+    assert verdicts(results(STEADY, scattered))[4] == "inconclusive"
 
 
 def test_its_section_takes_the_place_of_an_older_one_and_leaves_the_others() -> None:
@@ -122,6 +128,25 @@ def test_a_request_that_makes_no_sense_is_refused(wrong: list[str]) -> None:
     assert found.returncode == 2
     assert wrong[0] in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_a_run_of_one_size_leaves_what_is_known_of_another() -> None:
+    def found(size: int) -> bench.Results:
+        one = bench.Transfers(
+            size=size,
+            seconds={},
+            cpu={},
+            others=0.0,
+            written_again=0.0,
+            extra_bytes={},
+            extra_limit=0,
+        )
+        return bench.Results(machine={}, transfers=[one])
+
+    both = bench.renewed(page(found(4 * 2**30)), found(2**30))
+    titles = [line for line in both.splitlines() if line.startswith("## ")]
+    first = "## GPU memory: save and load of"
+    assert titles == [f"{first} 1 GiB", f"{first} 4 GiB", "## Devices"]
 
 
 def test_the_other_benchmark_keeps_the_section_and_renews_its_own() -> None:
