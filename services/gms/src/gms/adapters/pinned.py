@@ -12,7 +12,7 @@ import os
 import resource
 from pathlib import Path
 
-from gms.adapters.posix import ordinary_pages
+from gms.adapters.posix import buffer_pages
 from snapshot_shared.errors import SnapbackError
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,7 +30,7 @@ class MemoryLockRefused(SnapbackError):
 
 def page_locked(size: int) -> mmap.mmap:
     """Map `size` bytes and lock them until the mapping goes. MemoryLockRefused."""
-    pages = ordinary_pages(size)
+    pages = buffer_pages(size)
     if not (_lock(pages) or (_raise_limit() and _lock(pages))):
         code = ctypes.get_errno()
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import xxhash
 
+from gms.arena import HUGE_PAGE
 from gms.domain.layout import aligned
 from gms.domain.transfer import PADDING, PAGE, ChunkPlan, FilePlan, Piece, windows
 from gms.ports import Advance, Buffers, ChunkNotes, Moved
@@ -47,8 +48,6 @@ _PUNCH_HOLE = 0x03
 _WINDOW_BYTES = 4 * 1024 * 1024
 """What a load reads in one request. Shorter than a chunk, so that more threads, which is what makes
 a load faster, need no more memory; no shorter, because each request waits for a busy processor."""
-
-_HUGE_PAGE = 2 * 1024 * 1024
 
 _IN_PLACE_BYTES = 64 * 1024
 """Shorter pieces go through a buffer: a request is for a limited number of places."""
@@ -319,11 +318,11 @@ class _Memory:
         self._in_place = in_place
         self._stages_all = pages is not None
         # What is not in place is little, and spread: the kernel would clear a huge page for each.
-        self._map = pages or functools.partial(ordinary_pages, huge=not in_place)
+        self._map = pages or functools.partial(buffer_pages, huge=not in_place)
         self._addresses = [_address(buffer) for buffer in buffers]
         # Whoever maps memory for a load has mapped all of it at the same time.
         self._is_mapped = all(map(_is_mapped, self._addresses[:1]))
-        self._size = aligned(longest, _HUGE_PAGE)
+        self._size = aligned(longest, HUGE_PAGE)
         self._free: list[mmap.mmap] = []
 
     @contextlib.contextmanager
@@ -419,8 +418,8 @@ class _Memory:
             self._free.append(pages)
 
 
-def ordinary_pages(size: int, *, huge: bool = True) -> mmap.mmap:
-    """Map `size` bytes of memory of our own; in huge pages where it is to be and there are any."""
+def buffer_pages(size: int, *, huge: bool = True) -> mmap.mmap:
+    """Map `size` bytes of memory of our own, in huge pages if they are wanted and there are any."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel may have been built without huge pages.
     with contextlib.suppress(OSError):
