@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from gms.adapters.backends import find_backend
+from gms.adapters.posix import buffer_pages
 from gms.adapters.transfer_child import write_part
 from gms.arena import HUGE_PAGE
 from gms.domain.layout import aligned
@@ -365,9 +366,7 @@ def raw_transfer(path: Path, memory: Sequence[Any], size: int, call: Callable[..
 
 
 def huge_pages() -> mmap.mmap:
-    memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = buffer_pages(CHUNK_BYTES)
     memory[:] = os.urandom(len(memory))
     return memory
 

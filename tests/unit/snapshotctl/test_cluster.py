@@ -23,6 +23,7 @@ SETTING = plans.Setting(
         "SNAPBACK_NODE": "outer",
         "SNAPBACK_OTLP_ENDPOINT": "http://otlp",
         "SNAPBACK_KEEP_COUNT": "3",
+        "SNAPBACK_DEVICE_HUGE_PAGES": "1",
     },
 )
 KEYS = [(user, f"U{n}") for n, user in enumerate(users_of([NodeName("node-1")]))]
@@ -55,6 +56,7 @@ def test_every_process_carries_the_run_and_none_the_settings_of_another() -> Non
         )
         assert program.environment["SNAPBACK_OTLP_ENDPOINT"] == "http://otlp"
         assert program.environment["SNAPBACK_KEEP_COUNT"] == "3"
+        assert program.environment["SNAPBACK_DEVICE_HUGE_PAGES"] == "1"
         assert program.environment.get("SNAPBACK_NODE") in (None, "node-1")
 
 

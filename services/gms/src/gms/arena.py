@@ -183,8 +183,6 @@ class Arena:
         """Reserve `size` bytes at `address`, or at any huge page. AddressTaken."""
         self.address = _reserved(size) if address is None else _reserved_at(address, size)
         self.size = size
-        self.in_huge_pages = False
-        """Whether what is mapped is in huge pages; one device has no others."""
         self._mappings = Mappings(size)
 
     def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
@@ -200,7 +198,6 @@ class Arena:
             self._mappings.remove(offset)
             raise
         _check(_libc.madvise(at, size, _MADV_DONTFORK))
-        self.in_huge_pages = os.fstat(fd).st_blksize >= HUGE_PAGE
         return at
 
     def protect(self, offset: int, size: int, *, writable: bool) -> None:

@@ -25,7 +25,7 @@ from gms.adapters.posix import digest_in_memory
 from gms.adapters.sharing import parent_of, share
 from gms.adapters.staging import drop_notes, staged
 from gms.adapters.windows import WINDOW, Windowed
-from gms.arena import Arena, reserve
+from gms.arena import HUGE_PAGE, Arena, reserve
 from gms.domain.layout import structure_hash
 from gms.domain.resume import note_of
 from gms.domain.tasks import (
@@ -309,7 +309,7 @@ def _mapped(
     Where only the device addresses them, there are no bytes to give, and it moves them by windows.
     """
     places: dict[str, int] = {}
-    end = 0
+    end, page = 0, 0
     for info in infos:
         places[info.id] = end
         end += info.aligned
@@ -319,9 +319,11 @@ def _mapped(
         for run in lease.export([info.id for info in infos], access):
             for info, descriptor in run:
                 at.map(descriptor, places[info.id], info.aligned, writable=access is Access.RW)
+                # All memory of a device is in pages of one size.
+                page = page or os.fstat(descriptor).st_blksize
         if isinstance(at, Arena):
             views = [at.view(places[info.id], info.size) for info in infos]
-            yield views, find(in_place=at.in_huge_pages)
+            yield views, find(in_place=page >= HUGE_PAGE)
         else:
             offsets = [places[info.id] for info in infos]
             with Windowed(find(), at, offsets, end) as windows:
