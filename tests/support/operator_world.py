@@ -5,19 +5,30 @@ Orders are collected as they are published; the test answers them with reports, 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
 
-from snapshot_operator.adapters.sqlite import SqliteCluster
-from snapshot_operator.controller import Controller, Interpreter
-from snapshot_operator.domain.conditions import timestamp
-from snapshot_operator.domain.retention import Limits
-from snapshot_operator.handlers import Api, Retention, fold_presence, fold_report
-from snapshot_operator.handlers.operations import Operations, Sweeping
+from snapshot_operator.api.nodes import NodeApi
+from snapshot_operator.api.objects import Api
+from snapshot_operator.api.operations import Operations, Sweeping
+from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.inventory import Policy
+from snapshot_operator.core.restore import restore_name
+from snapshot_operator.core.retention import Limits
+from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
+from snapshot_operator.local.presence import fold_presence
+from snapshot_operator.local.store import SqliteStore
+from snapshot_operator.runtime.cluster import Cluster, key_of
+from snapshot_operator.runtime.interpreter import Interpreter
+from snapshot_operator.runtime.manager import Input, Manager, owner_uid
+from snapshot_operator.runtime.spans import Spans
+from snapshot_operator.runtime.sweep import Sweep
+from snapshot_operator.runtime.upkeep import Retention
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.errors import BusUnavailable, Failure
-from snapshot_shared.objects import AnyObject, OrderStatus
+from snapshot_shared.objects import KINDS, AnyObject, OrderStatus
 from snapshot_shared.orders import (
     TERMINAL,
     LayoutRef,
@@ -73,25 +84,39 @@ class World:
 
     def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 - an immutable value
         self.now = 1_000_000.0
-        self.cluster = SqliteCluster(None, timestamp=lambda: timestamp(self.now))
+        self.store = SqliteStore(None, timestamp=lambda: timestamp(self.now)).open()
+        self.cluster = Cluster(self.store, INDEXES)
         self.orders = MemoryOrders()
-        telemetry = Telemetry("snap-operator", "operator", "0")
-        self.interpreter = Interpreter(self.cluster, self.orders, telemetry, lambda: self.now)
-        self.controller = Controller(
-            self.cluster, self.orders, self.interpreter, lambda: self.now, limits
+        self.spans = Spans(Telemetry("snap-operator", "operator", "0"), self.clock)
+        self.interpreter = Interpreter(self.cluster, self.orders, self.spans)
+        self.manager = Manager(
+            self.cluster, CONTROLLERS, self.interpreter, self.clock, jitter=lambda: 1.0
+        )
+        self.sweep = Sweep(
+            self.cluster, self.orders, self.manager, self.interpreter.unpublished, self.clock
         )
         self.operations = Operations(
             self.cluster,
             self.orders,
-            lambda: Sweeping(self.controller.swept_at, self.controller.fill),
+            lambda: Sweeping(self.sweep.swept_at, self.sweep.fill),
+            self.clock,
         )
-        retention = Retention(limits, self.controller.judged, self.controller.retain)
-        self.api = Api(self.cluster, retention)
+        self.retention = Retention(self.cluster, limits, self.clock)
+        ids = itertools.count(1)
+        self.api = Api(self.cluster, self.retention, self.clock, lambda: f"request-{next(ids)}")
+        self.nodes = NodeApi(self.cluster, Policy())
         self.present: dict[str, Presence] = {}
         self.answered: set[tuple[str, int]] = set()
         self.numbers: dict[tuple[str, int], int] = {}
+        self.stored: list[Report] = []
+        """Reports that may be acknowledged."""
+        self.is_synced = False
+
+    def clock(self) -> float:
+        return self.now
 
     async def apply(self, *documents: dict[str, Any]) -> None:
+        await self._sync()
         raw = [msgspec.Raw(msgspec.json.encode(document)) for document in documents]
         reply = await self.api.apply(ApplyRequest(documents=raw))
         assert reply.failure is None
@@ -103,17 +128,24 @@ class World:
 
     async def see(self, *, absent_s: float) -> None:
         """Fold presence; nodes that are not there were last seen `absent_s` ago."""
-        last = {node.metadata.name: 1000.0 - absent_s for node in await self.cluster.list("Node")}
+        await self._sync()
+        last = {node.metadata.name: 1000.0 - absent_s for node in self.cluster.all("Node")}
         await fold_presence(self.cluster, self.present, last, now=self.now, monotonic=1000.0)
         await self.settle()
 
+    async def _sync(self) -> None:
+        if not self.is_synced:
+            self.is_synced = True
+            await self.cluster.sync()
+
     async def settle(self) -> None:
-        await self.controller.settle()
+        await self._sync()
+        await self.manager.settle()
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass, then look at everything."""
+        """Let time pass, then decide about everything."""
         self.now += seconds
-        await self.controller.look_at_all()
+        self.manager.resync()
         await self.settle()
 
     def open(self, verb: str | None = None) -> list[OrderStatus]:
@@ -140,9 +172,13 @@ class World:
         )
         if report.is_terminal:
             self.answered.add(key)
-        changed = await fold_report(self.cluster, report, self.now)
-        if changed:
-            self.interpreter.trace(*changed)
+        await self.deliver(report)
+
+    async def deliver(self, report: Report) -> None:
+        """Give a report to the decision about its owner, if there is one."""
+        owner = self.cluster.by_uid(owner_uid(report))
+        if owner is not None:
+            self.manager.take(key_of(owner), Input(report, lambda: self.stored.append(report)))
         await self.settle()
 
     async def fail(self, order: OrderStatus, reason: str, *, retryable: bool = False) -> None:
@@ -152,7 +188,7 @@ class World:
     async def answer_well(self, order: OrderStatus) -> None:
         """Answer as a node does when all goes well."""
         await self.report(order, **_good_fields(order))
-        if order.verb == "run" and not order.payload.get("standby"):
+        if order.verb == "run" and not payload(order)["standby"]:
             await self.report(order, "ready")
 
     async def answer_all(self, *, rounds: int = 50) -> None:
@@ -165,19 +201,30 @@ class World:
         raise AssertionError(f"orders never end: {[order.order for order in self.open()]}")
 
     async def get(self, kind: str, name: str) -> Any:
-        return await self.cluster.get(kind, "default", name)
+        return self.cluster.get(kind, "default", name)
+
+    async def restore(self, pod: str) -> Any:
+        """Return the restore of a pod."""
+        return self.cluster.get(
+            "SnapshotRestore", "default", restore_name(await self.get("Pod", pod))
+        )
 
     async def content(self) -> Any:
-        (content,) = await self.cluster.list("SnapshotContent")
+        (content,) = self.cluster.all("SnapshotContent")
         return content
 
     async def everything(self) -> list[AnyObject]:
-        kinds = ("DynamoCheckpoint", "Job", "Snapshot", "SnapshotContent", "Pod", "Node")
-        return [value for kind in kinds for value in await self.cluster.list(kind)]
+        return [value for kind in KINDS for value in self.cluster.all(kind)]
+
+
+def payload(order: OrderStatus) -> dict[str, Any]:
+    """Return an order as JSON that is published."""
+    found: dict[str, Any] = msgspec.json.decode(order.payload)
+    return found
 
 
 def _good_fields(order: OrderStatus) -> dict[str, Any]:
-    payload = order.payload
+    wanted = payload(order)
     match order.verb:
         case "prepare":
             layouts = [
@@ -193,13 +240,13 @@ def _good_fields(order: OrderStatus) -> dict[str, Any]:
                         bytes=1024,
                     ),
                 )
-                for device in payload["devices"]
+                for device in wanted["devices"]
             ]
             return {"vector": [VectorEntry(part="process"), *layouts]}
         case "dump":
             return {"part": PartResult(part="process", bytes=10, digest=DIGEST)}
         case "save":
-            return {"part": PartResult(part=payload["part"], bytes=1024, digest=DIGEST)}
+            return {"part": PartResult(part=wanted["part"], bytes=1024, digest=DIGEST)}
         case "seal":
             return {"root_digest": DIGEST, "bytes": 2058}
         case _:

@@ -15,6 +15,16 @@ from msgspec import Meta
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import Attempt, Label, UidStr
 
+ASKED_AT = "Snapback-Asked-At"
+"""Header of a request: when it was sent, in seconds since the epoch."""
+WITHIN = "Snapback-Within"
+"""Header of a request: how many seconds its client waits. It is refused after that."""
+
+
+def age_headers(now: float, within_s: float) -> dict[str, str]:
+    """Return the headers of a request that is sent at `now` and waited for `within_s` seconds."""
+    return {ASKED_AT: f"{now:.3f}", WITHIN: f"{within_s:.3f}"}
+
 
 class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Store these manifests, all or none. `traceparent` becomes the trace of what follows."""
@@ -60,11 +70,15 @@ class GetReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DeleteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Mark an object for deletion; it goes when its finalizers are answered."""
+    """Mark an object for deletion; it goes when its finalizers are answered.
+
+    With a `uid`, only that incarnation: Conflict when another one has the name.
+    """
 
     kind: str
     namespace: str | None = None
     name: str
+    uid: str = ""
 
 
 class DeleteReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,11 +89,12 @@ class DeleteReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Have every byte read of what a checkpoint, snapshot or content holds."""
+    """Have every byte read of what a checkpoint, snapshot or content holds; `uid` as to delete."""
 
     kind: str
     namespace: str | None = None
     name: str
+    uid: str = ""
 
 
 class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,10 +110,14 @@ class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class CordonRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Let nothing new begin on a node, or let it again."""
+    """Let nothing new begin on a node, or let it again.
+
+    With a `resource_version`, only if the node has not changed since it was read: Conflict else.
+    """
 
     node: str
     unschedulable: bool
+    resource_version: str = ""
 
 
 class CordonReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -110,11 +129,15 @@ class CordonReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """End the capture behind a checkpoint, snapshot or content now. `by` is shown to people."""
+    """End the capture behind a checkpoint, snapshot or content now. `by` is shown to people.
+
+    `uid` as to delete.
+    """
 
     kind: str
     namespace: str | None = None
     name: str
+    uid: str = ""
     by: Annotated[str, Meta(min_length=1, max_length=128)]
 
 
@@ -241,6 +264,23 @@ class InventoryReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     verdicts: list[Verdict] = []
     others: Verdict = "keep"
     after_s: float = 0.0
+    failure: Failure | None = None
+
+
+MAX_PODS = 1000
+
+
+class PodsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent asks which of the pods that it has listed before the operator does not know."""
+
+    node: str
+    pods: Annotated[list[UidStr], Meta(max_length=MAX_PODS)] = []
+
+
+class PodsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The uids of those pods of which no object is there any more; the agent ends them."""
+
+    unknown: list[UidStr] = []
     failure: Failure | None = None
 
 

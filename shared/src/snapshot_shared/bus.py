@@ -427,6 +427,17 @@ class Bus:
             found |= {consumer.name: consumer.config.filter_subject or "" for consumer in page}
         return found
 
+    async def connect_and_ensure(self) -> None:
+        """Wait until NATS answers and streams and buckets are there, however long that takes."""
+        await self.connect()
+        again = self.reconnections()
+        while True:
+            try:
+                return await self.ensure_assets()
+            except BusUnavailable as error:
+                log.warning("cannot ensure streams and buckets: %s", error)
+                await self.pause(again)
+
     async def keep_assets(self) -> None:
         """Ensure the assets now, after each reconnection and every 30 s, for ever.
 

@@ -7,7 +7,8 @@ SnapbackError
 │   ├── InvalidName           a name, id or path outside its alphabet
 │   └── UnsupportedVersion    a version that this program does not speak
 ├── NotFound / AlreadyExists / Conflict / Forbidden
-│   └── StoreBusy             a Conflict: another operator holds the store
+├── StoreBusy                 the object store takes no write now
+├── RequestExpired            a request whose client has given up on it
 ├── Rejected                  an order that must not be carried out here
 │   ├── WrongNode / StalePodReference / Superseded / NotEligible
 ├── DeadlineExceeded          time ran out: names the step and the budget in seconds
@@ -140,14 +141,22 @@ class Conflict(SnapbackError):
     default_next_step = "read it again and decide again"
 
 
-class StoreBusy(Conflict):
-    """Another operator holds the store, and longer than a write takes: it may be stopped."""
+class StoreBusy(SnapbackError):
+    """The store takes no write now, and longer than a write takes."""
 
-    default_next_step = "try again; if it lasts, look for an operator that is stopped"
+    retryable = True
+    default_next_step = "try again; if it lasts, look for what else has the store open"
 
 
 class Forbidden(SnapbackError):
     """The caller may not do this."""
+
+
+class RequestExpired(SnapbackError):
+    """A request came after its client had stopped waiting; nothing was done."""
+
+    retryable = True
+    default_next_step = "send it again; if it lasts, compare the clocks of the two machines"
 
 
 class Rejected(SnapbackError):

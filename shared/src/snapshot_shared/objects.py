@@ -1,13 +1,15 @@
-"""The objects of the store: DynamoCheckpoint, Snapshot, SnapshotContent, Job, Pod and Node.
+"""The objects of the store: our own kinds, and the Pods, Jobs and Nodes around them.
 
-They are the Kubernetes objects of the same names. Of Job and Pod only the fields below are
-honoured in standalone mode; `manifests` refuses any other by its path. Spec is what a user wants
-and never changes after creation, but for a Node that is cordoned; status is written by the
-operator alone.
+DynamoCheckpoint, Snapshot, SnapshotContent and SnapshotRestore are written by the operator alone.
+Pod, Job and Node are observed facts: standalone mode writes them itself, in Kubernetes the kubelet
+and its controllers do. Of Job and Pod only the fields below are honoured in standalone mode;
+`manifests` refuses any other by its path. Spec is what a user wants and never changes after
+creation, but for a Node that is cordoned. Times are RFC 3339.
 """
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -35,6 +37,10 @@ RESTORE_FROM = "nvidia.com/restore-from"
 """Annotation of a Pod: `<snapshot or checkpoint>` in the same namespace to restore from."""
 TRACEPARENT = "nvidia.com/traceparent"
 """Annotation that carries the trace in which an object was applied."""
+ABORT = "nvidia.com/abort"
+"""Annotation of a SnapshotContent: who wants its capture to end now."""
+VERIFY = "nvidia.com/verify"
+"""Annotation of a SnapshotContent: each new value asks for one verification of its artifact."""
 UNKNOWN_ARTIFACTS = "UnknownArtifacts"
 """Condition of a Node: something below its artifact root belongs to nobody."""
 GPU_RESOURCE = "nvidia.com/gpu"
@@ -140,8 +146,9 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 class OrderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """One order as the operator remembers it on the object that it serves.
 
-    `state` is `ordered`, the kind of the last report folded, or `lost` when its node is gone.
-    `deadline` and `ordered_at` are seconds since the epoch. `final` is the terminal report.
+    `payload` is the order as it is published; `orders.order_in` decodes it. `state` is `ordered`,
+    the kind of the last report folded, or `lost` when its node is gone. `final` is the terminal
+    report. `tries` counts the attempts at a cleaning order, this one included.
     """
 
     order: str
@@ -149,13 +156,14 @@ class OrderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     attempt: int
     node: str
     service: Literal["agent", "gms"]
-    payload: Any
-    ordered_at: float
-    deadline: float
+    payload: msgspec.Raw
+    ordered_at: datetime
+    deadline: datetime
     state: str = "ordered"
     final: Report | None = None
     leased: bool = False
-    ended_at: float = 0.0
+    ended_at: datetime | None = None
+    tries: int = 1
 
 
 class IdentitySpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -183,6 +191,7 @@ class CheckpointJobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel
     pod_template_spec: PodTemplateSpec
     target_container_name: Label = "main"
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
+    backoff_limit: Annotated[int, Meta(ge=0, le=100)] = 0
     source_policy: SourcePolicy = "Terminate"
 
 
@@ -246,11 +255,12 @@ class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class SnapshotSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Capture one pod once."""
+    """Capture one pod once, within `deadline_seconds` of the snapshot's creation."""
 
     source: SnapshotSource
     source_policy: SourcePolicy = "Resume"
     deletion_policy: Literal["Delete", "Retain"] = "Delete"
+    deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
 
 
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -316,16 +326,20 @@ class SnapshotContentStatus(
 ):
     """A capture's progress and its result.
 
-    `attempt` is the fencing token. `obligations` are the verbs that still have to be answered
-    before this object is settled. `readers` are uids of pods that restore from it.
-    `verifications` counts what was asked for and `verified` what has ended; `doubted` is the
-    number that had been asked for when damage was last found. `abort_requested_by` names who
-    wants the capture to end now, if somebody does.
+    `attempt` is the fencing token, `retries` counts the attempts after the first. `generations`
+    are the attempts that may have left files below the artifact root. `orders` holds those of the
+    current attempt and what is unanswered; `obligations` are the verbs that still have to be
+    answered before this object is settled. `readers` are uids of the SnapshotRestores that read
+    the artifact. `verify_request` is the value of the annotation that was last obeyed,
+    `verifications` counts the requests and `verified` those that have ended; `doubted` is the
+    number that had been asked for when damage was last found.
     """
 
     capture: Capture = Capture.PENDING
     attempt: int = 0
-    started_at: float = 0.0
+    retries: int = 0
+    generations: list[int] = []
+    started_at: datetime | None = None
     vector: list[VectorEntry] = []
     orders: list[OrderStatus] = []
     obligations: list[str] = []
@@ -334,7 +348,7 @@ class SnapshotContentStatus(
     verifications: int = 0
     verified: int = 0
     doubted: int = 0
-    abort_requested_by: str = ""
+    verify_request: str = ""
     failure: Failure | None = None
     traceparent: str = ""
     conditions: list[Condition] = []
@@ -356,18 +370,74 @@ class SnapshotContent(
     status: SnapshotContentStatus = SnapshotContentStatus()
 
 
+class RestoreTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """The container to restore into: one incarnation of a pod, and which of its containers."""
+
+    name: Name
+    uid: UidStr
+    container: Label = "main"
+
+
+class SnapshotRestoreSpec(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """Restore one container from a snapshot. `source` names a Snapshot or DynamoCheckpoint."""
+
+    pod_ref: RestoreTarget
+    source: Name
+
+
+class SnapshotRestoreStatus(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """A restore's progress. `attempt` is its fencing token, `retries` counts those after the first.
+
+    `content_name` asks that content to register this restore as a reader; `artifact`, `node_name`
+    and `devices` are fixed when an attempt begins.
+    """
+
+    state: Restore = Restore.PENDING
+    attempt: int = 0
+    retries: int = 0
+    content_name: str = ""
+    artifact: ArtifactRef | None = None
+    node_name: str = ""
+    devices: list[DeviceRef] = []
+    started_at: datetime | None = None
+    orders: list[OrderStatus] = []
+    obligations: list[str] = []
+    failure: Failure | None = None
+    traceparent: str = ""
+    conditions: list[Condition] = []
+
+
+class SnapshotRestore(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename="camel",
+    tag_field="kind",
+    tag="SnapshotRestore",
+):
+    """The restore of one container of one pod, made by the operator for its annotation."""
+
+    api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
+    metadata: ObjectMeta
+    spec: SnapshotRestoreSpec
+    status: SnapshotRestoreStatus = SnapshotRestoreStatus()
+
+
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """One pod, run once."""
+    """One pod, started again when it fails, `backoff_limit` times at most."""
 
     template: PodTemplateSpec
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
-    backoff_limit: Annotated[int, Meta(ge=0, le=0)] = 0
+    backoff_limit: Annotated[int, Meta(ge=0, le=100)] = 0
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """How the pod of a Job stands."""
 
-    pod_name: str = ""
     active: int = 0
     ready: int = 0
     succeeded: int = 0
@@ -395,26 +465,10 @@ class ContainerStatus(
     exit_code: int | None = None
 
 
-class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """A restore's progress. `attempt` is the fencing token of this pod's restore.
-
-    `damaged` says that it found the artifact damaged, and that the content was told so.
-    """
-
-    state: Restore = Restore.PENDING
-    attempt: int = 0
-    content_name: str = ""
-    artifact: ArtifactRef | None = None
-    started_at: float = 0.0
-    failure: Failure | None = None
-    traceparent: str = ""
-    damaged: bool = False
-
-
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Where a pod runs and how it is."""
 
-    phase: Literal["Pending", "Running", "Succeeded", "Failed"] = "Pending"
+    phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
     node_name: str = ""
     devices: list[DeviceRef] = []
     message: str = ""
@@ -422,7 +476,6 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     container_statuses: list[ContainerStatus] = []
     orders: list[OrderStatus] = []
     obligations: list[str] = []
-    restore: RestoreStatus | None = None
     traceparent: str = ""
     conditions: list[Condition] = []
 
@@ -464,7 +517,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field=
     status: NodeStatus = NodeStatus()
 
 
-AnyObject = DynamoCheckpoint | Snapshot | SnapshotContent | Job | Pod | Node
+AnyObject = DynamoCheckpoint | Snapshot | SnapshotContent | SnapshotRestore | Job | Pod | Node
 
 
 class Kind(NamedTuple):
@@ -491,6 +544,9 @@ _ALL_KINDS = (
         namespaced=False,
         appliable=False,
     ),
+    Kind(
+        "SnapshotRestore", GROUP, "snapshotrestores", "srestore", SnapshotRestore, appliable=False
+    ),
     Kind("Job", "batch/v1", "jobs", "job", Job),
     Kind("Pod", "v1", "pods", "po", Pod),
     Kind("Node", "v1", "nodes", "no", Node, namespaced=False, appliable=False),
@@ -511,6 +567,11 @@ def find_kind(name: str) -> Kind:
             return kind
     known = ", ".join(kind.plural for kind in KINDS.values())
     raise NotFound(f"no kind is called {name!r}", next_step=f"use one of: {known}")
+
+
+def time_of(seconds: float) -> datetime:
+    """Return the time of an object's field for seconds since the epoch."""
+    return datetime.fromtimestamp(seconds, UTC)
 
 
 def condition(conditions: list[Condition], type_: str) -> Condition | None:

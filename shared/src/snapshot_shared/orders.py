@@ -280,6 +280,35 @@ AnyOrder = (
 
 Service = Literal["agent", "gms"]
 
+
+class Envelope(msgspec.Struct, frozen=True):
+    """What can be read of an order of any version."""
+
+    attempt: int = 0
+    traceparent: str = ""
+    schema: int = FIRST_SCHEMA
+
+
+_ORDERS: msgspec.json.Decoder[AnyOrder] = msgspec.json.Decoder(AnyOrder)
+_ENVELOPES = msgspec.json.Decoder(Envelope)
+
+
+def order_in(payload: bytes | msgspec.Raw) -> AnyOrder | None:
+    """Return the order in a payload; None when it is of a version that is unknown here."""
+    try:
+        return _ORDERS.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def envelope_of(payload: bytes | msgspec.Raw) -> Envelope:
+    """Return what can be read of any order; of noise, an envelope of attempt 0."""
+    try:
+        return _ENVELOPES.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Envelope()
+
+
 ReportKind = Literal[
     "accepted",
     "leased",
@@ -339,7 +368,8 @@ class Report(
     """What became of an order. `n` counts the reports of one (order, attempt) from 1.
 
     `at` is seconds since the epoch on the reporter's clock, for people only. `failure` is set for
-    `failed` and `rejected`. The other fields belong to the kind that needs them.
+    `failed` and `rejected`. `exit_codes` are those of each container by name, `exit_code` that of
+    the pod. The other fields belong to the kind that needs them.
     """
 
     order: OrderIdStr
@@ -357,6 +387,7 @@ class Report(
     bytes: Bytes = 0
     generation: int | None = None
     exit_code: int | None = None
+    exit_codes: dict[Label, int] = {}
     unconfirmed: bool = False
     message: Text = ""
     steps: list[StepTime] = []
@@ -387,11 +418,11 @@ class Progress(
 class DeadLetter(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.dead_letter"
 ):
-    """A message that could not be taken as an order: where it came from, why, and a copy."""
+    """A message that is no order or no report: where it came from, why, and a copy."""
 
     subject: Text
     node: Name
-    service: Service
+    service: Literal["agent", "gms", "operator"]
     sequence: int
     at: float
     failure: Failure

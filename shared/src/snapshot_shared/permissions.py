@@ -148,6 +148,7 @@ def _operator() -> Allowed:
         "snap.order.*.*.*",
         f"{subjects.EVENTS}.*.*.*",
         "snap.span.operator.*",
+        subjects.dead(NodeName("operator")),
         subjects.bucket_key(subjects.OBJECTS_BUCKET, ">"),
         subjects.bucket_key(subjects.SCHEMAS_BUCKET, ">"),
         *(f"{_API}.STREAM.{verb}.{s}" for verb in ("INFO", "CREATE", "UPDATE") for s in STREAMS),
@@ -167,6 +168,7 @@ def _operator() -> Allowed:
         f"{subjects.API}.*",
         f"{subjects.API}.template.*",
         f"{subjects.API}.inventory.*",
+        f"{subjects.API}.pods.*",
         f"{subjects.EVENTS}.>",
         subjects.bucket_key(subjects.NODES_BUCKET, "*"),
         subjects.elections(subjects.REPORTS, "operator"),
@@ -190,6 +192,7 @@ def _service(node: NodeName, service: Service) -> Allowed:
         publish += [
             subjects.template(node),
             subjects.inventory(node),
+            subjects.pods(node),
             subjects.bucket_key(subjects.NODES_BUCKET, name),
         ]
     listen = (

@@ -1,9 +1,16 @@
-"""How tasks of asyncio are ended."""
+"""How tasks of asyncio give way, and how they are ended."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
+
+
+async def yield_turn() -> None:
+    """Let whatever else is ready run first."""
+    turn = asyncio.Event()
+    asyncio.get_running_loop().call_soon(turn.set)
+    await turn.wait()
 
 
 async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:

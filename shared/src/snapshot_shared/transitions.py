@@ -83,7 +83,7 @@ CAPTURE = TransitionTable[Capture, CaptureEvent](
 
 
 class Restore(StrEnum):
-    """Where the restore of one pod stands."""
+    """Where a SnapshotRestore stands."""
 
     PENDING = "Pending"
     LOADING = "Loading"
@@ -103,6 +103,7 @@ class RestoreEvent(StrEnum):
     RESTORED = "restored"
     FAILED = "failed"
     DROPPED = "dropped"
+    RETRY = "retry"
 
 
 RESTORE = TransitionTable[Restore, RestoreEvent](
@@ -117,5 +118,6 @@ RESTORE = TransitionTable[Restore, RestoreEvent](
         (Restore.RESTORING, RestoreEvent.RESTORED): Restore.RESTORED,
         (Restore.RESTORING, RestoreEvent.FAILED): Restore.DROPPING,
         (Restore.DROPPING, RestoreEvent.DROPPED): Restore.FAILED,
+        (Restore.DROPPING, RestoreEvent.RETRY): Restore.PENDING,
     },
 )

@@ -1,10 +1,10 @@
-"""Wires the operator of standalone mode: the object store, NATS, the controller."""
+"""Runs the operator of standalone mode: settings, the lock, the store, the HTTP port."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import random
 import sys
 import uuid
 from collections.abc import AsyncIterator
@@ -13,46 +13,25 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from snapshot_operator.adapters.live_view import LiveView
-from snapshot_operator.adapters.nats_bus import Announcer, NatsNodes, NatsOrders
-from snapshot_operator.adapters.sqlite import SqliteCluster
-from snapshot_operator.controller import Controller, Interpreter, Key
-from snapshot_operator.domain.conditions import timestamp
-from snapshot_operator.domain.inventory import Policy
-from snapshot_operator.domain.retention import DAY_S, Limits
-from snapshot_operator.handlers import (
-    Api,
-    Retention,
-    fold_one_presence,
-    fold_presence,
-    fold_report,
-)
-from snapshot_operator.handlers.operations import Operations, Sweeping
-from snapshot_operator.ports import Cluster, Nodes
-from snapshot_shared import instruments, subjects
-from snapshot_shared.api import MAX_EVENT_BYTES, ObjectNews
-from snapshot_shared.bus import Bus, Delivery
-from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.courier import Clocks
-from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName, NoSpace, StoreBusy
+from snapshot_operator.api.page.live_view import LiveView
+from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.inventory import Policy
+from snapshot_operator.core.retention import DAY_S, Limits
+from snapshot_operator.local.controllers import INDEXES
+from snapshot_operator.local.lock import FileLock
+from snapshot_operator.local.store import SqliteStore
+from snapshot_operator.runtime.cluster import Cluster
+from snapshot_operator.wiring import NODE, SERVICE, Environment
+from snapshot_operator.wiring import serve as serve_active
+from snapshot_shared.bus import Bus
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.http import http_port
-from snapshot_shared.ids import NodeName, OrderId, token, verb_of
-from snapshot_shared.manifests import message_schemas
-from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.orders import Presence, Report
+from snapshot_shared.metrics import Metrics
 from snapshot_shared.permissions import User
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import Common, load
-from snapshot_shared.telemetry import Telemetry, log_to_stderr, working_on
-
-log = logging.getLogger(__name__)
-
-SERVICE = "snap-operator"
-NODE = "operator"
-REPORTS_DURABLE = "operator"
-REPORT_ACK_S = 5.0
-"""A report is folded in milliseconds; one that an operator took with it comes again after this."""
-PRESENCE_EVERY_S = 30.0
+from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
 
 class OperatorSettings(Common, frozen=True, kw_only=True):
@@ -105,9 +84,6 @@ async def serve(stop: asyncio.Event) -> None:
         SERVICE, NODE, VERSION, otlp_endpoint=settings.otlp_endpoint, metrics=metrics
     )
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    cluster = SqliteCluster(
-        settings.state_dir / "objects.sqlite", timestamp=lambda: timestamp(clocks.wall())
-    )
     bus = Bus(
         settings.nats_url,
         SERVICE,
@@ -116,19 +92,41 @@ async def serve(stop: asyncio.Event) -> None:
         inbox=User("operator").inbox,
         metrics=metrics,
     )
+    environment = Environment(
+        bus=bus,
+        telemetry=telemetry,
+        clocks=clocks,
+        jitter=random.random,
+        new_id=lambda: str(uuid.uuid4()),
+        limits=settings.limits,
+        policy=settings.policy,
+        metrics=metrics,
+    )
+    store = SqliteStore(
+        settings.state_dir / "objects.sqlite", timestamp=lambda: timestamp(clocks.wall())
+    )
+    cluster = Cluster(store, INDEXES)
+    lock = FileLock(settings.state_dir / "operator.lock")
     try:
         async with _http(settings, cluster, bus, clocks, metrics), metrics.running():
-            await until_stopped(stop, _connected(bus))
+            await until_stopped(stop, bus.connect_and_ensure())
             if not stop.is_set():
-                await _serve(
-                    stop, cluster, bus, telemetry, clocks, settings.limits, settings.policy, metrics
-                )
+                await until_stopped(stop, _active(lock, store, cluster, environment))
     finally:
         with contextlib.suppress(BusUnavailable):
             await telemetry.flush(bus)
         telemetry.shutdown()
         await bus.close()
-        cluster.close()
+        store.close()
+
+
+async def _active(
+    lock: FileLock, store: SqliteStore, cluster: Cluster, environment: Environment
+) -> None:
+    """Wait to be the active operator, and serve for as long as this one is."""
+    async with lock.held() as lost:
+        store.open()
+        await serve_active(lost, cluster, environment)
 
 
 @contextlib.asynccontextmanager
@@ -139,7 +137,7 @@ async def _http(
     if settings.http_address is None:
         yield
         return
-    from snapshot_operator.adapters.page import Page  # noqa: PLC0415 - costs start-up time
+    from snapshot_operator.api.page.http import Page  # noqa: PLC0415 - costs start-up time
 
     view = LiveView(cluster, bus, clocks, uuid.uuid4().hex[:12], settings.nats_context)
     page = Page(view, filter(None, settings.page_hosts.replace(" ", "").split(",")))
@@ -153,161 +151,6 @@ async def _http(
             yield
         finally:
             page.close()
-
-
-async def _connected(bus: Bus) -> None:
-    """Wait until NATS answers and streams and buckets are there, however long that takes."""
-    await bus.connect()
-    again = bus.reconnections()
-    while True:
-        try:
-            return await bus.ensure_assets()
-        except BusUnavailable as error:
-            log.warning("cannot ensure streams and buckets: %s", error)
-            await bus.pause(again)
-
-
-async def _serve(
-    stop: asyncio.Event,
-    cluster: SqliteCluster,
-    bus: Bus,
-    telemetry: Telemetry,
-    clocks: Clocks,
-    limits: Limits = Limits(),  # noqa: B008 - an immutable value
-    policy: Policy = Policy(),  # noqa: B008 - an immutable value
-    metrics: Metrics = OFF,
-) -> None:
-    source = str(uuid.uuid4())
-    announcer = Announcer(bus, source)
-    cluster.subscribe(announcer.listener)
-    orders = NatsOrders(bus, telemetry)
-    interpreter = Interpreter(cluster, orders, telemetry, clocks.wall, metrics)
-    controller = Controller(cluster, orders, interpreter, clocks.wall, limits, metrics)
-    operations = Operations(cluster, orders, lambda: Sweeping(controller.swept_at, controller.fill))
-    api = Api(cluster, Retention(limits, controller.judged, controller.retain), policy)
-    answers = api.endpoints() | operations.endpoints()
-    endpoints = {subjects.api(verb): handler for verb, handler in answers.items()}
-    await bus.serve(SERVICE, VERSION, {"node": NODE}, endpoints)
-    log.info("the operator serves")
-    await until_stopped(
-        stop,
-        bus.keep_assets(),
-        telemetry.publish_to(bus),
-        announcer.run(),
-        controller.run(),
-        controller.sweep(bus.reconnections()),
-        controller.take_stock(),
-        _follow_others(bus, controller, source),
-        _take_reports(bus, cluster, interpreter, clocks, metrics),
-        _follow_presence(bus, cluster, NatsNodes(bus), clocks),
-        _publish_schemas(bus),
-    )
-
-
-async def _take_reports(
-    bus: Bus, cluster: Cluster, interpreter: Interpreter, clocks: Clocks, metrics: Metrics
-) -> None:
-    """Fold reports in the order of the stream; ack each when its effect is in the store."""
-    async for delivery in bus.consume(
-        subjects.REPORTS, REPORTS_DURABLE, "snap.report.>", ack_wait_s=REPORT_ACK_S
-    ):
-        try:
-            report = decode_json(delivery.data, Report)
-            expected = subjects.report(NodeName(report.node), OrderId(report.order), report.kind)
-            if delivery.subject != expected:
-                raise InvalidMessage(f"it says {expected}, and came on {delivery.subject}")
-            with (
-                working_on(report.order, report.attempt),
-                metrics.timed(
-                    instruments.PROCESS_DURATION,
-                    subjects.family(expected),
-                    verb_of(OrderId(report.order)),
-                ),
-            ):
-                if changed := await fold_report(cluster, report, clocks.wall()):
-                    interpreter.trace(*changed)
-        except (NoSpace, StoreBusy) as error:
-            log.warning("report will come again: %s", error)
-            continue
-        except (InvalidMessage, InvalidName) as error:
-            log.warning("report on %s is ignored: %s", delivery.subject, error)
-        try:
-            await delivery.ack()
-        except BusUnavailable as error:
-            log.info("report will come again: %s", error)
-
-
-async def _follow_others(bus: Bus, controller: Controller, source: str) -> None:
-    """Look at what other operators on this store change, as soon as they tell of it."""
-    async with bus.listening(f"{subjects.EVENTS}.>") as changes:
-        while True:
-            delivery = await changes.get()
-            try:
-                event = decode_json(delivery.data, ObjectNews, limit=MAX_EVENT_BYTES)
-            except InvalidMessage:
-                continue
-            if event.source != source:
-                meta = event.object.metadata
-                await controller.notice(Key(event.object.kind, meta.namespace, meta.name))
-
-
-async def _follow_presence(bus: Bus, cluster: Cluster, nodes: Nodes, clocks: Clocks) -> None:
-    """Follow the bucket as it is written, and read all of it every 30 s to see who is missing.
-
-    Absence counts from the last time that a node was seen on a healthy bus, or from our start.
-    """
-    last_seen: dict[str, float] = {}
-    again = bus.reconnections()
-    async with bus.listening(f"$KV.{subjects.NODES_BUCKET}.>") as changes:
-        while True:
-            if again.is_set():
-                again.clear()
-                last_seen.clear()
-            try:
-                present = await nodes.present()
-            except BusUnavailable as error:
-                log.info("presence is unknown: %s", error)
-                last_seen.clear()
-            else:
-                monotonic = clocks.monotonic()
-                for node in await cluster.list("Node"):
-                    last_seen.setdefault(node.metadata.name, monotonic)
-                last_seen.update(dict.fromkeys(present, monotonic))
-                await fold_presence(
-                    cluster, present, last_seen, now=clocks.wall(), monotonic=monotonic
-                )
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PRESENCE_EVERY_S):
-                    await _fold_writes(changes, cluster, clocks, last_seen)
-
-
-async def _fold_writes(
-    changes: asyncio.Queue[Delivery],
-    cluster: Cluster,
-    clocks: Clocks,
-    last_seen: dict[str, float],
-) -> None:
-    """Fold each presence as it is written, without reading the bucket; for ever."""
-    while True:
-        delivery = await changes.get()
-        try:
-            presence = decode_json(delivery.data, Presence)
-        except InvalidMessage:
-            continue  # A delete marker, or noise: the next full read judges it.
-        if delivery.subject.rpartition(".")[2] != token(presence.node):
-            continue
-        last_seen[presence.node] = clocks.monotonic()
-        await fold_one_presence(cluster, presence, clocks.wall())
-
-
-async def _publish_schemas(bus: Bus) -> None:
-    """Put the JSON Schema of every message where people find it, then wait for ever."""
-    for key, schema in message_schemas().items():
-        try:
-            await bus.put(subjects.SCHEMAS_BUCKET, key, encode_json(schema))
-        except BusUnavailable as error:
-            log.info("schema %s is not published: %s", key, error)
-    await asyncio.Event().wait()
 
 
 def main() -> int:

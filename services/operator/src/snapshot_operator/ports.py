@@ -2,74 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Literal, Protocol
+from contextlib import AbstractAsyncContextManager
+from typing import Literal, NamedTuple, Protocol
 
 from snapshot_shared.objects import AnyObject, OrderStatus
-from snapshot_shared.orders import Presence
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
-Listener = Callable[[Change, AnyObject], None]
 
 
-class Cluster(Protocol):
-    """The object store, with the rules of the Kubernetes API.
+class Event(NamedTuple):
+    """One change of one object. Of a deleted one `value` is the last that was stored."""
 
-    Objects have uid, resourceVersion and generation; a write with a stale resourceVersion is
-    Conflict. Status and the rest are written apart: a status write keeps spec and metadata.
+    change: Change
+    value: AnyObject
 
-    What is read may be older than what is stored, each kind as of a version of its own, as from
-    the caches of the Kubernetes API. It never goes back, holds what this operator wrote itself,
-    and is as new as `as_of` says. Who refuses, forgets or removes something because it is not
-    there calls `catch_up` first.
 
-    Every write takes `as_of`, and is Conflict when another operator wrote anything since that
-    version: what was decided may rest on more objects than the one that is written.
+class Store(Protocol):
+    """The object store: what a kube-apiserver can promise, and no more.
+
+    Each write concerns one object, and is a compare-and-swap: it names the uid and the
+    resourceVersion that were read, and raises Conflict when the object has changed since, NotFound
+    when it is gone. Status and the rest are written apart. There is no order between objects and
+    no promise that no other writer was active. StoreBusy and NoSpace: nothing was written.
     """
 
-    async def get(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
-        """Read one object."""
+    async def list(self, kind: str) -> list[AnyObject]:
+        """Return all objects of a kind as they are stored now."""
 
-    async def by_uid(self, uid: str) -> AnyObject | None:
-        """Read the object with this uid."""
+    async def read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
+        """Return an object as it is stored now."""
 
-    async def list(
-        self, kind: str, namespace: str | None = None, *, after: str = "", limit: int = 100_000
-    ) -> list[AnyObject]:
-        """Read the objects of a kind in the order of their keys, those after a key only."""
+    async def find(self, uid: str) -> AnyObject | None:
+        """Return the object with a uid as it is stored now."""
 
-    async def create(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
-        """Store a new object and give it as stored. AlreadyExists when the name is taken."""
+    async def create(self, value: AnyObject) -> AnyObject:
+        """Store a new object and return it as stored. AlreadyExists when the name is taken."""
 
-    async def update_status(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
-        """Replace the status. Conflict when stale, NotFound when gone."""
+    async def update_status(self, value: AnyObject) -> AnyObject:
+        """Replace the status; spec and metadata are kept."""
 
-    async def update_spec(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
-        """Replace the spec; its generation rises. Conflict when stale, NotFound when gone."""
+    async def update_spec(self, value: AnyObject) -> AnyObject:
+        """Replace the spec, and raise the generation; status and metadata are kept."""
 
-    async def delete(self, value: AnyObject, *, as_of: int | None = None) -> bool:
-        """Mark for deletion; without finalizers the object is gone at once (True)."""
+    async def annotate(self, value: AnyObject, key: str, text: str) -> AnyObject:
+        """Set one annotation."""
 
-    async def remove_finalizer(
-        self, value: AnyObject, finalizer: str, *, as_of: int | None = None
-    ) -> None:
-        """Take one finalizer off; a deleted object without finalizers is gone."""
+    async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
+        """Put a finalizer on. Conflict, too, when the object is being deleted."""
 
-    def as_of(self) -> int:
-        """Give the version of what this operator sees: what is read next is at least as new."""
-        ...
+    async def remove_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject | None:
+        """Take a finalizer off. None when the object is gone with it."""
 
-    async def catch_up(self) -> None:
-        """Wait until what is read next is at least as new as all that was written before."""
+    async def delete(self, value: AnyObject) -> AnyObject | None:
+        """Mark the object with this uid for deletion. None when it is gone.
 
-    def others_since(self, as_of: int) -> bool:
-        """Say whether another operator has written since that version."""
-        ...
+        Only the uid is compared: whatever else has changed, this incarnation is to end.
+        """
 
-    def subscribe(self, listener: Listener) -> None:
-        """Have every change of this operator told, after it is durable, in their order.
+    def subscribe(self, listener: Callable[[Event], None]) -> None:
+        """Report every change from now on, of an object in order, and late at will.
 
-        Changes of others may be told, too, once they can be read: late, and several as one.
+        Several changes of an object may be reported as one. Those of this process are among them.
         """
 
 
@@ -86,18 +81,22 @@ class OrderBus(Protocol):
         """Delete the message of an answered order; absent is success."""
 
     async def published(self) -> dict[str, str]:
-        """List the subjects of all orders that the stream holds now, by order id."""
+        """Return the subjects of all orders that the stream holds now, by order id."""
 
     async def fill(self) -> float:
-        """Give the share of the stream's room that is taken, from 0 to 1."""
+        """Return the share of the stream's room that is taken, from 0 to 1."""
         ...
 
     async def remove(self, subject: str) -> None:
         """Delete the message on a subject; absent is success."""
 
 
-class Nodes(Protocol):
-    """Who is there."""
+class Leadership(Protocol):
+    """What makes one operator of several the active one."""
 
-    async def present(self) -> dict[str, Presence]:
-        """Read the presence of every node that has one."""
+    def held(self) -> AbstractAsyncContextManager[asyncio.Event]:
+        """Wait until this operator is the active one, and stay it for the length of the block.
+
+        The event is set when that cannot be kept any longer; the block ends its work then.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""What people, nodes and programs ask the operator."""

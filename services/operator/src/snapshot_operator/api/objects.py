@@ -1,0 +1,310 @@
+"""Requests about objects: `snap.api.apply`, `get`, `delete`, `verify` and `retention`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from snapshot_operator.api.answering import Endpoint, answering
+from snapshot_operator.core.retention import Verdict
+from snapshot_operator.runtime.cluster import Cluster, key_of
+from snapshot_operator.runtime.upkeep import Retention
+from snapshot_shared.api import (
+    Applied,
+    ApplyReply,
+    ApplyRequest,
+    DeleteReply,
+    DeleteRequest,
+    GetReply,
+    GetRequest,
+    Retained,
+    RetentionReply,
+    RetentionRequest,
+    VerifyReply,
+    VerifyRequest,
+)
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import (
+    AlreadyExists,
+    Conflict,
+    Forbidden,
+    InvalidManifest,
+    NotEligible,
+    NotFound,
+)
+from snapshot_shared.manifests import parse
+from snapshot_shared.objects import (
+    TRACEPARENT,
+    VERIFY,
+    AnyObject,
+    DynamoCheckpoint,
+    Kind,
+    Node,
+    Snapshot,
+    SnapshotContent,
+    find_kind,
+    is_true,
+    kind_of,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_REPLY_BYTES = 900 * 1024
+RETENTION_PAGE = 1000
+"""Artifacts in one reply: names are bounded, so that they fit."""
+
+
+class Api:
+    """Answers `snap.api.*`. Every failure becomes a reply; nothing is stored by halves."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        retention: Retention,
+        wall: Callable[[], float],
+        new_id: Callable[[], str],
+    ) -> None:
+        """Use the objects and the clock. `new_id` returns an id that was never used."""
+        self._cluster = cluster
+        self._retention = retention
+        self._wall = wall
+        self._new_id = new_id
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        """Return the handler of each `snap.api.<verb>`."""
+        wall = self._wall
+        return {
+            "apply": answering(ApplyRequest, ApplyReply, self.apply, wall),
+            "get": answering(GetRequest, GetReply, self.get),
+            "delete": answering(DeleteRequest, DeleteReply, self.delete, wall),
+            "verify": answering(VerifyRequest, VerifyReply, self.verify, wall),
+            "retention": answering(RetentionRequest, RetentionReply, self.retention, wall),
+        }
+
+    async def apply(self, request: ApplyRequest) -> ApplyReply:
+        """Check all documents, then create them. InvalidManifest lists every problem of all."""
+        values = _parse_all(request.documents)
+        existing = [self._existing(value) for value in values]
+        results: list[Applied] = []
+        for value, found in zip(values, existing, strict=True):
+            if found is not None:
+                results.append(_applied(found, "unchanged"))
+            elif request.dry_run:
+                results.append(_applied(value, "created"))
+            else:
+                stored = await self._cluster.create(_prepared(value, request.traceparent))
+                results.append(_applied(stored, "created"))
+        return ApplyReply(results=results)
+
+    def _existing(self, value: AnyObject) -> AnyObject | None:
+        """Return the object of this name. AlreadyExists with another spec: specs never change."""
+        kind = kind_of(value)
+        found = self._cluster.get(kind.name, value.metadata.namespace, value.metadata.name)
+        if found is None:
+            return None
+        name = value.metadata.name
+        if found.metadata.deletion_timestamp:
+            raise Conflict(
+                f"{kind.name} {name} is being deleted",
+                next_step=f"wait until it is gone: snapshotctl wait {kind.short}/{name} "
+                "--for=delete",
+            )
+        same = found.spec == value.spec and all(
+            found.metadata.annotations.get(key) == text
+            for key, text in value.metadata.annotations.items()
+        )
+        if not same:
+            raise AlreadyExists(
+                f"{kind.name} {name} exists with another spec, and a spec never changes",
+                next_step="delete it first, or use another name",
+                kind=kind.name,
+                name=name,
+            )
+        return found
+
+    async def get(self, request: GetRequest) -> GetReply:
+        """Read one object, or a page of a kind that fits into one message."""
+        kind = find_kind(request.kind)
+        if request.name is not None:
+            return GetReply(items=[self._one(kind, request.namespace, request.name)])
+        limit = min(max(request.limit, 1), 1000)
+        namespace = request.namespace if kind.namespaced else None
+        found = self._cluster.page(kind.name, namespace, after=request.after, limit=limit + 1)
+        items: list[AnyObject] = []
+        size = 0
+        for value in found[:limit]:
+            size += len(encode_json(value))
+            if items and size > MAX_REPLY_BYTES:
+                break
+            items.append(value)
+        more = len(found) > len(items)
+        return GetReply(items=list(items), next=_page_key(items[-1]) if more and items else "")
+
+    async def delete(self, request: DeleteRequest) -> DeleteReply:
+        """Mark one object for deletion. NotFound when it is not there."""
+        kind = find_kind(request.kind)
+        value = self._one(kind, request.namespace, request.name)
+        check_uid(value, request.uid)
+        if isinstance(value, Node) and not is_true(value.status.conditions, "Lost"):
+            raise Forbidden(
+                f"node {request.name} is not lost",
+                next_step="stop its agent first; after 90 s without presence it may be deleted",
+            )
+        return DeleteReply(gone=await self._cluster.delete(value))
+
+    async def verify(self, request: VerifyRequest) -> VerifyReply:
+        """Ask for a verification. NotFound, and NotEligible where nothing is captured (any more).
+
+        The request is an annotation of the content, so that no restart can forget it.
+        """
+        kind = find_kind(request.kind)
+        value = self._one(kind, request.namespace, request.name)
+        check_uid(value, request.uid)
+        content = self._content(value)
+        status, name = content.status, content.metadata.name
+        if status.verifications > status.verified:
+            return VerifyReply(content=name, verification=status.verifications)
+        await self._cluster.annotate(content, VERIFY, self._new_id())
+        return VerifyReply(content=name, verification=status.verified + 1)
+
+    async def retention(self, request: RetentionRequest) -> RetentionReply:
+        """Say what goes now and why each other artifact stays; do it first when that is asked."""
+        if request.run:
+            await self._retention.run()
+        limits = self._retention.limits
+        found = sorted(
+            map(_retained, self._retention.judged()), key=lambda artifact: artifact.content
+        )
+        wanted = [
+            artifact
+            for artifact in found
+            if artifact.content > request.after and request.namespace in (None, artifact.namespace)
+        ]
+        page = wanted[:RETENTION_PAGE]
+        return RetentionReply(
+            artifacts=page,
+            limits={k: v for k, v in msgspec.structs.asdict(limits).items() if v is not None},
+            next=page[-1].content if len(wanted) > len(page) else "",
+        )
+
+    def _content(self, value: AnyObject) -> SnapshotContent:
+        """Return the committed content behind an object that people name."""
+        match value:
+            case DynamoCheckpoint():
+                name = value.status.content_name
+            case Snapshot():
+                name = value.status.bound_snapshot_content_name or ""
+            case _:
+                name = value.metadata.name
+        found = self._cluster.get("SnapshotContent", None, name) if name else None
+        kind = kind_of(value).name
+        if not isinstance(found, SnapshotContent) or found.status.committed is None:
+            raise NotEligible(
+                f"{kind} {value.metadata.name} holds no captured artifact",
+                next_step="name a checkpoint, snapshot or content that is Ready",
+            )
+        if found.metadata.deletion_timestamp:
+            raise NotEligible(f"{kind} {value.metadata.name} is being deleted")
+        return found
+
+    def _one(self, kind: Kind, namespace: str | None, name: str) -> AnyObject:
+        space = (namespace or "default") if kind.namespaced else None
+        value = self._cluster.get(kind.name, space, name)
+        if value is None:
+            where = f" in namespace {space}" if space else ""
+            raise NotFound(
+                f"{kind.name} {name} does not exist{where}",
+                next_step=f"list what there is: snapshotctl get {kind.plural}",
+                kind=kind.name,
+                name=name,
+            )
+        return value
+
+
+def check_uid(value: AnyObject, uid: str) -> None:
+    """Raise Conflict when a request names another incarnation than there is."""
+    if uid and value.metadata.uid != uid:
+        raise Conflict(
+            f"{kind_of(value).name} {value.metadata.name} was made again since it was read",
+            expected=uid,
+            found=value.metadata.uid,
+        )
+
+
+def _page_key(value: AnyObject) -> str:
+    return f"{value.metadata.namespace or ''}/{value.metadata.name}"
+
+
+def _parse_all(documents: list[msgspec.Raw]) -> list[AnyObject]:
+    problems: list[str] = []
+    values: list[AnyObject] = []
+    for index, raw in enumerate(documents):
+        where = f"[{index}] " if len(documents) > 1 else ""
+        try:
+            document: Any = json.loads(bytes(raw))
+            value = parse(document, where=where)
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{where}not JSON: {error}")
+        except InvalidManifest as error:
+            problems += error.values["problems"]
+        else:
+            values.append(_with_namespace(value))
+    seen: set[tuple[str, ...]] = set()
+    for index, value in enumerate(values):
+        identity = key_of(value)
+        if identity in seen:
+            problems.append(f"[{index}] metadata.name: {value.metadata.name} appears twice")
+        seen.add(identity)
+    if problems:
+        raise InvalidManifest(
+            f"{len(problems)} problem{'s' if len(problems) != 1 else ''}: " + "; ".join(problems),
+            next_step="correct the fields and apply again; nothing was stored",
+            problems=problems,
+        )
+    return values
+
+
+def _with_namespace(value: AnyObject) -> AnyObject:
+    if not kind_of(value).namespaced or value.metadata.namespace:
+        return value
+    changed: Any = replace(value, metadata=replace(value.metadata, namespace="default"))
+    return changed  # type: ignore[no-any-return]
+
+
+def _prepared(value: AnyObject, traceparent: str) -> AnyObject:
+    meta = value.metadata
+    annotations = dict(meta.annotations)
+    if traceparent:
+        annotations.setdefault(TRACEPARENT, traceparent)
+    meta = replace(meta, annotations=annotations)
+    changed: Any = replace(value, metadata=meta)
+    return changed  # type: ignore[no-any-return]
+
+
+def _retained(verdict: Verdict) -> Retained:
+    meta, committed = verdict.value.metadata, verdict.content.status.committed
+    return Retained(
+        kind=kind_of(verdict.value).name,
+        namespace=meta.namespace or "default",
+        name=meta.name,
+        content=verdict.content.metadata.name,
+        bytes=committed.bytes if committed is not None else 0,
+        goes=verdict.goes,
+        why=verdict.why,
+    )
+
+
+def _applied(value: AnyObject, action: Any) -> Applied:
+    meta = value.metadata
+    return Applied(
+        kind=kind_of(value).name,
+        namespace=meta.namespace,
+        name=meta.name,
+        uid=meta.uid,
+        action=action,
+    )

@@ -1,0 +1,1 @@
+"""Pure decisions, the same in standalone mode and in Kubernetes."""

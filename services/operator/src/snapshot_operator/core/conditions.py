@@ -1,0 +1,117 @@
+"""Conditions as values: building them and carrying their transition times."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import AnyObject, Committed, Condition, set_condition
+
+Truth = Literal["True", "False", "Unknown"]
+
+
+def timestamp(now: float) -> str:
+    """Write seconds since the epoch as Kubernetes writes times."""
+    return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds(stamp: str) -> float:
+    """Return a time stamp as seconds since the epoch; what is none is never reached."""
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except ValueError:
+        return float("inf")
+
+
+def with_conditions(
+    conditions: list[Condition],
+    owner: AnyObject,
+    now: float,
+    *rows: tuple[str, bool, str, str],
+) -> list[Condition]:
+    """Set several conditions, each a row of type, status, reason, message."""
+    for type_, is_true, reason, message in rows:
+        truth: Truth = "True" if is_true else "False"
+        conditions = with_truth(conditions, owner, now, type_, truth, reason, message)
+    return conditions
+
+
+def with_truth(
+    conditions: list[Condition],
+    owner: AnyObject,
+    now: float,
+    type_: str,
+    truth: Truth,
+    reason: str,
+    message: str,
+) -> list[Condition]:
+    """Set one condition, which may also be unknown."""
+    new = Condition(
+        type=type_,
+        status=truth,
+        reason=reason,
+        message=message[:4096],
+        observed_generation=owner.metadata.generation,
+    )
+    return set_condition(conditions, new, timestamp(now))
+
+
+def ready(
+    conditions: list[Condition], owner: AnyObject, now: float, reason: str, message: str
+) -> list[Condition]:
+    """Say that it is done."""
+    return with_conditions(
+        conditions, owner, now, ("Ready", True, reason, message), ("Failed", False, reason, "")
+    )
+
+
+def mirrored(
+    conditions: list[Condition], owner: AnyObject, now: float, ready: Condition
+) -> list[Condition]:
+    """Say that it was captured, and what `Ready` says there of what was captured.
+
+    That it was captured stays true when the artifact is found damaged, even if nobody looked
+    while it was ready.
+    """
+    return with_conditions(
+        conditions,
+        owner,
+        now,
+        ("Ready", ready.status == "True", ready.reason, ready.message),
+        ("Failed", False, "Captured", ""),
+    )
+
+
+def pending(
+    conditions: list[Condition], owner: AnyObject, now: float, reason: str, message: str
+) -> list[Condition]:
+    """Say what is being waited for."""
+    return with_conditions(conditions, owner, now, ("Ready", False, reason, message))
+
+
+def failed(
+    conditions: list[Condition], owner: AnyObject, now: float, failure: Failure
+) -> list[Condition]:
+    """Say what went wrong and what to do."""
+    message = failure.message.rstrip(".")
+    if failure.next_step:
+        message += f". Next: {failure.next_step}"
+    return with_conditions(
+        conditions,
+        owner,
+        now,
+        ("Ready", False, failure.reason, message),
+        ("Failed", True, failure.reason, message),
+    )
+
+
+def captured(
+    conditions: list[Condition], owner: AnyObject, committed: Committed | None, now: float
+) -> list[Condition]:
+    """Say that an artifact is committed and may be used."""
+    if committed is None:
+        return conditions
+    size, digest = committed.bytes, committed.root_digest
+    message = f"generation {committed.generation}, {size} bytes, {digest}"
+    return ready(conditions, owner, now, "Captured", message)

@@ -1,0 +1,283 @@
+"""Decides for one SnapshotContent: its capture, its readers, its verification, its deletion.
+
+This is the only writer of a content's status. A restore asks to read by naming the content in its
+own status; that it is registered here, by uid, is what lets it begin, and what keeps the artifact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from snapshot_operator.core import backpressure, capture, conditions, fold, ordering, quarantine
+from snapshot_operator.core.capture import UNDER_WAY, ContentView, content_plan
+from snapshot_operator.core.nodes import all_nodes, known, node, reading_node, unusable_for_new_work
+from snapshot_operator.core.plan import (
+    NOTHING,
+    Adopt,
+    Finalize,
+    Plan,
+    Reader,
+    is_adopted,
+)
+from snapshot_shared.objects import (
+    VERIFY,
+    OrderStatus,
+    Pod,
+    SnapshotContent,
+    SnapshotContentStatus,
+    SnapshotRestore,
+)
+from snapshot_shared.orders import DeleteOrder, order_in
+from snapshot_shared.transitions import Capture, Restore
+
+_ENDED = (Restore.RESTORED, Restore.FAILED)
+
+
+def gather(reader: Reader, content: SnapshotContent) -> ContentView:
+    """Read what a decision about a content depends on, and no more: each read wakes it later."""
+    status, source = content.status, content.spec.source
+    unanswered = [item.node for item in status.orders if not fold.is_answered(item)]
+    is_pending = status.capture is Capture.PENDING
+    chooses = _may_choose_a_node(content)
+    reading = _restores(reader.by_index("reading", content.metadata.name))
+    present = {restore.metadata.uid for restore in reading}
+    others = {uid: reader.by_uid(uid) for uid in status.readers if uid not in present}
+    return ContentView(
+        content,
+        home=node(reader, source.node_name) if is_pending else None,
+        known=known(reader, unanswered),
+        nodes=all_nodes(reader) if chooses else (),
+        rivals=_contents(reader.by_index("captures", capture_key(content))) if is_pending else (),
+        parents=_parents(reader, content),
+        readers=[*reading, *_restores(others.values())],
+        gone=frozenset(uid for uid, found in others.items() if found is None),
+        source=_source(reader, content),
+        is_full=(is_pending or chooses) and reader.is_full,
+    )
+
+
+def _may_choose_a_node(content: SnapshotContent) -> bool:
+    """Whether a generation is to be removed, or the artifact to be read."""
+    status = content.status
+    is_over = status.capture is Capture.FAILED or content.metadata.deletion_timestamp
+    asked = content.metadata.annotations.get(VERIFY, "") != status.verify_request
+    return bool((is_over and status.generations) or asked or status.verifications > status.verified)
+
+
+def _source(reader: Reader, content: SnapshotContent) -> Pod | None:
+    if content.status.capture not in (Capture.PENDING, Capture.PREPARING, Capture.STAGING):
+        return None
+    ref = content.spec.source.pod_ref
+    found = reader.get("Pod", content.spec.source.namespace, ref.name, ref.uid or "")
+    return found if isinstance(found, Pod) else None
+
+
+def _parents(reader: Reader, content: SnapshotContent) -> list[SnapshotContent]:
+    space = content.spec.source.namespace
+    found: dict[str, SnapshotContent] = {}
+    for part, structure in capture.prepared_layouts(content):
+        for value in _contents(reader.peek_index("layouts", f"{space}/{part}/{structure}")):
+            found[value.metadata.uid] = value
+    return list(found.values())
+
+
+def _contents(values: Iterable[object]) -> list[SnapshotContent]:
+    return [value for value in values if isinstance(value, SnapshotContent)]
+
+
+def _restores(values: Iterable[object]) -> list[SnapshotRestore]:
+    return [value for value in values if isinstance(value, SnapshotRestore)]
+
+
+def capture_key(content: SnapshotContent) -> str:
+    """Return what unsettled captures of one container share."""
+    source = content.spec.source
+    return f"{source.pod_ref.uid}/{source.pod_ref.containers[0]}"
+
+
+def layout_keys(content: SnapshotContent) -> list[str]:
+    """Return the keys under which later saves find the layouts of a committed artifact."""
+    committed = content.status.committed
+    if committed is None or content.metadata.deletion_timestamp:
+        return []
+    space = content.spec.source.namespace
+    return [
+        f"{space}/{entry.part}/{entry.layout.structure_hash}"
+        for entry in committed.vector
+        if entry.layout is not None
+    ]
+
+
+def reconcile(view: ContentView, now: float) -> Plan:
+    """Return the next step of a content. Same input, same plan."""
+    content = view.content
+    status = content.status
+    if not is_adopted(content):
+        return NOTHING if content.metadata.deletion_timestamp else Plan((Adopt(content),))
+    settled = fold.mark_lost(status.orders, now, view.known)
+    if settled != status.orders:
+        return content_plan(content, replace(status, orders=settled), now)
+    again = ordering.renewed(status.orders, now, besides="delete")
+    if again is not None:
+        return content_plan(content, replace(status, orders=again), now)
+    registered = _registered(view, now)
+    if registered != status:
+        return content_plan(content, registered, now)
+    if status.capture in (*UNDER_WAY, Capture.ABORTING):
+        return capture.step(view, now)
+    if content.metadata.deletion_timestamp:
+        return _deletion(view, now)
+    match status.capture:
+        case Capture.READY:
+            return _ready(view, now)
+        case Capture.FAILED:
+            return _clean(view, now)
+        case _:
+            return capture.step(view, now)
+
+
+# Readers.
+
+
+def _registered(view: ContentView, now: float) -> SnapshotContentStatus:
+    """Return the status after restores that ended or vanished are out, and new ones are in.
+
+    One that found damage leaves its mark with the write that takes it out.
+    """
+    content, status = view.content, view.content.status
+    ended = {
+        restore.metadata.uid
+        for restore in view.readers
+        if restore.metadata.uid in status.readers and restore.status.state in _ENDED
+    }
+    for restore in view.readers:
+        if restore.metadata.uid in ended and (item := quarantine.damage_in(restore.status.orders)):
+            finder = f"pod {restore.metadata.namespace}/{restore.spec.pod_ref.name}"
+            status = quarantine.quarantined(replace(content, status=status), item, finder, now)
+    left = [uid for uid in status.readers if uid not in ended | view.gone]
+    marked = replace(content, status=status)
+    if may_be_read(marked):
+        left += [
+            restore.metadata.uid
+            for restore in view.readers
+            if restore.status.state is Restore.PENDING and restore.metadata.uid not in left
+        ]
+    return replace(status, readers=left) if left != status.readers else status
+
+
+def may_be_read(content: SnapshotContent) -> bool:
+    """Whether a restore may begin to read the artifact."""
+    return (
+        content.status.committed is not None
+        and content.metadata.deletion_timestamp is None
+        and not quarantine.is_quarantined(content)
+    )
+
+
+# What follows a capture.
+
+
+def _ready(view: ContentView, now: float) -> Plan:
+    """Order the release first, then the verifications that were asked for."""
+    content, status = view.content, view.content.status
+    if not fold.find(status.orders, "release"):
+        order = ordering.release(content, status.traceparent, now)
+        return content_plan(content, replace(status, orders=[*status.orders, order]), now)
+    checked = quarantine.verification(quarantine.asked(content), _reader(view), now)
+    return content_plan(content, checked, now)
+
+
+def _reader(view: ContentView) -> str | quarantine.Wait:
+    if view.is_full:
+        return quarantine.Wait(backpressure.REASON, backpressure.MESSAGE)
+    wait = quarantine.Wait("NoNode", "no node is ready to read the artifact, and not cordoned")
+    usable = [found for found in view.nodes if not unusable_for_new_work(found)]
+    return reading_node(usable, view.content.spec.source.node_name) or wait
+
+
+def _clean(view: ContentView, now: float) -> Plan:
+    """Have removed what failed attempts may have written; no reader ever saw it."""
+    content, status = view.content, view.content.status
+    if _is_owed(content, now):
+        return content_plan(content, status, now)
+    if status.generations:
+        return _remove(view, status.generations[0], now)
+    return content_plan(content, status, now)
+
+
+def _is_owed(content: SnapshotContent, now: float) -> bool:
+    """Whether something of the attempt may still be writing."""
+    return any(
+        not fold.is_answered(item) and not fold.is_late(item, now)
+        for item in content.status.orders
+        if item.verb not in ("verify", "delete")
+    )
+
+
+def _deletion(view: ContentView, now: float) -> Plan:
+    """End a content: the worker is let go, readers end, the artifact is removed."""
+    content, status = view.content, view.content.status
+    if status.capture is Capture.READY and not fold.find(status.orders, "release"):
+        order = ordering.release(content, status.traceparent, now)
+        return content_plan(content, replace(status, orders=[*status.orders, order]), now)
+    owed = [
+        item
+        for item in status.orders
+        if item.verb in ("release", "abort") and not fold.is_done(item)
+    ]
+    if owed:
+        verbs = ", ".join(f"{item.verb} on {item.node}" for item in owed)
+        return _deletion_waits(content, "CleaningOwed", f"waits for {verbs}", now)
+    if status.readers:
+        message = f"restored by {', '.join(status.readers)}"
+        return _deletion_waits(content, "ReadersRegistered", message, now)
+    if _is_owed(content, now):
+        return content_plan(content, status, now)
+    keep = status.committed if content.spec.deletion_policy == "Retain" else None
+    left = [n for n in status.generations if keep is None or n != keep.generation]
+    return _remove(view, left[0], now) if left else Plan((Finalize(content),))
+
+
+def _deletion_waits(content: SnapshotContent, reason: str, message: str, now: float) -> Plan:
+    rows = conditions.with_conditions(
+        content.status.conditions, content, now, ("Deleting", False, reason, message)
+    )
+    return content_plan(content, replace(content.status, conditions=rows), now)
+
+
+def _remove(view: ContentView, generation: int, now: float) -> Plan:
+    """Have one generation removed, by any node: all reach the artifact root. Failures rest."""
+    content, status = view.content, view.content.status
+    last = _delete_of(content, generation)
+    if last is not None and fold.succeeded(last):
+        left = [number for number in status.generations if number != generation]
+        orders = [item for item in status.orders if item.order != last.order]
+        return content_plan(content, replace(status, generations=left, orders=orders), now)
+    due = fold.due_at(last) if last is not None and last.state != fold.LOST else now
+    if last is not None and due is not None and now < due:
+        if not fold.is_answered(last):
+            return content_plan(content, status, now)
+        cause = last.final.failure if last.final else None
+        return _deletion_waits(
+            content, "DeleteFailed", cause.message if cause else f"{last.node} is gone", now
+        )
+    chosen = reading_node(view.nodes, content.spec.source.node_name)
+    if chosen is None:
+        return _deletion_waits(content, "NoNode", "no node is ready to remove the artifact", now)
+    order = ordering.delete(content, generation, chosen, now, last)
+    return content_plan(content, replace(status, orders=fold.replaced(status.orders, order)), now)
+
+
+def _delete_of(content: SnapshotContent, generation: int) -> OrderStatus | None:
+    for item in fold.find(content.status.orders, "delete"):
+        order = order_in(item.payload)
+        if isinstance(order, DeleteOrder) and order.generation == generation:
+            return item
+    return None
+
+
+def content_name(snapshot_uid: str) -> str:
+    """Return the name of the content of a snapshot."""
+    return f"snapshotcontent-{snapshot_uid}"[:63]

@@ -1,0 +1,65 @@
+"""The controllers of our own kinds, and the indexes through which they find what they read.
+
+A controller is a value: a new kind is one entry here, and one in `snapshot_shared.objects`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from snapshot_operator.core import capture, checkpoint, content, restore, snapshot
+from snapshot_operator.core.plan import Plan, Reader
+from snapshot_shared.objects import Pod, SnapshotContent, SnapshotRestore
+
+
+class Controller(NamedTuple):
+    """How objects of a kind are decided about: what is read, and the pure decision over that."""
+
+    kind: str
+    gather: Callable[[Reader, Any], Any]
+    reconcile: Callable[[Any, float], Plan]
+
+
+class Index(NamedTuple):
+    """Under which values objects of a kind are found.
+
+    Who has read a value is woken when an object comes or goes under it; with `by_change` also when
+    one of them changes. Under a value of a queue the objects are in the order in which they came,
+    and only the first is woken, when it becomes that.
+    """
+
+    name: str
+    kind: str
+    keys: Callable[[Any], Iterable[str]]
+    by_change: bool = False
+    is_queue: bool = False
+
+
+def _captures(value: SnapshotContent) -> list[str]:
+    return [] if capture.is_settled(value) else [content.capture_key(value)]
+
+
+def _reading(value: SnapshotRestore) -> list[str]:
+    name, is_over = value.status.content_name, value.status.state in restore.ENDED
+    return [name] if name and not is_over else []
+
+
+def _owners(value: Pod) -> list[str]:
+    return [owner.uid for owner in value.metadata.owner_references]
+
+
+CONTROLLERS = (
+    Controller("DynamoCheckpoint", checkpoint.gather, checkpoint.reconcile),
+    Controller("Snapshot", snapshot.gather, snapshot.reconcile),
+    Controller("SnapshotContent", content.gather, content.reconcile),
+    Controller("SnapshotRestore", restore.gather, restore.reconcile),
+)
+
+INDEXES = (
+    Index("nodes", "Node", lambda _: ("",), by_change=True),
+    Index("pods-by-owner", "Pod", _owners, by_change=True),
+    Index("captures", "SnapshotContent", _captures),
+    Index("layouts", "SnapshotContent", content.layout_keys),
+    Index("reading", "SnapshotRestore", _reading),
+)

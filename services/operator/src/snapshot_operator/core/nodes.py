@@ -1,0 +1,47 @@
+"""What a decision asks of a Node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from snapshot_operator.core.plan import Reader
+from snapshot_shared.objects import Node, is_true
+from snapshot_shared.orders import version_gap
+
+
+def node(reader: Reader, name: str) -> Node | None:
+    """Return a Node; None without a name."""
+    found = reader.get("Node", None, name) if name else None
+    return found if isinstance(found, Node) else None
+
+
+def all_nodes(reader: Reader) -> list[Node]:
+    """Return every Node."""
+    return [found for found in reader.by_index("nodes", "") if isinstance(found, Node)]
+
+
+def known(reader: Reader, names: Iterable[str]) -> frozenset[str]:
+    """Return those of the names that have a Node object."""
+    return frozenset(name for name in set(names) if node(reader, name) is not None)
+
+
+def is_silent(found: Node | None) -> bool:
+    """Whether a node that is there has not been heard of for so long that nothing waits for it."""
+    return found is not None and is_true(found.status.conditions, "Lost")
+
+
+def unusable_for_new_work(found: Node) -> str:
+    """Return why nothing new may begin on a node, for the end of a sentence; empty when it may."""
+    if not is_true(found.status.conditions, "Ready"):
+        return "is not ready"
+    return "is cordoned" if found.spec.unschedulable else ""
+
+
+def reading_node(nodes: Iterable[Node], home: str) -> str | None:
+    """Return a node that can be ordered to read or remove an artifact, `home` before others."""
+    ready = sorted(
+        found.metadata.name
+        for found in nodes
+        if is_true(found.status.conditions, "Ready") and not version_gap(found.status.schemas)
+    )
+    return home if home in ready else next(iter(ready), None)

@@ -1,0 +1,433 @@
+"""Builds every order: ids, budgets, tokens, trace context. One function a verb."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from snapshot_operator.core import fold
+from snapshot_shared.codec import digest, encode_json
+from snapshot_shared.ids import Uid, order_id
+from snapshot_shared.objects import (
+    Committed,
+    OrderStatus,
+    Pod,
+    SnapshotContent,
+    SnapshotRestore,
+    time_of,
+)
+from snapshot_shared.orders import (
+    SCHEMA_VERSION,
+    AbortOrder,
+    ArtifactRef,
+    CommitOrder,
+    DeleteOrder,
+    DeviceRef,
+    DropOrder,
+    DumpOrder,
+    LoadOrder,
+    Order,
+    PartResult,
+    PodRef,
+    PrepareOrder,
+    ReleaseOrder,
+    RestoreOrder,
+    RunOrder,
+    SaveOrder,
+    SealOrder,
+    Service,
+    StopOrder,
+    VectorEntry,
+    VerifyOrder,
+    order_in,
+    service_of,
+)
+from snapshot_shared.spans import derived_context, parse_traceparent
+
+ANSWER_GRACE_S = 15.0
+"""Added to an order's own budget before the operator gives up on the answer, in seconds."""
+
+BUDGET_S = {
+    "run": 60.0,
+    "stop": 60.0,
+    "prepare": 300.0,
+    "dump": 600.0,
+    "save": 1800.0,
+    "seal": 120.0,
+    "release": 60.0,
+    "load": 1800.0,
+    "commit": 60.0,
+    "drop": 60.0,
+    "restore": 600.0,
+    "abort": 60.0,
+    "delete": 600.0,
+    "verify": 3600.0,
+}
+HOLD_S = 1800.0
+
+
+def status_of(order: Order, service: Service, now: float, *, tries: int = 1) -> OrderStatus:
+    """Write an order down as it is remembered on its object."""
+    verb = order.order.partition("-")[0]
+    return OrderStatus(
+        order=order.order,
+        verb=verb,
+        attempt=order.attempt,
+        node=order.node,
+        service=service,
+        payload=msgspec.Raw(encode_json(order)),
+        ordered_at=time_of(now),
+        deadline=time_of(now + order.deadline_s + ANSWER_GRACE_S),
+        tries=tries,
+    )
+
+
+def again(item: OrderStatus, now: float) -> OrderStatus | None:
+    """Return the next attempt of an order; None when its payload is of an unknown version."""
+    order = order_in(item.payload)
+    if order is None:
+        return None
+    attempt = fold.next_attempt(item)
+    trace = parse_traceparent(order.traceparent)
+    context = derived_context(trace.trace_id, "order", item.order, str(attempt)) if trace else None
+    changed = replace(order, attempt=attempt, traceparent=context.traceparent if context else "")
+    return status_of(changed, item.service, now, tries=item.tries + 1)
+
+
+def renewed(
+    orders: Sequence[OrderStatus], now: float, *, besides: str = ""
+) -> list[OrderStatus] | None:
+    """Return the orders with each cleaning order that is due given again; None when none is.
+
+    `besides` is a verb that is left alone.
+    """
+    changed = list(orders)
+    for item in orders:
+        at = fold.due_at(item) if item.verb in fold.CLEANING and item.verb != besides else None
+        if at is not None and now >= at and (new := again(item, now)) is not None:
+            changed = fold.replaced(changed, new)
+    return changed if changed != list(orders) else None
+
+
+def order_span(parent: str, order: str, attempt: int) -> str:
+    """Give the traceparent of the operator's span for one order; empty without a trace."""
+    context = parse_traceparent(parent)
+    if context is None:
+        return ""
+    return derived_context(context.trace_id, "order", order, str(attempt)).traceparent
+
+
+def _common(
+    verb: str,
+    owner: str,
+    attempt: int,
+    node: str,
+    trace: str,
+    part: str | None = None,
+) -> dict[str, Any]:
+    name = order_id(verb, Uid(owner), part)
+    return {
+        "order": name,
+        "attempt": attempt,
+        "node": node,
+        "owner": owner,
+        "deadline_s": BUDGET_S[verb],
+        "traceparent": order_span(trace, name, attempt),
+        "schema": SCHEMA_VERSION,
+    }
+
+
+def pod_ref(pod: Pod, container: str) -> PodRef:
+    """Name one incarnation of a pod."""
+    return PodRef(
+        namespace=pod.metadata.namespace or "default",
+        name=pod.metadata.name,
+        uid=pod.metadata.uid,
+        container=container,
+    )
+
+
+def source_ref(content: SnapshotContent) -> PodRef:
+    """Name the pod that a content captures."""
+    source = content.spec.source
+    return PodRef(
+        namespace=source.namespace,
+        name=source.pod_ref.name,
+        uid=source.pod_ref.uid or "",
+        container=source.pod_ref.containers[0],
+    )
+
+
+def fence_token(content: SnapshotContent, attempt: int) -> str:
+    """Name the hold of one capture attempt on the devices."""
+    return f"{content.metadata.uid}.{attempt}"
+
+
+def load_token(restore: SnapshotRestore, attempt: int, part: str) -> str:
+    """Return the name of the hidden layout of one restore attempt on one device."""
+    return f"{restore.metadata.uid}.{attempt}.{part}"
+
+
+def template_digest(pod: Pod) -> str:
+    """Digest what an agent will be given for a pod, so that a change between is noticed."""
+    return digest(encode_json(msgspec.to_builtins(pod.spec)))
+
+
+def run(pod: Pod, *, standby: bool, trace: str, now: float) -> OrderStatus:
+    """Start the pod's containers."""
+    order = RunOrder(
+        pod=pod_ref(pod, pod.spec.containers[0].name),
+        template_digest=template_digest(pod),
+        devices=pod.status.devices,
+        standby=standby,
+        **_common("run", pod.metadata.uid, 1, pod.status.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def stop(pod: Pod, trace: str, now: float) -> OrderStatus:
+    """End the pod's containers."""
+    order = StopOrder(
+        pod=pod_ref(pod, pod.spec.containers[0].name),
+        grace_s=float(pod.spec.termination_grace_period_seconds),
+        **_common("stop", pod.metadata.uid, 1, pod.status.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def forget(pod: Pod, device: DeviceRef, trace: str, now: float) -> OrderStatus:
+    """Free one of the pod's devices of what it left committed there."""
+    part = f"gpu-{device.ordinal}"
+    common = _common("drop", pod.metadata.uid, 1, pod.status.node_name, trace, part)
+    return status_of(DropOrder(device=device.uuid, **common), "gms", now)
+
+
+def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> OrderStatus:
+    """Open a capture."""
+    source = content.spec.source
+    order = PrepareOrder(
+        pod=source_ref(content),
+        content_uid=content.metadata.uid,
+        devices=source.devices,
+        fence_token=fence_token(content, attempt),
+        hold_s=HOLD_S,
+        **_common("prepare", content.metadata.uid, attempt, source.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def stage(
+    content: SnapshotContent,
+    vector: list[VectorEntry],
+    parents: Mapping[str, ArtifactRef],
+    trace: str,
+    now: float,
+) -> list[OrderStatus]:
+    """Order all parts of the plan together: the dump and one save a device.
+
+    `parents` are older artifacts of the same layout, by part.
+    """
+    source, attempt, uid = content.spec.source, content.status.attempt, content.metadata.uid
+    orders: list[Order] = [
+        DumpOrder(
+            pod=source_ref(content),
+            content_uid=uid,
+            vector=vector,
+            **_common("dump", uid, attempt, source.node_name, trace),
+        )
+    ]
+    for entry in vector:
+        if entry.layout is not None:
+            common = _common("save", uid, attempt, source.node_name, trace, entry.part)
+            orders.append(
+                SaveOrder(
+                    namespace=source.namespace,
+                    content_uid=uid,
+                    part=entry.part,
+                    layout=entry.layout,
+                    fence_token=fence_token(content, attempt),
+                    parent=parents.get(entry.part),
+                    **common,
+                )
+            )
+    return [status_of(order, service_of(order), now) for order in orders]
+
+
+def seal(content: SnapshotContent, parts: list[PartResult], trace: str, now: float) -> OrderStatus:
+    """Make the generation an artifact."""
+    source = content.spec.source
+    order = SealOrder(
+        namespace=source.namespace,
+        content_uid=content.metadata.uid,
+        pod=source_ref(content),
+        vector=content.status.vector,
+        parts=parts,
+        **_common("seal", content.metadata.uid, content.status.attempt, source.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def release(content: SnapshotContent, trace: str, now: float) -> OrderStatus:
+    """Let the worker go on, or end it."""
+    source = content.spec.source
+    order = ReleaseOrder(
+        pod=source_ref(content),
+        content_uid=content.metadata.uid,
+        policy=content.spec.source_policy,
+        **_common("release", content.metadata.uid, content.status.attempt, source.node_name, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) -> list[OrderStatus]:
+    """Tombstone a capture attempt at the agent and, when it has devices, at GMS."""
+    source, attempt, uid = content.spec.source, content.status.attempt, content.metadata.uid
+    details: dict[str, Any] = {
+        "pod": source_ref(content),
+        "content_uid": uid,
+        "fence_token": fence_token(content, attempt),
+        "devices": [device.uuid for device in source.devices],
+        "why": why[:4096],
+    }
+    common = _common("abort", uid, attempt, source.node_name, trace)
+    found = [status_of(AbortOrder(**common, **details), "agent", now)]
+    if source.devices:
+        common = _common("abort", uid, attempt, source.node_name, trace, "gms")
+        found.append(status_of(AbortOrder(**common, **details), "gms", now))
+    return found
+
+
+def delete(
+    content: SnapshotContent,
+    generation: int,
+    node: str,
+    now: float,
+    last: OrderStatus | None,
+) -> OrderStatus:
+    """Remove one generation from the artifact root; `last` is the try before this one."""
+    uid, trace = content.metadata.uid, content.status.traceparent
+    attempt = fold.next_attempt(last) if last else 1
+    order = DeleteOrder(
+        namespace=content.spec.source.namespace,
+        content_uid=uid,
+        generation=generation,
+        **_common("delete", uid, attempt, node, trace, f"gen-{generation}"),
+    )
+    return status_of(order, "agent", now, tries=last.tries + 1 if last else 1)
+
+
+def artifact_ref(content: SnapshotContent, committed: Committed) -> ArtifactRef:
+    """Name the committed artifact of a content."""
+    return ArtifactRef(
+        namespace=content.spec.source.namespace,
+        content_uid=content.metadata.uid,
+        generation=committed.generation,
+        root_digest=committed.root_digest,
+    )
+
+
+def verify(
+    content: SnapshotContent, committed: Committed, node: str, now: float, *, attempt: int
+) -> OrderStatus:
+    """Read all of a committed artifact."""
+    trace = content.status.traceparent
+    order = VerifyOrder(
+        artifact=artifact_ref(content, committed),
+        **_common("verify", content.metadata.uid, attempt, node, trace),
+    )
+    return status_of(order, "agent", now)
+
+
+def load(value: SnapshotRestore, committed: Committed, trace: str, now: float) -> list[OrderStatus]:
+    """Load every device part of the artifact, hidden."""
+    status = value.status
+    if status.artifact is None:
+        return []
+    digests = {part.part: part for part in committed.parts}
+    devices = {device.ordinal: device.uuid for device in status.devices}
+    found = []
+    for entry in committed.vector:
+        if entry.layout is None or entry.ordinal not in devices or entry.part not in digests:
+            continue
+        order = LoadOrder(
+            artifact=status.artifact,
+            part=entry.part,
+            part_digest=digests[entry.part].digest,
+            device=devices[entry.ordinal],
+            layout_id=entry.layout.layout_id,
+            structure_hash=entry.layout.structure_hash,
+            load_token=load_token(value, status.attempt, entry.part),
+            bytes=entry.layout.bytes,
+            **_of_restore("load", value, trace, entry.part),
+        )
+        found.append(status_of(order, "gms", now))
+    return found
+
+
+def _of_restore(
+    verb: str, value: SnapshotRestore, trace: str, part: str | None = None
+) -> dict[str, Any]:
+    status = value.status
+    return _common(verb, value.metadata.uid, status.attempt, status.node_name, trace, part)
+
+
+def _loads(orders: Sequence[OrderStatus]) -> list[LoadOrder]:
+    found = (order_in(item.payload) for item in orders)
+    return [order for order in found if isinstance(order, LoadOrder)]
+
+
+def commit(
+    value: SnapshotRestore, loads: Sequence[OrderStatus], trace: str, now: float
+) -> list[OrderStatus]:
+    """Publish what the loads left hidden."""
+    return [
+        status_of(
+            CommitOrder(
+                device=done.device,
+                load_token=done.load_token,
+                layout_id=done.layout_id,
+                **_of_restore("commit", value, trace, done.part),
+            ),
+            "gms",
+            now,
+        )
+        for done in _loads(loads)
+    ]
+
+
+def drop(
+    value: SnapshotRestore, loads: Sequence[OrderStatus], trace: str, now: float
+) -> list[OrderStatus]:
+    """Forget what the loads left, hidden or committed."""
+    return [
+        status_of(
+            DropOrder(
+                device=done.device,
+                load_token=done.load_token,
+                **_of_restore("drop", value, trace, done.part),
+            ),
+            "gms",
+            now,
+        )
+        for done in _loads(loads)
+    ]
+
+
+def restore(value: SnapshotRestore, artifact: ArtifactRef, trace: str, now: float) -> OrderStatus:
+    """Fill the waiting worker and let it go."""
+    target = value.spec.pod_ref
+    order = RestoreOrder(
+        artifact=artifact,
+        pod=PodRef(
+            namespace=value.metadata.namespace or "default",
+            name=target.name,
+            uid=target.uid,
+            container=target.container,
+        ),
+        devices=value.status.devices,
+        **_of_restore("restore", value, trace),
+    )
+    return status_of(order, "agent", now)

@@ -1,0 +1,90 @@
+"""Which object belongs to which, and what becomes of the children of one that is deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from snapshot_operator.core.plan import FINALIZER, Delete, Finalize, Plan
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import (
+    KINDS,
+    TRACEPARENT,
+    AnyObject,
+    ObjectMeta,
+    OwnerReference,
+    Snapshot,
+    SnapshotContent,
+)
+
+
+def child_meta(
+    owner: AnyObject,
+    name: str,
+    *,
+    is_ours: bool = False,
+    labels: dict[str, str] | None = None,
+    annotations: dict[str, str] | None = None,
+) -> ObjectMeta:
+    """Return the metadata of an object that is made for another one in its namespace.
+
+    Only objects of our own kinds get the finalizer: those of Kubernetes have their own keepers.
+    """
+    kind = KINDS[type(owner).__name__]
+    reference = OwnerReference(
+        api_version=kind.api_version,
+        kind=kind.name,
+        name=owner.metadata.name,
+        uid=owner.metadata.uid,
+    )
+    return ObjectMeta(
+        name=name,
+        namespace=owner.metadata.namespace,
+        owner_references=[reference],
+        finalizers=[FINALIZER] if is_ours else [],
+        annotations={**traced(owner), **(annotations or {})},
+        labels=labels or {},
+    )
+
+
+def traced(owner: AnyObject) -> dict[str, str]:
+    """Return the annotation that carries the owner's trace on, if it has one."""
+    trace = owner.metadata.annotations.get(TRACEPARENT)
+    return {TRACEPARENT: trace} if trace else {}
+
+
+def owned_by(value: AnyObject | None, owner: AnyObject) -> bool:
+    """Whether an object belongs to this very incarnation of its owner.
+
+    A SnapshotContent is cluster-scoped and so has no owner in a namespace: it names its snapshot.
+    """
+    if isinstance(value, SnapshotContent) and isinstance(owner, Snapshot):
+        return value.spec.snapshot_ref.uid == owner.metadata.uid
+    return value is not None and any(
+        reference.uid == owner.metadata.uid for reference in value.metadata.owner_references
+    )
+
+
+def delete_children(owner: AnyObject, children: Sequence[AnyObject | None]) -> Plan:
+    """Delete what is left of an owner's children; when none is left, let the owner go."""
+    left = [child for child in children if child is not None]
+    if not left:
+        return Plan((Finalize(owner),))
+    return Plan(tuple(Delete(child) for child in left if not child.metadata.deletion_timestamp))
+
+
+def gone(kind: str, name: str) -> Failure:
+    """Return the failure of an object whose child was deleted under it."""
+    return Failure(
+        reason=f"{kind}Deleted",
+        message=f"{kind} {name} was deleted before the capture was done",
+        next_step="delete the checkpoint and apply it again",
+    )
+
+
+def taken(kind: str, value: AnyObject) -> Failure:
+    """Return the failure of an object whose child's name is in use."""
+    return Failure(
+        reason=f"{kind}NameConflict",
+        message=f"{kind} {value.metadata.name} exists and belongs to something else",
+        next_step="rename the checkpoint or delete the other object",
+    )

@@ -1,0 +1,187 @@
+"""What a decision is: writes to the store, and when to decide again. One interpreter does them.
+
+A decision is a pure function of a view. What gathers the view reads through a `Reader`, which
+records every read: a change of what was read wakes the object, and an absence that was read is
+confirmed by a live read before a plan that cannot be taken back is carried out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from snapshot_operator.core import fold
+from snapshot_shared.objects import (
+    AnyObject,
+    DynamoCheckpoint,
+    OrderStatus,
+    Pod,
+    SnapshotContent,
+    SnapshotRestore,
+    is_true,
+)
+from snapshot_shared.transitions import Capture, Restore
+
+
+class Reader(Protocol):
+    """The objects of the store as this operator sees them: from memory, possibly late."""
+
+    def get(self, kind: str, namespace: str | None, name: str, uid: str = "") -> AnyObject | None:
+        """Return an object, if it has the uid when one is given; its changes wake the reader."""
+        ...
+
+    def by_uid(self, uid: str) -> AnyObject | None:
+        """Return the object with a uid."""
+        ...
+
+    def by_index(self, index: str, value: str) -> list[AnyObject]:
+        """Return the objects under a value of an index; changes of that set wake the reader."""
+        ...
+
+    def peek_index(self, index: str, value: str) -> list[AnyObject]:
+        """Return the same, and wake nobody: for what is only preferred, not waited for."""
+        ...
+
+    def is_first(self, index: str, value: str, me: AnyObject) -> bool:
+        """Whether an object is the first under a value of a queue; who becomes it is woken."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the stream of orders has room only for what cleans up."""
+        ...
+
+
+class Create(msgspec.Struct, frozen=True):
+    """Create an object; that it exists already is success, for names are derived."""
+
+    value: AnyObject
+
+
+class SetStatus(msgspec.Struct, frozen=True):
+    """Replace the status of `old` by that of `new`, if `old` is still what is stored.
+
+    Orders that are new in `new` are published once this is stored.
+    """
+
+    old: AnyObject
+    new: AnyObject
+
+
+class Delete(msgspec.Struct, frozen=True):
+    """Mark an object for deletion."""
+
+    value: AnyObject
+
+
+class Adopt(msgspec.Struct, frozen=True):
+    """Put the operator's finalizer on: from here on something may be owed for this object."""
+
+    value: AnyObject
+
+
+class Finalize(msgspec.Struct, frozen=True):
+    """Take the operator's finalizer off: nothing is owed for this object any more."""
+
+    value: AnyObject
+
+
+Write = Create | SetStatus | Delete | Adopt | Finalize
+
+
+class Plan(NamedTuple):
+    """The writes in their order, and the time (seconds since the epoch) of the next decision."""
+
+    writes: tuple[Write, ...] = ()
+    wake_at: float | None = None
+
+
+NOTHING = Plan()
+FINALIZER = "nvidia.com/snapback"
+
+
+def status_plan(
+    old: AnyObject, new: AnyObject, *before: Write, wake_at: float | None = None
+) -> Plan:
+    """Plan `before` and then the status, if it differs."""
+    changed = (SetStatus(old, new),) if old != new else ()
+    return Plan((*before, *changed), wake_at)
+
+
+def rebased(plan: Plan, stored: AnyObject, folded: AnyObject) -> Plan:
+    """Return the plan of `folded` as one of `stored`, whose status differs by what was folded in.
+
+    It has one write of the status, whether the decision had one or not.
+    """
+    if folded is stored:
+        return plan
+    writes = tuple(
+        SetStatus(stored, write.new)
+        if isinstance(write, SetStatus) and write.old is folded
+        else write
+        for write in plan.writes
+    )
+    if not any(isinstance(write, SetStatus) and write.old is stored for write in writes):
+        writes = (SetStatus(stored, folded), *writes)
+    return plan._replace(writes=writes)
+
+
+def is_adopted(value: AnyObject) -> bool:
+    """Whether the operator's finalizer is on an object."""
+    return FINALIZER in value.metadata.finalizers
+
+
+def new_orders(old: AnyObject | None, new: AnyObject) -> list[OrderStatus]:
+    """Return the orders that `new` has and `old` has not."""
+    known = {(item.order, item.attempt) for item in orders_of(old)} if old else set()
+    return [item for item in orders_of(new) if (item.order, item.attempt) not in known]
+
+
+def orders_of(value: AnyObject | None) -> list[OrderStatus]:
+    """Return the orders on an object; most kinds have none."""
+    return getattr(value.status, "orders", []) if value is not None else []
+
+
+def is_final(plan: Plan) -> bool:
+    """Whether a plan cannot be taken back: it deletes, forgets, fails or gives something up.
+
+    If such a plan rests on the absence of an object, that is confirmed first: what is read from
+    memory may be late.
+    """
+    return any(
+        isinstance(write, Delete | Finalize)
+        or (isinstance(write, SetStatus) and _gives_up(write.old, write.new))
+        for write in plan.writes
+    )
+
+
+def _gives_up(old: AnyObject, new: AnyObject) -> bool:
+    if _has_failed(new) and not _has_failed(old):
+        return True
+    if any(item.verb == "delete" for item in new_orders(old, new)):
+        return True
+    return _lost(new) > _lost(old) or _fewer_readers(old, new)
+
+
+def _has_failed(value: AnyObject) -> bool:
+    status = value.status
+    match value:
+        case DynamoCheckpoint() | Pod():
+            return value.status.phase == "Failed"
+        case SnapshotContent():
+            return value.status.capture in (Capture.ABORTING, Capture.FAILED)
+        case SnapshotRestore():
+            return value.status.state in (Restore.DROPPING, Restore.FAILED)
+        case _:
+            return is_true(status.conditions, "Failed")
+
+
+def _lost(value: AnyObject) -> int:
+    return sum(item.state == fold.LOST for item in orders_of(value))
+
+
+def _fewer_readers(old: AnyObject, new: AnyObject) -> bool:
+    if not isinstance(old, SnapshotContent) or not isinstance(new, SnapshotContent):
+        return False
+    return not set(old.status.readers) <= set(new.status.readers)

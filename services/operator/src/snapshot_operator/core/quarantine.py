@@ -1,0 +1,184 @@
+"""Damage of a committed artifact: its quarantine, and the verification that lifts it.
+
+A load, a restore or a verification may find an artifact damaged. It is then in quarantine: nothing
+is deleted, and no restore from it begins. Verifications are numbered; only one that was asked for
+after the last damage was found, and that found none, lifts the quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from snapshot_operator.core import conditions, fold, ordering
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import (
+    VERIFY,
+    Condition,
+    OrderStatus,
+    SnapshotContent,
+    SnapshotContentStatus,
+    condition,
+    is_true,
+)
+from snapshot_shared.orders import order_in
+
+QUARANTINED = "Quarantined"
+VERIFIED = "Verified"
+DAMAGE = frozenset({"ArtifactCorrupt", "ArtifactMissing", "ArtifactError"})
+"""Reasons that speak about the artifact itself; `Incompatible` speaks about the target."""
+
+_READING = ("load", "restore", "verify")
+_LATE = "AgentUnresponsive"
+
+
+class Wait(NamedTuple):
+    """Why a verification cannot begin yet."""
+
+    reason: str
+    message: str
+
+
+def is_quarantined(content: SnapshotContent) -> bool:
+    """Whether no restore from a content may begin."""
+    return is_true(content.status.conditions, QUARANTINED)
+
+
+def damage_in(orders: Iterable[OrderStatus]) -> OrderStatus | None:
+    """Find the first order that failed because what it read is damaged."""
+    for item in orders:
+        failure = item.final.failure if item.final is not None else None
+        if item.verb in _READING and failure is not None and failure.reason in DAMAGE:
+            return item
+    return None
+
+
+def quarantined(
+    content: SnapshotContent, item: OrderStatus, finder: str, now: float
+) -> SnapshotContentStatus:
+    """Return the status of a content whose damage `finder` has found with an order."""
+    failure = item.final.failure if item.final is not None else None
+    if failure is None:
+        return content.status
+    message = _finding(item, failure, finder)
+    rows = conditions.with_conditions(
+        content.status.conditions,
+        content,
+        now,
+        (QUARANTINED, True, failure.reason, message),
+        ("Ready", False, failure.reason, f"quarantined: {message}"),
+    )
+    return replace(content.status, conditions=rows, doubted=content.status.verifications)
+
+
+def _finding(item: OrderStatus, failure: Failure, finder: str) -> str:
+    order = order_in(item.payload)
+    part = failure.values.get("part") or getattr(order, "part", "")
+    where = f"part {part}: " if part else ""
+    return f"{where}{failure.message} (found by {finder} on {item.node})"
+
+
+def refusal(content: SnapshotContent, name: str) -> Failure | None:
+    """Return why no restore from what is called `name` may begin; None when one may."""
+    found = condition(content.status.conditions, QUARANTINED)
+    if found is None or found.status != "True":
+        return None
+    return Failure(
+        reason=QUARANTINED,
+        message=f"{name} is quarantined: {found.reason}: {found.message}",
+        values={"content": content.metadata.name, "reason": found.reason},
+        next_step=f"restore another snapshot; if the storage was repaired: snapshotctl verify "
+        f"{name}",
+    )
+
+
+def asked(content: SnapshotContent) -> SnapshotContent:
+    """Return the content with a new value of the annotation obeyed; one under way is joined."""
+    request, status = content.metadata.annotations.get(VERIFY, ""), content.status
+    if request == status.verify_request:
+        return content
+    number = max(status.verifications, status.verified + 1)
+    obeyed = replace(status, verify_request=request, verifications=number)
+    return replace(content, status=obeyed)
+
+
+def verification(content: SnapshotContent, node: str | Wait, now: float) -> SnapshotContentStatus:
+    """Return the status after the next step of a verification.
+
+    `node` is one that can read now, or why there is none.
+    """
+    status = content.status
+    last = _last(status)
+    if last is not None and not _is_judged(status, last):
+        return _judged(content, last, now)
+    if status.verifications <= status.verified:
+        return status
+    if last is not None and last.attempt == status.verifications:
+        return status
+    if status.committed is None:
+        return status
+    if isinstance(node, Wait):
+        return _shown(content, "Unknown", node.reason, node.message, now)
+    order = ordering.verify(content, status.committed, node, now, attempt=status.verifications)
+    begun = _shown(content, "Unknown", "Verifying", f"{node} reads all bytes", now)
+    others = [item for item in status.orders if item.verb != "verify"]
+    return replace(begun, orders=[*others, order])
+
+
+def _last(status: SnapshotContentStatus) -> OrderStatus | None:
+    return max(fold.find(status.orders, "verify"), key=lambda item: item.attempt, default=None)
+
+
+def _is_judged(status: SnapshotContentStatus, item: OrderStatus) -> bool:
+    if status.verified < item.attempt:
+        return False
+    shown = condition(status.conditions, VERIFIED)
+    came_late = shown is not None and shown.reason == _LATE and item.final is not None
+    return not came_late
+
+
+def _judged(content: SnapshotContent, item: OrderStatus, now: float) -> SnapshotContentStatus:
+    """Return the status after an answer to a verification; unchanged while there is none."""
+    status = content.status
+    failure = fold.failure_in([item], now)
+    if failure is None and not fold.succeeded(item):
+        return status
+    if failure is None:
+        return _passed(content, item, now)
+    if attempt := fold.superseding(item):
+        return replace(status, verifications=attempt + 1, verified=attempt)
+    if failure.reason not in DAMAGE:
+        told = _shown(content, "Unknown", failure.reason, failure.message, now)
+        return replace(told, verified=item.attempt)
+    finder = "a verification"
+    marked = replace(content, status=quarantined(content, item, finder, now))
+    message = _finding(item, failure, finder)
+    told = _shown(marked, "False", failure.reason, message, now)
+    return replace(told, verified=item.attempt)
+
+
+def _passed(content: SnapshotContent, item: OrderStatus, now: float) -> SnapshotContentStatus:
+    status = content.status
+    if is_quarantined(content) and item.attempt <= status.doubted:
+        # Damage was found while this one read: what it says may be of before.
+        return replace(status, verifications=item.attempt + 1, verified=item.attempt)
+    size = status.committed.bytes if status.committed is not None else 0
+    told = _shown(content, "True", "DigestsMatch", f"{item.node} read {size} bytes", now)
+    done = replace(told, verified=item.attempt)
+    if not is_quarantined(content):
+        return done
+    lifted = conditions.with_conditions(
+        done.conditions, content, now, (QUARANTINED, False, "DigestsMatch", "")
+    )
+    return replace(done, conditions=conditions.captured(lifted, content, status.committed, now))
+
+
+def _shown(
+    content: SnapshotContent, truth: conditions.Truth, reason: str, message: str, now: float
+) -> SnapshotContentStatus:
+    rows: list[Condition] = conditions.with_truth(
+        content.status.conditions, content, now, VERIFIED, truth, reason, message
+    )
+    return replace(content.status, conditions=rows)

@@ -1,0 +1,453 @@
+"""Decides for one SnapshotRestore: from the annotation of a pod to a worker that serves again.
+
+The states are `transitions.RESTORE`. The pod is observed, whatever runs it: it is started in
+standby, waits while its devices are loaded, and goes on when its process part is in place. No
+attempt begins before the content has registered this restore as a reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
+from snapshot_operator.core.content import content_name
+from snapshot_operator.core.nodes import known
+from snapshot_operator.core.plan import (
+    FINALIZER,
+    NOTHING,
+    Adopt,
+    Finalize,
+    Plan,
+    Reader,
+    is_adopted,
+    status_plan,
+)
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import (
+    KINDS,
+    RESTORE_FROM,
+    TRACEPARENT,
+    AnyObject,
+    Condition,
+    DynamoCheckpoint,
+    ObjectMeta,
+    OrderStatus,
+    OwnerReference,
+    Pod,
+    RestoreTarget,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRestore,
+    SnapshotRestoreSpec,
+    SnapshotRestoreStatus,
+    condition,
+    time_of,
+)
+from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
+from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
+
+MAX_RETRIES = 2
+RESTORED = "nvidia.com/Restored"
+"""The condition of a pod that says how its restore ended."""
+ENDED = (Restore.RESTORED, Restore.FAILED)
+_FINISHED = ("Succeeded", "Failed")
+
+
+class RestoreView(NamedTuple):
+    """What a decision about a restore reads.
+
+    `pod` is the incarnation that is restored into. `content` is what this restore has named, or
+    what its source leads to; `missing` says why there is none yet, and `refusal` why there never
+    will be. `known` are the nodes with unanswered orders that have a Node object.
+    """
+
+    restore: SnapshotRestore
+    pod: Pod | None
+    content: SnapshotContent | None = None
+    missing: str = ""
+    refusal: Failure | None = None
+    known: frozenset[str] = frozenset()
+    is_full: bool = False
+
+
+def source_of(pod: Pod) -> str:
+    """Return what the pod's annotation names to be restored from, or nothing."""
+    return pod.metadata.annotations.get(RESTORE_FROM, "")
+
+
+def restore_name(pod: Pod) -> str:
+    """Return the name of the restore of a pod: derived from its uid, so that it is made once."""
+    return f"restore-{pod.metadata.uid}"[:63]
+
+
+def restore_for(pod: Pod) -> SnapshotRestore:
+    """Return the restore that a pod asks for by its annotation."""
+    kind = KINDS["Pod"]
+    trace = pod.metadata.annotations.get(TRACEPARENT)
+    owner = OwnerReference(
+        api_version=kind.api_version, kind="Pod", name=pod.metadata.name, uid=pod.metadata.uid
+    )
+    return SnapshotRestore(
+        metadata=ObjectMeta(
+            name=restore_name(pod),
+            namespace=pod.metadata.namespace,
+            finalizers=[FINALIZER],
+            owner_references=[owner],
+            annotations={TRACEPARENT: trace} if trace else {},
+        ),
+        spec=SnapshotRestoreSpec(
+            pod_ref=RestoreTarget(
+                name=pod.metadata.name,
+                uid=pod.metadata.uid,
+                container=pod.spec.containers[0].name,
+            ),
+            source=source_of(pod),
+        ),
+    )
+
+
+def gather(reader: Reader, restore: SnapshotRestore) -> RestoreView:
+    """Read what a decision about a restore depends on."""
+    status, target = restore.status, restore.spec.pod_ref
+    unanswered = [item.node for item in status.orders if not fold.is_answered(item)]
+    nodes = known(reader, unanswered)
+    if status.state in ENDED and not restore.metadata.deletion_timestamp:
+        return RestoreView(restore, None, known=nodes)
+    found = reader.get("Pod", restore.metadata.namespace, target.name, target.uid)
+    pod = found if isinstance(found, Pod) else None
+    if status.content_name:
+        named = reader.get("SnapshotContent", None, status.content_name)
+        content = named if isinstance(named, SnapshotContent) else None
+        return RestoreView(restore, pod, content, known=nodes, is_full=_is_full(reader, status))
+    view = _resolved(reader, restore, pod)
+    return view._replace(known=nodes, is_full=_is_full(reader, status))
+
+
+def _is_full(reader: Reader, status: SnapshotRestoreStatus) -> bool:
+    return status.state is Restore.PENDING and reader.is_full
+
+
+def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> RestoreView:
+    """Find what the source of a restore leads to: a content, a reason to wait, or a refusal."""
+    name, space = restore.spec.source, restore.metadata.namespace
+    snapshot = reader.get("Snapshot", space, name)
+    checkpoint = reader.get("DynamoCheckpoint", space, name)
+    content = _content_of(reader, snapshot, checkpoint)
+    view = RestoreView(restore, pod, content)
+    failure = _failure_of(snapshot) or _failure_of(checkpoint)
+    if content is not None and content.status.failure is not None:
+        failure = failure or content.status.failure.message
+    if failure and (content is None or content.status.capture is Capture.FAILED):
+        return view._replace(
+            refusal=Failure(
+                reason="SnapshotFailed",
+                message=f"{name} failed: {failure}",
+                next_step="take a new snapshot or start the worker cold",
+            )
+        )
+    if snapshot is None and checkpoint is None:
+        return view._replace(missing=f"no snapshot or checkpoint is called {name}")
+    if content is None:
+        return view._replace(missing=f"{name} has no content yet")
+    if content.metadata.deletion_timestamp:
+        return view._replace(missing=f"{name} is being deleted")
+    if content.status.committed is None:
+        return view._replace(missing=f"{name} is not captured yet")
+    return view._replace(refusal=quarantine.refusal(content, name))
+
+
+def _content_of(
+    reader: Reader, snapshot: AnyObject | None, checkpoint: AnyObject | None
+) -> SnapshotContent | None:
+    name = ""
+    if isinstance(snapshot, Snapshot):
+        name = content_name(snapshot.metadata.uid)
+    elif isinstance(checkpoint, DynamoCheckpoint):
+        name = checkpoint.status.content_name
+    found = reader.get("SnapshotContent", None, name) if name else None
+    return found if isinstance(found, SnapshotContent) else None
+
+
+def _failure_of(value: AnyObject | None) -> str:
+    if not isinstance(value, Snapshot | DynamoCheckpoint):
+        return ""
+    found = condition(value.status.conditions, "Failed")
+    return found.message if found is not None and found.status == "True" else ""
+
+
+def restoration_span(restore: SnapshotRestore) -> str:
+    """Return the traceparent of the span over one whole restore."""
+    parent = parse_traceparent(restore.metadata.annotations.get(TRACEPARENT, ""))
+    uid = restore.metadata.uid
+    trace_id = parent.trace_id if parent else derived_trace(uid)
+    return derived_context(trace_id, "restoration", uid, "1").traceparent
+
+
+def is_reading(restore: SnapshotRestore) -> bool:
+    """Whether a restore may still load, or hold what it has loaded hidden."""
+    return restore.status.state not in ENDED or any(
+        not fold.is_answered(item) for item in restore.status.orders
+    )
+
+
+def reconcile(view: RestoreView, now: float) -> Plan:
+    """Return the next step of a restore. Same input, same plan."""
+    restore = view.restore
+    status = restore.status
+    if not is_adopted(restore):
+        return NOTHING if restore.metadata.deletion_timestamp else Plan((Adopt(restore),))
+    settled = fold.mark_lost(status.orders, now, view.known)
+    if settled != status.orders:
+        return _plan(restore, replace(status, orders=settled), now)
+    again = ordering.renewed(status.orders, now)
+    if again is not None:
+        return _plan(restore, replace(status, orders=again), now)
+    if status.state in ENDED:
+        return _ended(view, now)
+    if status.state is Restore.DROPPING:
+        return _dropping(view, now)
+    if end := next((found for check in _ENDS if (found := check(view, now))), None):
+        return _fail(restore, end, now)
+    return _STEPS[status.state](view, now)
+
+
+def _plan(
+    restore: SnapshotRestore,
+    status: SnapshotRestoreStatus,
+    now: float,
+) -> Plan:
+    obligations = sorted({item.verb for item in status.orders if not fold.is_answered(item)})
+    due = fold.renewal_at(status.orders)
+    at = fold.earliest(fold.next_deadline(status.orders, now), due)
+    new = replace(restore, status=replace(status, obligations=obligations))
+    return status_plan(restore, new, wake_at=at)
+
+
+# Why a restore ends before it is done: the first of these that holds.
+
+
+def _deleted(view: RestoreView, _now: float) -> Failure | None:
+    is_going = view.pod is None or view.pod.metadata.deletion_timestamp
+    if not is_going and not view.restore.metadata.deletion_timestamp:
+        return None
+    return Failure(reason="Deleted", message="the pod was deleted during its restore")
+
+
+def _order_failed(view: RestoreView, now: float) -> Failure | None:
+    return fold.failure_in(_attempted(view.restore), now)
+
+
+def _pod_ended(view: RestoreView, _now: float) -> Failure | None:
+    if view.pod is None or view.pod.status.phase not in _FINISHED:
+        return None
+    # A failure of the pod itself, such as a node that can never hold the artifact, is its reason.
+    reason = view.pod.status.reason
+    is_own = reason and reason not in ("Completed", "ContainerExited")
+    return Failure(
+        reason=reason if is_own else "SourceExited",
+        message=view.pod.status.message
+        if is_own
+        else f"the waiting worker ended during the restore: {view.pod.status.message}",
+        next_step="" if is_own else "look at the worker's log",
+    )
+
+
+def _refused(view: RestoreView, _now: float) -> Failure | None:
+    return view.refusal if view.restore.status.state is Restore.PENDING else None
+
+
+_ENDS: tuple[Callable[[RestoreView, float], Failure | None], ...] = (
+    _deleted,
+    _order_failed,
+    _pod_ended,
+    _refused,
+)
+
+
+def _attempted(restore: SnapshotRestore) -> list[OrderStatus]:
+    """Return the orders of the current attempt that do its work."""
+    status = restore.status
+    return [
+        item
+        for item in status.orders
+        if item.attempt == status.attempt and item.verb in ("load", "commit", "restore")
+    ]
+
+
+def _fail(restore: SnapshotRestore, failure: Failure, now: float) -> Plan:
+    """End the attempt: forget what was loaded, hidden or committed, on every device."""
+    status = restore.status
+    loads = fold.find(status.orders, "load", status.attempt)
+    orders = ordering.drop(restore, loads, status.traceparent, now)
+    failed = _moved(status, RestoreEvent.FAILED, *orders, failure=failure)
+    if failed.state is Restore.FAILED:
+        failed = replace(failed, conditions=_unrestored(restore, failure, now))
+    return _plan(restore, failed, now)
+
+
+def _moved(
+    status: SnapshotRestoreStatus, event: RestoreEvent, *orders: OrderStatus, **changes: object
+) -> SnapshotRestoreStatus:
+    state = RESTORE.next(status.state, event)
+    return replace(status, state=state, orders=[*status.orders, *orders], **changes)
+
+
+def _pending(view: RestoreView, now: float) -> Plan:
+    """Name a content, wait to be registered as its reader, and for the pod to be placed."""
+    restore, status, content = view.restore, view.restore.status, view.content
+    if not status.content_name:
+        if content is None or view.missing:
+            return _waits(restore, "WaitingForSnapshot", view.missing, now)
+        return _plan(restore, replace(status, content_name=content.metadata.name), now)
+    if content is None or restore.metadata.uid not in content.status.readers:
+        return _unregistered(view, now)
+    pod = view.pod
+    if pod is None or not pod.status.node_name:
+        return _waits(restore, "WaitingForPod", "the pod is not placed on a node yet", now)
+    if view.is_full:
+        return _waits(restore, backpressure.REASON, backpressure.MESSAGE, now)
+    return _begin(restore, pod, content, now)
+
+
+def _unregistered(view: RestoreView, now: float) -> Plan:
+    """Wait for the registration, or look for another content where this one takes no readers."""
+    restore, content = view.restore, view.content
+    if content is None or content.metadata.deletion_timestamp:
+        return _plan(restore, replace(restore.status, content_name=""), now)
+    if refusal := quarantine.refusal(content, restore.spec.source):
+        return _fail(restore, refusal, now)
+    message = f"{content.metadata.name} has not registered this restore as a reader yet"
+    return _waits(restore, "WaitingForSnapshot", message, now)
+
+
+def _begin(restore: SnapshotRestore, pod: Pod, content: SnapshotContent, now: float) -> Plan:
+    committed = content.status.committed
+    if committed is None:
+        return NOTHING
+    status = restore.status
+    attempt = max([status.attempt, *(item.attempt for item in status.orders)]) + 1
+    trace = restoration_span(restore)
+    begun = replace(
+        status,
+        attempt=attempt,
+        artifact=ordering.artifact_ref(content, committed),
+        node_name=pod.status.node_name,
+        devices=pod.status.devices,
+        started_at=status.started_at or time_of(now),
+        traceparent=trace,
+        failure=None,
+        orders=[item for item in status.orders if not fold.is_answered(item)],
+    )
+    loads = ordering.load(replace(restore, status=begun), committed, trace, now)
+    message = f"attempt {attempt} is under way"
+    rows = conditions.pending(status.conditions, restore, now, "Restoring", message)
+    return _plan(restore, _moved(begun, RestoreEvent.BEGIN, *loads, conditions=rows), now)
+
+
+def _waits(restore: SnapshotRestore, reason: str, message: str, now: float) -> Plan:
+    rows = conditions.pending(restore.status.conditions, restore, now, reason, message)
+    return _plan(restore, replace(restore.status, conditions=rows), now)
+
+
+def _loading(view: RestoreView, now: float) -> Plan:
+    restore, status = view.restore, view.restore.status
+    loads = fold.find(status.orders, "load", status.attempt)
+    if not all(fold.succeeded(item) for item in loads):
+        return _plan(restore, status, now)
+    commits = ordering.commit(restore, loads, status.traceparent, now)
+    committing = _moved(status, RestoreEvent.LOADED, *commits)
+    if commits:
+        return _plan(restore, committing, now)
+    # Without devices there is nothing to publish: one write takes both steps.
+    return _committing(view._replace(restore=replace(restore, status=committing)), now, restore)
+
+
+def _committing(view: RestoreView, now: float, stored: SnapshotRestore | None = None) -> Plan:
+    restore, status = stored or view.restore, view.restore.status
+    commits = fold.find(status.orders, "commit", status.attempt)
+    is_ready = all(fold.succeeded(item) for item in commits) and _is_standing_by(view.pod)
+    if not is_ready or status.artifact is None:
+        return _plan(restore, status, now)
+    order = ordering.restore(view.restore, status.artifact, status.traceparent, now)
+    return _plan(restore, _moved(status, RestoreEvent.COMMITTED, order), now)
+
+
+def _is_standing_by(pod: Pod | None) -> bool:
+    """Whether the containers of a pod are up, and wait to be restored."""
+    found = pod.status.container_statuses if pod is not None else []
+    return bool(found) and all(container.state == "running" for container in found)
+
+
+def _restoring(view: RestoreView, now: float) -> Plan:
+    restore, status = view.restore, view.restore.status
+    orders = fold.find(status.orders, "restore", status.attempt)
+    if not all(fold.succeeded(item) for item in orders):
+        return _plan(restore, status, now)
+    message = f"restored from {status.content_name}"
+    rows = conditions.ready(status.conditions, restore, now, "Restored", message)
+    return _plan(restore, _moved(status, RestoreEvent.RESTORED, conditions=rows), now)
+
+
+_STEPS: dict[Restore, Callable[[RestoreView, float], Plan]] = {
+    Restore.PENDING: _pending,
+    Restore.LOADING: _loading,
+    Restore.COMMITTING: _committing,
+    Restore.RESTORING: _restoring,
+}
+
+
+def _dropping(view: RestoreView, now: float) -> Plan:
+    """Wait until nothing loads and all is dropped, then try again or give up."""
+    restore, status = view.restore, view.restore.status
+    owed = [
+        item
+        for item in status.orders
+        if item.verb in ("load", "drop")
+        and not fold.is_answered(item)
+        and not fold.is_late(item, now)
+    ]
+    if owed:
+        return _plan(restore, status, now)
+    failure = status.failure or Failure(reason="RestoreFailed", message="the restore failed")
+    if _may_retry(view, failure, now):
+        known = max((fold.superseding(item) for item in status.orders), default=0)
+        again = _moved(
+            status,
+            RestoreEvent.RETRY,
+            attempt=max(status.attempt, known),
+            retries=status.retries + 1,
+            conditions=conditions.pending(
+                status.conditions, restore, now, "Retrying", failure.message
+            ),
+        )
+        return _plan(restore, again, now)
+    rows = _unrestored(restore, failure, now)
+    return _plan(restore, _moved(status, RestoreEvent.DROPPED, conditions=rows), now)
+
+
+def _may_retry(view: RestoreView, failure: Failure, now: float) -> bool:
+    """Only what failed without touching the worker, and is dropped everywhere, is tried again."""
+    status = view.restore.status
+    was_touched = any(item.verb == "restore" for item in _attempted(view.restore))
+    is_dropped = all(fold.is_answered(item) for item in status.orders)
+    is_wanted = not any(check(view, now) for check in (_deleted, _pod_ended))
+    may = failure.retryable or any(fold.superseding(item) for item in status.orders)
+    return may and is_wanted and is_dropped and not was_touched and status.retries < MAX_RETRIES
+
+
+def _unrestored(restore: SnapshotRestore, failure: Failure, now: float) -> list[Condition]:
+    return conditions.failed(restore.status.conditions, restore, now, failure)
+
+
+def _ended(view: RestoreView, now: float) -> Plan:
+    """Keep what is owed; let a deleted restore go once its content has taken it off the readers."""
+    restore = view.restore
+    if restore.metadata.deletion_timestamp is None or is_reading(restore):
+        return _plan(restore, restore.status, now)
+    content = view.content
+    if content is not None and restore.metadata.uid in content.status.readers:
+        return _plan(restore, restore.status, now)
+    return Plan((Finalize(restore),))

@@ -1,0 +1,198 @@
+"""Decides which captured artifacts are deleted when a namespace holds too many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from snapshot_operator.core import capture, quarantine
+from snapshot_operator.core.checkpoint import identity_hash
+from snapshot_operator.core.conditions import seconds
+from snapshot_operator.core.owning import owned_by
+from snapshot_operator.core.restore import ENDED, source_of
+from snapshot_shared.objects import (
+    AnyObject,
+    DynamoCheckpoint,
+    Pod,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRestore,
+)
+from snapshot_shared.transitions import Capture
+
+DAY_S = 86400.0
+FINISHED = ("Succeeded", "Failed")
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a namespace may keep: artifacts, their age in days, their bytes. None is no limit."""
+
+    count: int | None = None
+    days: float | None = None
+    bytes: int | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether there is no limit at all."""
+        return self == Limits()
+
+
+class Holdings(NamedTuple):
+    """All that the decision looks at, of all namespaces."""
+
+    checkpoints: Sequence[DynamoCheckpoint]
+    snapshots: Sequence[Snapshot]
+    contents: Sequence[SnapshotContent]
+    pods: Sequence[Pod]
+    restores: Sequence[SnapshotRestore]
+
+    @classmethod
+    def of(cls, every: Callable[[str], Sequence[AnyObject]]) -> Holdings:
+        """Return what there is; `every` returns all objects of a kind."""
+        return cls(
+            [v for v in every("DynamoCheckpoint") if isinstance(v, DynamoCheckpoint)],
+            [v for v in every("Snapshot") if isinstance(v, Snapshot)],
+            [v for v in every("SnapshotContent") if isinstance(v, SnapshotContent)],
+            [v for v in every("Pod") if isinstance(v, Pod)],
+            [v for v in every("SnapshotRestore") if isinstance(v, SnapshotRestore)],
+        )
+
+
+class Verdict(NamedTuple):
+    """Whether an artifact goes now with the object that stands for it, and why, or why it stays."""
+
+    value: DynamoCheckpoint | Snapshot
+    content: SnapshotContent
+    goes: bool
+    why: str
+
+
+class _Artifact(NamedTuple):
+    """A captured artifact, who stands for it, and what it is interchangeable with."""
+
+    value: DynamoCheckpoint | Snapshot
+    snapshot: Snapshot
+    content: SnapshotContent
+    identity: str
+
+    @property
+    def namespace(self) -> str:
+        return self.snapshot.metadata.namespace or "default"
+
+    @property
+    def bytes(self) -> int:
+        committed = self.content.status.committed
+        return committed.bytes if committed is not None else 0
+
+    @property
+    def age_key(self) -> tuple[str, str]:
+        return (self.content.metadata.creation_timestamp, self.content.metadata.name)
+
+
+def judged(holdings: Holdings, limits: Limits, now: float) -> list[Verdict]:
+    """Judge every captured artifact, the oldest first; `now` is seconds since the epoch.
+
+    What is needed or may be needed stays, whatever the limits are, and counts: what has readers,
+    is under way, in quarantine, asked for by a pod, to be retained, the newest usable one of its
+    identity, and a checkpoint whose worker still runs, for it would end with the checkpoint.
+    """
+    found = sorted(_artifacts(holdings), key=lambda artifact: artifact.age_key)
+    ended = {r.spec.pod_ref.uid for r in holdings.restores if r.status.state in ENDED}
+    running = [pod for pod in holdings.pods if pod.status.phase not in FINISHED]
+    asked = {
+        (pod.metadata.namespace, source_of(pod))
+        for pod in running
+        if source_of(pod) and pod.metadata.uid not in ended
+    }
+    pods = _Pods(frozenset(pod.metadata.uid for pod in running), frozenset(asked))
+    verdicts: list[Verdict] = []
+    for namespace in dict.fromkeys(artifact.namespace for artifact in found):
+        here = [artifact for artifact in found if artifact.namespace == namespace]
+        verdicts += _of_namespace(here, pods, limits, now)
+    return verdicts
+
+
+class _Pods(NamedTuple):
+    """The uids of pods that have not ended, and what those name that still wait for a restore."""
+
+    running: frozenset[str]
+    asked: frozenset[tuple[str | None, str]]
+
+
+def _of_namespace(
+    here: Sequence[_Artifact], pods: _Pods, limits: Limits, now: float
+) -> list[Verdict]:
+    count, size = len(here), sum(artifact.bytes for artifact in here)
+    newest = {a.identity: a.content.metadata.uid for a in here if _is_usable(a)}
+    verdicts: list[Verdict] = []
+    for artifact in here:
+        why = _excess(artifact, count, size, limits, now)
+        is_newest = newest.get(artifact.identity) == artifact.content.metadata.uid
+        need = "it is the newest usable one of its identity" if is_newest else ""
+        stays = need or _need(artifact, pods) or (not why and "it is within the limits")
+        if stays:
+            verdicts.append(Verdict(artifact.value, artifact.content, goes=False, why=stays))
+            continue
+        verdicts.append(Verdict(artifact.value, artifact.content, goes=True, why=why))
+        count, size = count - 1, size - artifact.bytes
+    return verdicts
+
+
+def _excess(artifact: _Artifact, count: int, size: int, limits: Limits, now: float) -> str:
+    age_days = (now - seconds(artifact.content.metadata.creation_timestamp)) / DAY_S
+    if limits.days is not None and age_days > limits.days:
+        return f"it is {age_days:.1f} days old, the limit is {limits.days:g}"
+    if limits.count is not None and count > limits.count:
+        return f"the namespace holds {count} artifacts, the limit is {limits.count}"
+    if limits.bytes is not None and size > limits.bytes:
+        return f"the namespace holds {size} bytes, the limit is {limits.bytes}"
+    return ""
+
+
+def _artifacts(holdings: Holdings) -> Iterable[_Artifact]:
+    contents = {content.metadata.name: content for content in holdings.contents}
+    checkpoints = {
+        (checkpoint.metadata.namespace, checkpoint.metadata.name): checkpoint
+        for checkpoint in holdings.checkpoints
+    }
+    for snapshot in holdings.snapshots:
+        content = contents.get(snapshot.status.bound_snapshot_content_name or "")
+        if content is None or not _is_kept(snapshot, content):
+            continue
+        owner = checkpoints.get((snapshot.metadata.namespace, snapshot.metadata.name))
+        if owner is None or not owned_by(snapshot, owner):
+            identity = f"pod/{snapshot.spec.source.pod_ref.name}"
+            yield _Artifact(snapshot, snapshot, content, identity)
+        elif not owner.metadata.deletion_timestamp:
+            yield _Artifact(owner, snapshot, content, identity_hash(owner))
+
+
+def _is_kept(snapshot: Snapshot, content: SnapshotContent) -> bool:
+    is_going = snapshot.metadata.deletion_timestamp or content.metadata.deletion_timestamp
+    return content.status.capture is Capture.READY and not is_going
+
+
+def _is_usable(artifact: _Artifact) -> bool:
+    return not quarantine.is_quarantined(artifact.content)
+
+
+def _need(artifact: _Artifact, pods: _Pods) -> str:
+    """Return who needs an artifact, or nothing."""
+    content, status = artifact.content, artifact.content.status
+    names = {artifact.snapshot.metadata.name, artifact.value.metadata.name}
+    is_under_way = not capture.is_settled(content) or status.verifications > status.verified
+    has_worker = content.spec.source.pod_ref.uid in pods.running
+    needs = {
+        f"it is being restored by {len(status.readers)} pods": bool(status.readers),
+        "its capture or a verification is under way": is_under_way,
+        "it is in quarantine": quarantine.is_quarantined(content),
+        "its deletionPolicy is Retain": content.spec.deletion_policy == "Retain",
+        "a pod asks to be restored from it": any(
+            (artifact.namespace, name) in pods.asked for name in names
+        ),
+        "its worker runs, and would end with the checkpoint": has_worker
+        and isinstance(artifact.value, DynamoCheckpoint),
+    }
+    return next((why for why, holds in needs.items() if holds), "")

@@ -1,0 +1,218 @@
+"""Decides for one Snapshot: bound to a content once its pod is ready, then what became of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from snapshot_operator.core import conditions
+from snapshot_operator.core.content import content_name
+from snapshot_operator.core.owning import delete_children, gone, owned_by, taken, traced
+from snapshot_operator.core.plan import (
+    FINALIZER,
+    NOTHING,
+    Adopt,
+    Create,
+    Plan,
+    Reader,
+    is_adopted,
+    status_plan,
+)
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import (
+    ContentSource,
+    ObjectMeta,
+    Pod,
+    Snapshot,
+    SnapshotContent,
+    SnapshotContentSpec,
+    SnapshotRef,
+    condition,
+    is_true,
+)
+
+_FINISHED = ("Succeeded", "Failed")
+
+
+class SnapshotView(NamedTuple):
+    """What a decision about a snapshot reads."""
+
+    snapshot: Snapshot
+    pod: Pod | None
+    content: SnapshotContent | None
+
+
+def gather(reader: Reader, snapshot: Snapshot) -> SnapshotView:
+    """Read what a decision about a snapshot depends on: the pod only until it is bound."""
+    found = reader.get("SnapshotContent", None, content_name(snapshot.metadata.uid))
+    content = found if isinstance(found, SnapshotContent) else None
+    if content is not None or snapshot.status.bound_snapshot_content_name:
+        return SnapshotView(snapshot, None, content)
+    pod = reader.get("Pod", snapshot.metadata.namespace, snapshot.spec.source.pod_ref.name)
+    return SnapshotView(snapshot, pod if isinstance(pod, Pod) else None, None)
+
+
+def reconcile(view: SnapshotView, now: float) -> Plan:
+    """Return the next step of a snapshot. Same input, same plan."""
+    snapshot, content = view.snapshot, view.content
+    if snapshot.metadata.deletion_timestamp:
+        return delete_children(snapshot, [content if owned_by(content, snapshot) else None])
+    if not is_adopted(snapshot):
+        return Plan((Adopt(snapshot),))
+    if is_true(snapshot.status.conditions, "Failed"):
+        return NOTHING
+    if content is not None:
+        return _mirror(snapshot, content, now)
+    if snapshot.status.bound_snapshot_content_name:
+        failure = gone("SnapshotContent", snapshot.status.bound_snapshot_content_name)
+        return _failed(snapshot, failure, now)
+    return _bind(view, now)
+
+
+def deadline_of(snapshot: Snapshot) -> float:
+    """Return when the capture has to be done, in seconds since the epoch."""
+    created = conditions.seconds(snapshot.metadata.creation_timestamp)
+    return created + snapshot.spec.deadline_seconds
+
+
+# Why a snapshot can never be taken: the first of these that holds.
+
+
+def _other_incarnation(view: SnapshotView, _now: float) -> Failure | None:
+    source, pod = view.snapshot.spec.source.pod_ref, view.pod
+    if pod is None or source.uid is None or source.uid == pod.metadata.uid:
+        return None
+    return Failure(
+        reason="StalePodReference",
+        message=f"pod {source.name} has uid {pod.metadata.uid}, the snapshot names {source.uid}",
+        values={"expected": source.uid, "found": pod.metadata.uid},
+        next_step="take a snapshot of the pod that runs now",
+    )
+
+
+def _ended(view: SnapshotView, _now: float) -> Failure | None:
+    pod = view.pod
+    if pod is None or not (pod.status.phase in _FINISHED or pod.metadata.deletion_timestamp):
+        return None
+    return Failure(
+        reason="SourcePodGone",
+        message=f"pod {pod.metadata.name} has ended ({pod.status.phase})",
+        next_step="start the worker again",
+    )
+
+
+def _no_such_container(view: SnapshotView, _now: float) -> Failure | None:
+    if view.pod is None:
+        return None
+    wanted = view.snapshot.spec.source.pod_ref.containers[0]
+    names = [container.name for container in view.pod.spec.containers]
+    if wanted in names:
+        return None
+    return Failure(
+        reason="InvalidTargetContainer",
+        message=f"pod {view.pod.metadata.name} has no container {wanted} (found "
+        f"{', '.join(names)})",
+        next_step="name one of the pod's containers",
+    )
+
+
+def _too_late(view: SnapshotView, now: float) -> Failure | None:
+    if now < deadline_of(view.snapshot):
+        return None
+    source, limit = view.snapshot.spec.source.pod_ref, view.snapshot.spec.deadline_seconds
+    if view.pod is None:
+        return Failure(
+            reason="SourcePodNotFound",
+            message=f"no pod {source.name} in namespace {view.snapshot.metadata.namespace} within "
+            f"deadlineSeconds ({limit})",
+            next_step="name a running pod in spec.source.podRef.name",
+        )
+    return Failure(
+        reason="DeadlineExceeded",
+        message=f"pod {source.name} was not ready for a snapshot within deadlineSeconds ({limit})",
+        values={"deadlineSeconds": limit},
+        next_step="look at the worker's log, or raise spec.deadlineSeconds",
+    )
+
+
+_ENDS: tuple[Callable[[SnapshotView, float], Failure | None], ...] = (
+    _other_incarnation,
+    _ended,
+    _no_such_container,
+    _too_late,
+)
+
+
+def _bind(view: SnapshotView, now: float) -> Plan:
+    snapshot, pod = view.snapshot, view.pod
+    source = snapshot.spec.source.pod_ref
+    if failure := next((found for check in _ENDS if (found := check(view, now))), None):
+        return _failed(snapshot, failure, now)
+    if pod is None:
+        # A pod that is applied together with its snapshot may come later than it.
+        return _waits(snapshot, "SourcePodNotFound", f"there is no pod {source.name} yet", now)
+    if pod.status.phase == "Unknown" or not is_true(pod.status.conditions, "Ready"):
+        message = f"pod {source.name} is not ready for a snapshot yet"
+        return _waits(snapshot, "WaitingForPod", message, now)
+    content = _content(snapshot, pod, now)
+    status = replace(snapshot.status, bound_snapshot_content_name=content.metadata.name)
+    return status_plan(snapshot, replace(snapshot, status=status), Create(content))
+
+
+def _waits(snapshot: Snapshot, reason: str, message: str, now: float) -> Plan:
+    rows = conditions.pending(snapshot.status.conditions, snapshot, now, reason, message)
+    status = replace(snapshot.status, conditions=rows)
+    return status_plan(snapshot, replace(snapshot, status=status), wake_at=deadline_of(snapshot))
+
+
+def _content(snapshot: Snapshot, pod: Pod, now: float) -> SnapshotContent:
+    """Return the content of a snapshot; what is left of the snapshot's time is its own."""
+    space = snapshot.metadata.namespace or "default"
+    return SnapshotContent(
+        metadata=ObjectMeta(
+            name=content_name(snapshot.metadata.uid),
+            finalizers=[FINALIZER],
+            annotations=traced(snapshot),
+        ),
+        spec=SnapshotContentSpec(
+            snapshot_ref=SnapshotRef(
+                namespace=space, name=snapshot.metadata.name, uid=snapshot.metadata.uid
+            ),
+            source=ContentSource(
+                pod_ref=replace(snapshot.spec.source.pod_ref, uid=pod.metadata.uid),
+                namespace=space,
+                node_name=pod.status.node_name,
+                devices=pod.status.devices,
+            ),
+            source_policy=snapshot.spec.source_policy,
+            deletion_policy=snapshot.spec.deletion_policy,
+            deadline_seconds=max(1, int(deadline_of(snapshot) - now)),
+        ),
+    )
+
+
+def _mirror(snapshot: Snapshot, content: SnapshotContent, now: float) -> Plan:
+    if not owned_by(content, snapshot):
+        return _failed(snapshot, taken("SnapshotContent", content), now)
+    status = snapshot.status
+    found = condition(content.status.conditions, "Ready")
+    if is_true(content.status.conditions, "Failed") and content.status.failure is not None:
+        return _failed(snapshot, content.status.failure, now)
+    committed = content.status.committed
+    if found is not None and committed is not None:
+        rows = conditions.mirrored(status.conditions, snapshot, now, found)
+        status = replace(status, conditions=rows, bytes=committed.bytes)
+    elif found is not None:
+        rows = conditions.pending(status.conditions, snapshot, now, found.reason, found.message)
+        status = replace(status, conditions=rows)
+    status = replace(status, bound_snapshot_content_name=content.metadata.name)
+    return status_plan(snapshot, replace(snapshot, status=status))
+
+
+def _failed(snapshot: Snapshot, failure: Failure, now: float) -> Plan:
+    rows = conditions.failed(snapshot.status.conditions, snapshot, now, failure)
+    return status_plan(
+        snapshot, replace(snapshot, status=replace(snapshot.status, conditions=rows))
+    )

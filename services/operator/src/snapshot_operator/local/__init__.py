@@ -1,0 +1,1 @@
+"""Standalone mode: the store, the scheduler and the kubelet of a cluster without Kubernetes."""

@@ -1,0 +1,126 @@
+"""Places pods of the local cluster: whole devices, one pod each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from snapshot_operator.core.nodes import unusable_for_new_work
+from snapshot_operator.core.restore import source_of
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import HOSTNAME_LABEL, Node, Pod, gpus_wanted
+from snapshot_shared.orders import DeviceRef, VectorEntry, version_gap
+
+
+class Placement(NamedTuple):
+    """Where a pod goes: the node and its devices, in the worker's order."""
+
+    node: str
+    devices: list[DeviceRef]
+
+
+class Waiting(NamedTuple):
+    """Why a pod cannot be placed now."""
+
+    reason: str
+    message: str
+
+
+def place(
+    pod: Pod, nodes: Sequence[Node], used: Mapping[str, set[str]], vector: Sequence[VectorEntry]
+) -> Placement | Waiting | Failure:
+    """Choose one of the nodes that the pod admits, and devices.
+
+    `used` gives the device uuids in use by node. `vector` is what a restore target has to hold;
+    when every node that the pod admits is too small for it, the answer is a Failure with both
+    values, before any side effect. Waiting means that it may work later.
+    """
+    wanted = gpus_wanted(pod.spec)
+    if not nodes:
+        return Waiting("NoSuchNode", f"no node matches {_selection(pod)}")
+    refusals = [_refusal(node, wanted, vector) for node in nodes]
+    if all(refusals):
+        return next(refusal for refusal in refusals if refusal)
+    reasons = []
+    for node, refusal in zip(nodes, refusals, strict=True):
+        if refusal:
+            continue
+        name = node.metadata.name
+        if unusable := unusable_for_new_work(node):
+            reasons.append(f"{name} {unusable}")
+            continue
+        if gap := version_gap(node.status.schemas):
+            reasons.append(f"{name} cannot be ordered anything: {gap}")
+            continue
+        free = [d for d in node.status.devices if d.uuid not in used.get(name, set())]
+        if len(free) >= wanted:
+            chosen = sorted(free, key=lambda device: device.index)[:wanted]
+            return Placement(
+                name, [DeviceRef(ordinal=i, uuid=device.uuid) for i, device in enumerate(chosen)]
+            )
+        reasons.append(f"{name} has {len(free)} of {wanted} GPUs free")
+    return Waiting("Unschedulable", "; ".join(reasons))
+
+
+def shape(pod: Pod) -> str:
+    """Return what pods that can be placed at the same places have in common.
+
+    While the oldest of a shape waits for room, so do the others: only it has to look for some.
+    """
+    spec = pod.spec
+    parts = (
+        pod.metadata.namespace,
+        spec.node_name,
+        sorted(spec.node_selector.items()),
+        gpus_wanted(spec),
+        source_of(pod),
+    )
+    return encode_json(parts).decode()
+
+
+def admits(pod: Pod, node: Node) -> bool:
+    """Whether a pod may be placed on a node, as far as the pod is concerned."""
+    name = node.metadata.name
+    if pod.spec.node_name is not None and pod.spec.node_name != name:
+        return False
+    labels = {HOSTNAME_LABEL: name, **node.metadata.labels}
+    return all(labels.get(key) == value for key, value in pod.spec.node_selector.items())
+
+
+def _selection(pod: Pod) -> str:
+    selector = ", ".join(f"{key}={value}" for key, value in pod.spec.node_selector.items())
+    return f"nodeName {pod.spec.node_name}" if pod.spec.node_name else f"nodeSelector {selector}"
+
+
+def _refusal(node: Node, wanted: int, vector: Sequence[VectorEntry]) -> Failure | None:
+    """Say why a node can never hold the artifact, with both values."""
+    needed = [entry.layout for entry in vector if entry.layout is not None]
+    if vector and wanted != len(needed):
+        return Failure(
+            reason="Incompatible",
+            message=f"the snapshot has {len(needed)} GPUs, the pod asks for {wanted}",
+            values={"snapshot_gpus": len(needed), "pod_gpus": wanted},
+            next_step="give the pod as many nvidia.com/gpu as the source had",
+        )
+    if not vector:
+        return None
+    name = node.metadata.name
+    if len(node.status.devices) < wanted:
+        return Failure(
+            reason="Incompatible",
+            message=f"the snapshot needs {wanted} GPUs, {name} has {len(node.status.devices)}",
+            values={"needed_gpus": wanted, "node_gpus": len(node.status.devices), "node": name},
+            next_step="choose a node with enough GPUs",
+        )
+    largest = max((layout.bytes for layout in needed), default=0)
+    smallest = min((device.capacity_bytes for device in node.status.devices), default=0)
+    if largest > smallest:
+        return Failure(
+            reason="DeviceTooSmall",
+            message=f"the snapshot needs {largest} bytes on one GPU, a GPU of {name} has "
+            f"{smallest} bytes",
+            values={"needed": largest, "capacity": smallest, "node": name},
+            next_step="choose a node whose GPUs have at least the memory of the source",
+        )
+    return None

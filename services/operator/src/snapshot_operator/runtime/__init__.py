@@ -1,0 +1,1 @@
+"""The machinery that runs decisions in either world."""

@@ -1,0 +1,131 @@
+"""Does what plans say: the store first, then NATS. Nothing else writes to the store for a plan."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from snapshot_operator.core import fold
+from snapshot_operator.core.plan import (
+    FINALIZER,
+    Adopt,
+    Create,
+    Delete,
+    Finalize,
+    Plan,
+    SetStatus,
+    Write,
+    is_final,
+    new_orders,
+    orders_of,
+)
+from snapshot_operator.ports import OrderBus
+from snapshot_operator.runtime.cluster import Cluster, Key, Tracker
+from snapshot_operator.runtime.spans import Spans
+from snapshot_shared import instruments
+from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict
+from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.objects import AnyObject, OrderStatus, kind_of
+from snapshot_shared.orders import envelope_of
+from snapshot_shared.telemetry import working_on
+
+log = logging.getLogger(__name__)
+
+
+class Stale(Conflict):
+    """A plan rested on the absence of an object that is there."""
+
+
+class Interpreter:
+    """Carries plans out."""
+
+    def __init__(
+        self, cluster: Cluster, orders: OrderBus, spans: Spans, metrics: Metrics = OFF
+    ) -> None:
+        """Use the objects, the stream of orders and the recorder of what ended."""
+        self._metrics = metrics
+        self._cluster = cluster
+        self._orders = orders
+        self._spans = spans
+        self._tidying: set[asyncio.Task[None]] = set()
+        self.unpublished = asyncio.Event()
+        """Set when an order of the store could not be published."""
+
+    async def apply(
+        self, plan: Plan, read: Tracker | None = None, stored: Callable[[], None] = lambda: None
+    ) -> None:
+        """Do the writes in their order; the first conflict ends it, for the plan is stale then.
+
+        A plan that cannot be taken back is first confirmed in each absence that it has `read`:
+        Stale when one does not hold. `stored` is called when all writes are durable, before orders
+        are published.
+        """
+        if read is not None and is_final(plan):
+            await self._confirm(read)
+        published: list[OrderStatus] = []
+        changed: list[tuple[AnyObject, AnyObject]] = []
+        for write in plan.writes:
+            await self._write(write)
+            if isinstance(write, SetStatus):
+                published += new_orders(write.old, write.new)
+                changed.append((write.old, write.new))
+        stored()
+        for old, new in changed:
+            self._spans.ended(old, new)
+            self._tidy(old, new)
+        await self._publish(published)
+
+    async def _confirm(self, read: Tracker) -> None:
+        for key, uid in read.absent:
+            if not await self._cluster.confirm_gone(key, uid):
+                raise Stale(f"{key.kind} {key.name} is there, and was not seen yet")
+        for uid in read.absent_uids:
+            if await self._cluster.find(uid) is not None:
+                raise Stale(f"the object with uid {uid} is there, and was not seen yet")
+
+    async def _write(self, write: Write) -> None:
+        cluster = self._cluster
+        match write:
+            case Create(value):
+                try:
+                    await cluster.create(value)
+                except AlreadyExists:
+                    log.info("%s %s exists already", kind_of(value).name, value.metadata.name)
+                    meta = value.metadata
+                    key = Key(kind_of(value).name, meta.namespace or "", meta.name)
+                    await cluster.confirm_gone(key)
+            case Delete(value):
+                await cluster.delete(value)
+            case Adopt(value):
+                await cluster.add_finalizer(value, FINALIZER)
+            case Finalize(value):
+                await cluster.remove_finalizer(value, FINALIZER)
+            case SetStatus(_, new):
+                await cluster.update_status(new)
+
+    async def _publish(self, orders: Iterable[OrderStatus]) -> None:
+        for order in orders:
+            with working_on(order.order, order.attempt, envelope_of(order.payload).traceparent):
+                try:
+                    await self._orders.publish(order)
+                except (BusUnavailable, Conflict) as error:
+                    # The store has it; the sweep publishes what the stream lacks.
+                    log.warning("order %s waits for the sweep: %s", order.order, error)
+                    self._metrics.add(instruments.UNPUBLISHED, order.verb)
+                    self.unpublished.set()
+
+    def _tidy(self, old: AnyObject, new: AnyObject) -> None:
+        """Withdraw what has been answered from the stream; the work does not wait for that."""
+        open_ = {(i.order, i.attempt) for i in orders_of(old) if not fold.is_answered(i)}
+        for item in orders_of(new):
+            if fold.is_answered(item) and (item.order, item.attempt) in open_:
+                task = asyncio.create_task(self._withdraw(item))
+                self._tidying.add(task)
+                task.add_done_callback(self._tidying.discard)
+
+    async def _withdraw(self, item: OrderStatus) -> None:
+        try:
+            await self._orders.withdraw(item)
+        except BusUnavailable as error:
+            log.info("order %s is withdrawn by the sweep: %s", item.order, error)

@@ -1,0 +1,137 @@
+"""Makes the stream of orders agree with the store: at start, on reconnect, every 30 seconds.
+
+NATS can lose everything it holds; what it lacks is published again, and what it holds although
+nothing awaits it is removed. Never in reaction to a report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from snapshot_operator.core import backpressure, fold
+from snapshot_operator.core.plan import orders_of
+from snapshot_operator.ports import OrderBus
+from snapshot_operator.runtime.cluster import Cluster
+from snapshot_operator.runtime.manager import Manager
+from snapshot_shared import instruments, subjects
+from snapshot_shared.errors import BusUnavailable, Conflict, InvalidName, StoreBusy
+from snapshot_shared.ids import check_order_id, owner_of
+from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.objects import KINDS, OrderStatus
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+EVERY_S = 30.0
+
+
+class Sweep:
+    """Compares the stream with the store, and measures its room."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        orders: OrderBus,
+        manager: Manager,
+        unpublished: asyncio.Event,
+        now: Callable[[], float],
+        metrics: Metrics = OFF,
+    ) -> None:
+        """Use the objects and the stream. `unpublished` is set when a sweep is wanted soon."""
+        self._cluster = cluster
+        self._orders = orders
+        self._manager = manager
+        self._unpublished = unpublished
+        self._now = now
+        self._swept = time.monotonic()
+        self.swept_at: float | None = None
+        """When the stream was last made to agree with the store, in seconds since the epoch."""
+        self.fill = 0.0
+        """The share of the stream's room that was taken then."""
+        metrics.observe(instruments.STREAM_FILL, lambda: {(subjects.ORDERS,): self.fill})
+        metrics.observe(instruments.SWEEP_AGE, lambda: {(): time.monotonic() - self._swept})
+
+    async def run(self, again: asyncio.Event, also: Callable[[], Awaitable[None]]) -> None:
+        """Sweep, then do `also`, for ever. `again` is set by a reconnection."""
+        while True:
+            try:
+                await self.once()
+            except (BusUnavailable, StoreBusy) as error:
+                log.warning("sweep: %s", error)
+                self._unpublished.set()
+            await also()
+            await self._rest(again)
+
+    async def _rest(self, again: asyncio.Event) -> None:
+        """Wait for a reconnection or 30 s; or RETRY_S, when an order could not be published."""
+        if not await _any_set(RETRY_S, again):
+            await _any_set(EVERY_S - RETRY_S, again, self._unpublished)
+        again.clear()
+        self._unpublished.clear()
+
+    async def once(self) -> None:
+        """Remove what is not awaited, publish what is missing.
+
+        The stream is listed first: what it holds then was in the store before. Room is made before
+        it is needed, and what cleans up comes first: a full stream may refuse the rest.
+        """
+        published = await self._orders.published()
+        unanswered = [
+            order
+            for kind in KINDS
+            for owner in self._cluster.all(kind)
+            for order in orders_of(owner)
+            if not fold.is_answered(order)
+        ]
+        awaited = {order.order for order in unanswered}
+        for order_id, subject in published.items():
+            if order_id not in awaited and await self._is_unwanted(order_id):
+                await self._orders.remove(subject)
+        await self._measure()
+        for order in sorted(unanswered, key=lambda order: order.verb not in fold.CLEANING):
+            await self._publish_again(order, published)
+        self._swept = time.monotonic()
+        self.swept_at = self._now()
+
+    async def _is_unwanted(self, order_id: str) -> bool:
+        """Whether the store itself holds nothing that awaits an answer to an order."""
+        try:
+            owner = await self._cluster.find(owner_of(check_order_id(order_id)))
+        except InvalidName:
+            return True
+        mine = [item for item in orders_of(owner) if item.order == order_id]
+        return all(fold.is_answered(item) for item in mine)
+
+    async def _measure(self) -> None:
+        self.fill = await self._orders.fill()
+        is_full = backpressure.is_full(self.fill)
+        if is_full:
+            log.warning("the stream of orders is %.0f%% full: nothing new begins", 100 * self.fill)
+        self._manager.set_full(is_full=is_full)
+
+    async def _publish_again(self, order: OrderStatus, published: Mapping[str, str]) -> None:
+        """Publish what is missing.
+
+        A later attempt may hide behind an earlier one's message, and an order that no node has
+        accepted behind a message that is none.
+        """
+        if order.order in published and order.attempt == 1 and order.state != "ordered":
+            return
+        try:
+            await self._orders.publish(order)
+        except Conflict as error:
+            log.warning("sweep: %s", error)
+
+
+async def _any_set(within_s: float, *events: asyncio.Event) -> bool:
+    """Wait until an event is set; False when none was in time."""
+    waiters = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        done, _ = await asyncio.wait(waiters, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for waiter in waiters:
+            waiter.cancel()
+    return bool(done)

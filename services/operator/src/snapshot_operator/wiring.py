@@ -1,0 +1,110 @@
+"""The active operator of standalone mode, put together from its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from snapshot_operator.api.nodes import NodeApi
+from snapshot_operator.api.objects import Api
+from snapshot_operator.api.operations import Operations, Sweeping
+from snapshot_operator.core.inventory import Policy
+from snapshot_operator.core.retention import Limits
+from snapshot_operator.local.controllers import CONTROLLERS
+from snapshot_operator.local.presence import PresenceFollower
+from snapshot_operator.runtime.cluster import Cluster
+from snapshot_operator.runtime.interpreter import Interpreter
+from snapshot_operator.runtime.manager import Manager
+from snapshot_operator.runtime.nats import Announcer, NatsOrders
+from snapshot_operator.runtime.reports import Reports
+from snapshot_operator.runtime.spans import Spans
+from snapshot_operator.runtime.sweep import Sweep
+from snapshot_operator.runtime.upkeep import Retention, count_objects
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.manifests import message_schemas
+from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.service import VERSION, until_stopped
+from snapshot_shared.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+SERVICE = "snap-operator"
+NODE = "operator"
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator is given besides its objects: clocks, randomness and ids among it.
+
+    `jitter` returns a random number from 0 to 1, `new_id` an id that was never used.
+    """
+
+    bus: Bus
+    telemetry: Telemetry
+    clocks: Clocks
+    jitter: Callable[[], float]
+    new_id: Callable[[], str]
+    limits: Limits = Limits()
+    policy: Policy = Policy()
+    metrics: Metrics = OFF
+
+
+def steady(clocks: Clocks) -> Callable[[], float]:
+    """Return a clock of seconds since the epoch that does not jump while this process lives.
+
+    Deadlines are judged by it: a wall clock that is set does not end work that is under way.
+    """
+    offset = clocks.wall() - clocks.monotonic()
+    return lambda: offset + clocks.monotonic()
+
+
+async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> None:
+    """Serve as the active operator until `stop` is set."""
+    bus, metrics, clocks = given.bus, given.metrics, given.clocks
+    now = steady(clocks)
+    await cluster.sync()
+    orders = NatsOrders(bus, given.telemetry)
+    interpreter = Interpreter(cluster, orders, Spans(given.telemetry, now, metrics), metrics)
+    manager = Manager(cluster, CONTROLLERS, interpreter, now, given.jitter, metrics)
+    sweep = Sweep(cluster, orders, manager, interpreter.unpublished, now, metrics)
+    retention = Retention(cluster, given.limits, now)
+    announcer = Announcer(bus, given.new_id())
+    cluster.subscribe(announcer.watcher)
+    answers = (
+        Api(cluster, retention, clocks.wall, given.new_id).endpoints()
+        | Operations(
+            cluster, orders, lambda: Sweeping(sweep.swept_at, sweep.fill), clocks.wall
+        ).endpoints()
+        | NodeApi(cluster, given.policy).endpoints()
+    )
+    endpoints = {subjects.api(verb): handler for verb, handler in answers.items()}
+    await bus.serve(SERVICE, VERSION, {"node": NODE}, endpoints)
+    log.info("the operator serves")
+    await until_stopped(
+        stop,
+        bus.keep_assets(),
+        given.telemetry.publish_to(bus),
+        announcer.run(),
+        manager.run(),
+        sweep.run(bus.reconnections(), retention.run),
+        count_objects(cluster, metrics),
+        Reports(bus, cluster, manager, clocks.wall, metrics).run(),
+        PresenceFollower(bus, cluster, clocks).run(),
+        _publish_schemas(bus),
+    )
+
+
+async def _publish_schemas(bus: Bus) -> None:
+    """Put the JSON Schema of every message where people find it, then wait for ever."""
+    for key, schema in message_schemas().items():
+        try:
+            await bus.put(subjects.SCHEMAS_BUCKET, key, encode_json(schema))
+        except BusUnavailable as error:
+            log.info("schema %s is not published: %s", key, error)
+    await asyncio.Event().wait()
