@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from snapshot_operator.api.page.view import Entry, OpenOrder, commands_of, heard, mirrored
+from snapshot_operator.api.page.view import Entry, OpenOrder, commands_of, heard
+from snapshot_operator.core.mirror import mirrored
 from snapshot_operator.core import fold
 from snapshot_operator.core.plan import orders_of
 from snapshot_shared.objects import (
