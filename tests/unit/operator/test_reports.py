@@ -143,7 +143,8 @@ def test_a_report_for_an_object_that_is_gone_is_acknowledged_and_changes_nothing
         stray = msgspec.structs.replace(order, order=f"run-{gone}")
         await intake.send(stray, msgspec.json.encode(report_on(stray, "started")), "started")
         assert await intake.letters() == []
-        assert not intake.server.stream(subjects.REPORTS).unacked("operator")
+        (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
+        assert not durable.pending
 
     run(story)
 
@@ -162,7 +163,8 @@ async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
     reports = [report_on(save, "leased") for save in world.open("save")]
     content = await world.content()
     world.manager.take(
-        key_of(content), *(Input(r, lambda r=r: stored.append(r)) for r in reports)  # type: ignore[misc]
+        key_of(content),
+        *(Input(r, lambda r=r: stored.append(r)) for r in reports),  # type: ignore[misc]
     )
     assert stored == []
     await world.settle()
