@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_shared.objects import is_true
+from snapshot_shared.objects import OrderStatus, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
@@ -55,6 +55,24 @@ async def test_the_reader_is_registered_before_the_loads_and_keeps_the_artifact(
     assert not world.open("delete")
     await world.answer_all()
     assert not world.cluster.page("SnapshotContent")
+
+
+async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(
+    world: World,
+) -> None:
+    content = await world.content()
+    registered: list[bool] = []
+    publish = world.orders.publish
+
+    async def seen(order: OrderStatus) -> None:
+        if order.verb == "load":
+            registered.append(bool((await world.content()).status.readers))
+        await publish(order)
+
+    world.orders.publish = seen  # type: ignore[method-assign]
+    assert content.status.readers == []
+    await world.apply(restore_document())
+    assert registered == [True, True]
 
 
 async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: World) -> None:
