@@ -14,8 +14,9 @@ import pytest
 
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
+from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
-from snapshot_shared.courier import Clocks, Courier, OrderContext
+from snapshot_shared.courier import Courier, OrderContext
 from snapshot_shared.errors import NoSpace
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.journal import Journal

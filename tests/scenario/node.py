@@ -30,7 +30,8 @@ from snapshot_agent.ports import Machine as AgentMachine
 from snapshot_agent.ports import Process as ProcessId
 from snapshot_shared import files
 from snapshot_shared.artifact import Facts, FileEntry
-from snapshot_shared.courier import Clocks, Courier
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.courier import Courier
 from snapshot_shared.errors import Failure, NoSpace, SourceExited
 from snapshot_shared.files import (
     make_dir,

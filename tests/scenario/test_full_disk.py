@@ -16,7 +16,8 @@ import pytest
 from snapshot_agent.ports import Place
 from snapshot_shared import files
 from snapshot_shared.bus import Bus
-from snapshot_shared.courier import Clocks, Courier
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.courier import Courier
 from snapshot_shared.errors import NoSpace, StorageFailed
 from snapshot_shared.files import free_bytes, open_root, opened
 from snapshot_shared.ids import NodeName

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus, Delivery
+from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     Aborted,
@@ -74,14 +75,6 @@ Result = Mapping[str, Any]
 """Fields of the terminal report besides the ones that every report has."""
 
 Handler = Callable[[Any, "OrderContext"], Awaitable[Result]]
-
-
-class Clocks(msgspec.Struct, frozen=True):
-    """Time and identity of this boot as inputs: functions in, so that tests can turn them."""
-
-    monotonic: Callable[[], float]
-    wall: Callable[[], float]
-    boot_id: str
 
 
 class OrderContext:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from snapshot_shared.courier import Clocks
+from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import SnapbackError, StorageFailed
 from snapshot_shared.tasks import end_all
 

@@ -17,8 +17,9 @@ from gms.handlers.keeper import Gms
 from gms.handlers.sessions import LeaseSessions
 from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus
+from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
-from snapshot_shared.courier import Clocks, Courier, OrderContext
+from snapshot_shared.courier import Courier, OrderContext
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.journal import Journal

@@ -32,8 +32,8 @@ from snapshot_operator.ports import Cluster, Nodes
 from snapshot_shared import instruments, subjects
 from snapshot_shared.api import MAX_EVENT_BYTES, ObjectNews
 from snapshot_shared.bus import Bus, Delivery
+from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.courier import Clocks
 from snapshot_shared.errors import BusUnavailable, InvalidMessage, InvalidName, NoSpace, StoreBusy
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import NodeName, OrderId, token, verb_of

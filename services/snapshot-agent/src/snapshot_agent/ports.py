@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from snapshot_agent.domain.spec import Launch, Places
 from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
-from snapshot_shared.courier import Clocks
+from snapshot_shared.clocks import Clocks
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
 from snapshot_shared.metrics import OFF, Metrics
