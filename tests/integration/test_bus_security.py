@@ -381,7 +381,8 @@ async def test_a_node_that_was_paused_stays_so_when_its_agent_binds_again(world:
     assert json.loads(answer.data)["paused"]
     agent = await world.server.bus(User("agent", A))
     durable, filter_ = subjects.durable(A, "agent"), subjects.orders_of(A, "agent")
-    await agent._bind(subjects.ORDERS, durable, filter_, 256, 30.0)
+    async with agent._pulling(subjects.ORDERS, durable, filter_, 256, 30.0):
+        pass
     found = await cli.request(f"{CONSUMERS}.INFO.ORDERS.agent-node-a", b"", timeout=5)
     assert json.loads(found.data)["paused"]
 

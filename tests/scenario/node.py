@@ -43,6 +43,7 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
+from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import until_stopped
@@ -218,22 +219,20 @@ async def _gms_main(node: SimNode, process: Process) -> None:
     telemetry = _tracer("snap-gms", node.name)
     journal = Journal.open(node.state / "gms", now=clocks.wall())
     bus = node.world.bus(f"gms-{node.name}", process, node.build)
+    book = OrderBook(node=check_node(node.name), service="gms", journal=journal, clocks=clocks)
     orders = GmsOrders(
         server.gms,
         SimTransfers(node),
         telemetry,
+        book,
         socket_dir=Path("/run"),
         root=SHARED,
-        courier=lambda: courier,
     )
     courier = Courier(
-        node=check_node(node.name),
-        service="gms",
-        bus=bus,
-        journal=journal,
+        book,
+        bus,
         telemetry=telemetry,
         runner=Runner(journal, telemetry),
-        clocks=clocks,
         handlers=orders.routes(),
     )
     courier.schemas = node.build.schemas
@@ -252,17 +251,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     bus = node.world.bus(f"agent-{node.name}", process, node.build)
     root = ArtifactRoot(SHARED)
     gpu_memory = SimGpuMemory(node)
-    courier = Courier(
-        node=check_node(node.name),
-        service="agent",
-        bus=bus,
-        journal=journal,
-        telemetry=telemetry,
-        runner=Runner(journal, telemetry),
-        clocks=clocks,
-        handlers=routes(lambda: agent),
-    )
-    courier.schemas = node.build.schemas
+    book = OrderBook(node=check_node(node.name), service="agent", journal=journal, clocks=clocks)
     machine = AgentMachine(
         runtime=SimRuntime(node, process),
         control=node.control,
@@ -277,7 +266,15 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         facts=Facts(arch="x86_64", kernel="sim", python="3"),
     )
     around = Surroundings(node.name, "sim", Path("/run"), Path("/"), "/bin", "/")
-    agent = Agent(machine, courier, around, node.state, SLOTS)
+    agent = Agent(machine, book, around, node.state, SLOTS)
+    courier = Courier(
+        book,
+        bus,
+        telemetry=telemetry,
+        runner=Runner(journal, telemetry),
+        handlers=routes(agent),
+    )
+    courier.schemas = node.build.schemas
 
     build = node.build
     inventory = Inventory(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import jsonschema
 import msgspec
 
 from snapshot_shared import api
@@ -24,6 +23,9 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+
+if TYPE_CHECKING:
+    import jsonschema
 
 MAX_PROBLEMS = 50
 MAX_GPUS = 64
@@ -116,6 +118,8 @@ def _without_server_fields(document: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _validator(name: str) -> jsonschema.Draft202012Validator:
+    import jsonschema  # noqa: PLC0415 - costs start-up time
+
     schema = closed(msgspec.json.schema(KINDS[name].type))
     return jsonschema.Draft202012Validator(schema)
 

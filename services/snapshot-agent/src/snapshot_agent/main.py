@@ -36,6 +36,7 @@ from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import Metrics
+from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
@@ -97,20 +98,23 @@ class _Node:
         self.control = ControlDirectories()
         self.gms = GmsClient(settings.socket_dir)
         self.faults = FaultPlan("agent", settings.node) if settings.sim else None
-        self.courier = Courier(
+        self.book = OrderBook(
             node=self.name,
             service="agent",
-            bus=self.bus,
             journal=self.journal,
-            telemetry=self.telemetry,
-            runner=Runner(self.journal, self.telemetry, self.faults, self.metrics),
             clocks=self.clocks,
-            handlers=routes(lambda: self.agent),
+            metrics=self.metrics,
         )
         self.agent = Agent(
-            self._machine(), self.courier, self._around(), settings.state_dir, settings.slots
+            self._machine(), self.book, self._around(), settings.state_dir, settings.slots
         )
-
+        self.courier = Courier(
+            self.book,
+            self.bus,
+            telemetry=self.telemetry,
+            runner=Runner(self.journal, self.telemetry, self.faults, self.metrics),
+            handlers=routes(self.agent),
+        )
         self.inventory = Inventory(
             ArtifactLibrary(settings.artifact_root),
             OperatorInventories(self.bus, settings.node),
@@ -176,7 +180,7 @@ class _Node:
 
     async def close(self) -> None:
         """End orderly: compensate what is under way, leave containers running."""
-        await self.courier.drain()
+        await self.book.drain()
         await self.agent.close()
         await self.control.close()
         self.runtime.close()
@@ -186,6 +190,7 @@ class _Node:
                 await asyncio.wait_for(self.telemetry.flush(self.bus), FLUSH_S)
         self.telemetry.shutdown()
         await self.bus.close()
+        await self.journal.settled()
         self.journal.close()
 
 

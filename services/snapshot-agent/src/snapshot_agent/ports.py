@@ -310,7 +310,7 @@ class Locks(Protocol):
 
 
 class Orders(Protocol):
-    """What handlers need of the courier beyond the context of their own order."""
+    """What handlers need of the order book beyond the context of their own order."""
 
     journal: Journal
 

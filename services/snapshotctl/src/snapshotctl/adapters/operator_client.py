@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -34,7 +34,6 @@ from snapshot_shared.api import (
     VerifyReply,
     VerifyRequest,
 )
-from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -55,6 +54,9 @@ from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import News
+
+if TYPE_CHECKING:
+    from snapshot_shared.bus import Bus, Delivery
 
 log = logging.getLogger(__name__)
 
@@ -431,6 +433,8 @@ async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator
 
 
 def _bus(server: Server) -> Bus:
+    from snapshot_shared.bus import Bus  # noqa: PLC0415 - costs start-up time
+
     return Bus(server.url, "snapshotctl", credentials=server.credentials, inbox=server.inbox)
 
 

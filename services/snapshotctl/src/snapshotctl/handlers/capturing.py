@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from snapshot_shared.errors import NotEligible, NotFound
 from snapshot_shared.objects import KINDS, DynamoCheckpoint, Pod, Snapshot, SnapshotContent
-from snapshot_shared.telemetry import Telemetry
 from snapshotctl.domain import capturing
 from snapshotctl.domain.capturing import Captured, PodManifest
 from snapshotctl.domain.documents import Document
@@ -20,6 +19,9 @@ from snapshotctl.domain.waiting import failure_of
 from snapshotctl.handlers.objects import existing, store
 from snapshotctl.handlers.phases import Clocks, watch
 from snapshotctl.ports import Operator, Screen
+
+if TYPE_CHECKING:
+    from snapshot_shared.telemetry import Telemetry
 
 
 class Means(NamedTuple):
