@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from snapshot_operator.domain.plan import (
     status_plan,
 )
 from snapshot_operator.domain.pods import FINISHED
-from snapshot_shared.codec import encode_json
+from snapshot_shared import identity
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import short_hash
 from snapshot_shared.objects import (
@@ -88,8 +87,8 @@ def owned_by(value: AnyObject | None, owner: AnyObject) -> bool:
 
 
 def identity_hash(checkpoint: DynamoCheckpoint) -> str:
-    """Give the id that equal identities share: 16 hex digits of a SHA-256 over the identity."""
-    return hashlib.sha256(encode_json(checkpoint.spec.identity)).hexdigest()[:16]
+    """Return the id that checkpoints of equal identity share."""
+    return identity.identity_hash(checkpoint.spec.identity)
 
 
 def reconcile_checkpoint(view: CheckpointView, now: float) -> Plan:

@@ -1,0 +1,39 @@
+"""The identity hash: equal for checkpoints whose artifacts are interchangeable.
+
+The formula is that of the operator of NVIDIA Dynamo, to the byte, so that a manifest has the same
+hash in both: the SHA-256 of the identity as Go's `encoding/json` writes it, in 16 hex digits. The
+GPU memory service, the pod template and the metadata are no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from snapshot_shared.objects import IdentitySpec
+
+HASH_DIGITS = 16
+# Go escapes what HTML or JavaScript would read, although JSON need not; only strings hold these.
+_GO_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+
+
+def identity_hash(identity: IdentitySpec) -> str:
+    """Return the hash of an identity: 16 lower-case hex digits."""
+    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def canonical_json(identity: IdentitySpec) -> str:
+    """Return the text that is hashed: compact JSON, parallel sizes written out, the rest if set."""
+    fields = {
+        "model": identity.model,
+        "backendFramework": identity.backend_framework,
+        "dynamoVersion": identity.dynamo_version or None,
+        "tensorParallelSize": identity.tensor_parallel_size or 1,
+        "pipelineParallelSize": identity.pipeline_parallel_size or 1,
+        "dtype": identity.dtype or None,
+        "maxModelLen": identity.max_model_len or None,
+        "extraParameters": dict(sorted(identity.extra_parameters.items())) or None,
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    text = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+    return text.translate(_GO_ESCAPES)
