@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.snapshotctl.conftest import Cli, Ended, interrupt, read_until
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.waits]
+pytestmark = pytest.mark.waits
 
 WORKER = """\
 apiVersion: v1

@@ -33,8 +33,6 @@ spec:
       command: ["sleep", "1000"]
 """
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def one_node(cli: Cli) -> Iterator[Cli]:
