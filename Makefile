@@ -26,6 +26,8 @@ endif
 # What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
 # and the like.
 MARKERS ?= not root and not gpu and not docker and not slow
+# Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
+TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
@@ -96,8 +98,8 @@ format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-test: $(STAMP) ## All tests that need no root, GPU or Docker
-	$(BIN)/pytest -m "$(MARKERS)"
+test: $(STAMP) ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
+	$(BIN)/pytest -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup -m "$(MARKERS)"
 
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
 	$(BIN)/pytest -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
