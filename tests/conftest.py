@@ -17,12 +17,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Have tests that share a fixture run on one process, or each process would make its own."""
-    for item in items:
-        for name in _shared_by(item):
-            item.add_marker(pytest.mark.xdist_group(name))
+    for name in _shared_by(item):
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def _shared_by(item: pytest.Item) -> set[str]:

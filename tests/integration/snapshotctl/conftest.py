@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,15 @@ class Cli:
         ended = self.run(*words, stdin=stdin)
         assert ended.code == 0, ended
         return ended
+
+    def until(self, holds: Callable[[Any], Any], *words: str) -> Any:
+        """Repeat a command until something holds of the value it prints; return what that gave."""
+        last = time.monotonic() + PATIENCE_S
+        while time.monotonic() < last:
+            if found := holds(self.ok(*words, "-o", "json").value()):
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"not within {PATIENCE_S} s: {self.ok(*words).out}")
 
     def state(self, name: str = "default") -> Path:
         return self.home / "state" / "snapback" / name
