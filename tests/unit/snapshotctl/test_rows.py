@@ -19,7 +19,7 @@ CONTENT = {
     "snapshotRef": {"namespace": "ns", "name": "snap", "uid": UID},
     "source": {"podRef": {"name": "w"}, "namespace": "ns", "nodeName": "node-1"},
 }
-IDENTITY = {"model": "m", "backendFramework": "b"}
+IDENTITY = {"model": "m", "backendFramework": "vllm"}
 DEVICE = {"index": 0, "uuid": "GPU-0", "product": "p", "capacity_bytes": 4 * 1024**3}
 DOUBTED = {"type": "Ready", "status": "False", "reason": "ArtifactCorrupt"}
 QUARANTINED = {"type": "Quarantined", "status": "True", "reason": "ArtifactCorrupt"}

@@ -47,6 +47,7 @@ from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of, t
 from snapshot_shared.objects import KINDS, AnyObject, Kind, Node, ObjectMeta, find_kind, is_true
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+from snapshot_shared.tasks import heeding
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import NodeSpec
 from snapshotctl.domain.kin import Changed
@@ -246,7 +247,7 @@ class OperatorClient:
 
     async def presence(self) -> dict[NodeName, Presence]:
         found: dict[NodeName, Presence] = {}
-        for key, value in (await self.bus.entries(subjects.NODES_BUCKET)).items():
+        for key, value in (await heeding(self.bus.entries(subjects.NODES_BUCKET))).items():
             with contextlib.suppress(InvalidInput):
                 found[NodeName(name_of(key))] = decode_json(value, Presence)
         return found
@@ -277,7 +278,7 @@ class OperatorClient:
     async def _kept(self, stream: str, filter_: str, type_: type[Message]) -> list[Message]:
         """Read what a stream holds; what is none of its messages does not count."""
         found = []
-        for delivery in await self.bus.replay(stream, filter_):
+        for delivery in await heeding(self.bus.replay(stream, filter_)):
             with contextlib.suppress(InvalidMessage):
                 found.append(decode_json(delivery.data, type_))
         return found
@@ -300,7 +301,7 @@ class OperatorClient:
                 next_step="split the file and apply its parts one after another",
             )
         try:
-            answer = await self.bus.request(subjects.api(verb), data)
+            answer = await heeding(self.bus.request(subjects.api(verb), data))
         except NotFound as error:
             raise BusUnavailable(
                 f"no operator answers behind {shown(self._server.url)} ({self._server.source})",
