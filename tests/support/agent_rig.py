@@ -26,7 +26,7 @@ from snapshot_shared import subjects
 from snapshot_shared.api import TemplateReply, TemplateRequest
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, digest, encode_json
-from snapshot_shared.errors import NotFound
+from snapshot_shared.errors import BusUnavailable, NotFound
 from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects import PodSpec
@@ -80,12 +80,16 @@ class Pod:
         return (self.home / "beats").read_text()
 
     def pid(self, journal: Path) -> int:
+        """The process that the worker has now."""
+        found: int | None = None
         for line in journal.read_text().splitlines():
             body = json.loads(line.partition(" ")[2])
             is_ours = body.get("order") == f"run-{self.ref.uid}"
             if is_ours and body.get("key") == f"container:{self.ref.container}":
-                return int(body["value"]["pid"])
-        raise AssertionError("the journal has no process of this pod")
+                found = int(body["value"]["pid"])
+        if found is None:
+            raise AssertionError("the journal has no process of this pod")
+        return found
 
 
 class Rig:
@@ -177,7 +181,7 @@ class Rig:
                 try:
                     await self.bus.request(subject, b"", timeout_s=1.0)
                     return
-                except NotFound:
+                except (BusUnavailable, NotFound):
                     await asyncio.sleep(0.02)
 
     async def status(self) -> dict[str, Any]:
@@ -303,10 +307,13 @@ class Rig:
         )
 
     def dump_order(
-        self, pod: Pod, content: str, vector: list[VectorEntry], attempt: int = 1
+        self, pod: Pod, content: str, vector: list[VectorEntry], attempt: int = 1, **fields: Any
     ) -> DumpOrder:
         return DumpOrder(
-            pod=pod.ref, content_uid=content, vector=vector, **self.common("dump", content, attempt)
+            pod=pod.ref,
+            content_uid=content,
+            vector=vector,
+            **{**self.common("dump", content, attempt), **fields},
         )
 
     def release_order(
@@ -316,17 +323,17 @@ class Rig:
             pod=pod.ref, content_uid=content, **self.common("release", content, attempt), **fields
         )
 
-    async def staged(self, pod: Pod, content: str) -> tuple[Report, Report]:
+    async def staged(self, pod: Pod, content: str, **fields: Any) -> tuple[Report, Report]:
         """Prepare and dump without devices; the worker is still held."""
-        prepared = await self.carry_out(self.prepare_order(pod, content))
+        prepared = await self.carry_out(self.prepare_order(pod, content, **fields))
         assert prepared.kind == "prepared", prepared
-        dumped = await self.carry_out(self.dump_order(pod, content, prepared.vector))
+        dumped = await self.carry_out(self.dump_order(pod, content, prepared.vector, **fields))
         assert dumped.kind == "staged", dumped
         return prepared, dumped
 
-    async def captured(self, pod: Pod, content: str) -> ArtifactRef:
-        """Capture a worker whole and release it."""
-        prepared, dumped = await self.staged(pod, content)
+    async def captured(self, pod: Pod, content: str, **fields: Any) -> ArtifactRef:
+        """Capture a worker whole and release it; `fields` are those of the driven orders."""
+        prepared, dumped = await self.staged(pod, content, **fields)
         assert dumped.part is not None
         seal = SealOrder(
             namespace="default",
@@ -338,7 +345,7 @@ class Rig:
         )
         sealed = await self.carry_out(seal)
         assert sealed.kind == "sealed", sealed
-        released = await self.carry_out(self.release_order(pod, content))
+        released = await self.carry_out(self.release_order(pod, content, **fields))
         assert released.kind == "released", released
         assert sealed.root_digest is not None
         return ArtifactRef(

@@ -19,7 +19,7 @@ async def test_a_node_is_present_at_once_and_names_its_devices_as_soon_as_gms_is
         first = decode_json((await asyncio.wait_for(queue.get(), PATIENCE_S)).data, Presence)
         assert first.node == rig.node
         assert first.devices == []
-        assert first.drivers == ["cooperative"]
+        assert first.drivers == ["cooperative", "respawn"]
         assert first.artifact_root == str(rig.root)
         assert first.free_bytes > 0
 
