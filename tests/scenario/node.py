@@ -18,6 +18,7 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.adapters.known_pods import OperatorPods
 from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
 from snapshot_agent.adapters.presence import Announcer
 from snapshot_agent.adapters.templates import OperatorTemplates
@@ -26,6 +27,7 @@ from snapshot_agent.domain.driving import Release
 from snapshot_agent.domain.spec import Launch, Places, Surroundings
 from snapshot_agent.handlers import Agent, routes
 from snapshot_agent.handlers.inventory import Inventory
+from snapshot_agent.handlers.pod_inventory import PodInventory
 from snapshot_agent.ports import Dump, Duty, Restoring, Worker
 from snapshot_agent.ports import Machine as AgentMachine
 from snapshot_agent.ports import Process as ProcessId
@@ -293,6 +295,8 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         every_s=INVENTORY_EVERY_S,
     )
 
+    pods = PodInventory(agent.pods, OperatorPods(bus, node.name), every_s=INVENTORY_EVERY_S)
+
     def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(
             node=node.name,
@@ -315,8 +319,9 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     await until_stopped(
         stop,
         courier.serve(),
-        Announcer(bus, gpu_memory, presence, stop).run(),  # type: ignore[arg-type]
+        Announcer(bus, gpu_memory, presence, stop, pods.is_known).run(),  # type: ignore[arg-type]
         inventory.run(stop),
+        pods.run(stop),
     )
 
 

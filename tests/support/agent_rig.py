@@ -23,7 +23,7 @@ import msgspec
 
 from snapshot_agent.main import serve
 from snapshot_shared import subjects
-from snapshot_shared.api import TemplateReply, TemplateRequest
+from snapshot_shared.api import PodsReply, PodsRequest, TemplateReply, TemplateRequest
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, digest, encode_json
 from snapshot_shared.errors import BusUnavailable, NotFound
@@ -105,6 +105,10 @@ class Rig:
         self.bus = Bus(url, "test-operator")
         self.pods: dict[str, Pod] = {}
         self.reports: list[Report] = []
+        self.also_unknown: list[str] = []
+        self.asked_pods: list[list[str]] = []
+        self.answers_pods = asyncio.Event()
+        self.answers_pods.set()
         self._news = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: list[asyncio.subprocess.Process] = []
@@ -195,6 +199,7 @@ class Rig:
         await self.bus.ensure_assets()
         self._tasks.append(asyncio.create_task(self._collect()))
         self._tasks.append(asyncio.create_task(self._answer_templates()))
+        self._tasks.append(asyncio.create_task(self._answer_pods()))
 
     async def _collect(self) -> None:
         async with self.bus.listening(f"snap.report.{self.node}.>") as heard:
@@ -215,6 +220,18 @@ class Rig:
         if request.uid in self.pods:
             reply = TemplateReply(spec=self.pods[request.uid].spec)
             await delivery.raw.respond(encode_json(reply))
+
+    async def _answer_pods(self) -> None:
+        """Know the pods of the test and no others, while `answers_pods` is set."""
+        async with self.bus.listening(subjects.pods(self.node)) as asked:
+            while True:
+                delivery = await asked.get()
+                await self.answers_pods.wait()
+                request = decode_json(delivery.data, PodsRequest)
+                self.asked_pods.append(request.pods)
+                unknown = [uid for uid in request.pods if uid not in self.pods]
+                reply = PodsReply(unknown=[*unknown, *self.also_unknown])
+                await delivery.raw.respond(encode_json(reply))
 
     async def close(self) -> None:
         for process in self._processes:

@@ -244,6 +244,23 @@ class InventoryReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     failure: Failure | None = None
 
 
+MAX_PODS = 1000
+
+
+class PodsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent asks which of the pods that it has listed before the operator does not know."""
+
+    node: str
+    pods: Annotated[list[UidStr], Meta(max_length=MAX_PODS)] = []
+
+
+class PodsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The uids of those pods of which no object is there any more; the agent ends them."""
+
+    unknown: list[UidStr] = []
+    failure: Failure | None = None
+
+
 FaultAction = Literal["crash", "stall", "fail"]
 """Kill the service, wait until the step's deadline, or raise InjectedFault."""
 

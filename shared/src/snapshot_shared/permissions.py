@@ -167,6 +167,7 @@ def _operator() -> Allowed:
         f"{subjects.API}.*",
         f"{subjects.API}.template.*",
         f"{subjects.API}.inventory.*",
+        f"{subjects.API}.pods.*",
         f"{subjects.EVENTS}.>",
         subjects.bucket_key(subjects.NODES_BUCKET, "*"),
         subjects.elections(subjects.REPORTS, "operator"),
@@ -190,6 +191,7 @@ def _service(node: NodeName, service: Service) -> Allowed:
         publish += [
             subjects.template(node),
             subjects.inventory(node),
+            subjects.pods(node),
             subjects.bucket_key(subjects.NODES_BUCKET, name),
         ]
     listen = (

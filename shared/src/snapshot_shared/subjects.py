@@ -111,6 +111,11 @@ def inventory(node: NodeName) -> str:
     return f"{API}.inventory.{token(node)}"
 
 
+def pods(node: NodeName) -> str:
+    """Subject on which the agent of a node, and no other, asks which of its pods are unknown."""
+    return f"{API}.pods.{token(node)}"
+
+
 def rpc(node: NodeName, service: str, question: str) -> str:
     """Subject of one quick question to a service of one node."""
     return f"snap.rpc.{_service(service)}.{token(node)}.{question}"

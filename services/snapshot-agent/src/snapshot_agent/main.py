@@ -16,6 +16,7 @@ from snapshot_agent.adapters.control_dir import ControlDirectories
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.adapters.guards import Guards
+from snapshot_agent.adapters.known_pods import OperatorPods
 from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
 from snapshot_agent.adapters.locks import FileLocks
 from snapshot_agent.adapters.presence import Announcer
@@ -25,6 +26,7 @@ from snapshot_agent.adapters.templates import OperatorTemplates
 from snapshot_agent.domain.spec import Surroundings
 from snapshot_agent.handlers import Agent, routes
 from snapshot_agent.handlers.inventory import Inventory
+from snapshot_agent.handlers.pod_inventory import PodInventory
 from snapshot_agent.ports import Machine, ProcessDriver
 from snapshot_shared import subjects
 from snapshot_shared.artifact import Facts
@@ -123,6 +125,7 @@ class _Node:
             settings.node,
             self.clocks.wall,
         )
+        self.pod_inventory = PodInventory(self.agent.pods, OperatorPods(self.bus, settings.node))
 
     def _machine(self) -> Machine:
         return Machine(
@@ -212,11 +215,16 @@ async def serve(stop: asyncio.Event) -> None:
                     stop,
                     node.courier.serve(),
                     node.telemetry.publish_to(node.bus),
-                    Announcer(node.bus, node.gms, node.presence, stop).run(),
+                    _announcer(node, stop).run(),
                     node.inventory.run(stop),
+                    node.pod_inventory.run(stop),
                 )
     finally:
         await node.close()
+
+
+def _announcer(node: _Node, stop: asyncio.Event) -> Announcer:
+    return Announcer(node.bus, node.gms, node.presence, stop, node.pod_inventory.is_known)
 
 
 async def _connect(node: _Node) -> None:

@@ -438,6 +438,14 @@ class Inventories(Protocol):
         ...
 
 
+class KnownPods(Protocol):
+    """The operator, as the one that knows which pods there are."""
+
+    async def unknown(self, pods: Sequence[str]) -> list[str]:
+        """Return the uids of those that are no objects any more. BusUnavailable, NotFound."""
+        ...
+
+
 class Templates(Protocol):
     """Where pod specs come from: they never travel in orders."""
 
