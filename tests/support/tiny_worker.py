@@ -53,11 +53,17 @@ def load(state: Path) -> tuple[str, int]:
     return str(answer), (state / "weights.bin").stat().st_size
 
 
-def resume(state: Path) -> str:
-    """Go on as the worker that was quiet, in the middle of its capture."""
-    answer, size = load(state)
+def resume(arguments: argparse.Namespace) -> tuple[str, int | None]:
+    """Go on as the worker that was quiet, in the middle of its capture: its answer and attempt."""
+    if arguments.exit_at_resume is not None:
+        sys.exit(arguments.exit_at_resume)
+    while arguments.hang_at_resume:
+        beat(0)
+    answer, size = load(arguments.resume_from)
     tell(f"resumed {answer} {size}")
-    return answer
+    quiet = attempt_in("quiesce")
+    put("quiesced", {"attempt": quiet})
+    return answer, quiet
 
 
 def restore(state: Path) -> str:
@@ -88,6 +94,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--resume-from", type=Path)
     parser.add_argument("--exit-at-resume", type=int)
+    parser.add_argument("--hang-at-resume", action="store_true")
     arguments = parser.parse_args()
     if arguments.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -99,8 +106,6 @@ def main() -> None:
         sys.exit(arguments.exit_at_start)
     answer = arguments.answer
     quiet = None
-    if arguments.resume_from and arguments.exit_at_resume is not None:
-        sys.exit(arguments.exit_at_resume)
     if os.environ.get("SNAPSHOT_RESTORE_STANDBY"):
         if arguments.never_restored:
             tell("standby")
@@ -108,9 +113,7 @@ def main() -> None:
                 beat(0)
         answer = restore(arguments.resume_from or STATE)
     elif arguments.resume_from:
-        answer = resume(arguments.resume_from)
-        quiet = attempt_in("quiesce")
-        put("quiesced", {"attempt": quiet})
+        answer, quiet = resume(arguments)
     elif not arguments.never_ready:
         put("ready-for-snapshot", {"attempt": 0})
     serve(arguments, answer, quiet)

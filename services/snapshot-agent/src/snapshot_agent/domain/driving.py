@@ -6,7 +6,7 @@ back first. Once a step has begun that cannot be undone, the worker can only be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ class Phase(StrEnum):
     SIGNAL = "signal"
     LOCKED = "locked"
     BEGUN = "begun"
+
+
+PHASE_NOTE = "phase"
+"""The note of a dump that has the phase, once it was another than the first."""
 
 
 class Phases(NamedTuple):
@@ -49,12 +53,9 @@ class Release(NamedTuple):
     stays: bool = False
 
 
-def phase_of(phases: Mapping[str, Phases], entry: Entry | None) -> Phase:
-    """Return the phase that an order has left a worker in, from the last step that it began."""
-    if entry is None or not entry.began:
-        return Phase.SIGNAL
-    found = phases.get(entry.began[-1], AS_BEFORE)
-    return found.after if entry.open_step is None else found.during
+def phase_of(dump: Entry | None) -> Phase:
+    """Return the phase that a dump has left a worker in, as its journal says."""
+    return Phase.SIGNAL if dump is None else Phase(dump.notes.get(PHASE_NOTE, Phase.SIGNAL))
 
 
 def device_map(root: RootManifest, devices: Sequence[DeviceRef]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import os
 
 import msgspec
 
+from snapshot_agent.domain.driving import PHASE_NOTE, Phase
 from snapshot_agent.domain.gate import check_vector
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.opening import Opening, facts_of
@@ -218,15 +219,21 @@ class _Staging:
         self._stage_name = stage.name
         if stage.writes and self._dump.part < 0:
             await self._open()
-        self._holds.enter(self._hold, stage.phases.during)
+        await self._enter(stage.phases.during)
         if stage.replaces:
             await self._replace(stage)
         else:
             await while_alive(self._workers, self._dump.worker, stage.run(self._dump))
-        self._holds.enter(self._hold, stage.phases.after)
+        await self._enter(stage.phases.after)
         if stage.writes and self._holds.is_let_go(self._dump.worker, self._order.attempt):
             # It ran again while its state was read.
             raise Aborted("the worker was let go while it was dumped")
+
+    async def _enter(self, phase: Phase) -> None:
+        """Have the journal say how the worker is let go from here on, and then the guard know."""
+        if phase is not self._hold.phase:
+            await self._ctx.note(PHASE_NOTE, phase)
+            self._holds.enter(self._hold, phase)
 
     async def _open(self) -> None:
         """Create the part. From here on nothing is run a second time."""

@@ -152,8 +152,6 @@ class Holds:
 
     def enter(self, hold: Hold, phase: Phase) -> None:
         """Have the worker let go from here on as this phase of its driver needs it."""
-        if phase is hold.phase:
-            return
         hold.phase = phase
         if hold.guard is not None:
             hold.guard.release_by(hold.driver.release(hold.worker, phase))

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from snapshot_agent.domain.driving import phase_of
+from snapshot_agent.domain.driving import Phase, phase_of
 from snapshot_agent.domain.recovery import Left, Recovery, decide, interruption
 from snapshot_agent.handlers.holds import Hold, Holds
 from snapshot_agent.handlers.opening import DEADLINE_NOTE
@@ -111,8 +111,8 @@ class Recoverer:
             return None
         unlock = self._machine.locks.take(worker.places.lock)
         deadline = self._deadline(left.prepare, order)
-        phases = {stage.name: stage.phases for stage in driver.stages}
-        phase = phase_of(phases, left.dump)
+        # A guard that has let the worker go did all that the phase needed.
+        phase = Phase.SIGNAL if left.is_let_go else phase_of(left.dump)
         hold = Hold(order, worker, driver, deadline, unlock or _nothing, phase)
         hold.guard = await self._machine.guards.adopt(self._holds.duty(hold))
         self._holds.by_content[hold.content] = hold
