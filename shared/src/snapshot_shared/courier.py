@@ -17,7 +17,6 @@ from msgspec import Meta
 
 from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus, Delivery
-from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,

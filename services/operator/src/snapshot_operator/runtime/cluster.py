@@ -63,7 +63,7 @@ class Cluster:
     async def sync(self) -> None:
         """Fill memory from the store, and follow its events from here on."""
         self._store.subscribe(self._take)
-        # What is read stays: to look for garbage in it, now and later, takes longer than to read it.
+        # What is read stays. Looking for garbage in it takes longer than reading it, each time.
         gc.disable()
         try:
             for kind in KINDS:

@@ -13,7 +13,7 @@ from snapshot_agent.handlers.holds import Holds
 from snapshot_agent.handlers.pods import Pods
 from snapshot_agent.handlers.recovery import Recoverer
 from snapshot_agent.handlers.restores import Restores
-from snapshot_agent.ports import Machine, Orders
+from snapshot_agent.ports import Machine, Orders, Workers
 from snapshot_shared import instruments
 from snapshot_shared.courier import Handler
 from snapshot_shared.orders import (
@@ -47,11 +47,12 @@ class Agent:
         self._clocks = machine.clocks
         self.background = Background()
         self.pods = Pods(machine, orders, self.background, around, state_dir)
-        self.holds = Holds(machine, orders, self.background)
-        self.captures = Captures(machine, orders, self.pods, self.holds, semaphore)
+        workers: Workers = self.pods
+        self.holds = Holds(machine, orders, workers, self.background)
+        self.captures = Captures(machine, orders, workers, self.holds, semaphore)
         self.artifacts = Artifacts(machine, orders, semaphore)
-        self.restores = Restores(machine, orders, self.pods)
-        self._recoverer = Recoverer(machine, orders, self.pods, self.holds)
+        self.restores = Restores(machine, orders, workers)
+        self._recoverer = Recoverer(machine, orders, workers, self.pods, self.holds)
         observe = machine.metrics.observe
         observe(instruments.SLOTS_USED, lambda: {(): semaphore.used})
         observe(instruments.SLOTS_LIMIT, lambda: {(): semaphore.limit})
