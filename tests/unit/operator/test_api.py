@@ -25,7 +25,7 @@ from snapshot_shared.bus import ASKED
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.ids import NodeName
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, payload
 
 REPLIES = {
     "apply": ApplyReply,
@@ -41,7 +41,7 @@ REPLIES = {
 async def ask(world: World, verb: str, request: Any, reply: type[Any], *, asked: str = "") -> Any:
     """Ask as a client does: bytes in, bytes out."""
     data = request if isinstance(request, bytes) else encode_json(request)
-    endpoints = world.api.endpoints()
+    endpoints = world.api.endpoints() | world.nodes.endpoints()
     return msgspec.json.decode(await endpoints[verb](data, {ASKED: asked}), type=reply)
 
 
@@ -151,11 +151,11 @@ async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() ->
     await world.apply(document)
     (run,) = world.open("run")
     request = TemplateRequest(
-        namespace="default", name="restored", uid=run.payload["pod"]["uid"], node="node-1"
+        namespace="default", name="restored", uid=payload(run)["pod"]["uid"], node="node-1"
     )
     own, others = subjects.template(NodeName("node-1")), subjects.template(NodeName("node-2"))
     answer = await ask(world, "template.*", request, TemplateReply, asked=own)
-    assert digest(encode_json(answer.spec)) == run.payload["template_digest"]
+    assert digest(encode_json(answer.spec)) == payload(run)["template_digest"]
     wrong = msgspec.structs.replace(request, node="node-2")
     answer = await ask(world, "template.*", wrong, TemplateReply, asked=others)
     assert answer.failure.reason == "Forbidden"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_operator.domain.backpressure import is_full
+from snapshot_operator.core.backpressure import is_full
 from snapshot_shared.api import VerifyRequest
 from snapshot_shared.objects import condition
 from snapshot_shared.transitions import Capture, Restore
@@ -22,7 +22,7 @@ async def world() -> World:
 async def fill(world: World, share: float) -> None:
     """Have the next sweep see a stream that is as full as that."""
     world.orders.taken = share
-    await world.controller.sweep_once()
+    await world.sweep.once()
     await world.settle()
 
 
@@ -52,21 +52,21 @@ async def test_a_capture_that_has_begun_goes_on_and_a_new_one_waits(world: World
     await world.answer_well(first)
     await fill(world, 0.8)
     await world.answer_well(second)
-    states = [c.status.capture for c in await world.cluster.list("SnapshotContent")]
+    states = [c.status.capture for c in world.cluster.page("SnapshotContent")]
     assert sorted(states) == [Capture.PENDING, Capture.PREPARING]
     waiting = next(
         condition(content.status.conditions, "Ready")
-        for content in await world.cluster.list("SnapshotContent")
+        for content in world.cluster.page("SnapshotContent")
         if content.status.capture is Capture.PENDING
     )
     assert waiting is not None
     assert waiting.reason == "BusFull"
     await world.answer_all()
-    states = [c.status.capture for c in await world.cluster.list("SnapshotContent")]
+    states = [c.status.capture for c in world.cluster.page("SnapshotContent")]
     assert sorted(states) == [Capture.PENDING, Capture.READY]
     await fill(world, 0.0)
     await world.answer_all()
-    states = [c.status.capture for c in await world.cluster.list("SnapshotContent")]
+    states = [c.status.capture for c in world.cluster.page("SnapshotContent")]
     assert states == [Capture.READY] * 2
 
 
@@ -77,10 +77,10 @@ async def test_a_restore_waits_without_a_side_effect(world: World) -> None:
     await world.apply(restore_document(node="node-2"))
     pod = await world.get("Pod", "restored")
     assert (pod.status.phase, pod.status.reason, pod.status.orders) == ("Pending", "BusFull", [])
-    assert (await world.content()).status.readers == []
+    assert (await world.restore("restored")).status.orders == []
     await fill(world, 0.0)
     await world.answer_all()
-    assert (await world.get("Pod", "restored")).status.restore.state is Restore.RESTORED
+    assert (await world.restore("restored")).status.state is Restore.RESTORED
 
 
 async def test_a_verification_waits(world: World) -> None:
@@ -109,4 +109,4 @@ async def test_what_cleans_up_goes_out_however_full_the_stream_is(world: World) 
     await world.answer_all()
     verbs = {order.verb for order in world.orders.history}
     assert verbs >= {"abort", "stop", "drop", "delete"}
-    assert not await world.cluster.list("Pod")
+    assert not world.cluster.page("Pod")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_operator.domain.census import census
+from snapshot_operator.core.census import census
 from snapshot_shared.errors import Failure
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.domain import inventory
-from snapshot_operator.domain.inventory import Policy
-from snapshot_operator.domain.nodes import node_from
-from snapshot_operator.handlers import Api
+from snapshot_operator.api.nodes import NodeApi
+from snapshot_operator.core import inventory
+from snapshot_operator.core.inventory import Policy
+from snapshot_operator.local.nodes import node_from
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared import subjects
 from snapshot_shared.api import FoundGeneration, InventoryReply, InventoryRequest, Verdict
@@ -121,7 +121,7 @@ def test_quarantine_that_is_off_moves_nothing_and_still_tells() -> None:
     assert inventory.reply([], [], Policy("off")).others == "tell"
 
 
-async def ask(api: Api, request: InventoryRequest, node: str) -> InventoryReply:
+async def ask(api: NodeApi, request: InventoryRequest, node: str) -> InventoryReply:
     headers = {ASKED: subjects.inventory(NodeName(node))}
     data = await api.endpoints()["inventory.*"](encode_json(request), headers)
     return msgspec.json.decode(data, type=InventoryReply)
@@ -133,12 +133,12 @@ async def test_the_store_is_read_when_an_agent_asks() -> None:
     request = InventoryRequest(
         node="node-1", generations=[found(OTHER), found(stored.metadata.uid)]
     )
-    reply = await ask(world.api, request, "node-1")
+    reply = await ask(world.nodes, request, "node-1")
     assert reply.verdicts == ["quarantine", "keep"]
 
 
 async def test_a_node_asks_about_its_own_root_only() -> None:
-    reply = await ask(World().api, InventoryRequest(node="node-1"), "node-2")
+    reply = await ask(World().nodes, InventoryRequest(node="node-1"), "node-2")
     assert reply.failure is not None
     assert reply.failure.reason == "Forbidden"
 

@@ -6,10 +6,10 @@ import asyncio
 
 import msgspec
 
-from snapshot_operator.adapters.nats_bus import NatsOrders
+from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
 from snapshot_shared.ids import NodeName, OrderId
-from snapshot_shared.objects import OrderStatus
+from snapshot_shared.objects import OrderStatus, time_of
 from tests.scenario.bus import SimBus, SimServer
 from tests.support.brokers import VirtualLoop
 
@@ -24,9 +24,9 @@ def order(attempt: int) -> OrderStatus:
         attempt=attempt,
         node="node-1",
         service="agent",
-        payload={"order": ORDER, "attempt": attempt},
-        ordered_at=0.0,
-        deadline=1.0,
+        payload=msgspec.Raw(msgspec.json.encode({"order": ORDER, "attempt": attempt})),
+        ordered_at=time_of(0.0),
+        deadline=time_of(1.0),
     )
 
 

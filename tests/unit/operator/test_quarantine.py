@@ -12,7 +12,7 @@ from snapshot_shared.errors import Failure, NotEligible, NotFound
 from snapshot_shared.objects import Condition, condition, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, payload
 
 DAMAGE = Failure(
     reason="ArtifactCorrupt",
@@ -119,7 +119,7 @@ async def test_quarantine_deletes_nothing_and_does_not_stand_in_the_way_of_a_del
     await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
     await world.settle()
     await world.answer_all()
-    assert not await world.cluster.list("SnapshotContent")
+    assert not world.cluster.page("SnapshotContent")
 
 
 @pytest.mark.parametrize("reason", ["Incompatible", "DeviceTooSmall", "NoSpace", "Internal"])
@@ -153,7 +153,7 @@ async def test_a_verification_reads_the_committed_generation_on_a_ready_node(
     assert (reply.content, reply.verification) == (content.metadata.name, 1)
     (order,) = world.open("verify")
     assert order.node == "node-1"
-    assert order.payload["artifact"]["root_digest"] == content.status.committed.root_digest
+    assert payload(order)["artifact"]["root_digest"] == content.status.committed.root_digest
     assert (await row(world, "Verified")).reason == "Verifying"
     await world.answer_well(order)
     assert (await row(world, "Verified")).status == "True"
@@ -206,7 +206,7 @@ async def test_a_verification_that_finds_nothing_lifts_the_quarantine_everywhere
     await world.join(presence("node-3"))
     await world.apply(restore_document(name="again", node="node-3"))
     await world.answer_all()
-    assert (await world.get("Pod", "again")).status.restore.state is Restore.RESTORED
+    assert (await world.restore("again")).status.state is Restore.RESTORED
     await world.advance(60.0)
     assert (await row(world, "Quarantined")).status == "False"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_shared.objects import is_true
+from snapshot_shared.objects import OrderStatus, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, payload
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World)
     await world.apply(restore_document())
     await world.answer_all()
     pod = await world.get("Pod", "restored")
-    assert pod.status.restore.state is Restore.RESTORED
+    assert (await world.restore("restored")).status.state is Restore.RESTORED
     assert is_true(pod.status.conditions, "Ready")
     assert (await world.content()).status.readers == []
 
@@ -31,7 +31,7 @@ async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World)
 async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:
     await world.apply(restore_document(node="node-2"))
     assert sorted(order.verb for order in world.open()) == ["load", "load", "run"]
-    assert world.open("run")[0].payload["standby"] is True
+    assert payload(world.open("run")[0])["standby"] is True
     assert {order.node for order in world.open()} == {"node-2"}
 
 
@@ -48,13 +48,31 @@ async def test_the_reader_is_registered_before_the_loads_and_keeps_the_artifact(
     world: World,
 ) -> None:
     await world.apply(restore_document())
-    pod = await world.get("Pod", "restored")
-    assert (await world.content()).status.readers == [pod.metadata.uid]
+    restore = await world.restore("restored")
+    assert (await world.content()).status.readers == [restore.metadata.uid]
     await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
     await world.settle()
     assert not world.open("delete")
     await world.answer_all()
-    assert not await world.cluster.list("SnapshotContent")
+    assert not world.cluster.page("SnapshotContent")
+
+
+async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(
+    world: World,
+) -> None:
+    content = await world.content()
+    registered: list[bool] = []
+    publish = world.orders.publish
+
+    async def seen(order: OrderStatus) -> None:
+        if order.verb == "load":
+            registered.append(bool((await world.content()).status.readers))
+        await publish(order)
+
+    world.orders.publish = seen  # type: ignore[method-assign]
+    assert content.status.readers == []
+    await world.apply(restore_document())
+    assert registered == [True, True]
 
 
 async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: World) -> None:
@@ -94,8 +112,7 @@ async def test_a_pod_waits_for_a_snapshot_that_does_not_exist_yet(world: World) 
     await world.join(presence("node-3"))
     await world.apply(checkpoint_document("later"))
     await world.answer_all()
-    pod = await world.get("Pod", "restored")
-    assert pod.status.restore.state is Restore.RESTORED
+    assert (await world.restore("restored")).status.state is Restore.RESTORED
 
 
 async def test_two_restores_never_share_a_device(world: World) -> None:
@@ -107,8 +124,7 @@ async def test_two_restores_never_share_a_device(world: World) -> None:
     await world.cluster.delete(one)
     await world.settle()
     await world.answer_all()
-    two = await world.get("Pod", "two")
-    assert two.status.restore.state is Restore.RESTORED
+    assert (await world.restore("two")).status.state is Restore.RESTORED
 
 
 async def test_devices_of_an_ended_pod_are_free_only_when_its_memory_is_forgotten(
@@ -117,21 +133,20 @@ async def test_devices_of_an_ended_pod_are_free_only_when_its_memory_is_forgotte
     await world.apply(restore_document(name="one"))
     await world.answer_all()
     await world.apply(restore_document(name="two"))
-    run = next(o for o in world.orders.history if o.verb == "run" and o.payload["standby"])
+    run = next(o for o in world.orders.history if o.verb == "run" and payload(o)["standby"])
     await world.report(run, "exited", exit_code=0)
     await world.answer_well(world.open("stop")[0])
     assert len(world.open("drop")) == 2
     assert (await world.get("Pod", "two")).status.phase == "Pending"
     await world.answer_all()
-    assert (await world.get("Pod", "two")).status.restore.state is Restore.RESTORED
+    assert (await world.restore("two")).status.state is Restore.RESTORED
 
 
 async def test_a_restored_pod_is_its_own_trace(world: World) -> None:
     await world.join(presence("node-3", capacity=8 * GIB))
     await world.apply(restore_document())
-    pod = await world.get("Pod", "restored")
     content = await world.content()
-    own, source = pod.status.restore.traceparent, content.status.traceparent
+    own, source = (await world.restore("restored")).status.traceparent, content.status.traceparent
     assert own.split("-")[1] != source.split("-")[1]
 
 
@@ -143,9 +158,10 @@ async def test_a_pod_whose_snapshot_failed_before_it_had_a_content_ends_with_the
             "apiVersion": "nvidia.com/v1alpha1",
             "kind": "Snapshot",
             "metadata": {"name": "none"},
-            "spec": {"source": {"podRef": {"name": "no-such-pod"}}},
+            "spec": {"source": {"podRef": {"name": "no-such-pod"}}, "deadlineSeconds": 60},
         }
     )
+    await world.advance(61.0)
     await world.apply(restore_document(source="none"))
     pod = await world.get("Pod", "restored")
     assert (pod.status.phase, pod.status.reason) == ("Failed", "SnapshotFailed")
@@ -165,7 +181,7 @@ async def test_a_pod_deleted_during_its_restore_drops_what_was_loaded_and_frees_
     assert (await world.content()).status.readers == []
 
 
-async def test_devices_of_a_lost_node_are_not_given_away_before_its_worker_is_stopped(
+async def test_devices_of_a_silent_node_are_kept_and_its_worker_serves_on_when_it_returns(
     world: World,
 ) -> None:
     await world.apply(restore_document(name="one", node="node-2"))
@@ -173,14 +189,25 @@ async def test_devices_of_a_lost_node_are_not_given_away_before_its_worker_is_st
     lost = world.present.pop("node-2")
     await world.see(absent_s=100.0)
     one = await world.get("Pod", "one")
-    assert (one.status.phase, one.status.reason) == ("Failed", "NodeLost")
+    assert (one.status.phase, one.status.reason) == ("Unknown", "NodeSilent")
+    assert not world.open("stop")
     await world.join(lost)
     await world.apply(restore_document(name="two", node="node-2"))
+    assert (await world.get("Pod", "one")).status.phase == "Running"
     assert (await world.get("Pod", "two")).status.phase == "Pending"
-    (stop,) = world.open("stop")
-    await world.answer_well(stop)
+    assert not world.open("stop")
+
+
+async def test_a_pod_whose_node_is_deleted_fails(world: World) -> None:
+    await world.apply(restore_document(name="one", node="node-2"))
     await world.answer_all()
-    assert (await world.get("Pod", "two")).status.restore.state is Restore.RESTORED
+    world.present.pop("node-2")
+    await world.see(absent_s=100.0)
+    await world.cluster.delete(world.cluster.get("Node", None, "node-2"))
+    await world.settle()
+    one = await world.get("Pod", "one")
+    assert (one.status.phase, one.status.reason) == ("Failed", "NodeLost")
+    assert one.status.obligations == []
 
 
 async def test_a_stop_that_failed_is_tried_again_before_the_devices_are_given_away(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.domain.conditions import timestamp
-from snapshot_operator.domain.retention import DAY_S, Holdings, Limits, Verdict, judged
+from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.restore import restore_for
+from snapshot_operator.core.retention import DAY_S, Holdings, Limits, Verdict, judged
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared.api import RetentionRequest
 from snapshot_shared.ids import derived_uid
@@ -23,15 +25,16 @@ from snapshot_shared.objects import (
     OwnerReference,
     Pod,
     PodSource,
-    RestoreStatus,
     Snapshot,
     SnapshotContent,
     SnapshotContentSpec,
     SnapshotContentStatus,
     SnapshotRef,
+    SnapshotRestore,
     SnapshotSource,
     SnapshotSpec,
     SnapshotStatus,
+    time_of,
 )
 from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture, Restore
@@ -79,8 +82,13 @@ def let_go(holdings: Holdings, limits: Limits, now: float) -> list[Verdict]:
     return [verdict for verdict in judged(holdings, limits, now) if verdict.goes]
 
 
-def chosen(found: list[SnapshotContent], limits: Limits, *pods: Pod) -> list[str]:
-    holdings = Holdings([], [snapshot_of(content) for content in found], found, pods)
+def chosen(
+    found: list[SnapshotContent], limits: Limits, *pods: Pod, state: Restore | None = None
+) -> list[str]:
+    """Return what goes; each of the pods has a restore in a state, if one is given."""
+    restores = [restoring(pod, state) for pod in pods if state is not None]
+    snapshots = [snapshot_of(content) for content in found]
+    holdings = Holdings([], snapshots, found, pods, restores)
     return [item.value.metadata.name for item in let_go(holdings, limits, NOW)]
 
 
@@ -136,9 +144,9 @@ OPEN_RELEASE = OrderStatus(
     attempt=1,
     node="node-1",
     service="agent",
-    payload={},
-    ordered_at=0.0,
-    deadline=1.0,
+    payload=msgspec.Raw(b"{}"),
+    ordered_at=time_of(0.0),
+    deadline=time_of(1.0),
 )
 
 
@@ -202,26 +210,34 @@ def test_within_the_limits_everything_stays_for_that_reason() -> None:
     assert (first.goes, first.why) == (False, "it is within the limits")
 
 
+def restoring(pod: Pod, state: Restore) -> SnapshotRestore:
+    value = restore_for(pod)
+    return replace(value, status=replace(value.status, state=state))
+
+
 def asking(source: str, **status: Any) -> Pod:
     from snapshot_shared.manifests import parse
 
     pod = parse(restore_document(source))
     assert isinstance(pod, Pod)
+    pod = replace(pod, metadata=replace(pod.metadata, uid=derived_uid("pod", source)))
     return replace(pod, status=replace(pod.status, **status))
 
 
 @pytest.mark.parametrize(
-    ("pod", "expected"),
+    ("pod", "state", "expected"),
     [
-        (asking("a"), []),
-        (asking("b"), ["a"]),
-        (asking("a", restore=RestoreStatus(state=Restore.LOADING)), []),
-        (asking("a", restore=RestoreStatus(state=Restore.RESTORED)), ["a"]),
-        (asking("a", phase="Failed"), ["a"]),
+        (asking("a"), None, []),
+        (asking("b"), None, ["a"]),
+        (asking("a"), Restore.LOADING, []),
+        (asking("a"), Restore.RESTORED, ["a"]),
+        (asking("a", phase="Failed"), None, ["a"]),
     ],
 )
-def test_what_a_pod_asks_for_stays_until_it_has_it(pod: Pod, expected: list[str]) -> None:
-    assert chosen(contents("a", "b"), Limits(count=1), pod) == expected
+def test_what_a_pod_asks_for_stays_until_it_has_it(
+    pod: Pod, state: Restore | None, expected: list[str]
+) -> None:
+    assert chosen(contents("a", "b"), Limits(count=1), pod, state=state) == expected
 
 
 def owned(name: str, content: SnapshotContent) -> tuple[DynamoCheckpoint, Snapshot]:
@@ -268,19 +284,19 @@ async def test_a_checkpoint_over_the_limit_is_deleted_with_its_artifact_and_the_
         await world.answer_all()
         world.now += 60
     with caplog.at_level(logging.WARNING):
-        await world.controller.retain()
+        await world.retention.run()
     assert "DynamoCheckpoint default/old: the namespace holds 2 artifacts" in caplog.text
     await world.settle()
     await world.answer_all()
-    assert [c.metadata.name for c in await world.cluster.list("DynamoCheckpoint")] == ["new"]
+    assert [c.metadata.name for c in world.cluster.page("DynamoCheckpoint")] == ["new"]
     assert (await world.content()).spec.snapshot_ref.name == "new"
     assert [o.verb for o in world.orders.history if o.verb == "delete"] == ["delete"]
     caplog.clear()
-    await world.controller.retain()
+    await world.retention.run()
     assert not caplog.text
 
 
-async def test_whoever_asks_is_told_what_goes_and_may_have_it_done() -> None:
+async def test_the_answer_says_what_goes_and_can_have_it_done() -> None:
     world = World(Limits(count=1))
     await world.join(presence("node-1", gpus=4))
     for name in ("old", "new"):
@@ -294,13 +310,13 @@ async def test_whoever_asks_is_told_what_goes_and_may_have_it_done() -> None:
     assert told.limits == {"count": 1}
     assert {item.name: item.goes for item in told.artifacts} == {"old": True, "new": False}
     assert (await world.api.retention(RetentionRequest(namespace="other"))).artifacts == []
-    assert len(await world.cluster.list("DynamoCheckpoint")) == 2
+    assert len(world.cluster.page("DynamoCheckpoint")) == 2
 
     done = await world.api.retention(RetentionRequest(run=True))
     assert [item.name for item in done.artifacts] == ["new"]
     await world.settle()
     await world.answer_all()
-    assert [c.metadata.name for c in await world.cluster.list("DynamoCheckpoint")] == ["new"]
+    assert [c.metadata.name for c in world.cluster.page("DynamoCheckpoint")] == ["new"]
 
 
 def test_limits_are_read_from_the_environment_and_are_off_without() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.controller import RETRY_S
+from snapshot_operator.runtime.sweep import RETRY_S
 from snapshot_shared.errors import BusUnavailable
 from tests.support.agent_rig import until
 from tests.support.objects import checkpoint_document, presence
@@ -29,7 +29,7 @@ async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
         await publish(order)
 
     monkeypatch.setattr(world.orders, "publish", unreliably)
-    sweep = asyncio.ensure_future(world.controller.sweep(asyncio.Event()))
+    sweep = asyncio.ensure_future(world.sweep.run(asyncio.Event(), world.retention.run))
     try:
         await world.apply(checkpoint_document())
         await until(lambda: world.open("run"), "the order", 3 * RETRY_S + 2.0)
@@ -56,7 +56,7 @@ async def test_a_full_stream_is_rid_of_what_nobody_awaits_before_anything_is_pub
     left = replace(prepare, order=prepare.order.replace("prepare", "dump"))
     world.orders.stream = {left.order: left}
     world.orders.most = 1
-    await world.controller.sweep_once()
+    await world.sweep.once()
     assert list(world.orders.stream) == [prepare.order]
 
 
@@ -70,5 +70,5 @@ async def test_what_cleans_up_is_published_before_other_orders_that_are_missing(
     world.orders.stream.clear()
     world.orders.most = len(aborts)
     with pytest.raises(BusUnavailable):
-        await world.controller.sweep_once()
+        await world.sweep.once()
     assert set(world.orders.stream) == aborts

@@ -32,7 +32,7 @@ async def test_a_capture_waits_until_its_node_has_a_version_in_common() -> None:
     await world.report(run, "ready")
     assert world.open("prepare") == []
     found = await world.get("Snapshot", "llm")
-    (content,) = await world.cluster.list("SnapshotContent")
+    (content,) = world.cluster.page("SnapshotContent")
     waits = condition(content.status.conditions, "Ready")  # type: ignore[union-attr]
     assert waits is not None
     assert (waits.reason, waits.message) == ("UnsupportedVersion", BOTH)
@@ -48,7 +48,7 @@ async def test_an_order_that_its_node_cannot_read_is_tried_again_before_the_free
     await world.answer_well(world.open("run")[0])
     (prepare,) = world.open("prepare")
     await world.report(prepare, "prepared", schema=2)
-    (content,) = await world.cluster.list("SnapshotContent")
+    (content,) = world.cluster.page("SnapshotContent")
     failure = content.status.failure  # type: ignore[union-attr]
     assert failure is not None
     assert (failure.reason, failure.retryable) == ("UnsupportedVersion", True)

@@ -203,8 +203,9 @@ def _source_ended(view: ContentView, _now: float) -> Failure | None:
         )
     if pod.status.phase not in _FINISHED:
         return None
+    is_lost = pod.status.reason == "NodeLost"
     return Failure(
-        reason="SourceExited",
+        reason="NodeLost" if is_lost else "SourceExited",
         message=f"pod {source.name} ended ({pod.status.phase}): {pod.status.message}",
         next_step="look at the worker's log, and start it again",
     )

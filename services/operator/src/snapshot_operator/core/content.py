@@ -41,7 +41,10 @@ def gather(reader: Reader, content: SnapshotContent) -> ContentView:
     unanswered = [item.node for item in status.orders if not fold.is_answered(item)]
     is_pending = status.capture is Capture.PENDING
     chooses = _may_choose_a_node(content)
-    reading = _restores(reader.by_index("reading", content.metadata.name))
+    name = content.metadata.name
+    reading = _restores(reader.by_index("reading", name))
+    # One that finds damage comes under this value, and so wakes the content before it ends.
+    reader.by_index("reading", damaged_key(name))
     present = {restore.metadata.uid for restore in reading}
     others = {uid: reader.by_uid(uid) for uid in status.readers if uid not in present}
     return ContentView(
@@ -97,6 +100,11 @@ def capture_key(content: SnapshotContent) -> str:
     return f"{source.pod_ref.uid}/{source.pod_ref.containers[0]}"
 
 
+def damaged_key(name: str) -> str:
+    """Return under which value restores are found that have found a content damaged."""
+    return f"{name}/damaged"
+
+
 def layout_keys(content: SnapshotContent) -> list[str]:
     """Return the keys under which later saves find the layouts of a committed artifact."""
     committed = content.status.committed
@@ -150,7 +158,7 @@ def _registered(view: ContentView, now: float) -> SnapshotContentStatus:
     ended = {
         restore.metadata.uid
         for restore in view.readers
-        if restore.metadata.uid in status.readers and restore.status.state in _ENDED
+        if restore.metadata.uid in status.readers and _is_over(restore)
     }
     for restore in view.readers:
         if restore.metadata.uid in ended and (item := quarantine.damage_in(restore.status.orders)):
@@ -165,6 +173,12 @@ def _registered(view: ContentView, now: float) -> SnapshotContentStatus:
             if restore.status.state is Restore.PENDING and restore.metadata.uid not in left
         ]
     return replace(status, readers=left) if left != status.readers else status
+
+
+def _is_over(restore: SnapshotRestore) -> bool:
+    """Whether a restore needs the artifact no more: it ended, or what it reads is of no use."""
+    is_damaged = quarantine.damage_in(restore.status.orders) is not None
+    return restore.status.state in _ENDED or is_damaged
 
 
 def may_be_read(content: SnapshotContent) -> bool:

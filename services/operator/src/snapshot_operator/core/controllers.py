@@ -41,8 +41,10 @@ def _captures(value: SnapshotContent) -> list[str]:
 
 
 def _reading(value: SnapshotRestore) -> list[str]:
-    name, is_over = value.status.content_name, value.status.state in restore.ENDED
-    return [name] if name and not is_over else []
+    name = value.status.content_name
+    if not name or value.status.state in restore.ENDED:
+        return []
+    return [name, content.damaged_key(name)] if restore.has_found_damage(value) else [name]
 
 
 def _owners(value: Pod) -> list[str]:

@@ -112,10 +112,13 @@ def status_plan(
 def rebased(plan: Plan, stored: AnyObject, folded: AnyObject) -> Plan:
     """Return the plan of `folded` as one of `stored`, whose status differs by what was folded in.
 
-    It has one write of the status, whether the decision had one or not.
+    It has one write of the status, whether the decision had one or not. What concerns the rest of
+    the object is left to the decision that this write wakes: it has a newer version then.
     """
     if folded is stored:
         return plan
+    if any(isinstance(write, Adopt | Finalize) for write in plan.writes):
+        return Plan((SetStatus(stored, folded),))
     writes = tuple(
         SetStatus(stored, write.new)
         if isinstance(write, SetStatus) and write.old is folded

@@ -186,6 +186,11 @@ def restoration_span(restore: SnapshotRestore) -> str:
     return derived_context(trace_id, "restoration", uid, "1").traceparent
 
 
+def has_found_damage(restore: SnapshotRestore) -> bool:
+    """Whether a restore has found the artifact damaged."""
+    return quarantine.damage_in(restore.status.orders) is not None
+
+
 def is_reading(restore: SnapshotRestore) -> bool:
     """Whether a restore may still load, or hold what it has loaded hidden."""
     return restore.status.state not in ENDED or any(

@@ -46,7 +46,7 @@ class Holdings(NamedTuple):
     snapshots: Sequence[Snapshot]
     contents: Sequence[SnapshotContent]
     pods: Sequence[Pod]
-    restores: Sequence[SnapshotRestore]
+    restores: Sequence[SnapshotRestore] = ()
 
     @classmethod
     def of(cls, every: Callable[[str], Sequence[AnyObject]]) -> Holdings:

@@ -1,4 +1,4 @@
-"""What people on call wish: cordon a node, abort a capture, have an order sent again."""
+"""What people on call ask for: cordon a node, abort a capture, have an order sent again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_operator.domain.scheduler import Waiting, place
+from snapshot_operator.local.scheduler import Waiting, place
 from snapshot_shared.api import (
     AbortReply,
     AbortRequest,
@@ -20,10 +20,10 @@ from snapshot_shared.api import (
     VerifyRequest,
 )
 from snapshot_shared.codec import encode_json
-from snapshot_shared.objects import Pod, condition, is_true
+from snapshot_shared.objects import ABORT, Pod, condition, is_true
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, payload
 
 REPLIES = {
     "cordon": CordonReply,
@@ -97,26 +97,36 @@ async def test_the_scheduler_tells_a_cordoned_node_from_one_that_is_not_ready(
     world: World,
 ) -> None:
     await cordon(world, "node-1")
-    nodes: Any = await world.cluster.list("Node")
+    nodes: Any = world.cluster.page("Node")
     pod = msgspec.convert({**restore_document(), "kind": "Pod"}, Pod)
     assert place(pod, nodes, {}, []) == Waiting("Unschedulable", "node-1 is cordoned")
     world.present.clear()
     await world.see(absent_s=40.0)
-    nodes = await world.cluster.list("Node")
+    nodes = world.cluster.page("Node")
     assert place(pod, nodes, {}, []) == Waiting("Unschedulable", "node-1 is not ready")
+
+
+async def test_a_node_is_lost_after_ninety_seconds_and_not_before(world: World) -> None:
+    world.present.clear()
+    await world.see(absent_s=89.0)
+    node: Any = world.cluster.get("Node", None, "node-1")
+    assert not is_true(node.status.conditions, "Lost")
+    await world.see(absent_s=91.0)
+    node = world.cluster.get("Node", None, "node-1")
+    assert is_true(node.status.conditions, "Lost")
 
 
 async def test_cordoning_twice_changes_nothing_and_presence_does_not_undo_it(
     world: World,
 ) -> None:
     await cordon(world, "node-1")
-    before = await world.cluster.get("Node", None, "node-1")
+    before = world.cluster.get("Node", None, "node-1")
     again = await cordon(world, "node-1")
     assert (again.node, again.changed) == ("node-1", False)
-    assert await world.cluster.get("Node", None, "node-1") == before
+    assert world.cluster.get("Node", None, "node-1") == before
     await world.join(presence("node-1", gpus=4))
     await world.see(absent_s=0.0)
-    node: Any = await world.cluster.get("Node", None, "node-1")
+    node: Any = world.cluster.get("Node", None, "node-1")
     assert node.spec.unschedulable
     assert len(node.status.devices) == 4
 
@@ -165,7 +175,7 @@ async def test_a_cordoned_node_still_cleans_up(world: World) -> None:
     await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
     await world.settle()
     await world.answer_all()
-    assert not await world.cluster.list("SnapshotContent")
+    assert not world.cluster.page("SnapshotContent")
 
 
 # Abort.
@@ -183,7 +193,9 @@ async def test_an_aborted_capture_ends_failed_and_says_who_wanted_it(
     content = await world.content()
     assert content.status.capture is Capture.FAILED
     assert content.status.failure.reason == "Aborted"
-    assert [order.payload["generation"] for order in world.orders.history if order.verb == "delete"]
+    assert [
+        payload(order)["generation"] for order in world.orders.history if order.verb == "delete"
+    ]
     found = await world.get("DynamoCheckpoint", "llm")
     failed = condition(found.status.conditions, "Failed")
     assert found.status.phase == "Failed"
@@ -220,7 +232,7 @@ async def test_asking_twice_to_abort_keeps_who_asked_first(world: World) -> None
     await abort(world)
     request = AbortRequest(kind="dckpt", name="llm", by="bob@desk")
     assert (await ask(world, "abort", request)).failure is None
-    assert (await world.content()).status.abort_requested_by == "ann@desk"
+    assert (await world.content()).metadata.annotations[ABORT] == "ann@desk"
     assert len(world.open("abort")) == 2
 
 
@@ -241,7 +253,7 @@ async def test_what_has_no_capture_under_way_is_not_aborted(world: World) -> Non
     assert early.failure.reason == "NotEligible"
     assert early.failure.next_step == "to give it up: snapshotctl delete dckpt llm"
     await world.answer_well(world.open("run")[0])
-    pod = await abort(world, "pod", world.open("prepare")[0].payload["pod"]["name"])
+    pod = await abort(world, "pod", payload(world.open("prepare")[0])["pod"]["name"])
     assert "snapshotctl delete po" in pod.failure.next_step
     await world.fail(world.open("prepare")[0], "GateClosed")
     await world.answer_all()
@@ -281,7 +293,7 @@ async def test_an_order_that_is_answered_or_unknown_is_not_published_again(world
 
 async def test_the_operator_tells_when_it_swept(world: World) -> None:
     assert (await ask(world, "health", HealthRequest())).swept_at is None
-    await world.controller.sweep_once()
+    await world.sweep.once()
     health = await ask(world, "health", HealthRequest())
     assert health.swept_at == world.now
     assert health.version

@@ -1,0 +1,191 @@
+"""What every object store must do: the rules of a kube-apiserver that the operator leans on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_operator.local.store import SqliteStore
+from snapshot_operator.ports import Event, Store
+from snapshot_shared.errors import AlreadyExists, Conflict, NotFound
+from snapshot_shared.objects import Node, NodeSpec, NodeStatus, ObjectMeta
+from tests.support.objects import checkpoint
+
+NOW = "2026-01-01T00:00:00Z"
+KEEP = "test/keep"
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    path = tmp_path / "objects.sqlite" if request.param == "file" else None
+    store = SqliteStore(path, timestamp=lambda: NOW).open()
+    yield store
+    store.close()
+
+
+def with_finalizer(value: Any) -> Any:
+    return replace(value, metadata=replace(value.metadata, finalizers=[KEEP]))
+
+
+def with_message(value: Any, message: str) -> Any:
+    return replace(value, status=replace(value.status, message=message))
+
+
+async def test_create_gives_identity(store: Store) -> None:
+    stored = await store.create(checkpoint())
+    meta = stored.metadata
+    assert meta.uid
+    assert (meta.generation, meta.creation_timestamp) == (1, NOW)
+    assert await store.read("DynamoCheckpoint", "default", "llm") == stored
+    assert await store.find(meta.uid) == stored
+
+
+async def test_a_name_is_taken_once(store: Store) -> None:
+    await store.create(checkpoint())
+    with pytest.raises(AlreadyExists):
+        await store.create(checkpoint())
+
+
+async def test_a_name_used_again_has_another_uid(store: Store) -> None:
+    first = await store.create(checkpoint())
+    assert await store.delete(first) is None
+    second = await store.create(checkpoint())
+    assert first.metadata.uid != second.metadata.uid
+    assert await store.find(first.metadata.uid) is None
+
+
+async def test_every_write_raises_the_resource_version(store: Store) -> None:
+    first = await store.create(checkpoint())
+    second = await store.update_status(with_message(first, "one"))
+    third = await store.annotate(second, "a", "b")
+    versions = [int(value.metadata.resource_version) for value in (first, second, third)]
+    assert versions == sorted(set(versions))
+
+
+async def test_a_stale_status_write_is_a_conflict_and_changes_nothing(store: Store) -> None:
+    first = await store.create(checkpoint())
+    newer = await store.update_status(with_message(first, "newer"))
+    with pytest.raises(Conflict):
+        await store.update_status(with_message(first, "stale"))
+    assert await store.find(newer.metadata.uid) == newer
+
+
+async def test_a_status_write_keeps_spec_and_metadata(store: Store) -> None:
+    first: Any = await store.create(checkpoint())
+    forged = replace(first, metadata=replace(first.metadata, labels={"a": "b"}))
+    stored = await store.update_status(with_message(forged, "x"))
+    assert stored.metadata.labels == {}
+    assert stored.spec == first.spec
+
+
+async def test_a_spec_write_keeps_status_and_raises_the_generation(store: Store) -> None:
+    node: Any = await store.create(Node(metadata=ObjectMeta(name="node-1")))
+    seen: Any = await store.update_status(replace(node, status=NodeStatus(version="1")))
+    wanted = replace(seen, spec=NodeSpec(unschedulable=True), status=NodeStatus(version="forged"))
+    stored: Any = await store.update_spec(wanted)
+    assert stored.spec.unschedulable
+    assert stored.status.version == "1"
+    assert stored.metadata.generation == 2
+    assert await store.read("Node", None, "node-1") == stored
+
+
+async def test_a_stale_spec_write_is_a_conflict_and_one_to_what_is_gone_is_not_found(
+    store: Store,
+) -> None:
+    node: Any = await store.create(Node(metadata=ObjectMeta(name="node-1")))
+    newer = await store.update_status(replace(node, status=NodeStatus(version="1")))
+    wanted = replace(node, spec=NodeSpec(unschedulable=True))
+    with pytest.raises(Conflict):
+        await store.update_spec(wanted)
+    await store.delete(newer)
+    with pytest.raises(NotFound):
+        await store.update_spec(wanted)
+
+
+async def test_a_status_write_to_a_deleted_object_is_not_found(store: Store) -> None:
+    first = await store.create(checkpoint())
+    await store.delete(first)
+    with pytest.raises(NotFound):
+        await store.update_status(with_message(first, "late"))
+
+
+async def test_an_annotation_is_set_beside_the_others_and_needs_the_newest_version(
+    store: Store,
+) -> None:
+    first = await store.create(checkpoint())
+    second = await store.annotate(first, "a", "1")
+    third = await store.annotate(second, "b", "2")
+    assert {"a": "1", "b": "2"}.items() <= third.metadata.annotations.items()
+    with pytest.raises(Conflict):
+        await store.annotate(first, "a", "3")
+
+
+async def test_a_finalizer_keeps_a_deleted_object_until_it_is_taken_off(store: Store) -> None:
+    first = await store.create(with_finalizer(checkpoint()))
+    marked = await store.delete(first)
+    assert marked is not None
+    assert marked.metadata.deletion_timestamp == NOW
+    assert await store.remove_finalizer(marked, KEEP) is None
+    assert await store.read("DynamoCheckpoint", "default", "llm") is None
+
+
+async def test_a_finalizer_is_put_on_once_an_object_exists_but_not_once_it_goes(
+    store: Store,
+) -> None:
+    first = await store.create(checkpoint())
+    kept = await store.add_finalizer(first, KEEP)
+    assert kept.metadata.finalizers == [KEEP]
+    with pytest.raises(Conflict):
+        await store.add_finalizer(first, "test/stale")
+    marked = await store.delete(kept)
+    assert marked is not None
+    with pytest.raises(Conflict):
+        await store.add_finalizer(marked, "test/late")
+
+
+async def test_delete_spares_a_later_object_of_the_same_name(store: Store) -> None:
+    first = await store.create(checkpoint())
+    await store.delete(first)
+    second = await store.create(checkpoint())
+    assert await store.delete(first) is None
+    assert await store.find(second.metadata.uid) == second
+
+
+async def test_delete_takes_whatever_version_this_incarnation_has(store: Store) -> None:
+    first = await store.create(checkpoint())
+    await store.update_status(with_message(first, "newer"))
+    assert await store.delete(first) is None
+    assert await store.list("DynamoCheckpoint") == []
+
+
+async def test_a_list_has_all_objects_of_a_kind_and_no_other(store: Store) -> None:
+    values = [await store.create(checkpoint(name)) for name in ("a", "b", "c")]
+    await store.create(Node(metadata=ObjectMeta(name="node-1")))
+    assert await store.list("DynamoCheckpoint") == values
+    assert await store.list("Pod") == []
+
+
+async def test_every_change_of_an_object_is_reported_in_order(store: Store) -> None:
+    reported: list[Event] = []
+    store.subscribe(reported.append)
+    first = await store.create(checkpoint())
+    second = await store.update_status(with_message(first, "x"))
+    await store.delete(second)
+    assert [event.change for event in reported] == ["ADDED", "MODIFIED", "DELETED"]
+    assert [event.value for event in reported] == [first, second, second]
+
+
+async def test_what_was_written_survives_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "objects.sqlite"
+    before = SqliteStore(path, timestamp=lambda: NOW).open()
+    stored = await before.create(checkpoint())
+    before.close()
+    after = SqliteStore(path, timestamp=lambda: NOW).open()
+    assert await after.find(stored.metadata.uid) == stored
+    again = await after.create(checkpoint("other"))
+    assert int(again.metadata.resource_version) > int(stored.metadata.resource_version)
+    after.close()
