@@ -532,6 +532,7 @@ class Kind(NamedTuple):
     type: type[Any]
     namespaced: bool = True
     appliable: bool = True
+    others: tuple[str, ...] = ()
 
 
 _ALL_KINDS = (
@@ -547,7 +548,13 @@ _ALL_KINDS = (
         appliable=False,
     ),
     Kind(
-        "SnapshotRestore", GROUP, "snapshotrestores", "srestore", SnapshotRestore, appliable=False
+        "SnapshotRestore",
+        GROUP,
+        "snapshotrestores",
+        "srestore",
+        SnapshotRestore,
+        appliable=False,
+        others=("restore", "restores"),
     ),
     Kind("Job", "batch/v1", "jobs", "job", Job),
     Kind("Pod", "v1", "pods", "po", Pod),
@@ -562,13 +569,18 @@ def kind_of(value: AnyObject) -> Kind:
 
 
 def find_kind(name: str) -> Kind:
-    """Find a kind by its name, plural, singular or short name, in any case. NotFound else."""
+    """Find a kind by its name, plural, singular, short or other name, in any case. NotFound."""
     wanted = name.lower()
     for kind in KINDS.values():
-        if wanted in (kind.name.lower(), kind.plural, kind.short):
+        if wanted in (kind.name.lower(), kind.plural, kind.short, *kind.others):
             return kind
     known = ", ".join(kind.plural for kind in KINDS.values())
     raise NotFound(f"no kind is called {name!r}", next_step=f"use one of: {known}")
+
+
+def restore_name(pod_uid: str) -> str:
+    """Return the name of the restore of a pod, which follows from the pod's uid."""
+    return f"restore-{pod_uid}"[:63]
 
 
 def time_of(seconds: float) -> datetime:

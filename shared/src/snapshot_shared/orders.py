@@ -305,7 +305,7 @@ def order_in(payload: bytes | msgspec.Raw) -> AnyOrder | None:
     """Return the order in a payload; None when it is of a version that is unknown here."""
     try:
         return _ORDERS.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -313,7 +313,7 @@ def envelope_of(payload: bytes | msgspec.Raw) -> Envelope:
     """Return what can be read of any order; of noise, an envelope of attempt 0."""
     try:
         return _ENVELOPES.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Envelope()
 
 

@@ -268,6 +268,7 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["uncordon"], "snapshotctl uncordon node-1"),
         (["abort"], "NAME"),
         (["abort", "pod/x"], "snapshotctl delete pod x"),
+        (["abort", "srestore/x"], "snapshotctl delete pod POD"),
         (["abort", "node/x"], "a Node has no capture"),
         (["abort", "x", "--timeout", "soon"], "5m"),
         (["bundle", "-o", "cluster.yaml"], "ends with .tar.gz"),
