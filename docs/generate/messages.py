@@ -28,16 +28,22 @@ Sizes are bytes, times seconds unless the name says otherwise. Who may send what
 SUBJECTS = {
     "report.v1": "`snap.report.<node>.<order>.<kind>`, stream `REPORTS`",
     "progress.v1": "`snap.progress.<node>.<order>`, stream `PROGRESS`",
-    "dead_letter.v1": "`snap.dead.<node>`, stream `DEAD`",
+    "dead_letter.v1": "`snap.dead.<node>` (of reports `snap.dead.operator`), stream `DEAD`",
     "presence.v1": "key `<node>` of the bucket `snap_nodes`",
     "span.v1": "`snap.span.<node>.<trace>`, stream `SPANS`",
 }
 
 ASKED = """\
 A request to the operator goes to `snap.api.<verb>`: `nats req snap.api.get '{"kind": "Pod"}'`. An
-agent asks for specs on `snap.api.template.<node>`, and people set the fault switch on
-`snap.rpc.<service>.<node>.sim`. Every reply has a `failure` or the fields of its success. Changes
-of objects are told on `snap.event.<plural>.<namespace or ->.<name>`.
+agent asks for specs on `snap.api.template.<node>`, and which of its pods are unknown on
+`snap.api.pods.<node>`; people set the fault switch on `snap.rpc.<service>.<node>.sim`. Every reply
+has a `failure` or the fields of its success. Changes of objects are announced on
+`snap.event.<plural>.<namespace or ->.<name>`.
+
+A request may say in two headers when it was sent (`Snapback-Asked-At`, seconds since the epoch) and
+for how many seconds its client waits (`Snapback-Within`). One that would change something and comes
+later than that is refused as `RequestExpired`. With a `uid` or a `resource_version` it concerns
+only what its sender has read, and is refused as `Conflict` when that has changed.
 """
 
 MEANINGS = {
@@ -61,7 +67,8 @@ MEANINGS = {
     "drivers": "the process drivers that this node has",
     "end_ns": "when it ended, in nanoseconds since the epoch",
     "error": "the reason, when it failed",
-    "exit_code": "how the container ended (`exited`)",
+    "exit_code": "how the pod ended (`exited`)",
+    "exit_codes": "how each container ended, by its name (`exited`)",
     "failure": "why it failed or was refused",
     "fence_token": "names the fence on the devices",
     "free_bytes": "free space below the artifact root",
@@ -341,7 +348,7 @@ def _doc(definition: Mapping[str, Any]) -> str:
 def _objects() -> str:
     rows = [
         "The mirror of every object, without its spec, is in the bucket `snap_objects` under",
-        "`<plural>.<namespace or ->.<name>`, and each change is told on `snap.event.<the same>`.",
+        "`<plural>.<namespace or ->.<name>`, and each change is announced on `snap.event.<the same>`.",
         "",
         "| kind | version | what it is | key in the mirror | schema |",
         "|---|---|---|---|---|",
