@@ -26,6 +26,9 @@ endif
 # What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
 # and the like.
 MARKERS ?= not root and not gpu and not docker and not slow
+# Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
+TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
+IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
 REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
@@ -96,11 +99,11 @@ format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-test: $(STAMP) ## All tests that need no root, GPU or Docker
-	$(BIN)/pytest -m "$(MARKERS)"
+test: $(STAMP) ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
+	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)"
 
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
-	$(BIN)/pytest -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
+	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
 
 e2e: $(STAMP) ## docker compose up on an engine of its own, where this machine allows one
 	@$(BIN)/pytest -s -m docker tests/e2e

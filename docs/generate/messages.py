@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.objects import KINDS, Kind
 from snapshot_shared.orders import TERMINAL, AgentOrder, AnyOrder, GmsOrder
-from snapshot_shared.steps import STEPS
+from snapshot_shared.steps import OWN_STEPS, STEPS
 
 PAGE = "messages.md"
 
@@ -118,7 +118,7 @@ MEANINGS = {
     "span_id": "the span",
     "standby": "start the worker waiting, to be restored",
     "start_ns": "when it began, in nanoseconds since the epoch",
-    "step": "the step, one of `steps.STEPS`",
+    "step": "the step, one of those of its verb",
     "steps": "how long each step took",
     "structure_hash": "hash of allocations and metadata, not of contents",
     "subject": "the subject it came on",
@@ -215,7 +215,10 @@ def _order(name: str, schema: Mapping[str, Any], nested: dict[str, Any]) -> Iter
         for service, union in (("agent", AgentOrder), ("gms", GmsOrder))
         if title in {message.__name__ for message in get_args(union)}
     ]
-    steps = ", ".join(f"`{step}`" for step in STEPS[verb])
+    steps = _listed(STEPS[verb])
+    for (of, driver), own_steps in OWN_STEPS.items():
+        if of == verb:
+            steps += f"; with `{driver}`: {_listed(own_steps)}"
     yield f"### {verb}\n"
     yield f"{_doc(definition)}\n"
     yield (
@@ -333,6 +336,10 @@ def _value(value: Any) -> str:
             return f"`{value}`"
 
 
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
 def _doc(definition: Mapping[str, Any]) -> str:
     text = definition.get("description", "")
     return re.sub(r"[ \t]*\n[ \t]*", " ", text.strip()).replace("  ", "\n\n")
@@ -341,7 +348,8 @@ def _doc(definition: Mapping[str, Any]) -> str:
 def _objects() -> str:
     rows = [
         "The mirror of every object, without its spec, is in the bucket `snap_objects` under",
-        "`<plural>.<namespace or ->.<name>`, and each change is announced on `snap.event.<the same>`.",
+        "`<plural>.<namespace or ->.<name>`, and each change is announced on `snap.event.<the "
+        "same>`.",
         "",
         "| kind | version | what it is | key in the mirror | schema |",
         "|---|---|---|---|---|",

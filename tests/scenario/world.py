@@ -36,8 +36,8 @@ from snapshot_shared.api import (
     VerifyReply,
     VerifyRequest,
 )
-from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.clocks import Clocks
+from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects import AnyObject, Pod
 from snapshot_shared.telemetry import Telemetry

@@ -53,6 +53,8 @@ Argument = Annotated[str, Meta(max_length=32768, pattern=r"^[^\x00]*\Z")]
 LabelKey = Annotated[str, Meta(max_length=316, pattern=r"^[A-Za-z0-9./_-]+\Z")]
 LabelValue = Annotated[str, Meta(max_length=63)]
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
+Framework = Literal["vllm", "sglang", "trtllm"]
+"""The inference engines that Dynamo knows."""
 
 
 class OwnerReference(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -167,15 +169,15 @@ class OrderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
 
 class IdentitySpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What makes two checkpoints interchangeable."""
+    """What makes two checkpoints interchangeable; `snapshot_shared.identity` hashes it."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
-    backend_framework: Annotated[str, Meta(min_length=1, max_length=64)]
+    backend_framework: Framework
     dynamo_version: Annotated[str, Meta(max_length=64)] = ""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     dtype: Annotated[str, Meta(max_length=64)] = ""
-    max_model_len: Annotated[int, Meta(ge=1)] | None = None
+    max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     extra_parameters: dict[str, str] = {}
 
 

@@ -21,7 +21,7 @@ CONTENT = {
 }
 RESTORE = {"podRef": {"name": "w", "uid": UID}, "source": "snap"}
 TARGET = {"ordinal": 0, "uuid": "GPU-0"}
-IDENTITY = {"model": "m", "backendFramework": "b"}
+IDENTITY = {"model": "m", "backendFramework": "vllm"}
 DEVICE = {"index": 0, "uuid": "GPU-0", "product": "p", "capacity_bytes": 4 * 1024**3}
 DOUBTED = {"type": "Ready", "status": "False", "reason": "ArtifactCorrupt"}
 QUARANTINED = {"type": "Quarantined", "status": "True", "reason": "ArtifactCorrupt"}

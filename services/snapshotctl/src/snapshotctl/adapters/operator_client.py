@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -35,7 +35,6 @@ from snapshot_shared.api import (
     VerifyRequest,
     age_headers,
 )
-from snapshot_shared.bus import REQUEST_S, Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -50,6 +49,7 @@ from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of, t
 from snapshot_shared.objects import KINDS, AnyObject, Kind, Node, ObjectMeta, find_kind, is_true
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+from snapshot_shared.tasks import heeding
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import NodeSpec
 from snapshotctl.domain.kin import Changed, owners_of
@@ -58,11 +58,16 @@ from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import News
 
+if TYPE_CHECKING:
+    from snapshot_shared.bus import Bus, Delivery
+
 log = logging.getLogger(__name__)
 
 SAFETY_S = 15.0
 """How long an event may be lost before it is looked for."""
 
+ASK_S = 5.0
+"""How long an answer of the operator is waited for, in seconds; it does nothing after that."""
 CONNECT_S = 10.0
 MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
@@ -263,7 +268,7 @@ class OperatorClient:
 
     async def presence(self) -> dict[NodeName, Presence]:
         found: dict[NodeName, Presence] = {}
-        for key, value in (await self.bus.entries(subjects.NODES_BUCKET)).items():
+        for key, value in (await heeding(self.bus.entries(subjects.NODES_BUCKET))).items():
             with contextlib.suppress(InvalidInput):
                 found[NodeName(name_of(key))] = decode_json(value, Presence)
         return found
@@ -294,7 +299,7 @@ class OperatorClient:
     async def _kept(self, stream: str, filter_: str, type_: type[Message]) -> list[Message]:
         """Read what a stream holds; what is none of its messages does not count."""
         found = []
-        for delivery in await self.bus.replay(stream, filter_):
+        for delivery in await heeding(self.bus.replay(stream, filter_)):
             with contextlib.suppress(InvalidMessage):
                 found.append(decode_json(delivery.data, type_))
         return found
@@ -317,8 +322,10 @@ class OperatorClient:
                 next_step="split the file and apply its parts one after another",
             )
         try:
-            headers = age_headers(self._wall(), REQUEST_S)
-            answer = await self.bus.request(subjects.api(verb), data, headers=headers)
+            headers = age_headers(self._wall(), ASK_S)
+            answer = await heeding(
+                self.bus.request(subjects.api(verb), data, timeout_s=ASK_S, headers=headers)
+            )
         except NotFound as error:
             raise BusUnavailable(
                 f"no operator answers behind {shown(self._server.url)} ({self._server.source})",
@@ -451,6 +458,8 @@ async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator
 
 
 def _bus(server: Server) -> Bus:
+    from snapshot_shared.bus import Bus  # noqa: PLC0415 - costs start-up time
+
     return Bus(server.url, "snapshotctl", credentials=server.credentials, inbox=server.inbox)
 
 

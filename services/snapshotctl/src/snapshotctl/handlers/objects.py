@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from snapshot_shared.api import Applied
 from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, RemoteFailure
 from snapshot_shared.objects import KINDS, AnyObject, Node
-from snapshot_shared.telemetry import Telemetry
 from snapshotctl.domain import formats, rows
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import NeverTrue
@@ -19,6 +18,9 @@ from snapshotctl.domain.waiting import Goal, Gone, Met, Never, Open, Verdict, ju
 from snapshotctl.handlers import looking
 from snapshotctl.handlers.watching import until
 from snapshotctl.ports import Operator, Screen
+
+if TYPE_CHECKING:
+    from snapshot_shared.telemetry import Telemetry
 
 
 class Sent(NamedTuple):

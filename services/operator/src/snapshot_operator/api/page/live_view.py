@@ -213,8 +213,8 @@ class LiveView:
         never = asyncio.Event()
         self._entries.clear()
         await self._read_objects()
-        self._offer()
         while True:
+            self._offer()
             self._followers = [asyncio.create_task(work) for work in self._works()]
             # The last reader ends them, too: a cancellation of this task cannot be relied upon to
             # reach them.
