@@ -236,6 +236,32 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(running: Cli, tmp_
     assert _pods(running) <= before
 
 
+def test_a_restore_is_an_object_that_can_be_looked_at_in_every_way(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("second", source="warm"))
+    running.ok("wait", "pod/second", "--timeout", "60s")
+    restores = running.ok("get", "restores", "-o", "json").value()
+    [found] = [item for item in restores if item["spec"]["podRef"]["name"] == "second"]
+    assert found["status"]["state"] == "Restored"
+    name = found["metadata"]["name"]
+    uid = running.ok("get", "pod/second", "-o", "json").value()["metadata"]["uid"]
+    assert (name, found["spec"]["source"]) == (f"restore-{uid}", "warm")
+    head, *_ = running.ok("get", "srestore", name).out.splitlines()
+    columns = ["NAME", "POD", "SOURCE", "STATE", "ATTEMPT", "NODE", "GPUS", "AGE"]
+    assert head.split() == columns
+    pod = running.ok("describe", "pod/second").out
+    _has(pod, "Restore:", name, "Orders of the restore:", f"load-{found['metadata']['uid']}-gpu-0")
+    _has(running.ok("describe", f"restore/{name}").out, "source:", "warm", "Orders:", "load-")
+    told = running.ok("explain", f"srestore/{name}").out
+    _has(told, "asked: restore container main of pod second from warm", "load gpu-0 loaded")
+    assert "load gpu-0 loaded" in running.ok("events", "pod/second").out
+    lines = running.ok("orders", "--all", "-o", "json").value()
+    assert "pod/second" in {line["owner"] for line in lines if line["verb"] == "load"}
+    traced = running.ok("trace", f"srestore/{name}", "-o", "json").value()
+    assert "order load" in {span["name"] for span in traced}
+    running.ok("delete", "pod", "second")
+    running.ok("wait", f"srestore/{name}", "--for", "delete", "--timeout", "60s")
+
+
 def test_an_interrupted_restore_says_that_it_goes_on(running: Cli) -> None:
     late = _pod("late", '["sleep", "1000"]')
     with running.start("restore", "warm", "--manifest", "-") as process:
