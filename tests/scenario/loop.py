@@ -3,7 +3,7 @@
 Every callback belongs to the simulated process that scheduled it, by a context variable. A process
 that is killed is never run again, not even its `finally` blocks, as after a SIGKILL; a process that
 is stopped keeps its callbacks until it goes on. There are no threads: what is handed to an executor
-runs in the loop, a little later.
+runs in the loop, at once or a little later.
 """
 
 from __future__ import annotations
@@ -233,7 +233,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if not future.cancelled():
                     future.set_result(result)
 
-        self.call_later(self._rng.random() * EXECUTOR_S, run)
+        chance = self._rng.random()
+        if chance < 0.5:
+            self.call_later(chance * 2 * EXECUTOR_S, run)
+        else:
+            run()
         return future
 
     def _run_once(self) -> None:

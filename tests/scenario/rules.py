@@ -17,6 +17,7 @@ from snapshot_agent.ports import Worker
 from snapshot_operator.core import fold
 from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_operator.core.plan import orders_of
+from snapshot_operator.core.quarantine import damage_in
 from snapshot_operator.core.restore import ENDED
 from snapshot_shared.artifact import (
     PART_MANIFEST,
@@ -94,6 +95,7 @@ class Rules:
         self._seen: dict[str, AnyObject] = {}
         self._gone: set[str] = set()
         self._terms: dict[str, int] = {}
+        self._looked = -1
         self.lies: set[bytes] = set()
         """Reports that no node has sent."""
         self._held: set[Process] = set()
@@ -297,7 +299,8 @@ class Rules:
         for uid in set(old) - set(new):
             reader = self._seen.get(uid)
             if isinstance(reader, SnapshotRestore) and uid not in self._gone:
-                if reader.status.state not in ENDED:
+                is_over = reader.status.state in ENDED or damage_in(reader.status.orders)
+                if not is_over:
                     name = reader.metadata.name
                     self.fail("lost", f"{after.metadata.name} has forgotten its reader {name}")
 
@@ -427,7 +430,9 @@ class Rules:
 
     def look(self) -> None:
         """Look at what time may break: nobody is frozen for too long, or held by nobody."""
-        self._quarantine()
+        if self._looked != self._world.disk.operations:
+            self._looked = self._world.disk.operations
+            self._quarantine()
         now = self._world.loop.now
         for worker in self._world.workers():
             process = worker.process

@@ -77,7 +77,10 @@ class SimStore:
         return self._process.name in self._world.apart
 
     async def _trip(self) -> None:
-        await asyncio.sleep(self._world.rng.random() * TRIP_S)
+        """Take the time of one way; half of them take none that is worth a turn of the loop."""
+        chance = self._world.rng.random()
+        if chance < 0.5:
+            await asyncio.sleep(chance * 2 * TRIP_S)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Do something in the shared store, a moment later. StoreBusy: it was not done."""

@@ -128,7 +128,8 @@ class Manager:
             while True:
                 await self._queue.filled.wait()
                 await self._turn()
-                await yield_turn()
+                if self._queue:
+                    await yield_turn()
         finally:
             self._queue.close()
             await end_all(*self._tasks)
