@@ -26,12 +26,15 @@ endif
 # What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
 # and the like.
 MARKERS ?= not root and not gpu and not docker and not slow
+# Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
+TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
+IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
 REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,11 +99,11 @@ format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-test: $(STAMP) ## All tests that need no root, GPU or Docker
-	$(BIN)/pytest -m "$(MARKERS)"
+test: $(STAMP) ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
+	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)"
 
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
-	$(BIN)/pytest -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
+	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
 
 e2e: $(STAMP) ## docker compose up on an engine of its own, where this machine allows one
 	@$(BIN)/pytest -s -m docker tests/e2e
@@ -158,6 +161,10 @@ bench-gms: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure saves, loads and
 	$(BIN)/python -m tests.bench gms --size-mib $(or $(SIZE_MIB),1024) \
 		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
 		$(if $(PEERS),--peers .peers) $(if $(JSON),--json $(JSON))
+
+bench-operator: $(STAMP) ## Measure what the operator costs beside many objects (COUNT=10000, JSON=file)
+	$(BIN)/python -m tests.bench.operator --count $(or $(COUNT),10000) \
+		--page docs/benchmarks.md $(if $(JSON),--json $(JSON))
 
 bench-sessions: $(STAMP) ## Measure calls of GMS sessions beside grpc.aio alone (ROUNDS=5)
 	$(BIN)/python -m tests.bench sessions --rounds $(or $(ROUNDS),5)

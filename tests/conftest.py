@@ -1,11 +1,40 @@
-"""Fixtures for every folder of tests."""
+"""Fixtures for every folder of tests, the limit of CPU time, and what stays on one process."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.cpu import CPU_S, cpu_limit
 from tests.support.nats_server import nats_server
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Limit the CPU time of a test."""
+    mark = item.get_closest_marker("cpu")
+    with cpu_limit(mark.args[0] if mark else CPU_S):
+        yield
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Have tests that share a fixture run on one process, or each process would make its own."""
+    for name in _shared_by(item):
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
+def _shared_by(item: pytest.Item) -> set[str]:
+    """Name the files and folders whose tests share a fixture that this test takes.
+
+    What is shared by all folders is made once a process: it is cheap.
+    """
+    shared = set()
+    for found in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
+        if found[-1].scope == "module" and found[-1].baseid:
+            shared.add(item.nodeid.partition("::")[0])
+        elif found[-1].scope in ("package", "session") and found[-1].baseid not in ("", "tests"):
+            shared.add(found[-1].baseid)
+    return shared
 
 
 @pytest.fixture

@@ -11,11 +11,13 @@ small enough to be exact in float32, so the same question has the same answer, b
 any machine.
 
 What makes it capturable is the control directory: the class `Control`, and `Worker.quiesce` and
-`Worker.rebuild`, which use it. `worker_template.py` shows the same in 30 lines.
+`Worker.rebuild`, which use it. `worker_template.py` shows the same in 30 lines. `Worker.resume` and
+the argument `--resume-from` are only for the driver that starts a worker again, `respawn`.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import hashlib
@@ -168,16 +170,29 @@ class Worker:
         self.memory = memory
 
     @classmethod
-    def rebuild(cls, control: Control) -> Worker:
-        """Wait as a standby until memory is loaded and `state/` is filled; go on from there."""
+    def rebuild(cls, control: Control, state: Path) -> Worker:
+        """Wait as a standby until memory is loaded and `state` is filled; go on from there."""
         name, body = control.wait("restore-complete", "restore-failed")
         if name == "restore-failed":
             sys.exit(f"the restore failed: {body}")
-        own = json.loads((control.state / "worker.json").read_text())
-        pools = [(control.state / f"pool-{i}.json").read_bytes() for i in range(own["pools"])]
-        worker = cls(control, Network.rebuild(pools, own["shifts"]), own["turns"], own["memory"])
+        worker = cls.saved_in(state, control)
         control.say("restored", body["attempt"])
         return worker
+
+    @classmethod
+    def resume(cls, control: Control, state: Path) -> Worker:
+        """Go on from `state` as the process that was quiet, in the middle of its capture."""
+        _, body = control.wait("quiesce")
+        control.say("quiesced", body["attempt"])
+        control.wait("snapshot-complete", "snapshot-aborted")
+        return cls.saved_in(state, control)
+
+    @classmethod
+    def saved_in(cls, state: Path, control: Control) -> Worker:
+        """Read what `quiesce` has saved, and map the memory that belongs to it."""
+        own = json.loads((state / "worker.json").read_text())
+        pools = [(state / f"pool-{i}.json").read_bytes() for i in range(own["pools"])]
+        return cls(control, Network.rebuild(pools, own["shifts"]), own["turns"], own["memory"])
 
     def quiesce(self, attempt: int) -> None:
         """Let go of the devices, save what is ours, and go on when the capture is over.
@@ -297,18 +312,24 @@ class Server:
 
 
 def main() -> None:
-    """Start cold or as a standby for a restore, then serve."""
+    """Start cold, as a standby for a restore, or again from a state, then serve."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--resume-from", type=Path, metavar="FOLDER")
+    resume_from: Path | None = parser.parse_args().resume_from
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     control = Control(os.environ["SNAPSHOT_CONTROL_DIR"])
     is_standby = os.environ.get("SNAPSHOT_RESTORE_STANDBY") == "1"
     began = time.monotonic()
     if is_standby:
-        worker = Worker.rebuild(control)
+        worker = Worker.rebuild(control, resume_from or control.state)
+    elif resume_from is not None:
+        worker = Worker.resume(control, resume_from)
     else:
         worker = Worker(control, Network.build(int(os.environ.get("SIZE_MIB", "512"))))
     print(f"serving after {time.monotonic() - began:.2f} s", flush=True)
     server = Server(worker, Path(os.environ["POD_SOCKET_DIR"]) / "worker.sock")
-    warmup_requests = 0 if is_standby else int(os.environ.get("WARMUP_REQUESTS", "8"))
+    is_warm = is_standby or resume_from is not None
+    warmup_requests = 0 if is_warm else int(os.environ.get("WARMUP_REQUESTS", "8"))
     server.serve(warmup_requests, float(os.environ.get("WARMUP_SECONDS", "30")))
 
 

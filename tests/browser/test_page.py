@@ -22,7 +22,6 @@ WHY_NOT = missing()
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.waits,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 

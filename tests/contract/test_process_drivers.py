@@ -1,213 +1,295 @@
 """What every process driver promises, on real processes and real files."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from snapshot_agent.adapters import procfs
+from snapshot_agent.adapters.control_dir import ControlDirectories
 from snapshot_agent.adapters.cooperative import Cooperative
+from snapshot_agent.adapters.guards import Guards
+from snapshot_agent.adapters.processes import LocalProcesses
+from snapshot_agent.adapters.respawn import Respawn
 from snapshot_agent.domain import control
-from snapshot_agent.domain.spec import Places
-from snapshot_agent.ports import Process, ProcessDriver, Worker
-from snapshot_shared.errors import ArtifactCorrupt, InvalidName, SourceExited
+from snapshot_agent.domain.driving import Phase
+from snapshot_agent.domain.spec import STANDBY, Launch, Places
+from snapshot_agent.ports import Dump, Process, ProcessDriver, Progress, Restoring, Worker
+from snapshot_shared import steps
+from snapshot_shared.artifact import FileEntry
+from snapshot_shared.errors import ArtifactCorrupt, DeadlineExceeded, InvalidName, SourceExited
 from snapshot_shared.orders import PodRef
-from tests.support.agent_rig import WORKER, is_gone, state_of, until
+from tests.support.agent_rig import WORKER, state_of, until
 
 STATE_BYTES = 20 * 1024 * 1024
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
+BUDGET_S = 20.0
 
-DRIVERS: list[Callable[[], ProcessDriver]] = [Cooperative]
+
+class Node:
+    """What drivers need of a node, and how a guard lets their workers go."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.launcher = LocalProcesses()
+        self.control = ControlDirectories()
+        self.guards = Guards(folder / "guards", "test")
+
+    def driver(self, made: Callable[["Node"], ProcessDriver]) -> ProcessDriver:
+        return made(self)
+
+    def start(self, name: str, argv: Sequence[str], **env: str) -> "Source":
+        places = Places(self.folder / name, self.folder / name / "sockets")
+        self.control.create(places)
+        own = {**os.environ, "SNAPSHOT_CONTROL_DIR": str(places.control), **env}
+        process = self.launcher.spawn(Launch(list(argv), own, self.folder, places))
+        return Source(Worker(POD, process, places))
+
+    def worker(self, name: str, *arguments: str, **env: str) -> "Source":
+        argv = [sys.executable, str(WORKER), "--state-bytes", str(STATE_BYTES), *arguments]
+        return self.start(name, argv, **env)
+
+    async def let_go(self, driver: ProcessDriver, worker: Worker, phase: Phase) -> None:
+        await self.guards.release(worker.process, driver.release(worker, phase))
+
+    async def close(self) -> None:
+        for member in procfs.everybody():
+            environment = Path(f"/proc/{member.pid}/environ")
+            with contextlib.suppress(OSError):
+                if os.fsencode(self.folder) in environment.read_bytes():
+                    procfs.send(member, signal.SIGKILL)
+        self.launcher.close()
+        await self.control.close()
 
 
 class Source:
-    """A worker that is quiet: its state is saved, and it waits."""
+    """A worker with its files."""
 
-    def __init__(self, home: Path, arguments: list[str]) -> None:
-        self.places = Places(home, home / "sockets")
-        self.state = self.places.control / control.STATE
-        self.state.mkdir(parents=True)
-        self.child = subprocess.Popen(
-            [sys.executable, str(WORKER), "--state-bytes", str(STATE_BYTES), *arguments],
-            env={**os.environ, "SNAPSHOT_CONTROL_DIR": str(self.places.control)},
-            start_new_session=True,
-        )
-        found = procfs.read(self.child.pid)
-        assert found is not None
-        self.worker = Worker(POD, Process(found.pid, found.start), self.places)
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.home = worker.places.home
+        self.control = worker.places.control
+        self.state = self.control / control.STATE
+
+    @property
+    def pid(self) -> int:
+        return self.worker.process.pid
+
+    def say(self, name: str) -> None:
+        (self.control / f".{name}").write_bytes(control.body(1))
+        (self.control / f".{name}").rename(self.control / name)
 
     async def quiet(self) -> None:
-        self.places.control.joinpath(".quiesce").write_bytes(control.body(1))
-        self.places.control.joinpath(".quiesce").rename(self.places.control / control.QUIESCE)
-        await until((self.places.control / control.QUIESCED).exists, "the worker's quiet")
+        self.say(control.QUIESCE)
+        await until((self.control / control.QUIESCED).exists, "the worker's quiet")
 
-    def end(self) -> None:
-        for member in procfs.session_of(*self.worker.process):
-            procfs.send(member, signal.SIGKILL)
-        self.child.wait()
+    def events(self) -> list[str]:
+        try:
+            return (self.home / "events").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+
+    def saved(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.state.iterdir()}
+
+    async def goes_on(self) -> None:
+        before = (self.home / "beats").read_text()
+        await until(lambda: (self.home / "beats").read_text() != before, "another beat")
 
 
-@pytest.fixture(params=DRIVERS, ids=lambda made: made.name)
-def driver(request: pytest.FixtureRequest) -> ProcessDriver:
-    made: ProcessDriver = request.param()
-    return made
+DRIVERS: dict[str, Callable[[Node], ProcessDriver]] = {
+    "cooperative": lambda _: Cooperative(),
+    "respawn": lambda node: Respawn(node.launcher, node.control, time.monotonic),
+}
 
 
 @pytest_asyncio.fixture
-async def source(tmp_path: Path) -> AsyncIterator[Source]:
-    made = Source(tmp_path / "source", [])
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    made = Node(tmp_path)
     try:
-        await made.quiet()
         yield made
     finally:
-        made.end()
+        await made.close()
+
+
+@pytest.fixture(params=DRIVERS)
+def driver(request: pytest.FixtureRequest, node: Node) -> ProcessDriver:
+    return DRIVERS[request.param](node)
+
+
+@pytest_asyncio.fixture
+async def source(node: Node) -> Source:
+    made = node.worker("source", "--answer", "42")
+    await made.quiet()
+    return made
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> Path:
-    folder = tmp_path / "part"
-    folder.mkdir()
-    return folder
+def part(tmp_path: Path) -> Iterator[int]:
+    (tmp_path / "part").mkdir()
+    fd = os.open(tmp_path / "part", os.O_RDONLY)
+    yield fd
+    os.close(fd)
 
 
-async def told(_done: int) -> None:
+async def ignored(_done: int) -> None:
     """Take progress and do nothing with it."""
 
 
-async def dumped(driver: ProcessDriver, source: Source, part: Path) -> list[object]:
-    fd = os.open(part, os.O_RDONLY)
-    try:
-        await driver.freeze(source.worker)
-        try:
-            return list(await driver.dump(source.worker, fd, told))
-        finally:
-            await driver.thaw(source.worker)
-    finally:
-        os.close(fd)
+def a_dump(source: Source, part: int, progress: Progress = ignored) -> Dump:
+    return Dump(source.worker, 1, time.monotonic() + BUDGET_S, progress, part)
 
 
-async def test_a_frozen_worker_stands_still_and_a_thawed_one_goes_on(
-    driver: ProcessDriver, source: Source
+async def dumped(driver: ProcessDriver, source: Source, part: int) -> Sequence[FileEntry]:
+    """Run all stages; the source has the process that it has afterwards."""
+    dump = a_dump(source, part)
+    for stage in driver.stages:
+        await stage.run(dump)
+    source.worker = dump.worker
+    return dump.files
+
+
+def restoring(part: int, files: Sequence[FileEntry]) -> Restoring:
+    return Restoring(part, files, {}, time.monotonic() + BUDGET_S, ignored)
+
+
+def test_the_steps_of_a_driver_are_those_that_all_services_know(driver: ProcessDriver) -> None:
+    dump = steps.table("dump", driver.name)
+    assert [*(stage.name for stage in driver.stages), "stage"] == list(dump)
+    restore = steps.table("restore", driver.name)
+    assert ["check", driver.restore_step, "signal", "await-restored"] == list(restore)
+
+
+async def test_a_stopped_worker_stands_still_and_goes_on_when_it_is_let_go(
+    driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
-    beats = source.places.home / "beats"
-    await driver.freeze(source.worker)
-    before = beats.read_text()
+    await driver.stages[0].run(a_dump(source, part))
+    before = (source.home / "beats").read_text()
     await asyncio.sleep(0.05)
-    assert state_of(source.child.pid) == "T"
-    assert beats.read_text() == before
-    await driver.thaw(source.worker)
-    await until(lambda: beats.read_text() != before, "another beat")
+    assert state_of(source.pid) == "T"
+    assert (source.home / "beats").read_text() == before
+    await node.let_go(driver, source.worker, driver.stages[0].phases.after)
+    await source.goes_on()
 
 
-def a_family() -> tuple["subprocess.Popen[bytes]", int]:
-    """A process that leads a session, and its child in a process group of its own."""
-    script = (
-        "import os, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
-        " process_group=0)\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdout is not None
-    with process.stdout as output:
-        return process, int(output.readline())
+A_FAMILY = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+    " process_group=0)\n"
+    "open('child', 'w').write(str(child.pid))\n"
+    "time.sleep(600)\n"
+)
 
 
-async def test_every_process_of_the_session_is_frozen_and_thawed(
-    driver: ProcessDriver, tmp_path: Path
+async def test_every_process_of_the_session_is_stopped_and_let_go(
+    driver: ProcessDriver, node: Node, part: int
 ) -> None:
-    process, child = a_family()
-    found = procfs.read(process.pid)
-    assert found is not None
-    home = tmp_path / "session"
-    worker = Worker(POD, Process(found.pid, found.start), Places(home, home))
-    try:
-        await driver.freeze(worker)
-        assert (state_of(process.pid), state_of(child)) == ("T", "T")
-        await driver.thaw(worker)
-        await until(lambda: "T" not in (state_of(process.pid), state_of(child)), "the thaw")
-    finally:
-        for member in procfs.session_of(*worker.process):
-            procfs.send(member, signal.SIGKILL)
-        process.wait()
+    family = node.start("family", [sys.executable, "-c", A_FAMILY])
+    await until((node.folder / "child").exists, "the child")
+    await until((node.folder / "child").read_text, "the child's pid")
+    child = int((node.folder / "child").read_text())
+    await driver.stages[0].run(a_dump(family, part))
+    assert (state_of(family.pid), state_of(child)) == ("T", "T")
+    await node.let_go(driver, family.worker, Phase.SIGNAL)
+    await until(lambda: "T" not in (state_of(family.pid), state_of(child)), "the release")
 
 
-async def test_thawing_a_worker_that_is_not_frozen_changes_nothing(
-    driver: ProcessDriver, source: Source
+async def test_letting_a_worker_go_that_runs_changes_nothing(
+    driver: ProcessDriver, node: Node, source: Source
 ) -> None:
-    await driver.thaw(source.worker)
-    assert not is_gone(source.child.pid)
+    await node.let_go(driver, source.worker, Phase.SIGNAL)
+    await source.goes_on()
 
 
-async def test_a_worker_that_has_ended_cannot_be_frozen(
-    driver: ProcessDriver, source: Source
+async def test_a_worker_that_has_ended_cannot_be_dumped(
+    driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
-    source.end()
+    await node.launcher.terminate(source.worker.process, source.worker.places, 0.0)
     with pytest.raises(SourceExited):
-        await driver.freeze(source.worker)
+        await driver.stages[0].run(a_dump(source, part))
 
 
-async def test_what_was_dumped_is_given_back_byte_for_byte(
-    driver: ProcessDriver, source: Source, part: Path, tmp_path: Path
+async def test_a_dumped_worker_is_quiet_as_before_and_goes_on_when_it_is_told_to(
+    driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
-    original = {path.name: path.read_bytes() for path in source.state.iterdir()}
-    files = await dumped(driver, source, part)
-    assert await driver.size(source.worker) == sum(entry.size for entry in files)  # type: ignore[attr-defined]
+    before = source.worker.process
+    await dumped(driver, source, part)
+    assert (source.worker.process != before) == any(stage.replaces for stage in driver.stages)
+    await source.goes_on()
+    assert control.is_of((source.control / control.QUIESCED).read_bytes(), 1)
+    source.say(control.COMPLETE)
+    await until(lambda: source.events()[-1] == "snapshot-complete 1", "the worker's answer")
+    assert node.launcher.adopt(source.worker.process)
 
-    target = Source(tmp_path / "target", ["--never-ready"])
+
+async def test_a_restored_process_has_what_was_dumped_and_its_end_is_followed(
+    driver: ProcessDriver, node: Node, source: Source, part: int
+) -> None:
+    original = source.saved()
+    expected = await driver.size(source.worker)
+    files = await dumped(driver, source, part)
+    assert sum(entry.size for entry in files) == expected
+
+    target = node.worker("target", **{STANDBY: "1"})
+    await until(lambda: target.events()[-1:] == ["standby"], "the placeholder")
     (target.state / "left-over").write_text("of before")
-    fd = os.open(part, os.O_RDONLY)
-    try:
-        await driver.fill(target.worker, fd, files, told)  # type: ignore[arg-type]
-    finally:
-        os.close(fd)
-        target.end()
-    assert {path.name: path.read_bytes() for path in target.state.iterdir()} == original
+    process = await driver.restore(target.worker, restoring(part, files))
+    assert (process != target.worker.process) == driver.replaces
+    assert target.saved() == original
     assert {path.stat().st_mode & 0o777 for path in target.state.iterdir()} == {0o600}
+    target.say(control.RESTORE_COMPLETE)
+    restored = f"restored 42 {STATE_BYTES}"
+    await until(lambda: target.events()[-1] == restored, "the worker's answer")
+    await only(process, node)
+    os.kill(process.pid, signal.SIGTERM)
+    assert await node.launcher.ended(process) == 128 + signal.SIGTERM
+
+
+async def only(process: Process, node: Node) -> None:
+    """Of the container "target" no other process runs."""
+    places = Places(node.folder / "target", node.folder / "target" / "sockets")
+    await until(
+        lambda: [member.pid for member in procfs.carrying(places.marker)] == [process.pid],
+        "the end of every other process",
+    )
 
 
 async def test_progress_rises_to_the_number_of_bytes_written(
-    driver: ProcessDriver, source: Source, part: Path
+    driver: ProcessDriver, source: Source, part: int
 ) -> None:
     seen: list[int] = []
 
-    async def tell(done: int) -> None:
+    async def note(done: int) -> None:
         seen.append(done)
 
-    fd = os.open(part, os.O_RDONLY)
-    try:
-        files = await driver.dump(source.worker, fd, tell)
-    finally:
-        os.close(fd)
+    dump = a_dump(source, part, note)
+    for stage in driver.stages:
+        await stage.run(dump)
     assert seen == sorted(seen)
-    assert seen[-1] == sum(entry.size for entry in files)
+    assert seen[-1] == sum(entry.size for entry in dump.files)
 
 
-async def test_a_byte_that_changed_is_found_before_it_reaches_the_worker(
-    driver: ProcessDriver, source: Source, part: Path
+async def test_a_byte_that_changed_is_found_before_it_reaches_a_worker(
+    driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
     files = await dumped(driver, source, part)
-    damaged = part / "weights.bin"
-    with damaged.open("r+b") as file:
+    with (node.folder / "part" / "weights.bin").open("r+b") as file:
         file.seek(STATE_BYTES - 1)
         file.write(b"!")
-    fd = os.open(part, os.O_RDONLY)
-    try:
-        with pytest.raises(ArtifactCorrupt) as caught:
-            await driver.fill(source.worker, fd, files, told)  # type: ignore[arg-type]
-    finally:
-        os.close(fd)
+    target = node.worker("target", **{STANDBY: "1"})
+    with pytest.raises(ArtifactCorrupt) as caught:
+        await driver.restore(target.worker, restoring(part, files))
     assert (caught.value.values["file"], caught.value.values["chunk"]) == ("weights.bin", 2)
+    assert node.launcher.adopt(target.worker.process)
 
 
 def odd_name(state: Path) -> None:
@@ -231,34 +313,104 @@ def manifest(state: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [odd_name, folder, link, fifo, manifest])
-async def test_state_that_a_part_cannot_hold_is_refused_by_name(
-    driver: ProcessDriver, source: Source, part: Path, make: Callable[[Path], None]
+async def test_state_that_a_part_cannot_hold_is_refused_by_name_while_all_can_be_undone(
+    driver: ProcessDriver, node: Node, source: Source, part: int, make: Callable[[Path], None]
 ) -> None:
     make(source.state)
     with pytest.raises(InvalidName):
         await driver.size(source.worker)
     with pytest.raises(InvalidName):
         await dumped(driver, source, part)
-    assert state_of(source.child.pid) != "T"
+    await node.let_go(driver, source.worker, Phase.SIGNAL)
+    await source.goes_on()
 
 
 async def test_a_cancelled_dump_has_stopped_writing_when_it_is_over(
-    driver: ProcessDriver, source: Source, part: Path
+    driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
     begun = asyncio.Event()
 
-    async def tell(_done: int) -> None:
+    async def note(_done: int) -> None:
         begun.set()
 
-    fd = os.open(part, os.O_RDONLY)
+    async def dump_all() -> None:
+        dump = a_dump(source, part, note)
+        for stage in driver.stages:
+            await stage.run(dump)
+
+    dump = asyncio.create_task(dump_all())
+    await begun.wait()
+    dump.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dump
+    shutil.rmtree(node.folder / "part")
+    await asyncio.sleep(0.05)
+    assert not (node.folder / "part").exists()
+
+
+# What only a driver promises that starts a program again.
+
+
+@pytest.fixture
+def respawn(node: Node) -> ProcessDriver:
+    return DRIVERS["respawn"](node)
+
+
+async def test_a_worker_that_cannot_go_back_any_more_is_ended_with_all_that_it_started(
+    respawn: ProcessDriver, node: Node, part: int
+) -> None:
+    source = node.worker("source", "--child", "--stubborn")
+    await source.quiet()
+    child = int((source.home / "child").read_text())
+    await respawn.stages[0].run(a_dump(source, part))
+    release = respawn.release(source.worker, Phase.BEGUN)
+    assert release.program
+    await node.guards.release(source.worker.process, release)
+    await until(lambda: state_of(source.pid) in "XZ", "the end of the worker")
+    await until(lambda: state_of(child) in "XZ", "the end of its child")
+
+
+async def test_a_program_that_cannot_resume_fails_the_dump_with_what_it_must_do(
+    respawn: ProcessDriver, node: Node, part: int
+) -> None:
+    source = node.worker("source", "--exit-at-resume", "7")
+    await source.quiet()
+    with pytest.raises(SourceExited) as caught:
+        await dumped(respawn, source, part)
+    assert caught.value.values["exit_code"] == 7
+    assert "--resume-from" in (caught.value.next_step or "")
+
+
+async def test_a_program_that_does_not_come_back_fails_the_dump_at_its_deadline(
+    respawn: ProcessDriver, node: Node, part: int
+) -> None:
+    source = node.start("source", ["sh", "-c", "sleep 600", "sh"])
+    dump = replace(a_dump(source, part), deadline=time.monotonic() + 0.3)
+    *before, last = respawn.stages
+    for stage in before:
+        await stage.run(dump)
+    with pytest.raises(DeadlineExceeded, match="did not become quiet"):
+        await last.run(dump)
+
+
+async def test_a_worker_that_was_restored_can_be_dumped_and_restored_again(
+    respawn: ProcessDriver, node: Node, source: Source, part: int
+) -> None:
+    files = await dumped(respawn, source, part)
+    second = node.worker("second", **{STANDBY: "1"})
+    process = await respawn.restore(second.worker, restoring(part, files))
+    second.worker = replace(second.worker, process=process)
+    second.say(control.RESTORE_COMPLETE)
+    await until((second.control / control.RESTORED).exists, "the restore")
+    await second.quiet()
+    (node.folder / "again").mkdir()
+    again = os.open(node.folder / "again", os.O_RDONLY)
     try:
-        dump: Awaitable[object] = asyncio.ensure_future(driver.dump(source.worker, fd, tell))
-        await begun.wait()
-        dump.cancel()  # type: ignore[attr-defined]
-        with pytest.raises(asyncio.CancelledError):
-            await dump
-        shutil.rmtree(part)
-        await asyncio.sleep(0.05)
-        assert not part.exists()
+        files = await dumped(respawn, second, again)
+        assert Path(f"/proc/{second.pid}/cmdline").read_bytes().count(b"--resume-from") == 1
+        assert f"resumed 42 {STATE_BYTES}" in second.events()
+        third = node.worker("third", **{STANDBY: "1"})
+        await respawn.restore(third.worker, restoring(again, files))
+        assert third.saved() == source.saved()
     finally:
-        os.close(fd)
+        os.close(again)

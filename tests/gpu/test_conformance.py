@@ -11,6 +11,7 @@ from gms.adapters.cuda import CudaUnavailable, open_devices
 
 
 @pytest.mark.gpu
+@pytest.mark.cpu(600)
 @pytest.mark.timeout(600)
 def test_every_visible_gpu_keeps_the_rules() -> None:
     try:

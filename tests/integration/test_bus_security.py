@@ -66,6 +66,7 @@ SENT: dict[str, tuple[str, Any]] = {
     "get": (subjects.api("get"), {"kind": "Pod"}),
     "the specs of b": (subjects.template(B), {"name": "x"}),
     "what b may keep": (subjects.inventory(B), {"node": "x"}),
+    "which pods b has to end": (subjects.pods(B), {"node": "x"}),
     "fault in b": (subjects.rpc(B, "agent", "sim"), {"arm": {"action": "crash", "step": "seal"}}),
     "question to b": (subjects.rpc(B, "agent", "status"), None),
     "discovery": ("$SRV.INFO", None),
@@ -128,6 +129,7 @@ HEARD: dict[str, tuple[str, str]] = {
     "requests of people": ("snap.api.>", subjects.api("apply")),
     "requests for specs": (f"{subjects.API}.template.*", subjects.template(B)),
     "what others hold": (f"{subjects.API}.inventory.*", subjects.inventory(B)),
+    "which pods others have": (f"{subjects.API}.pods.*", subjects.pods(B)),
     "questions to b": (f"snap.rpc.agent.{B_TOKEN}.*", subjects.rpc(B, "agent", "status")),
     "buckets": ("$KV.>", subjects.bucket_key("snap_objects", "pods.default.x")),
     "events": ("snap.event.>", "snap.event.pods.default.x"),
@@ -381,7 +383,8 @@ async def test_a_node_that_was_paused_stays_so_when_its_agent_binds_again(world:
     assert json.loads(answer.data)["paused"]
     agent = await world.server.bus(User("agent", A))
     durable, filter_ = subjects.durable(A, "agent"), subjects.orders_of(A, "agent")
-    await agent._bind(subjects.ORDERS, durable, filter_, 256, 30.0)
+    async with agent._pulling(subjects.ORDERS, durable, filter_, 256, 30.0):
+        pass
     found = await cli.request(f"{CONSUMERS}.INFO.ORDERS.agent-node-a", b"", timeout=5)
     assert json.loads(found.data)["paused"]
 
@@ -474,11 +477,12 @@ async def test_a_service_of_a_node_can_do_all_its_work(
     await bus.publish(subjects.span(A, TRACE), b"{}")
     await bus.publish(subjects.dead(A), b"{}")
     if role == "agent":
-        verbs = [f"{subjects.API}.{verb}.*" for verb in ("template", "inventory")]
+        verbs = [f"{subjects.API}.{verb}.*" for verb in ("template", "inventory", "pods")]
         await operator.serve("snap-operator", "1.0.0", {}, dict.fromkeys(verbs, echo))
         await bus.put(subjects.NODES_BUCKET, "node-a", b"there")
         assert await bus.request(subjects.template(A), b"which?") == b"which?"
         assert await bus.request(subjects.inventory(A), b"whose?") == b"whose?"
+        assert await bus.request(subjects.pods(A), b"which?") == b"which?"
     question = subjects.rpc(A, user.role, "status")  # type: ignore[arg-type]
     await bus.serve(f"snap-{role}", "1.0.0", {"node": A}, {question: echo})
     assert await cli.request(question, b"how?") == b"how?"

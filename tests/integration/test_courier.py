@@ -12,15 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_shared import bus as bus_module
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
-from snapshot_shared.codec import encode_json
 from snapshot_shared.clocks import Clocks
+from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier, OrderContext
 from snapshot_shared.errors import NoSpace
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Accepted
+from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import DeadLetter, DeleteOrder, Order, Report
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import Telemetry
@@ -86,13 +88,10 @@ class Desk:
         telemetry = Telemetry("snap-agent", NODE, "0")
         clocks = Clocks(asyncio.get_running_loop().time, lambda: NOW, "boot")
         courier = Courier(
-            node=NODE,
-            service="agent",
-            bus=self.bus,
-            journal=journal,
+            OrderBook(node=NODE, service="agent", journal=journal, clocks=clocks),
+            self.bus,
             telemetry=telemetry,
             runner=Runner(journal, telemetry),
-            clocks=clocks,
             handlers={DeleteOrder: self.handler},
         )
         task = asyncio.create_task(courier.serve())
@@ -101,7 +100,7 @@ class Desk:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await courier.drain()
+            await courier.book.drain()
             journal.close()
 
     async def send(self, value: Order | bytes, order_id: str = ORDER) -> None:
@@ -267,16 +266,43 @@ async def test_a_repeat_is_answered_from_the_record_and_does_nothing_again(desk:
     assert desk.handler.log == ["tombstone", "remove"]
 
 
-async def test_a_lower_attempt_after_a_higher_one_has_no_effect(desk: Desk) -> None:
+async def test_a_lower_attempt_than_the_known_one_is_rejected_with_the_known_one(
+    desk: Desk,
+) -> None:
     async with desk.courier():
-        await desk.send(order(attempt=2))
+        await desk.send(order(attempt=7))
         await desk.reports("deleted")
         await desk.send(order(attempt=1))
-        other = order_id("delete", OWNER, "gen-2")
-        await desk.send(order(order=other), other)
-        found = await desk.reports("deleted")
-    assert {report.order for report in found} == {other}
-    assert len(desk.handler.log) == 4
+        (first,) = await desk.reports("rejected")
+        await desk.send(order(attempt=1))
+        (again,) = await desk.reports("rejected")
+    assert first.attempt == 1
+    assert first.failure is not None
+    assert (first.failure.reason, first.failure.values) == ("Superseded", {"attempt": 7})
+    assert again == first
+    assert desk.handler.log == ["tombstone", "remove"]
+    assert await desk.bus.replay(subjects.DEAD, "snap.dead.>") == []
+
+
+async def test_a_refusal_that_cannot_be_published_is_made_when_the_order_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "ACK_WAIT_S", 1.0)
+    async with running_nats_server(tmp_path / "nats") as server:
+        bus = await Bus(server.url, "test").connect()
+        await bus.ensure_assets()
+        desk = Desk(bus, tmp_path / "journal")
+        async with desk.courier():
+            await desk.send(order(attempt=7))
+            await desk.reports("deleted")
+            await bus.client.jetstream().delete_stream(subjects.REPORTS)
+            await desk.send(order(attempt=1))
+            await asyncio.sleep(0.5)
+            await bus.ensure_assets()
+            (found,) = await desk.reports("rejected")
+        await bus.close()
+    assert found.failure is not None
+    assert found.failure.reason == "Superseded"
 
 
 async def test_a_higher_attempt_is_carried_out_and_not_answered_for_the_lower(desk: Desk) -> None:
@@ -293,8 +319,8 @@ async def test_an_order_that_has_ended_does_not_end_otherwise(desk: Desk) -> Non
     async with desk.courier() as courier:
         await desk.send(order())
         await desk.reports("deleted")
-        (entry,) = courier.journal.ledger.entries.values()
-        await courier.report(entry, "failed")
+        (entry,) = courier.book.journal.ledger.entries.values()
+        await courier.book.report(entry, "failed")
         other = order_id("delete", OWNER, "gen-2")
         await desk.send(order(order=other), other)
         found = await desk.reports("deleted")

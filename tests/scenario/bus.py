@@ -22,22 +22,15 @@ from snapshot_shared.bus import (
     ENSURE_EVERY_S,
     IMPATIENCE_S,
     REQUEST_S,
-    RETRY_S,
     Bus,
     Delivery,
     Handler,
 )
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
+from snapshot_shared.pull import Pull
 from snapshot_shared.subjects import check_key
-from tests.scenario.network import (
-    UNANSWERED,
-    Call,
-    Faults,
-    Link,
-    Pull,
-    SeededFaults,
-    Subscription,
-)
+from tests.scenario import network
+from tests.scenario.network import UNANSWERED, Call, Faults, Link, SeededFaults, Subscription
 from tests.scenario.server import NO_STREAM, SimServer
 from tests.scenario.streams import Refused, Stored
 
@@ -185,53 +178,43 @@ class SimBus(Bus):
         )
         return found
 
-    async def consume(
-        self,
-        stream: str,
-        durable: str,
-        filter_: str,
-        *,
-        max_pending: int = 256,
-        ack_wait_s: float | None = None,
-    ) -> AsyncIterator[Delivery]:
-        again = self.reconnections()
-        try:
-            while True:
-                with contextlib.suppress(BusUnavailable):
-                    await self._ask(
-                        "bind",
-                        self._server.bind,
-                        stream,
-                        durable,
-                        filter_,
-                        max_pending,
-                        ack_wait_s or real.ACK_WAIT_S,
-                    )
-                    while not again.is_set():
-                        message = await self._pull(stream, durable)
-                        if message is not None:
-                            yield self._delivery(stream, durable, message)
-                await self.pause(again)
-        finally:
-            self._rebuilt.remove(again)
+    @contextlib.asynccontextmanager
+    async def _pulling(
+        self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
+    ) -> AsyncIterator[Pull[Delivery]]:
+        await self._ask(
+            "bind", self._server.bind, stream, durable, filter_, max_pending, ack_wait_s
+        )
 
-    async def _pull(self, stream: str, durable: str) -> Stored | None:
-        self._check_connected()
-        message = await Pull(self._link, stream, durable, bus_module.FETCH_S).future
-        if isinstance(message, Refused):
-            raise _error(message, f"pull {durable}")
-        return message
+        async def ask(count: int) -> None:
+            self._check_connected()
+            request = network.Pull(self._link, (stream, durable), count, take, bus_module.FETCH_S)
+            requests.append(request)
+            request.future.add_done_callback(lambda done: ended(request, done.result()))
+
+        def take(message: Stored) -> None:
+            pull.take(self._delivery(stream, durable, message))
+
+        def ended(request: network.Pull, result: Refused | None) -> None:
+            requests.remove(request)
+            if result is not None:
+                pull.fail(_error(result, f"pull {durable}"))
+            elif request.missing:
+                pull.lapse(request.missing)
+
+        requests: list[network.Pull] = []
+        pull = Pull[Delivery](ask)
+        try:
+            yield pull
+        finally:
+            for request in requests:
+                request.finish(None)
+            for delivery in pull.rest():
+                await delivery.give_back()
 
     def _delivery(self, stream: str, durable: str, message: Stored) -> Delivery:
         acks = _Acks(self, stream, durable, message.sequence)
         return Delivery(message.subject, message.sequence, message.data, message.headers, acks)
-
-    async def pause(self, again: asyncio.Event) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RETRY_S):
-                await again.wait()
-        again.clear()
-        await self._connected.wait()
 
     async def replay(self, stream: str, filter_: str) -> list[Delivery]:
         found = await self._ask(
@@ -365,6 +348,17 @@ class _Acks:
             raise BusUnavailable("ack: message was already acknowledged")
         await self._bus._ask("ack", self._bus._server.ack, *self._place, timeout_s=timeout)
         self._is_done = True
+
+    async def nak(self) -> None:
+        """Give the message back; the server may not hear of it."""
+        self._is_done = True
+        link = self._bus._link
+        if link.is_open:
+            link.up(self._give_back)
+
+    def _give_back(self) -> None:
+        if self._bus._link.carries:
+            self._bus._server.nak(*self._place)
 
 
 class _Answers:

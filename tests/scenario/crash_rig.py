@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gms.adapters import posix, sharing, staging, transfer_child
-from snapshot_agent.adapters import artifacts, cooperative, copying, library, locks
+from snapshot_agent.adapters import artifacts, copying, library, locks, own_state
 from snapshot_agent.handlers import captures, restores
 from snapshot_shared import files, journal
 from snapshot_shared.errors import SnapbackError
@@ -36,7 +36,7 @@ MODULES: tuple[types.ModuleType, ...] = (
     library,
     copying,
     locks,
-    cooperative,
+    own_state,
     posix,
     sharing,
     staging,

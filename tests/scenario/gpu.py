@@ -59,7 +59,7 @@ from snapshot_shared.frames import (
     StatusRequest,
     UnfenceRequest,
 )
-from snapshot_shared.orders import LayoutRef, PresenceDevice
+from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
 from tests.scenario.loop import CURRENT, Process, ask
 
 if TYPE_CHECKING:
@@ -236,6 +236,13 @@ class SimGpuMemory:
 
     def __init__(self, node: SimNode) -> None:
         self._node = node
+
+    def at(self, _pod: PodRef) -> SimGpuMemory:
+        return self
+
+    def unfencing(self, _token: str) -> tuple[str, ...]:
+        """No guard of a simulated node starts a program."""
+        return ()
 
     async def fence(
         self, token: str, devices: Sequence[str], *, wait_s: float, deadline_s: float

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.scenario.streams import Refused
+from tests.scenario.streams import Refused, Stored
 
 if TYPE_CHECKING:
     from tests.scenario.server import SimServer
@@ -288,10 +288,36 @@ class Call:
 
 
 class Pull(Call):
-    """A request for the next message of a durable. Nothing in time is an answer, too."""
+    """A request for the next messages of a durable, as they come, until its time is over."""
 
-    def __init__(self, link: Link, stream: str, durable: str, timeout_s: float) -> None:
-        self.place = (stream, durable)
+    def __init__(
+        self,
+        link: Link,
+        place: tuple[str, str],
+        count: int,
+        take: Callable[[Stored], None],
+        timeout_s: float,
+    ) -> None:
+        self.place = place
+        self.wanted = count
+        """How many more the server may send."""
+        self.missing = count
+        """How many have not arrived."""
+        self._take = take
         super().__init__(link, link.server.pull, timeout_s, None)
+        self.limit()
         link.pulls.add(self)
         self.future.add_done_callback(lambda _done: link.pulls.discard(self))
+
+    def send(self, message: Stored) -> None:
+        """Send one message; it may not arrive."""
+        self.wanted -= 1
+        if not self.link.faults.loses_answer():
+            self.link.down(self._arrived, message)
+
+    def _arrived(self, message: Stored) -> None:
+        if self.link.carries and self.is_alive:
+            self.missing -= 1
+            self._take(message)
+            if not self.missing:
+                self.finish(None)

@@ -11,25 +11,28 @@ import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gms.handlers.orders import GmsOrders
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.adapters.known_pods import OperatorPods
 from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
 from snapshot_agent.adapters.presence import Announcer
 from snapshot_agent.adapters.templates import OperatorTemplates
 from snapshot_agent.domain import control
+from snapshot_agent.domain.driving import Release
 from snapshot_agent.domain.spec import Launch, Places, Surroundings
 from snapshot_agent.handlers import Agent, routes
 from snapshot_agent.handlers.inventory import Inventory
-from snapshot_agent.ports import Duty, Progress, Worker
+from snapshot_agent.handlers.pod_inventory import PodInventory
+from snapshot_agent.ports import Dump, Duty, Restoring, Worker
 from snapshot_agent.ports import Machine as AgentMachine
 from snapshot_agent.ports import Process as ProcessId
 from snapshot_shared import files
-from snapshot_shared.artifact import Facts, FileEntry
+from snapshot_shared.artifact import Facts
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import Failure, NoSpace, SourceExited
@@ -43,6 +46,7 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
+from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import until_stopped
@@ -187,6 +191,11 @@ class SimNode:
             self.machine.boot_id,
         )
 
+    def living(self, process: ProcessId) -> Process | None:
+        """Give the process of a worker while it lives."""
+        found = self.workers.get(process.pid)
+        return found.process if found and found.process.is_alive else None
+
     # Files of workers.
 
     def save_state(self, places: Places, name: str, data: bytes) -> None:
@@ -218,22 +227,20 @@ async def _gms_main(node: SimNode, process: Process) -> None:
     telemetry = _tracer("snap-gms", node.name)
     journal = Journal.open(node.state / "gms", now=clocks.wall())
     bus = node.world.bus(f"gms-{node.name}", process, node.build)
+    book = OrderBook(node=check_node(node.name), service="gms", journal=journal, clocks=clocks)
     orders = GmsOrders(
         server.gms,
         SimTransfers(node),
         telemetry,
+        book,
         socket_dir=Path("/run"),
         root=SHARED,
-        courier=lambda: courier,
     )
     courier = Courier(
-        node=check_node(node.name),
-        service="gms",
-        bus=bus,
-        journal=journal,
+        book,
+        bus,
         telemetry=telemetry,
         runner=Runner(journal, telemetry),
-        clocks=clocks,
         handlers=orders.routes(),
     )
     courier.schemas = node.build.schemas
@@ -252,19 +259,9 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     bus = node.world.bus(f"agent-{node.name}", process, node.build)
     root = ArtifactRoot(SHARED)
     gpu_memory = SimGpuMemory(node)
-    courier = Courier(
-        node=check_node(node.name),
-        service="agent",
-        bus=bus,
-        journal=journal,
-        telemetry=telemetry,
-        runner=Runner(journal, telemetry),
-        clocks=clocks,
-        handlers=routes(lambda: agent),
-    )
-    courier.schemas = node.build.schemas
+    book = OrderBook(node=check_node(node.name), service="agent", journal=journal, clocks=clocks)
     machine = AgentMachine(
-        runtime=SimRuntime(node, process),
+        launcher=SimLauncher(node, process),
         control=node.control,
         drivers={Cooperative.name: SimDriver(node)},
         gpu_memory=gpu_memory,
@@ -277,7 +274,15 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         facts=Facts(arch="x86_64", kernel="sim", python="3"),
     )
     around = Surroundings(node.name, "sim", Path("/run"), Path("/"), "/bin", "/")
-    agent = Agent(machine, courier, around, node.state, SLOTS)
+    agent = Agent(machine, book, around, node.state, SLOTS)
+    courier = Courier(
+        book,
+        bus,
+        telemetry=telemetry,
+        runner=Runner(journal, telemetry),
+        handlers=routes(agent),
+    )
+    courier.schemas = node.build.schemas
 
     build = node.build
     inventory = Inventory(
@@ -287,6 +292,8 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         clocks.wall,
         every_s=INVENTORY_EVERY_S,
     )
+
+    pods = PodInventory(agent.pods, OperatorPods(bus, node.name), every_s=INVENTORY_EVERY_S)
 
     def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(
@@ -310,13 +317,14 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     await until_stopped(
         stop,
         courier.serve(),
-        Announcer(bus, gpu_memory, presence, stop).run(),  # type: ignore[arg-type]
+        Announcer(bus, gpu_memory, presence, stop, pods.is_known).run(),  # type: ignore[arg-type]
         inventory.run(stop),
+        pods.run(stop),
     )
 
 
-class SimRuntime:
-    """The `Runtime` port: workers are processes of the node and outlive the agent."""
+class SimLauncher:
+    """The `Launcher` port: workers are processes of the node and outlive the agent."""
 
     def __init__(self, node: SimNode, agent: Process) -> None:
         self._node = node
@@ -359,6 +367,17 @@ class SimRuntime:
     def forget(self, where: Places) -> None:
         """Sockets of a pod are not simulated."""
 
+    async def folders(self, where: Path) -> list[str]:
+        try:
+            with opened(open_root(str(where))) as folder:
+                return sorted(files.names_in(folder))
+        except FileNotFoundError:
+            return []
+
+    async def remove(self, where: Path) -> None:
+        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where.parent))) as parent:
+            remove_tree(parent, where.name)
+
 
 class SimControl:
     """The `ControlDirectory` port, and the workers' half of it. It outlives every process."""
@@ -370,38 +389,46 @@ class SimControl:
         self._changed: dict[Path, list[asyncio.Future[None]]] = {}
         self._versions = 0
 
-    def create(self, where: Path) -> None:
-        self._files.setdefault(where, {})
-        files.os.close(files.open_root(str(where / control.STATE), create=True))
+    def create(self, where: Places) -> None:
+        self._files.setdefault(where.control, {})
+        files.os.close(files.open_root(str(where.control / control.STATE), create=True))
 
-    def put(self, where: Path, name: str, data: bytes) -> None:
-        if where in self._files:
+    def put(self, where: Places, name: str, data: bytes) -> None:
+        self.write(where.control, name, data)
+
+    def write(self, folder: Path, name: str, data: bytes) -> None:
+        """Put a file into a control directory, if that is there."""
+        if folder in self._files:
             self._versions += 1
-            self._files[where][name] = (self._versions, data)
-            for future in self._changed.pop(where, ()):
+            self._files[folder][name] = (self._versions, data)
+            for future in self._changed.pop(folder, ()):
                 if not future.done():
                     future.set_result(None)
 
-    def get(self, where: Path, name: str) -> bytes | None:
-        found = self._files.get(where, {}).get(name)
+    def get(self, where: Places, name: str) -> bytes | None:
+        return self.read(where.control, name)
+
+    def read(self, folder: Path, name: str) -> bytes | None:
+        """Read a file of a control directory."""
+        found = self._files.get(folder, {}).get(name)
         return found[1] if found else None
 
-    def remove(self, where: Path, *names: str) -> None:
+    def remove(self, where: Places, *names: str) -> None:
         for name in names:
-            self._files.get(where, {}).pop(name, None)
+            self._files.get(where.control, {}).pop(name, None)
         if control.STATE in names:
-            self._node.empty(where / control.STATE)
+            self._node.empty(where.control / control.STATE)
 
     def drop(self, where: Path, name: str) -> None:
         """Have a worker take a file of its own away."""
         self._files.get(where, {}).pop(name, None)
 
-    async def appears(self, where: Path, name: str, accepts: Callable[[bytes], bool]) -> None:
+    async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
         while True:
             data = self.get(where, name)
             if data is not None and accepts(data):
                 return
-            await self._change(where)
+            await self._change(where.control)
 
     async def news(self, worker: SimWorker, where: Path, names: tuple[str, ...]) -> tuple[str, int]:
         """Wait for a file that this worker has not seen yet: its name and its attempt."""
@@ -427,34 +454,30 @@ class SimDriver(Cooperative):
     """The cooperative driver, with stops and starts of simulated processes."""
 
     def __init__(self, node: SimNode) -> None:
+        super().__init__()
         self._node = node
 
-    def _process(self, worker: Worker) -> Process | None:
-        found = self._node.workers.get(worker.process.pid)
-        return found.process if found and found.process.is_alive else None
-
-    async def freeze(self, worker: Worker) -> None:
+    async def freeze(self, dump: Dump) -> None:
         await self._node.work()
-        process = self._process(worker)
+        process = self._node.living(dump.worker.process)
         if process is None:
             raise SourceExited("the worker ended while it was frozen")
         process.stop()
         await self._node.work()
 
-    async def thaw(self, worker: Worker) -> None:
-        if process := self._process(worker):
+    async def thaw(self, dump: Dump) -> None:
+        if process := self._node.living(dump.worker.process):
             process.resume()
 
-    async def dump(self, worker: Worker, part: int, progress: Progress) -> list[FileEntry]:
-        with self._node.world.rules.dumping(self._node, worker):
+    async def copy(self, dump: Dump) -> None:
+        with self._node.world.rules.dumping(self._node, dump.worker):
             await self._node.work()
-            found = await super().dump(worker, part, progress)
+            await super().copy(dump)
             await self._node.work()
-            return found
 
-    async def fill(self, worker: Worker, part: int, files: Any, progress: Progress) -> None:
+    async def restore(self, placeholder: Worker, restoring: Restoring) -> ProcessId:
         await self._node.work()
-        await super().fill(worker, part, files, progress)
+        return await super().restore(placeholder, restoring)
 
 
 class SimLocks:
@@ -548,14 +571,14 @@ class SimGuard:
 
     def _free(self) -> None:
         where = self.duty.control
-        is_over = self.node.control.get(where, control.COMPLETE) is not None
+        is_over = self.node.control.read(where, control.COMPLETE) is not None
         if self.duty.on_failure == "Kill" and not is_over:
             self.worker.process.kill()
         self.worker.process.resume()
         if not is_over:
             failure = Failure(reason="AgentLost", message="the capture was given up by its guard")
             body = control.body(self.duty.attempt, failure)
-            self.node.control.put(where, control.ABORTED, body)
+            self.node.control.write(where, control.ABORTED, body)
             self.node.control.drop(where, control.QUIESCE)
 
 
@@ -585,6 +608,11 @@ class SimGuards:
         guard.link(agent)
         return SimLink(guard)
 
+    async def release(self, process: ProcessId, release: Release) -> None:
+        assert release == Release()
+        if worker := self._node.living(process):
+            worker.resume()
+
 
 class SimLink:
     """The `GuardLink` port."""
@@ -596,8 +624,11 @@ class SimLink:
     async def lost(self) -> None:
         await asyncio.shield(self._guard.process.ended)
 
-    def tell_tool(self, tool: ProcessId) -> None:
-        """There is none."""
+    def release_by(self, release: Release) -> None:
+        raise AssertionError(f"no driver of a simulated node needs {release}")
+
+    def follow(self, process: ProcessId) -> None:
+        raise AssertionError(f"no driver of a simulated node starts {process}")
 
     def thaw_by(self, deadline: float) -> None:
         self._guard.allow(deadline + MARGIN_S)

@@ -131,9 +131,8 @@ class SimServer:
     def _drop_streams(self, names: Any) -> None:
         for name in list(names):
             for durable in self.streams.pop(name).durables.values():
-                # nats-py takes the news of a deleted consumer for a pause, and waits on.
                 for pull in durable.waiting:
-                    pull.lose()
+                    pull.answer(Refused(NO_CONSUMER, "consumer deleted"))
                 durable.waiting.clear()
 
     def inject(
@@ -213,7 +212,7 @@ class SimServer:
         )
 
     def pull(self, pull: Call) -> Any:
-        """Deliver the next message to this request when there is one."""
+        """Deliver the next messages to this request when there are some."""
         assert isinstance(pull, Pull)
         name, durable = pull.place
         stream = self.stream(name)
@@ -233,6 +232,13 @@ class SimServer:
         found.settle(sequence)
         self._feed(stream, found)
 
+    def nak(self, name: str, durable: str, sequence: int) -> None:
+        """Take a message back that was delivered and not used; it goes out again at once."""
+        stream = self.stream(name)
+        found = stream.durables.get(durable)
+        if found is not None and sequence in found.pending:
+            self._deliver_again(stream, found, sequence)
+
     def _feed(self, stream: Stream, durable: _Durable) -> None:
         """Deliver as long as there are messages and clients that wait."""
         if not self.is_up or self.is_stalled:
@@ -250,7 +256,9 @@ class SimServer:
                 self.later(delay, self._deliver_again, stream, durable, message.sequence)
                 continue
             durable.waiting.popleft()
-            pull.answer(message)
+            pull.send(message)
+            if pull.wanted:
+                durable.waiting.append(pull)
             if delay := faults.repeats():
                 self.later(delay, self._deliver_again, stream, durable, message.sequence)
         self._arm(stream, durable)

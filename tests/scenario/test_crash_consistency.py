@@ -36,6 +36,10 @@ SYNCED_FILES = {
 }
 
 
+# What is recorded once serves all of them.
+pytestmark = pytest.mark.xdist_group("crash_consistency")
+
+
 @functools.cache
 def _plain(story: type[Story]) -> Recording:
     return recorded(story)
@@ -78,6 +82,8 @@ def test_the_stories_reach_every_module_that_makes_things_durable() -> None:
     assert {file for file, _, _ in _fsyncs()} >= SYNCED_FILES
 
 
+@pytest.mark.cpu(180)
+@pytest.mark.timeout(900)
 def test_no_fsync_can_be_left_out_unnoticed() -> None:
     unnoticed = [site for site in _fsyncs() if _noticed(site) is None]
     assert unnoticed == []

@@ -34,6 +34,8 @@ from tests.scenario.disk import SimDisk
 
 FLIPS = int(os.environ.get("FLIPS", "800"))
 SEED = int(os.environ.get("SEED", "1"))
+
+pytestmark = pytest.mark.cpu(60 + FLIPS / 40)
 CHUNK = 4096
 
 

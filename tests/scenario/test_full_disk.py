@@ -15,14 +15,11 @@ import pytest
 
 from snapshot_agent.ports import Place
 from snapshot_shared import files
-from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
-from snapshot_shared.courier import Courier
 from snapshot_shared.errors import NoSpace, StorageFailed
 from snapshot_shared.files import free_bytes, open_root, opened
 from snapshot_shared.ids import NodeName
-from snapshot_shared.runner import Runner
-from snapshot_shared.telemetry import Telemetry
+from snapshot_shared.order_book import OrderBook
 from tests.scenario.crash_rig import mounted, run
 from tests.scenario.crash_stories import (
     NOW,
@@ -138,24 +135,19 @@ def test_a_disk_that_is_full_at_any_byte_refuses_cleanly() -> None:
 
 def test_an_outcome_is_written_when_there_is_room_again_though_nats_is_away() -> None:
     story, disk = Journaling(), SimDisk()
-    telemetry = Telemetry("snap-agent", "node-1", "0")
 
     async def report() -> None:
         assert story.journal is not None
-        courier = Courier(
+        book = OrderBook(
             node=NodeName("node-1"),
             service="agent",
-            bus=Bus("nats://127.0.0.1:1", "test"),
             journal=story.journal,
-            telemetry=telemetry,
-            runner=Runner(story.journal, telemetry),
             clocks=Clocks(lambda: 0.0, lambda: NOW, "boot"),
-            handlers={},
         )
         await story.journal.append(accepted(1))
         (entry,) = story.journal.ledger.entries.values()
         disk.capacity = disk.used
-        reporting = asyncio.ensure_future(courier.report(entry, "staged"))
+        reporting = asyncio.ensure_future(book.report(entry, "staged"))
         await asyncio.wait({reporting}, timeout=0.1)
         assert not reporting.done()
         disk.heal()

@@ -46,6 +46,8 @@ from tests.scenario.crash_stories import LAYOUT, UID, Capture, verify
 from tests.scenario.disk import SimDisk
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "250"))
+
+pytestmark = pytest.mark.cpu(60 + EXAMPLES / 20)
 DATA = Path(__file__).parents[1] / "golden" / "data"
 HOSTILE = [
     *(2**63, 2**64 - 1, -1, -(2**63), 0, 1, 4096, 2**50, 1e308, 0.5, True, None),

@@ -75,7 +75,7 @@ def test_a_worker_whose_agent_hangs_within_a_dump_is_thawed_by_its_guard_long_be
         await asyncio.sleep(1.0)
         return []
 
-    monkeypatch.setattr(SimDriver, "dump", hang)
+    monkeypatch.setattr(SimDriver, "copy", hang)
     world = World(1, msgspec.structs.replace(CALM, fault_s=2 * HOLD_S), [])
     assert world.run() == []
     (let_go,) = [line for line in world.notes if "goes on after snapshot-aborted" in line]
@@ -103,7 +103,7 @@ def test_an_abort_without_room_for_its_tombstone_lets_the_worker_go_at_once(
         if isinstance(value, SnapshotContent) and value.status.capture is Capture.STAGING:
             world.ask_to_delete(1.0, "Snapshot", "a")
 
-    monkeypatch.setattr(SimDriver, "dump", slow)
+    monkeypatch.setattr(SimDriver, "copy", slow)
     monkeypatch.setattr(world.disk.os, "write", without_room)
     world.store.subscribe(give_up)
     assert world.run() == []

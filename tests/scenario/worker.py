@@ -171,7 +171,7 @@ class SimWorker:
             yield from lease.memory().values()
 
     def _say(self, name: str, attempt: int) -> None:
-        self.node.control.put(self.places.control, name, control.body(attempt))
+        self.node.control.put(self.places, name, control.body(attempt))
 
     async def _news(self, name: str) -> int:
         return (await self._either(name))[1]

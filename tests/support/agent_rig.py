@@ -23,10 +23,10 @@ import msgspec
 
 from snapshot_agent.main import serve
 from snapshot_shared import subjects
-from snapshot_shared.api import TemplateReply, TemplateRequest
+from snapshot_shared.api import PodsReply, PodsRequest, TemplateReply, TemplateRequest
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, digest, encode_json
-from snapshot_shared.errors import NotFound
+from snapshot_shared.errors import BusUnavailable, NotFound
 from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects import PodSpec
@@ -80,12 +80,16 @@ class Pod:
         return (self.home / "beats").read_text()
 
     def pid(self, journal: Path) -> int:
+        """The process that the worker has now."""
+        found: int | None = None
         for line in journal.read_text().splitlines():
             body = json.loads(line.partition(" ")[2])
             is_ours = body.get("order") == f"run-{self.ref.uid}"
             if is_ours and body.get("key") == f"container:{self.ref.container}":
-                return int(body["value"]["pid"])
-        raise AssertionError("the journal has no process of this pod")
+                found = int(body["value"]["pid"])
+        if found is None:
+            raise AssertionError("the journal has no process of this pod")
+        return found
 
 
 class Rig:
@@ -101,6 +105,10 @@ class Rig:
         self.bus = Bus(url, "test-operator")
         self.pods: dict[str, Pod] = {}
         self.reports: list[Report] = []
+        self.also_unknown: list[str] = []
+        self.asked_pods: list[list[str]] = []
+        self.answers_pods = asyncio.Event()
+        self.answers_pods.set()
         self._news = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: list[asyncio.subprocess.Process] = []
@@ -177,7 +185,7 @@ class Rig:
                 try:
                     await self.bus.request(subject, b"", timeout_s=1.0)
                     return
-                except NotFound:
+                except (BusUnavailable, NotFound):
                     await asyncio.sleep(0.02)
 
     async def status(self) -> dict[str, Any]:
@@ -191,6 +199,7 @@ class Rig:
         await self.bus.ensure_assets()
         self._tasks.append(asyncio.create_task(self._collect()))
         self._tasks.append(asyncio.create_task(self._answer_templates()))
+        self._tasks.append(asyncio.create_task(self._answer_pods()))
 
     async def _collect(self) -> None:
         async with self.bus.listening(f"snap.report.{self.node}.>") as heard:
@@ -211,6 +220,18 @@ class Rig:
         if request.uid in self.pods:
             reply = TemplateReply(spec=self.pods[request.uid].spec)
             await delivery.raw.respond(encode_json(reply))
+
+    async def _answer_pods(self) -> None:
+        """Know the pods of the test and no others, while `answers_pods` is set."""
+        async with self.bus.listening(subjects.pods(self.node)) as asked:
+            while True:
+                delivery = await asked.get()
+                await self.answers_pods.wait()
+                request = decode_json(delivery.data, PodsRequest)
+                self.asked_pods.append(request.pods)
+                unknown = [uid for uid in request.pods if uid not in self.pods]
+                reply = PodsReply(unknown=[*unknown, *self.also_unknown])
+                await delivery.raw.respond(encode_json(reply))
 
     async def close(self) -> None:
         for process in self._processes:
@@ -303,10 +324,13 @@ class Rig:
         )
 
     def dump_order(
-        self, pod: Pod, content: str, vector: list[VectorEntry], attempt: int = 1
+        self, pod: Pod, content: str, vector: list[VectorEntry], attempt: int = 1, **fields: Any
     ) -> DumpOrder:
         return DumpOrder(
-            pod=pod.ref, content_uid=content, vector=vector, **self.common("dump", content, attempt)
+            pod=pod.ref,
+            content_uid=content,
+            vector=vector,
+            **{**self.common("dump", content, attempt), **fields},
         )
 
     def release_order(
@@ -316,17 +340,17 @@ class Rig:
             pod=pod.ref, content_uid=content, **self.common("release", content, attempt), **fields
         )
 
-    async def staged(self, pod: Pod, content: str) -> tuple[Report, Report]:
+    async def staged(self, pod: Pod, content: str, **fields: Any) -> tuple[Report, Report]:
         """Prepare and dump without devices; the worker is still held."""
-        prepared = await self.carry_out(self.prepare_order(pod, content))
+        prepared = await self.carry_out(self.prepare_order(pod, content, **fields))
         assert prepared.kind == "prepared", prepared
-        dumped = await self.carry_out(self.dump_order(pod, content, prepared.vector))
+        dumped = await self.carry_out(self.dump_order(pod, content, prepared.vector, **fields))
         assert dumped.kind == "staged", dumped
         return prepared, dumped
 
-    async def captured(self, pod: Pod, content: str) -> ArtifactRef:
-        """Capture a worker whole and release it."""
-        prepared, dumped = await self.staged(pod, content)
+    async def captured(self, pod: Pod, content: str, **fields: Any) -> ArtifactRef:
+        """Capture a worker whole and release it; `fields` are those of the driven orders."""
+        prepared, dumped = await self.staged(pod, content, **fields)
         assert dumped.part is not None
         seal = SealOrder(
             namespace="default",
@@ -338,7 +362,7 @@ class Rig:
         )
         sealed = await self.carry_out(seal)
         assert sealed.kind == "sealed", sealed
-        released = await self.carry_out(self.release_order(pod, content))
+        released = await self.carry_out(self.release_order(pod, content, **fields))
         assert released.kind == "released", released
         assert sealed.root_digest is not None
         return ArtifactRef(

@@ -62,7 +62,7 @@ def checkpoint(name: str, node: str, policy: str = "Resume") -> dict[str, Any]:
         "kind": "DynamoCheckpoint",
         "metadata": {"name": name},
         "spec": {
-            "identity": {"model": f"example/{name}", "backendFramework": "example"},
+            "identity": {"model": f"example/{name}", "backendFramework": "vllm"},
             "job": {"sourcePolicy": policy, "podTemplateSpec": {"spec": worker_pod(node)}},
         },
     }

@@ -82,9 +82,14 @@ class MemoryOrders:
 class World:
     """Time, store, orders, and the means to let the operator settle."""
 
-    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 - an immutable value
+    def __init__(
+        self,
+        limits: Limits = Limits(),  # noqa: B008 - an immutable value
+        *,
+        store: Any = None,
+    ) -> None:
         self.now = 1_000_000.0
-        self.store = SqliteStore(None, timestamp=lambda: timestamp(self.now)).open()
+        self.store = store or SqliteStore(None, timestamp=lambda: timestamp(self.now)).open()
         self.cluster = Cluster(self.store, INDEXES)
         self.orders = MemoryOrders()
         self.spans = Spans(Telemetry("snap-operator", "operator", "0"), self.clock)

@@ -69,6 +69,8 @@ async def break_things(world: PageWorld) -> None:
     for _ in range(2):
         await world.done(await world.order("drop"))
     await world.done(await world.order("stop"))
+    for _ in range(2):
+        await world.done(await world.order("drop"))
     await world.apply(checkpoint("qwen-32b", node="node-3", model="Qwen/Qwen2.5-32B"))
     await world.run_worker()
     order = await world.order("prepare")

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from snapshot_operator.adapters.sqlite import SqliteCluster
-from snapshot_operator.domain.conditions import timestamp
-from snapshot_operator.domain.nodes import node_absent, node_from
+from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.local.nodes import node_absent, node_from
+from snapshot_operator.local.store import SqliteStore
 from snapshot_shared import subjects
 from snapshot_shared.api import ApplyReply, ApplyRequest
 from snapshot_shared.bus import Bus
@@ -426,7 +426,8 @@ async def lose_node(folder: Path, name: str = LOST) -> None:
     """Write into the store of an operator that does not run that it has lost a node."""
     (folder / "operator").mkdir(mode=0o700, parents=True, exist_ok=True)
     now = time.time() - 600
-    store = SqliteCluster(folder / "operator" / "objects.sqlite", timestamp=lambda: timestamp(now))
+    path = folder / "operator" / "objects.sqlite"
+    store = SqliteStore(path, timestamp=lambda: timestamp(now)).open()
     device = PresenceDevice(
         index=0, uuid=f"GPU-{name}-0", product="NVIDIA H100", capacity_bytes=80 * GIB
     )

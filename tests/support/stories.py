@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects import (
@@ -21,14 +24,20 @@ from snapshot_shared.objects import (
     PodSource,
     PodSpec,
     PodStatus,
+    RestoreTarget,
     Snapshot,
     SnapshotContent,
     SnapshotContentSpec,
     SnapshotContentStatus,
     SnapshotRef,
+    SnapshotRestore,
+    SnapshotRestoreSpec,
+    SnapshotRestoreStatus,
     SnapshotSource,
     SnapshotSpec,
     SnapshotStatus,
+    restore_name,
+    time_of,
 )
 from snapshot_shared.orders import PartResult, Report
 
@@ -62,11 +71,16 @@ def order(
         "attempt": 1,
         "node": "node-1",
         "service": "gms" if part.startswith("gpu") else "agent",
-        "payload": {"part": part} if part else {},
-        "ordered_at": at,
-        "deadline": at + 60,
+        "payload": payload(part=part) if part else payload(),
+        "ordered_at": time_of(at),
+        "deadline": time_of(at + 60),
     }
     return OrderStatus(**{**fields, **more})
+
+
+def payload(**fields: Any) -> msgspec.Raw:
+    """Return fields as the payload of an order."""
+    return msgspec.Raw(encode_json(fields))
 
 
 def report(item: OrderStatus, kind: str, *, n: int = 2, **more: Any) -> Report:
@@ -77,14 +91,14 @@ def report(item: OrderStatus, kind: str, *, n: int = 2, **more: Any) -> Report:
         "kind": kind,
         "node": item.node,
         "service": item.service,
-        "at": item.ordered_at + n,
+        "at": item.ordered_at.timestamp() + n,
     }
     return Report(**{**fields, **more})
 
 
 def ended(item: OrderStatus, kind: str, failure: Failure | None = None, **more: Any) -> OrderStatus:
     final = report(item, kind, failure=failure, **more)
-    return replace(item, state=kind, final=final, ended_at=item.ordered_at + 2)
+    return replace(item, state=kind, final=final, ended_at=item.ordered_at + timedelta(seconds=2))
 
 
 def pod(name: str = "worker", source: str = "", **status: Any) -> Pod:
@@ -93,6 +107,16 @@ def pod(name: str = "worker", source: str = "", **status: Any) -> Pod:
         metadata=meta("pod", name, annotations=annotations),
         spec=PodSpec(containers=[Container(name="main", command=["x"])]),
         status=PodStatus(**status),
+    )
+
+
+def restore(source: str = "snap", *, of: str = "worker", **status: Any) -> SnapshotRestore:
+    uid = derived_uid("pod", of)
+    owner = OwnerReference(api_version="v1", kind="Pod", name=of, uid=uid)
+    return SnapshotRestore(
+        metadata=meta("restore", restore_name(uid), owner_references=[owner]),
+        spec=SnapshotRestoreSpec(pod_ref=RestoreTarget(name=of, uid=uid), source=source),
+        status=SnapshotRestoreStatus(**status),
     )
 
 
@@ -110,9 +134,8 @@ def snapshot(name: str = "snap", **status: Any) -> Snapshot:
 
 def content(name: str = "snap", **status: Any) -> SnapshotContent:
     owner = derived_uid("snapshot", name)
-    reference = OwnerReference(api_version="v", kind="Snapshot", name=name, uid=owner)
     return SnapshotContent(
-        metadata=meta("content", name, namespace=None, owner_references=[reference]),
+        metadata=meta("content", name, namespace=None),
         spec=SnapshotContentSpec(
             snapshot_ref=SnapshotRef(namespace="default", name=name, uid=owner),
             source=ContentSource(

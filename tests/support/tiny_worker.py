@@ -48,7 +48,25 @@ def save(arguments: argparse.Namespace, answer: str) -> None:
         (STATE / "link").symlink_to("/etc/hostname")
 
 
-def restore() -> str:
+def load(state: Path) -> tuple[str, int]:
+    answer = json.loads((state / "answer.json").read_text())["answer"]
+    return str(answer), (state / "weights.bin").stat().st_size
+
+
+def resume(arguments: argparse.Namespace) -> tuple[str, int | None]:
+    """Go on as the worker that was quiet, in the middle of its capture: its answer and attempt."""
+    if arguments.exit_at_resume is not None:
+        sys.exit(arguments.exit_at_resume)
+    while arguments.hang_at_resume:
+        beat(0)
+    answer, size = load(arguments.resume_from)
+    tell(f"resumed {answer} {size}")
+    quiet = attempt_in("quiesce")
+    put("quiesced", {"attempt": quiet})
+    return answer, quiet
+
+
+def restore(state: Path) -> str:
     tell("standby")
     count = 0
     while (attempt := attempt_in("restore-complete")) is None:
@@ -56,11 +74,10 @@ def restore() -> str:
             tell("restore-failed")
             sys.exit(4)
         count = beat(count)
-    answer = json.loads((STATE / "answer.json").read_text())["answer"]
-    size = (STATE / "weights.bin").stat().st_size
+    answer, size = load(state)
     tell(f"restored {answer} {size}")
     put("restored", {"attempt": attempt})
-    return str(answer)
+    return answer
 
 
 def main() -> None:
@@ -75,6 +92,9 @@ def main() -> None:
     parser.add_argument("--odd-state", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--child", action="store_true")
+    parser.add_argument("--resume-from", type=Path)
+    parser.add_argument("--exit-at-resume", type=int)
+    parser.add_argument("--hang-at-resume", action="store_true")
     arguments = parser.parse_args()
     if arguments.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -85,19 +105,22 @@ def main() -> None:
     if arguments.exit_at_start is not None:
         sys.exit(arguments.exit_at_start)
     answer = arguments.answer
+    quiet = None
     if os.environ.get("SNAPSHOT_RESTORE_STANDBY"):
         if arguments.never_restored:
             tell("standby")
             while True:
                 beat(0)
-        answer = restore()
+        answer = restore(arguments.resume_from or STATE)
+    elif arguments.resume_from:
+        answer, quiet = resume(arguments)
     elif not arguments.never_ready:
         put("ready-for-snapshot", {"attempt": 0})
-    serve(arguments, answer)
+    serve(arguments, answer, quiet)
 
 
-def serve(arguments: argparse.Namespace, answer: str) -> None:
-    count, quiet = 0, None
+def serve(arguments: argparse.Namespace, answer: str, quiet: int | None) -> None:
+    count = 0
     while True:
         count = beat(count)
         wanted = attempt_in("quiesce")

@@ -323,20 +323,3 @@ class ObjectEvent(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["ADDED", "MODIFIED", "DELETED"]
     object: Any
     source: str = ""
-
-
-class _Named(msgspec.Struct, frozen=True):
-    name: str
-    namespace: str | None = None
-
-
-class _Changed(msgspec.Struct, frozen=True):
-    kind: str
-    metadata: _Named
-
-
-class ObjectNews(msgspec.Struct, frozen=True):
-    """What an ObjectEvent tells those who read the object itself: which, and who changed it."""
-
-    object: _Changed
-    source: str = ""

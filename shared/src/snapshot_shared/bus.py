@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -44,8 +45,17 @@ from snapshot_shared.errors import (
     SnapbackError,
 )
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.nats_client import INBOXES, BusClient, InboxAnswers
-from snapshot_shared.tasks import end_all
+from snapshot_shared.nats_client import (
+    IDLE,
+    INBOXES,
+    NO_MESSAGES,
+    REQUEST_TIMEOUT,
+    BusClient,
+    InboxAnswers,
+    MessageStatus,
+    message_status,
+)
+from snapshot_shared.pull import BATCH, Pull
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +63,9 @@ WRONG_LAST_SEQUENCE = 10071
 NO_MESSAGE_FOUND = 10057
 KV_OPERATION = "KV-Operation"
 FETCH_S = 20.0
+"""How long the server keeps a request for messages, in seconds."""
+LATE_S = 1.0
+"""How much longer a request is taken for lost when nothing has come of it, in seconds."""
 REQUEST_S = 5.0
 IMPATIENCE_S = 4.0
 RETRY_S = 0.5
@@ -167,6 +180,11 @@ class Delivery(NamedTuple):
     async def ack(self) -> None:
         """Settle and wait until the server has it."""
         await _translating(self.raw.ack_sync(timeout=REQUEST_S), "ack")
+
+    async def give_back(self) -> None:
+        """Have the message delivered again at once, to any client of the durable, if possible."""
+        with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
+            await self.raw.nak()
 
 
 class StreamState(NamedTuple):
@@ -535,44 +553,62 @@ class Bus:
     ) -> AsyncIterator[Delivery]:
         """Yield the messages of a durable pull consumer, one after another, for ever.
 
-        The durable is created when it is missing. The caller acks what it has taken over; what is
-        not acked comes again after `ack_wait_s` seconds, ACK_WAIT_S when it is None.
+        As `consume_batches`. What was pulled and not yielded by the end is given back.
+        """
+        batches = self.consume_batches(
+            stream, durable, filter_, max_pending=max_pending, ack_wait_s=ack_wait_s
+        )
+        left: deque[Delivery] = deque()
+        try:
+            async for batch in batches:
+                left.extend(batch)
+                while left:
+                    yield left.popleft()
+        finally:
+            # First, or what is given back would come to what is closed here.
+            await batches.aclose()
+            for delivery in left:
+                await delivery.give_back()
+
+    async def consume_batches(
+        self,
+        stream: str,
+        durable: str,
+        filter_: str,
+        *,
+        max_pending: int = 256,
+        ack_wait_s: float | None = None,
+    ) -> AsyncGenerator[list[Delivery], None]:
+        """Yield the messages of a durable pull consumer, as many at a time as have come, for ever.
+
+        The durable is created when it is missing. At most BATCH messages are asked for and not
+        yielded. The caller acks what it has taken over; what is not acked comes again after
+        `ack_wait_s` seconds, ACK_WAIT_S when it is None.
         """
         again = self.reconnections()
-        while True:
-            elected = asyncio.Event()
-            try:
-                source = await self._bind(
-                    stream, durable, filter_, max_pending, ack_wait_s or ACK_WAIT_S
-                )
-                watch = await self._watch_elections(stream, durable, elected)
-            except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
-                log.info("consumer %s is not available yet: %s", durable, error)
+        try:
+            while True:
+                try:
+                    async with (
+                        self._pulling(
+                            stream, durable, filter_, max_pending, ack_wait_s or ACK_WAIT_S
+                        ) as pull,
+                        _calling(pull.forget, again),
+                    ):
+                        while not again.is_set():
+                            if batch := await pull.batch(FETCH_S + LATE_S):
+                                yield batch
+                except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
+                    log.info("consumer %s has to be bound again: %s", durable, error)
                 await self.pause(again)
-                continue
-            try:
-                while not again.is_set():
-                    for message in await _fetch(source, again, elected):
-                        self._metrics.add(instruments.CONSUMED, subjects.family(message.subject))
-                        yield _delivery(message)
-            except (nats.errors.Error, nats.js.errors.Error) as error:
-                log.info("consumer %s has to be bound again: %s", durable, error)
-            finally:
-                for subscription in (source, watch):
-                    with contextlib.suppress(Exception):
-                        await subscription.unsubscribe()
-            await self.pause(again)
+        finally:
+            self._rebuilt.remove(again)
 
-    async def pause(self, again: asyncio.Event) -> None:
-        """Wait before another try: until a reconnection (`again`), or half a second."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(again.wait(), RETRY_S)
-        again.clear()
-        await self.wait_connected()
-
-    async def _bind(
+    @contextlib.asynccontextmanager
+    async def _pulling(
         self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
-    ) -> Any:
+    ) -> AsyncIterator[Pull[Delivery]]:
+        """Bind a durable and pull from it for the length of the block."""
         manager = self.client.jetstream(timeout=REQUEST_S)
         config = ConsumerConfig(
             name=durable,
@@ -584,16 +620,41 @@ class Bus:
             max_ack_pending=max_pending,
         )
         await manager.add_consumer(stream, config)
-        return await manager.pull_subscribe_bind(durable=durable, stream=stream)
+        inbox = self.client.new_inbox()
+        pull = Pull[Delivery](
+            lambda count: self.client.ask_next(stream, durable, inbox, count, FETCH_S)
+        )
 
-    async def _watch_elections(self, stream: str, durable: str, elected: asyncio.Event) -> Any:
-        """Set an event whenever a consumer gets a new leader, which knows of no pull."""
+        async def take(message: Msg) -> None:
+            if status := message_status(message):
+                _lapse(pull, status)
+                return
+            self._metrics.add(instruments.CONSUMED, subjects.family(message.subject))
+            pull.take(_delivery(message))
 
-        async def tell(_message: Msg) -> None:
-            elected.set()
+        async def elect(_message: Msg) -> None:
+            pull.forget()
 
-        subject = subjects.elections(stream, durable)
-        return await self.client.subscribe(subject, cb=tell)
+        subscriptions = [
+            await self.client.subscribe(inbox, cb=take),
+            # A new leader of the consumer has not heard of what was asked for.
+            await self.client.subscribe(subjects.elections(stream, durable), cb=elect),
+        ]
+        try:
+            yield pull
+        finally:
+            for subscription in subscriptions:
+                with contextlib.suppress(Exception):
+                    await subscription.unsubscribe()
+            for delivery in pull.rest():
+                await delivery.give_back()
+
+    async def pause(self, again: asyncio.Event) -> None:
+        """Wait before another try: until a reconnection (`again`), or half a second."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(again.wait(), RETRY_S)
+        again.clear()
+        await self.wait_connected()
 
     async def replay(self, stream: str, filter_: str) -> list[Delivery]:
         """Read what a stream holds now on the subjects that match, oldest first."""
@@ -740,19 +801,30 @@ def _responding(handler: Handler) -> Callable[[Any], Awaitable[None]]:
     return answer
 
 
-async def _fetch(source: Any, again: asyncio.Event, elected: asyncio.Event) -> list[Msg]:
-    """Pull one message. A pull that a reconnection or an election orphaned is given up at once."""
-    elected.clear()
-    pull = asyncio.ensure_future(source.fetch(1, timeout=FETCH_S))
-    orphaned = [asyncio.ensure_future(event.wait()) for event in (again, elected)]
+@contextlib.asynccontextmanager
+async def _calling(call: Callable[[], None], event: asyncio.Event) -> AsyncIterator[None]:
+    """Call something when an event is set within the block."""
+    waiting = asyncio.ensure_future(event.wait())
+
+    def tell(done: asyncio.Future[Any]) -> None:
+        if not done.cancelled():
+            call()
+
+    waiting.add_done_callback(tell)
     try:
-        await asyncio.wait({pull, *orphaned}, return_when=asyncio.FIRST_COMPLETED)
+        yield
     finally:
-        await end_all(pull, *orphaned)
-    try:
-        return list(pull.result())
-    except (asyncio.CancelledError, nats.errors.TimeoutError):
-        return []
+        waiting.cancel()
+
+
+def _lapse(pull: Pull[Delivery], status: MessageStatus) -> None:
+    """Take into account what a server says of a request for messages."""
+    if status.code in (REQUEST_TIMEOUT, NO_MESSAGES):
+        pull.lapse(status.pending or BATCH)
+    elif "leadership" in status.description.lower():
+        pull.forget()
+    elif status.code != IDLE:
+        pull.fail(BusUnavailable(f"{status.code} {status.description}"))
 
 
 def _delivery(message: Msg) -> Delivery:

@@ -246,17 +246,34 @@ def settle_new(directory: int, name: str) -> None:
         os.unlink(f".{name}.tmp", dir_fd=directory)
 
 
-def write_replacing(directory: int, name: str, data: bytes, *, mode: int = 0o600) -> None:
-    """Put a whole file in place durably, over an older one: temporary name, fsync, rename."""
+def write_replacing(
+    directory: int,
+    name: str,
+    data: bytes,
+    *,
+    mode: int = 0o600,
+    owner: tuple[int, int] = (-1, -1),
+) -> None:
+    """Put a whole file in place durably, over an older one: temporary name, fsync, rename.
+
+    `owner` is a uid and a gid; -1 is that of this process.
+    """
     temporary = f".{check_component(name)}.tmp"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=directory)
     with opened(create_file(directory, temporary)) as fd:
-        os.fchmod(fd, mode)
+        own_by(fd, owner, mode)
         write_all(fd, data)
         secure(fd, name)
     os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     secure(directory, name)
+
+
+def own_by(fd: int, owner: tuple[int, int], mode: int) -> None:
+    """Give an open file or directory a uid and a gid, of which -1 changes none, and a mode."""
+    if owner != (-1, -1):
+        os.fchown(fd, *owner)
+    os.fchmod(fd, mode)
 
 
 def remove_tree(parent: int, name: str) -> None:

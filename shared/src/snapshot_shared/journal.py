@@ -9,8 +9,11 @@ build has left a record that this one does not know; fields that it does not kno
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import threading
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -53,6 +56,23 @@ class JournalCorrupt(SnapbackError):
     )
 
 
+class _Group:
+    """Records that are written all or none, and the future of who handed them over."""
+
+    def __init__(self, records: Sequence[Record], data: bytes, done: asyncio.Future[None]) -> None:
+        self.records = records
+        self.data = data
+        self.done = done
+
+    def accept(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def refuse(self, error: BaseException) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
 class Journal:
     """An open journal and its fold. One process at a time: the folder is locked."""
 
@@ -60,7 +80,9 @@ class Journal:
         """Use `Journal.open`."""
         self._fd = fd
         self._lock = lock
-        self._turn = asyncio.Lock()
+        self._in_use = threading.Lock()
+        self._waiting: list[_Group] = []
+        self._writer: asyncio.Task[None] | None = None
         self._broken: StorageFailed | None = None
         self._breaks = asyncio.Event()
         self.ledger = ledger
@@ -97,17 +119,60 @@ class Journal:
     async def append(self, *records: Record) -> None:
         """Write records, wait until they are on disk, then fold them.
 
-        NoSpace when the disk is full: nothing is written then, and it may be tried again.
-        StorageFailed when the disk is broken: nobody knows what it holds, and no more is written.
+        What a cancelled caller handed over is written and folded all the same. NoSpace when the
+        disk is full: nothing is written then, and it may be tried again. StorageFailed when the
+        disk is broken: what it holds is unknown, and no more is written.
         """
-        # Shielded as a whole: a cancelled caller must not leave disk and memory in disagreement.
-        await asyncio.shield(asyncio.ensure_future(self._append(records)))
+        await self.write(*records)
 
-    async def _append(self, records: tuple[Record, ...]) -> None:
-        data = b"".join(_line(record) for record in records)
-        async with self._turn:
-            if self._broken is not None:
-                raise self._broken
+    def write(self, *records: Record) -> asyncio.Future[None]:
+        """Hand records over; the future ends as `append` does.
+
+        What is handed over while the disk is busy shares the next write and its fsync. Records
+        lie in the journal in the order of the calls.
+        """
+        data = b"".join(map(_line, records))
+        group = _Group(records, data, asyncio.get_running_loop().create_future())
+        self._waiting.append(group)
+        if self._writer is None:
+            self._writer = asyncio.ensure_future(self._write_waiting())
+        return group.done
+
+    async def settled(self) -> None:
+        """Wait until everything that was handed over is written, or refused."""
+        if self._writer is not None:
+            await asyncio.shield(self._writer)
+
+    async def _write_waiting(self) -> None:
+        groups: Sequence[_Group] = ()
+        try:
+            while self._waiting:
+                groups, self._waiting = self._waiting, []
+                await self._write_groups(groups)
+        except BaseException as error:
+            # Whatever it is, it belongs to those who wait for it.
+            for group in (*groups, *self._waiting):
+                group.refuse(error)
+            self._waiting = []
+            raise
+        finally:
+            self._writer = None
+
+    async def _write_groups(self, groups: Sequence[_Group]) -> None:
+        try:
+            await self._write_as_one(groups)
+        except NoSpace as error:
+            if len(groups) == 1:
+                groups[0].refuse(error)
+                return
+            # There may be room for some, where there is none for all of them.
+            for group in groups:
+                await self._write_groups([group])
+
+    async def _write_as_one(self, groups: Sequence[_Group]) -> None:
+        """Write groups with one fsync and end their futures. NoSpace: nothing was written."""
+        if self._broken is None:
+            data = b"".join(group.data for group in groups)
             try:
                 with self._metrics.timed(instruments.JOURNAL_DURATION):
                     await asyncio.to_thread(self._write, data)
@@ -115,10 +180,15 @@ class Journal:
                 self._broken = StorageFailed(
                     f"the journal cannot be written: {error}", errno=error.errno
                 )
+                self._broken.__cause__ = error
                 self._breaks.set()
-                raise self._broken from error
-            for record in records:
+        for group in groups:
+            if self._broken is not None:
+                group.refuse(self._broken)
+                continue
+            for record in group.records:
                 self.ledger.apply(record)
+            group.accept()
 
     async def until_broken(self) -> None:
         """Wait until the disk fails and raise StorageFailed: the service has to end then."""
@@ -127,22 +197,27 @@ class Journal:
             raise self._broken
 
     def _write(self, data: bytes) -> None:
-        size = os.fstat(self._fd).st_size
-        try:
-            write_all(self._fd, data)
+        with self._in_use:
+            if self._fd < 0:
+                raise OSError(errno.EBADF, "the journal is closed")
+            size = os.fstat(self._fd).st_size
             try:
-                os.fdatasync(self._fd)
-            except OSError as error:
-                raise translated(error, "the journal") from error
-        except NoSpace:
-            # A half line would make the next whole line look corrupt.
-            os.ftruncate(self._fd, size)
-            raise
+                write_all(self._fd, data)
+                try:
+                    os.fdatasync(self._fd)
+                except OSError as error:
+                    raise translated(error, "the journal") from error
+            except NoSpace:
+                # A half line would make the next whole line look corrupt.
+                os.ftruncate(self._fd, size)
+                raise
 
     def close(self) -> None:
-        """Close the file and free the folder."""
-        os.close(self._fd)
-        os.close(self._lock)
+        """Close the file and free the folder. Await `settled` first, or this waits for the disk."""
+        with self._in_use:
+            os.close(self._fd)
+            self._fd = -1
+            os.close(self._lock)
 
 
 def read_records(path: Path) -> list[Record]:

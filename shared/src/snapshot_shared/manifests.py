@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import jsonschema
 import msgspec
 
 from snapshot_shared import api
@@ -16,6 +15,7 @@ from snapshot_shared.objects import (
     KINDS,
     AnyObject,
     DynamoCheckpoint,
+    IdentitySpec,
     Job,
     Kind,
     ObjectMeta,
@@ -24,6 +24,9 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+
+if TYPE_CHECKING:
+    import jsonschema
 
 MAX_PROBLEMS = 50
 MAX_GPUS = 64
@@ -45,7 +48,7 @@ def parse(document: Any, *, where: str = "") -> AnyObject:
     """
     kind = _kind(document, where)
     cleaned = _without_server_fields(document)
-    problems = [f"{where}{path}: {text}" for path, text in _schema_problems(kind, cleaned)]
+    problems = [f"{where}{path}: {text}" for path, text in _schema_problems(kind.type, cleaned)]
     if problems:
         raise _refused(problems)
     try:
@@ -56,6 +59,27 @@ def parse(document: Any, *, where: str = "") -> AnyObject:
     if problems:
         raise _refused(problems)
     return value
+
+
+def parse_identity(document: Any, *, where: str = "") -> IdentitySpec:
+    """Return the identity that one decoded DynamoCheckpoint has, whatever the rest of it holds.
+
+    Raise InvalidManifest with every `path: problem` of `spec.identity`, `where` in front of each.
+    """
+    _kind(document, where)
+    spec = document.get("spec")
+    identity = spec.get("identity") if isinstance(spec, dict) else None
+    path = "spec.identity"
+    if not isinstance(identity, dict):
+        found = "nothing" if identity is None else type(identity).__name__
+        raise _refused([f"{where}{path}: expected a mapping, found {found}"])
+    problems = [
+        f"{where}{_join(path, below)}: {text}"
+        for below, text in _schema_problems(IdentitySpec, identity)
+    ]
+    if problems:
+        raise _refused(problems)
+    return msgspec.convert(identity, IdentitySpec)
 
 
 @cache
@@ -115,8 +139,10 @@ def _without_server_fields(document: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _validator(name: str) -> jsonschema.Draft202012Validator:
-    schema = closed(msgspec.json.schema(KINDS[name].type))
+def _validator(type_: type[msgspec.Struct]) -> jsonschema.Draft202012Validator:
+    import jsonschema  # noqa: PLC0415 - costs start-up time
+
+    schema = closed(msgspec.json.schema(type_))
     return jsonschema.Draft202012Validator(schema)
 
 
@@ -132,9 +158,9 @@ def closed(schema: Any) -> Any:
     return result
 
 
-def _schema_problems(kind: Kind, document: Any) -> Iterator[tuple[str, str]]:
+def _schema_problems(type_: type[msgspec.Struct], document: Any) -> Iterator[tuple[str, str]]:
     errors = sorted(
-        _validator(kind.name).iter_errors(document), key=lambda e: [str(p) for p in e.absolute_path]
+        _validator(type_).iter_errors(document), key=lambda e: [str(p) for p in e.absolute_path]
     )
     for error in errors:
         yield from _describe(error)

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -36,7 +36,8 @@ ANSWER_S = 5.0
 T = TypeVar("T")
 
 _PAGE = 256
-_END_OF_PAGE, _NO_MESSAGES, _NO_RESPONDERS = "204", "404", "503"
+_END_OF_PAGE, _NO_RESPONDERS = "204", "503"
+IDLE, NO_MESSAGES, REQUEST_TIMEOUT = "100", "404", "408"
 
 
 class BusClient(Client):
@@ -142,6 +143,14 @@ class BusClient(Client):
             sequence = int(_header(page[-1], "Nats-Sequence")) + 1
         return found
 
+    async def ask_next(
+        self, stream: str, durable: str, inbox: str, count: int, within_s: float
+    ) -> None:
+        """Have the next messages of a durable sent to an inbox, as they come within a time."""
+        request = {"batch": count, "expires": int(within_s * 1e9)}
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
+        await self.publish(subject, json.dumps(request).encode(), reply=inbox)
+
     async def _page(self, stream: str, filter_: str, sequence: int) -> tuple[list[Msg], int]:
         subject = f"$JS.API.DIRECT.GET.{stream}"
         request = {"seq": sequence, "batch": _PAGE, "next_by_subj": filter_}
@@ -159,6 +168,22 @@ class BusClient(Client):
                 await source.unsubscribe()
 
 
+class MessageStatus(NamedTuple):
+    """What a server says instead of a message; `pending`: messages that will not come."""
+
+    code: str
+    description: str
+    pending: int
+
+
+def message_status(message: Msg) -> MessageStatus | None:
+    """Return the status that a message is; None for one of a stream."""
+    if not message.headers or not (code := _header(message, "Status")):
+        return None
+    pending = int(_header(message, "Nats-Pending-Messages") or 0)
+    return MessageStatus(code, _header(message, "Description"), pending)
+
+
 async def _collect(source: Subscription) -> tuple[list[Msg], int]:
     """Take the messages of one page; give how many are left behind it."""
     found: list[Msg] = []
@@ -167,7 +192,7 @@ async def _collect(source: Subscription) -> tuple[list[Msg], int]:
         status = _header(message, "Status")
         if not status:
             found.append(message)
-        elif status in (_END_OF_PAGE, _NO_MESSAGES):
+        elif status in (_END_OF_PAGE, NO_MESSAGES):
             return found, int(_header(message, "Nats-Num-Pending") or 0)
         elif status == _NO_RESPONDERS:
             raise nats.js.errors.NoStreamResponseError

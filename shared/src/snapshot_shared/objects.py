@@ -53,6 +53,8 @@ Argument = Annotated[str, Meta(max_length=32768, pattern=r"^[^\x00]*\Z")]
 LabelKey = Annotated[str, Meta(max_length=316, pattern=r"^[A-Za-z0-9./_-]+\Z")]
 LabelValue = Annotated[str, Meta(max_length=63)]
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
+Framework = Literal["vllm", "sglang", "trtllm"]
+"""The inference engines that Dynamo knows."""
 
 
 class OwnerReference(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -167,15 +169,15 @@ class OrderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
 
 class IdentitySpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What makes two checkpoints interchangeable."""
+    """What makes two checkpoints interchangeable; `snapshot_shared.identity` hashes it."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
-    backend_framework: Annotated[str, Meta(min_length=1, max_length=64)]
+    backend_framework: Framework
     dynamo_version: Annotated[str, Meta(max_length=64)] = ""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     dtype: Annotated[str, Meta(max_length=64)] = ""
-    max_model_len: Annotated[int, Meta(ge=1)] | None = None
+    max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     extra_parameters: dict[str, str] = {}
 
 
@@ -530,6 +532,7 @@ class Kind(NamedTuple):
     type: type[Any]
     namespaced: bool = True
     appliable: bool = True
+    others: tuple[str, ...] = ()
 
 
 _ALL_KINDS = (
@@ -545,7 +548,13 @@ _ALL_KINDS = (
         appliable=False,
     ),
     Kind(
-        "SnapshotRestore", GROUP, "snapshotrestores", "srestore", SnapshotRestore, appliable=False
+        "SnapshotRestore",
+        GROUP,
+        "snapshotrestores",
+        "srestore",
+        SnapshotRestore,
+        appliable=False,
+        others=("restore", "restores"),
     ),
     Kind("Job", "batch/v1", "jobs", "job", Job),
     Kind("Pod", "v1", "pods", "po", Pod),
@@ -560,13 +569,18 @@ def kind_of(value: AnyObject) -> Kind:
 
 
 def find_kind(name: str) -> Kind:
-    """Find a kind by its name, plural, singular or short name, in any case. NotFound else."""
+    """Find a kind by its name, plural, singular, short or other name, in any case. NotFound."""
     wanted = name.lower()
     for kind in KINDS.values():
-        if wanted in (kind.name.lower(), kind.plural, kind.short):
+        if wanted in (kind.name.lower(), kind.plural, kind.short, *kind.others):
             return kind
     known = ", ".join(kind.plural for kind in KINDS.values())
     raise NotFound(f"no kind is called {name!r}", next_step=f"use one of: {known}")
+
+
+def restore_name(pod_uid: str) -> str:
+    """Return the name of the restore of a pod, which follows from the pod's uid."""
+    return f"restore-{pod_uid}"[:63]
 
 
 def time_of(seconds: float) -> datetime:

@@ -46,6 +46,9 @@ ShortText = Annotated[str, Meta(max_length=256)]
 SourcePolicy = Literal["Resume", "Terminate"]
 """What becomes of the source worker after a capture that succeeded."""
 
+Driver = Literal["cooperative", "respawn", "criu", "criu+cuda"]
+"""How the state of a process is captured and given back."""
+
 
 class DeviceRef(msgspec.Struct, frozen=True, kw_only=True):
     """A device given to a pod: `ordinal` is the worker's own numbering, `uuid` the device."""
@@ -112,6 +115,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     schema: int = FIRST_SCHEMA
 
 
+class DrivenOrder(Order, frozen=True, kw_only=True):
+    """An order about one process. Every order of one capture, or restore, names the same driver."""
+
+    driver: Driver = "cooperative"
+
+
 class RunOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.run_order"):
     """Start a pod's containers as local processes. The spec is asked for by uid and digest."""
 
@@ -128,7 +137,7 @@ class StopOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.stop_order"):
     grace_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
 
 
-class PrepareOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.prepare_order"):
+class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prepare_order"):
     """Open a capture: gates, quiesce, fence. Ends `prepared` with the vector.
 
     `hold_s` bounds how long the worker may stay quiesced in all; at it the agent releases alone.
@@ -144,13 +153,12 @@ class PrepareOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.prepare_or
     on_failure: Literal["Resume", "Kill"] = "Resume"
 
 
-class DumpOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.dump_order"):
+class DumpOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.dump_order"):
     """Freeze, let the driver write the process part, thaw. Ends `staged`."""
 
     pod: PodRef
     content_uid: UidStr
     vector: list[VectorEntry]
-    driver: Literal["cooperative", "criu", "criu+cuda"] = "cooperative"
 
 
 class SaveOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.save_order"):
@@ -174,7 +182,7 @@ class SealOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.seal_order"):
     parts: list[PartResult]
 
 
-class ReleaseOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.release_order"):
+class ReleaseOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.release_order"):
     """Let the worker go on after a capture, or end it. Ends `released`."""
 
     pod: PodRef
@@ -215,8 +223,8 @@ class DropOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.drop_order"):
     load_token: ShortText = ""
 
 
-class RestoreOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.restore_order"):
-    """Fill the waiting worker with the process part and let it go. Ends `restored`."""
+class RestoreOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.restore_order"):
+    """Bring a waiting worker to the state of the process part and let it go. Ends `restored`."""
 
     artifact: ArtifactRef
     pod: PodRef
@@ -224,7 +232,7 @@ class RestoreOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.restore_or
     ready_s: Seconds = 60.0
 
 
-class AbortOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.abort_order"):
+class AbortOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.abort_order"):
     """Tombstone attempts up to `attempt` of a capture or restore, and compensate."""
 
     pod: PodRef | None = None
@@ -297,7 +305,7 @@ def order_in(payload: bytes | msgspec.Raw) -> AnyOrder | None:
     """Return the order in a payload; None when it is of a version that is unknown here."""
     try:
         return _ORDERS.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -305,7 +313,7 @@ def envelope_of(payload: bytes | msgspec.Raw) -> Envelope:
     """Return what can be read of any order; of noise, an envelope of attempt 0."""
     try:
         return _ENVELOPES.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Envelope()
 
 
@@ -351,7 +359,7 @@ TERMINAL: dict[str, str] = {
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a step took, in seconds; the name is one of `steps.STEPS`."""
+    """How long a step took, in seconds; the name is one of `steps.table`."""
 
     step: str
     seconds: float
@@ -467,6 +475,11 @@ def version_gap(announced: Iterable[int]) -> str:
     if set(SCHEMAS) & set(announced):
         return ""
     return f"it knows message schemas {sorted(announced)}, the operator knows {list(SCHEMAS)}"
+
+
+def driver_of(order: Order) -> Driver | None:
+    """Return the process driver that an order names; None for a verb that needs none."""
+    return order.driver if isinstance(order, DrivenOrder) else None
 
 
 def service_of(order: Order) -> Service:

@@ -169,7 +169,6 @@ def _operator() -> Allowed:
         f"{subjects.API}.template.*",
         f"{subjects.API}.inventory.*",
         f"{subjects.API}.pods.*",
-        f"{subjects.EVENTS}.>",
         subjects.bucket_key(subjects.NODES_BUCKET, "*"),
         subjects.elections(subjects.REPORTS, "operator"),
         *(f"snap.{kind}.>" for kind in ("report", "progress", "span", "dead")),

@@ -94,14 +94,26 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Wait; `snapshotctl watch NAME` shows what follows.",
         ),
         "ReadersRegistered": Reason(
-            "The artifact is to be deleted, but pods still restore from it.",
-            "The uids of those pods stand in `status.readers` of the content.",
+            "The artifact is to be deleted, but restores still read it.",
+            "The uids of those SnapshotRestores stand in `status.readers` of the content; "
+            "`snapshotctl describe snapcontent NAME` names their pods.",
             "It goes when they are done; to hurry, delete the pods: `snapshotctl delete pod NAME`.",
         ),
         "Retrying": Reason(
-            "An attempt failed before the worker was frozen, and another one begins.",
-            "The failure was retryable; there are three attempts at most.",
+            "An attempt failed before it touched the worker, and another one begins.",
+            "The failure was retryable; a capture and a restore have three attempts at most.",
             "Wait; `snapshotctl explain NAME` says what the attempt before failed of.",
+        ),
+        "Restoring": Reason(
+            "The restore into the pod is under way.",
+            "Orders of this attempt are with the node of the pod.",
+            "Wait, and watch the parts: `snapshotctl watch pod/NAME`.",
+        ),
+        "SourcePodNotFound": Reason(
+            "There is no pod of the name that the snapshot gives.",
+            "It is not applied yet, the name is misspelt, or the pod is in another namespace. The "
+            "snapshot waits for it until `spec.deadlineSeconds` are over, and fails then.",
+            "List the pods: `snapshotctl get pods -A`; apply the pod, or name a running one.",
         ),
         "Starting": Reason(
             "The containers of the pod are being started.",
@@ -124,8 +136,9 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "See what the other one waits for: `snapshotctl get snapshotcontents`.",
         ),
         "WaitingForPod": Reason(
-            "The pod to capture is not ready for a snapshot yet.",
-            "The worker has not written `ready-for-snapshot` into its control directory.",
+            "The pod to capture is not ready for a snapshot yet, or the pod to restore not placed.",
+            "The worker has not written `ready-for-snapshot` into its control directory; or no "
+            "node with free devices was found.",
             "See how it stands: `snapshotctl explain pod/NAME`.",
         ),
         "WaitingForSnapshot": Reason(
@@ -176,12 +189,6 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Somebody deleted it by hand.",
             "`snapshotctl delete dynamocheckpoint NAME`, then apply it again.",
         ),
-        "JobFailed": Reason(
-            "The worker ended before it was captured.",
-            "Its Job has failed, and says no more precisely why.",
-            "Read what it printed: `snapshotctl explain NAME`; correct the worker and apply the "
-            "checkpoint again under another name.",
-        ),
         "JobNameConflict": Reason(
             "A Job of the checkpoint's name exists and belongs to something else.",
             "The checkpoint would start its worker by a Job of its own name.",
@@ -202,6 +209,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The pod of the Job is gone.",
             "Somebody deleted it before the Job had ended.",
             "Delete the checkpoint and apply it again: `snapshotctl delete dynamocheckpoint NAME`.",
+        ),
+        "PodNameConflict": Reason(
+            "A pod of the name that the Job gives exists and belongs to something else.",
+            "The name follows from the Job's uid, so somebody has made that pod by hand.",
+            "`snapshotctl delete pod NAME`, then apply the checkpoint again.",
         ),
         "PodFailed": Reason(
             "The pod of the Job has failed, and says no more precisely why.",
@@ -239,11 +251,6 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "It finished, failed, or is being deleted.",
             "Start the worker again, then take a snapshot of that pod: "
             "`snapshotctl checkpoint POD`.",
-        ),
-        "SourcePodNotFound": Reason(
-            "There is no pod of the name that the snapshot gives.",
-            "The name is misspelt, or the pod is in another namespace.",
-            "List the pods: `snapshotctl get pods -A`; name a running one.",
         ),
         "StalePodReference": Reason(
             "The pod of that name is not the one that was meant.",
@@ -468,6 +475,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
     },
     "Nodes, orders and time": {
+        "CleaningOwed": Reason(
+            "The artifact is to be deleted, and its worker or its node has not been let go yet.",
+            "A release or an abort was not answered: the node is silent, or it fails to do it. It "
+            "is ordered again, with longer and longer rests.",
+            "See which order: `snapshotctl describe snapcontent NAME`. Bring the node back, or "
+            "give it up: `snapshotctl delete node NODE`.",
+        ),
         "Aborted": Reason(
             "The work was ended by an abort order or a shutdown.",
             "Another part of the same capture or restore failed, somebody aborted the capture or "
@@ -488,9 +502,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "DeadlineExceeded": Reason(
             "It was not done in the time that it had.",
-            "A step, an order or a whole wait took longer than its budget.",
-            "`snapshotctl explain NAME` shows where the time went; raise --timeout or "
-            "`activeDeadlineSeconds`, or correct what is slow.",
+            "A step, an order or a whole wait took longer than its budget; or a capture was not "
+            "done in the time of its snapshot (`spec.deadlineSeconds`) or of its checkpoint "
+            "(`spec.job.activeDeadlineSeconds`), waiting included.",
+            "`snapshotctl explain NAME` shows where the time went; raise that field or --timeout, "
+            "or correct what is slow.",
         ),
         "Deleted": Reason(
             "The object was deleted during its capture or restore.",
@@ -513,10 +529,17 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "`snapshotctl uncordon NODE`, or `snapshotctl abort NAME` if it should not wait.",
         ),
         "NodeLost": Reason(
-            "The node was without presence for 90 s while it had work.",
-            "The machine is down, or its agent or its network is.",
-            "Bring it back, or give it up: `snapshotctl delete node NAME`; restore its workers on "
-            "another node: `snapshotctl restore NAME`.",
+            "The Node object was deleted while the node had work.",
+            "Somebody ran `snapshotctl delete node`, which gives up all that the node owes. A node "
+            "that is only silent loses nothing.",
+            "Restore its workers on another node: `snapshotctl restore NAME`.",
+        ),
+        "NodeSilent": Reason(
+            "Nothing was heard from the pod's node for 90 s; its worker may well run.",
+            "The machine, the agent or its network is down. The phase of the pod is Unknown; "
+            "nothing fails and nothing is ended for that.",
+            "See since when: `snapshotctl nodes`. Bring the node back and all goes on; or give it "
+            "up with all that it has: `snapshotctl delete node NODE`.",
         ),
         "NotReady": Reason(
             "Nothing new begins on this node: it is not known to be there with its devices.",
@@ -562,8 +585,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "Conflict": Reason(
             "The object changed since it was read.",
-            "Somebody else wrote it, or it is being deleted.",
-            "Run the command again.",
+            "It was written since, deleted, or made again under the same name.",
+            "Look at it again with `snapshotctl describe KIND NAME`, then run the command again.",
         ),
         "Internal": Reason(
             "The product itself has a defect here.",
@@ -580,10 +603,17 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A file or folder cannot be read or written; it stands in the message.",
             "Check the path and its rights: `ls -ld PATH`.",
         ),
+        "Stale": Reason(
+            "A decision rested on the absence of an object that is there.",
+            "The objects in the operator's memory were late; the decision was not carried out.",
+            "Nothing is to be done: it decides again. It is seen in the operator's log alone.",
+        ),
         "StoreBusy": Reason(
-            "Another operator holds the object store for longer than a write takes.",
-            "An operator on the same store is stopped or hangs.",
-            "Look for it: `ps -ef | grep snapshot_operator`; end or continue it.",
+            "The object store takes no write now, and nothing was written.",
+            "Another program has the file of the store open in a transaction: a shell of "
+            "sqlite3, or a backup.",
+            "Look for it: `fuser -v objects.sqlite` in the operator's state folder; end it. It is "
+            "retryable.",
         ),
         "UnsupportedVersion": Reason(
             "A version that is required is unknown to this program.",
@@ -606,6 +636,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The local cluster, or the service to start, runs already.",
             "`snapshotctl up` or `sim restart` was run before.",
             "Use it as it is: `snapshotctl nodes`; or end it: `snapshotctl down`.",
+        ),
+        "RequestExpired": Reason(
+            "The request came after its client had stopped waiting for it; nothing was done.",
+            "The operator was stopped or busy meanwhile, or the clocks of the two machines differ "
+            "by more than the 5 s that a client waits.",
+            "Run the command again. If it lasts, compare `date -u` on both machines.",
         ),
         "DemoFailed": Reason(
             "A step of the demo was lost, or an answer differs.",

@@ -1,7 +1,7 @@
 """The one step runner: journal, span, deadline, compensation, for every step of every order.
 
-A step table is a list of `Step`; its names must be those of `steps.STEPS` for the verb. No step
-can forget its journal record or its deadline, because nothing else runs steps.
+A step table is a list of `Step`; its names must be those of `steps.table` for the verb and the
+driver. No step can forget its journal record or its deadline, because nothing else runs steps.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from snapshot_shared import instruments
+from snapshot_shared import instruments, steps
 from snapshot_shared.errors import DeadlineExceeded, Internal, failure_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Began, Ended
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.orders import Order
-from snapshot_shared.steps import STEPS
+from snapshot_shared.orders import Order, driver_of
 from snapshot_shared.telemetry import Attributes, Telemetry
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class Runner:
 
         `remaining_s` gives what is left of the order's own budget. DeadlineExceeded names the step.
         """
-        if tuple(step.name for step in table) != STEPS[verb]:
+        if tuple(step.name for step in table) != steps.table(verb, driver_of(order)):
             raise Internal(f"the step table of {verb} is {[step.name for step in table]}")
         begun: list[Step] = []
         try:

@@ -1,6 +1,7 @@
 """Step names: one list for spans, journals, reports, progress and the fault switch.
 
-A step is one named stage of carrying out an order. `STEPS[verb]` is the order in which they run.
+A step is one named stage of carrying out an order. `table(verb, driver)` is the order in which
+they run: a process driver may have steps of its own.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from snapshot_shared.errors import InvalidInput
+from snapshot_shared.orders import Driver
 from snapshot_shared.subjects import order_template
 
 STEPS: dict[str, tuple[str, ...]] = {
@@ -26,6 +28,13 @@ STEPS: dict[str, tuple[str, ...]] = {
     "delete": ("tombstone", "remove"),
     "verify": ("read-all",),
 }
+"""The steps of each verb, for every driver that has no others."""
+
+OWN_STEPS: dict[tuple[str, Driver], tuple[str, ...]] = {
+    ("dump", "respawn"): ("freeze", "copy-state", "replace", "stage"),
+    ("restore", "respawn"): ("check", "replace", "signal", "await-restored"),
+}
+"""The steps of a verb that is carried out in another way by one driver."""
 
 GMS_VERBS: tuple[str, ...] = ("save", "load", "commit", "drop", "abort")
 AGENT_VERBS: tuple[str, ...] = tuple(verb for verb in STEPS if verb not in GMS_VERBS[:-1])
@@ -37,6 +46,17 @@ OPERATOR_STEPS: tuple[str, ...] = ("apply", "capture", "restoration")
 
 GMS_STEPS: tuple[str, ...] = ("attach", "allocate", "export", "commit-layout", "transfer")
 """Spans of sessions that carry a traceparent, and of the processes that move bytes."""
+
+
+def table(verb: str, driver: Driver | None = None) -> tuple[str, ...]:
+    """Return the steps of a verb in their order, as this driver carries it out."""
+    return STEPS[verb] if driver is None else OWN_STEPS.get((verb, driver), STEPS[verb])
+
+
+def names(verb: str) -> tuple[str, ...]:
+    """Return every step that a verb has with any driver."""
+    own = (step for (of, _), steps in OWN_STEPS.items() if of == verb for step in steps)
+    return tuple(dict.fromkeys((*STEPS[verb], *own)))
 
 
 def order_span(verb: str) -> str:
@@ -74,10 +94,10 @@ def find(step: str, *, verb: str = "", service: str = "") -> list[Place]:
     found = [
         Place(service or ("agent" if known in AGENT_VERBS else "gms"), known, step)
         for known in verbs
-        if step in STEPS[known]
+        if step in names(known)
     ]
     if not found:
-        listed = "; ".join(f"{known}: {', '.join(STEPS[known])}" for known in verbs)
+        listed = "; ".join(f"{known}: {', '.join(names(known))}" for known in verbs)
         where = f"the {service} has" if service else "there is"
         raise InvalidInput(f"{where} no step {step!r:.80}; the steps are {listed}")
     return found
@@ -85,11 +105,11 @@ def find(step: str, *, verb: str = "", service: str = "") -> list[Place]:
 
 def all_names() -> frozenset[str]:
     """Give every name that a span of the product may have: steps, orders and the rest."""
-    names = set(OPERATOR_STEPS) | set(GMS_STEPS)
-    names.update(order_span(verb) for verb in STEPS)
+    found = set(OPERATOR_STEPS) | set(GMS_STEPS)
+    found.update(order_span(verb) for verb in STEPS)
     for service, verbs in VERBS_OF.items():
         for operation in ("publish", "process"):
-            names.update(message_span(operation, service, verb) for verb in verbs)
-    for steps in STEPS.values():
-        names.update(steps)
-    return frozenset(names)
+            found.update(message_span(operation, service, verb) for verb in verbs)
+    for verb in STEPS:
+        found.update(names(verb))
+    return frozenset(found)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def yield_turn() -> None:
@@ -26,3 +29,16 @@ async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=again_s)
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def heeding(work: Awaitable[T]) -> T:
+    """Return what an awaitable returns; raise CancelledError for a cancellation that it swallowed.
+
+    `wait_for` of Python 3.11 returns a result that comes together with the cancellation.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    result = await work
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result

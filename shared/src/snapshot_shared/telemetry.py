@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -38,7 +38,6 @@ from opentelemetry.trace import (
 )
 
 from snapshot_shared import instruments, subjects
-from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable, SnapbackError, failure_of
 from snapshot_shared.metrics import (
@@ -49,6 +48,9 @@ from snapshot_shared.metrics import (
     resource_attributes,
 )
 from snapshot_shared.spans import SpanContext, SpanKind, SpanRecord, parse_traceparent
+
+if TYPE_CHECKING:
+    from snapshot_shared.bus import Bus
 
 log = logging.getLogger(__name__)
 

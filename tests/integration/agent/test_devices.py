@@ -14,6 +14,7 @@ from snapshot_shared.orders import (
     ArtifactRef,
     CommitOrder,
     DeviceRef,
+    Driver,
     LoadOrder,
     PartResult,
     Report,
@@ -46,11 +47,14 @@ async def started(rig: Rig, devices: list[DeviceRef], *, standby: bool = False) 
     return pod
 
 
-async def captured(rig: Rig, pod: Pod, devices: list[DeviceRef]) -> tuple[ArtifactRef, Report]:
+async def captured(
+    rig: Rig, pod: Pod, devices: list[DeviceRef], driver: Driver = "cooperative"
+) -> tuple[ArtifactRef, Report]:
     content = fresh_uid()
-    prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
+    prepare = rig.prepare_order(pod, content, devices=devices, driver=driver)
+    prepared = await rig.carry_out(prepare)
     assert prepared.kind == "prepared", prepared.failure
-    dumped = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
+    dumped = await rig.carry_out(rig.dump_order(pod, content, prepared.vector, driver=driver))
     parts: list[PartResult] = [dumped.part] if dumped.part else []
     for entry in prepared.vector:
         if entry.layout is None:
@@ -78,7 +82,7 @@ async def captured(rig: Rig, pod: Pod, devices: list[DeviceRef]) -> tuple[Artifa
     )
     sealed = await rig.carry_out(seal)
     assert sealed.root_digest is not None, sealed.failure
-    await rig.carry_out(rig.release_order(pod, content))
+    await rig.carry_out(rig.release_order(pod, content, driver=driver))
     ref = ArtifactRef(
         namespace="default", content_uid=content, generation=1, root_digest=sealed.root_digest
     )
@@ -146,6 +150,25 @@ async def test_a_worker_with_weights_on_two_devices_is_captured_and_restored_ont
         assert report.failure.reason == "Incompatible"
         assert report.failure.values["expected"] == ["gpu-0", "gpu-1"]
         assert report.failure.values["found"] == ["gpu-0"]
+
+
+async def test_a_worker_with_weights_on_a_device_is_started_again_with_them(rig: Rig) -> None:
+    await rig.gms(devices=2, device_bytes=256 * MIB)
+    everything = await devices_of(rig)
+    first, second = everything[:1], [DeviceRef(ordinal=0, uuid=everything[1].uuid)]
+    async with rig.agent():
+        pod = await started(rig, first)
+        before = pod.pid(rig.journal)
+        ref, _ = await captured(rig, pod, first, "respawn")
+        await until((pod.control / control.READY).exists, "the worker's wake")
+        assert pod.pid(rig.journal) != before
+
+        target = await started(rig, second, standby=True)
+        prepared = await rig.heard(lambda report: report.kind == "prepared")
+        await loaded(rig, target, ref, prepared, second)
+        order = rig.restore_order(target, ref, devices=second, driver="respawn")
+        report = await rig.carry_out(order)
+        assert report.kind == "restored", report.failure
 
 
 async def test_an_aborted_capture_ends_its_fence_and_the_worker_wakes(rig: Rig) -> None:

@@ -18,6 +18,8 @@ from snapshot_agent.adapters import guard as program
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.guards import MARGIN_S, Guards
 from snapshot_agent.domain import control
+from snapshot_agent.domain.driving import Release
+from snapshot_agent.domain.spec import Access
 from snapshot_agent.ports import Duty, Process
 from snapshot_shared.errors import SourceExited
 from snapshot_shared.service import system_clocks
@@ -32,9 +34,16 @@ class Charge:
         self.control = folder / "control"
         self.control.mkdir()
         (self.control / control.QUIESCE).write_bytes(control.body(4))
+        self.guards = Guards(folder / "guards", "test", node="node-1")
+        self.begin()
+
+    def begin(self) -> None:
         self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         os.kill(self.child.pid, signal.SIGSTOP)
-        self.guards = Guards(folder / "guards", "test", node="node-1")
+
+    def end(self) -> None:
+        self.child.kill()
+        self.child.wait()
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -80,8 +89,7 @@ async def charge(tmp_path: Path) -> AsyncIterator[Charge]:
     finally:
         for pid in made.running:
             os.kill(pid, signal.SIGKILL)
-        made.child.kill()
-        made.child.wait()
+        made.end()
 
 
 async def freed(charge: Charge) -> None:
@@ -189,8 +197,7 @@ async def test_a_guard_ends_with_its_worker(charge: Charge) -> None:
 
 async def test_a_worker_that_is_gone_cannot_be_guarded(charge: Charge) -> None:
     duty = charge.duty()
-    charge.child.kill()
-    charge.child.wait()
+    charge.end()
     with pytest.raises(SourceExited):
         await charge.guards.start(duty)
     assert charge.running == []
@@ -211,27 +218,107 @@ async def test_a_guard_kills_the_worker_where_its_duty_says_so(charge: Charge) -
     link.close()
 
 
-def a_tool() -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-c", "import os, time; os.fork(); time.sleep(600)"],
-        start_new_session=True,
-    )
+def wrote(folder: Path, name: str) -> tuple[str, ...]:
+    """A program that writes a file, by which a test sees that it ran."""
+    return ("/bin/sh", "-c", 'echo "$1" >"$0"', str(folder / name), "a word\nof two lines")
 
 
-async def test_a_guard_kills_the_tool_that_it_was_told_of_with_its_whole_session(
+async def test_a_guard_runs_the_program_of_the_phase_before_the_worker_goes_on(
     charge: Charge,
 ) -> None:
-    tool = a_tool()
-    found = procfs.read(tool.pid)
-    assert found is not None
-    await until(lambda: len(procfs.session_of(found.pid, found.start)) == 2, "the tool's child")
-    link = await charge.guards.start(charge.duty(deadline_s=0.3))
-    link.tell_tool(Process(found.pid, found.start))
-    assert await asyncio.to_thread(tool.wait) == -signal.SIGKILL
-    await until(lambda: not procfs.session_of(found.pid, found.start), "the end of the tool")
+    link = await charge.guards.start(charge.duty(deadline_s=1.0))
+    link.release_by(Release(wrote(charge.folder, "older"), 5.0))
+    link.release_by(Release(wrote(charge.folder, "unlocked"), 5.0))
     await link.lost()
     link.close()
     await freed(charge)
+    assert (charge.folder / "unlocked").read_text() == "a word\nof two lines\n"
+    assert not (charge.folder / "older").exists()
+
+
+async def test_a_guard_knows_from_its_start_how_the_worker_is_let_go(charge: Charge) -> None:
+    release = Release(wrote(charge.folder, "unlocked"), 5.0)
+    unfence = wrote(charge.folder, "unfenced")
+    duty = charge.duty(deadline_s=0.3)._replace(release=release, unfence=unfence)
+    link = await charge.guards.start(duty)
+    # The first that a guard reads may be that its agent is gone.
+    link.close()
+    await freed(charge)
+    assert (charge.folder / "unlocked").exists()
+    await until((charge.folder / "unfenced").exists, "the end of the fence")
+
+
+async def test_a_program_that_hangs_does_not_keep_a_worker_frozen(charge: Charge) -> None:
+    link = await charge.guards.start(charge.duty(deadline_s=0.3))
+    link.release_by(Release(("/bin/sleep", "600"), 0.2))
+    await link.lost()
+    link.close()
+    await freed(charge)
+
+
+@pytest.mark.parametrize("program", ["/nowhere/program", "/etc/hostname"])
+async def test_a_program_that_cannot_be_started_does_not_keep_a_worker_frozen(
+    charge: Charge, program: str
+) -> None:
+    release = Release((program,), 5.0)
+    link = await charge.guards.start(charge.duty(deadline_s=0.2)._replace(release=release))
+    await link.lost()
+    link.close()
+    await freed(charge)
+    os.kill(charge.child.pid, signal.SIGSTOP)
+    await charge.guards.release(charge.duty().process, release)
+    await until(lambda: state_of(charge.child.pid) == "S", "the thaw by the agent")
+
+
+async def test_a_guard_ends_the_worker_in_a_phase_that_cannot_be_undone(charge: Charge) -> None:
+    link = await charge.guards.start(charge.duty(deadline_s=1.0))
+    link.release_by(Release(wrote(charge.folder, "asked"), 5.0, ends=True))
+    assert await asyncio.to_thread(charge.child.wait) == -signal.SIGKILL
+    await link.lost()
+    link.close()
+    assert (charge.folder / "asked").exists()
+
+
+async def test_a_guard_stays_while_the_worker_is_replaced_and_frees_the_next_process(
+    charge: Charge,
+) -> None:
+    link = await charge.guards.start(charge.duty(deadline_s=1.5))
+    link.release_by(Release(wrote(charge.folder, "ended"), 5.0, ends=True, stays=True))
+    await asyncio.sleep(0.2)
+    charge.end()
+    charge.begin()
+    link.follow(charge.duty().process)
+    link.release_by(Release())
+    await link.lost()
+    link.close()
+    await freed(charge)
+    assert not (charge.folder / "ended").exists()
+
+
+async def test_a_guard_whose_worker_ended_while_it_was_replaced_does_what_was_left_to_do(
+    charge: Charge,
+) -> None:
+    link = await charge.guards.start(charge.duty())
+    link.release_by(Release(wrote(charge.folder, "ended"), 5.0, ends=True, stays=True))
+    await asyncio.sleep(0.2)
+    charge.end()
+    os.kill(charge.running[0], signal.SIGTERM)
+    await link.lost()
+    link.close()
+    assert (charge.folder / "ended").exists()
+    assert charge.was_freed()
+
+
+async def test_a_guard_writes_for_the_owner_and_with_the_mode_of_the_container(
+    charge: Charge,
+) -> None:
+    access = Access(uid=os.getuid(), gid=os.getgid(), file_mode=0o660)
+    duty = charge.duty(deadline_s=0.2)._replace(access=access)
+    link = await charge.guards.start(duty)
+    await link.lost()
+    link.close()
+    await freed(charge)
+    assert (charge.control / control.ABORTED).stat().st_mode & 0o777 == 0o660
 
 
 async def test_a_worker_that_was_told_of_its_completion_is_thawed_and_nothing_else(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from snapshot_agent.adapters import presence
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.handlers.inventory import Counts, Inventory
 from snapshot_operator.domain.inventory import Policy, reply
@@ -248,7 +249,10 @@ async def test_a_root_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-async def test_an_agent_asks_the_operator_when_it_starts_and_tells_what_it_moved(rig: Rig) -> None:
+async def test_an_agent_asks_the_operator_when_it_starts_and_tells_what_it_moved(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "EVERY_S", 0.2)
     endpoint = World().api.endpoints()["inventory.*"]
     await rig.bus.serve("snap-operator", "1.0.0", {}, {subjects.inventory(rig.node): endpoint})
     state = put(rig.root, "default", UID, "gen-1", "process", "state")

@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 from snapshot_shared import subjects
 from snapshot_shared.codec import decode_json
 from snapshot_shared.orders import Presence
@@ -19,7 +21,7 @@ async def test_a_node_is_present_at_once_and_names_its_devices_as_soon_as_gms_is
         first = decode_json((await asyncio.wait_for(queue.get(), PATIENCE_S)).data, Presence)
         assert first.node == rig.node
         assert first.devices == []
-        assert first.drivers == ["cooperative"]
+        assert first.drivers == ["cooperative", "respawn"]
         assert first.artifact_root == str(rig.root)
         assert first.free_bytes > 0
 
@@ -27,6 +29,21 @@ async def test_a_node_is_present_at_once_and_names_its_devices_as_soon_as_gms_is
         # Much sooner than with the next beat, which comes after ten seconds.
         second = decode_json((await asyncio.wait_for(queue.get(), 5)).data, Presence)
     assert [device.capacity_bytes for device in second.devices] == [64 * MIB, 64 * MIB]
+
+
+async def test_a_node_offers_no_device_until_its_pods_were_asked_about(rig: Rig) -> None:
+    subject = f"$KV.{subjects.NODES_BUCKET}.{rig.node}"
+    rig.answers_pods.clear()
+    await rig.gms(devices=1, device_bytes=64 * MIB)
+    async with rig.bus.listening(subject) as queue, rig.agent():
+        while_unknown = await asyncio.wait_for(queue.get(), PATIENCE_S)
+        assert decode_json(while_unknown.data, Presence).devices == []
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(queue.get(), 1.0)
+        rig.answers_pods.set()
+        # Much sooner than with the next beat, which comes after ten seconds.
+        known = decode_json((await asyncio.wait_for(queue.get(), 5)).data, Presence)
+    assert len(known.devices) == 1
 
 
 async def test_the_agent_is_found_as_a_nats_service(rig: Rig) -> None:

@@ -22,7 +22,6 @@ def _case(place: Place) -> object:
     return pytest.param(place, id=f"{place.verb}-{place.step}", marks=marks)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("place", [_case(place) for place in GUARDED])
 async def test_a_worker_whose_agent_stays_away_is_let_go_by_its_guard(
     cluster: LiveCluster, place: Place, turn: int

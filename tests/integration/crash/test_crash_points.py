@@ -38,7 +38,6 @@ def test_every_step_of_every_table_has_a_story_that_leads_to_it() -> None:
     assert set(PLACES) >= ALWAYS
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("place", [_case(place) for place in PLACES])
 async def test_a_service_killed_at_a_step_leaves_nothing_half_doubled_or_frozen(
     cluster: LiveCluster, place: Place, turn: int
@@ -59,7 +58,6 @@ async def test_a_service_killed_at_a_step_leaves_nothing_half_doubled_or_frozen(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("step", STEPS["abort"])
 async def test_an_agent_killed_while_it_undoes_a_deleted_capture_frees_the_worker(
     cluster: LiveCluster, step: str, turn: int

@@ -35,7 +35,6 @@ def _cases() -> list[object]:
     ]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("story", "changes"), _cases())
 async def test_an_operator_killed_after_some_changes_goes_on_where_it_was(
     cluster: LiveCluster, story: Story, changes: int, turn: int

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gms.lease import Lease
 from snapshot_shared.frames import (
     Access,
@@ -83,7 +81,6 @@ def _held(service: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.timeout(120)
 def test_bytes_and_descriptors_return_to_where_they_were(service: Any) -> None:
     for device in (0, 1):
         _commit(service, device, b"intact")

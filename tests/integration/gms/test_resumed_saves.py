@@ -136,6 +136,7 @@ def weights(launch: Callable[..., Any], tmp_path: Path) -> Weights:
     return Weights(launch, tmp_path, 64 * MIB)
 
 
+@pytest.mark.cpu(600)
 @pytest.mark.timeout(900)
 def test_a_killed_save_writes_again_only_what_was_in_flight(
     launch: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -27,7 +27,7 @@ from tests.support.live_cluster import LiveCluster, checkpoint, find, pod
 NODES = ("node-1", "node-2")
 PORT = re.compile(r"HTTP on \S+ port (\d+)")
 
-pytestmark = [pytest.mark.waits, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.waits
 
 
 class Run(NamedTuple):

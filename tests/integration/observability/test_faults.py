@@ -17,13 +17,14 @@ from gms.handlers.keeper import Gms
 from gms.handlers.sessions import LeaseSessions
 from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus
-from snapshot_shared.codec import encode_json
 from snapshot_shared.clocks import Clocks
+from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier, OrderContext
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import Metrics
+from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import DeleteOrder
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import MAX_WAITING_SPANS, Telemetry
@@ -93,14 +94,13 @@ async def courier(nats_url: str, folder: Path, metrics: Metrics) -> AsyncIterato
         await context.steps("delete", table)
         return {}
 
+    clocks = Clocks(asyncio.get_running_loop().time, lambda: 2e9, "boot")
+    book = OrderBook(node=NODE, service="agent", journal=journal, clocks=clocks, metrics=metrics)
     service = Courier(
-        node=NODE,
-        service="agent",
-        bus=bus,
-        journal=journal,
+        book,
+        bus,
         telemetry=telemetry,
         runner=Runner(journal, telemetry, metrics=metrics),
-        clocks=Clocks(asyncio.get_running_loop().time, lambda: 2e9, "boot"),
         handlers={DeleteOrder: delete},
     )
     task = asyncio.create_task(service.serve())
@@ -109,7 +109,7 @@ async def courier(nats_url: str, folder: Path, metrics: Metrics) -> AsyncIterato
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await service.drain()
+        await book.drain()
         await bus.close()
         journal.close()
 

@@ -7,24 +7,31 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
-from snapshot_operator.adapters.live_view import LiveView
-from snapshot_operator.adapters.page import Page
-from snapshot_operator.adapters.sqlite import SqliteCluster
+from snapshot_operator.api.page.http import Page
+from snapshot_operator.api.page.live_view import TURN, LiveView
+from snapshot_operator.core.restore import restore_for
+from snapshot_operator.local.controllers import INDEXES
+from snapshot_operator.local.store import SqliteStore
+from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import Failure
 from snapshot_shared.http import http_port
-from snapshot_shared.objects import AnyObject
+from snapshot_shared.manifests import parse
+from snapshot_shared.objects import AnyObject, Pod, SnapshotRestore
 from snapshot_shared.service import system_clocks
+from snapshot_shared.transitions import Restore
 from tests.support.nats_server import running_nats_server
 from tests.support.objects import checkpoint as stored_checkpoint
+from tests.support.objects import restore_document
 from tests.support.page_stories import be_busy
 from tests.support.page_world import GIB, PageWorld, checkpoint, page_world
 
@@ -46,19 +53,26 @@ async def http(world: PageWorld) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-class Counting(SqliteCluster):
-    """The store, which counts how often it was listed."""
+class Counting(Cluster):
+    """The objects, which count how often they were listed."""
 
     lists = 0
 
-    async def list(self, *words: Any, **more: Any) -> list[AnyObject]:
+    def all(self, kind: str) -> Sequence[AnyObject]:
         self.lists += 1
-        return await super().list(*words, **more)
+        return super().all(kind)
+
+
+async def objects() -> Counting:
+    store = SqliteStore(None, timestamp=lambda: "2026-01-01T00:00:00Z").open()
+    cluster = Counting(store, INDEXES)
+    await cluster.sync()
+    return cluster
 
 
 @pytest.fixture
 async def served(nats_url: str) -> AsyncIterator[tuple[Counting, LiveView, str]]:
-    cluster = Counting(None, timestamp=lambda: "2026-01-01T00:00:00Z")
+    cluster = await objects()
     bus = await Bus(nats_url, "test").connect()
     await bus.ensure_assets()
     view = LiveView(cluster, bus, system_clocks(), "life", "")
@@ -67,7 +81,6 @@ async def served(nats_url: str) -> AsyncIterator[tuple[Counting, LiveView, str]]
         yield cluster, view, f"http://127.0.0.1:{port}"
         page.close()
     await bus.close()
-    cluster.close()
 
 
 @pytest.fixture
@@ -317,15 +330,8 @@ async def test_the_page_goes_on_with_the_operator_that_comes_after(
 # What a program around a page can count: one reader, many, slow ones, none.
 
 
-def _store(number: int, text: str = "") -> AnyObject:
-    value = stored_checkpoint(f"llm-{number}")
-    if not text:
-        return value
-    from msgspec.structs import replace
-
-    labels = {f"k{n}": text for n in range(20)}
-    changed: Any = replace(value, metadata=replace(value.metadata, labels=labels))
-    return changed  # type: ignore[no-any-return]
+def _store(number: int) -> AnyObject:
+    return stored_checkpoint(f"llm-{number}")
 
 
 async def test_nothing_is_read_and_nothing_kept_while_nobody_looks(
@@ -347,18 +353,40 @@ async def test_nothing_is_read_and_nothing_kept_while_nobody_looks(
     assert view.feed.since(0).sections == {}
 
 
-async def test_a_store_of_more_than_one_page_is_read_whole_while_it_changes(
+async def test_what_changes_while_the_objects_are_read_is_shown_as_it_is_then(
+    served: tuple[Counting, LiveView, str],
+) -> None:
+    cluster, view, url = served
+    stored = [await cluster.create(_store(number)) for number in range(2 * TURN + 50)]
+    async with aiohttp.ClientSession(url) as http:
+        answer = asyncio.create_task(http.get("/api/state"))
+        async with asyncio.timeout(PATIENCE_S):
+            while not view._entries:  # noqa: ASYNC110 - the next turn of the loop
+                await asyncio.sleep(0)
+        assert len(view._entries) == TURN
+        for gone in (stored[0], stored[-1]):
+            await cluster.delete(gone)
+        await cluster.create(_store(1000))
+        async with await answer as response:
+            found = await response.json()
+    assert found["objects"]["all"] == 2 * TURN + 49
+
+
+async def test_a_pod_follows_its_restore_although_the_pod_does_not_change(
     served: tuple[Counting, LiveView, str],
 ) -> None:
     cluster, _view, url = served
-    stored = [await cluster.create(_store(number)) for number in range(450)]
-    for value in stored[:10]:
-        await cluster.delete(value)
+    pod = await cluster.create(parse(restore_document()))
+    assert isinstance(pod, Pod)
     async with aiohttp.ClientSession(url) as http, reading(http) as stream:
-        await stream.until(lambda s: s["objects"]["all"] == 440)
-        await cluster.delete(stored[20])
-        await stream.until(lambda s: s["objects"]["all"] == 439)
-    assert cluster.lists >= 8
+        await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Pending")
+        restore = await cluster.create(restore_for(pod))
+        assert isinstance(restore, SnapshotRestore)
+        status = replace(restore.status, state=Restore.LOADING)
+        await cluster.update_status(replace(restore, status=status))
+        await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Loading")
+    [row, below] = stream.sections["objects"]["rows"]
+    assert (row["kind"], below["kind"]) == ("Pod", "SnapshotRestore")
 
 
 async def test_many_who_look_share_one_observer_and_one_more_is_told_to_wait(
@@ -411,7 +439,7 @@ async def test_a_reader_that_takes_nothing_is_let_go_and_the_others_are_not_held
 
 async def test_a_bus_that_is_gone_is_shown_until_it_is_back(tmp_path: Path) -> None:
     async with running_nats_server(tmp_path / "nats") as server:
-        cluster = SqliteCluster(None, timestamp=lambda: "2026-01-01T00:00:00Z")
+        cluster = await objects()
         bus = await Bus(server.url, "test").connect()
         await bus.ensure_assets()
         view = LiveView(cluster, bus, system_clocks(), "life", "")
@@ -424,14 +452,13 @@ async def test_a_bus_that_is_gone_is_shown_until_it_is_back(tmp_path: Path) -> N
             await stream.until(lambda s: s["problems"]["all"] == 0)
             await asyncio.to_thread(server.stop)
             await stream.until(lambda s: s["problems"]["rows"][0]["reason"] == "BusUnavailable")
-            # What the store says is shown meanwhile.
+            # What changes is shown meanwhile.
             await cluster.create(_store(1))
             await stream.until(lambda s: s["objects"]["all"] == 1)
             await server.start_async()
             await stream.until(lambda s: s["problems"]["all"] == 0)
             page.close()
         await bus.close()
-        cluster.close()
 
 
 async def test_an_address_in_use_says_what_to_do(served: tuple[Counting, LiveView, str]) -> None:

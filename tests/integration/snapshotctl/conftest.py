@@ -1,22 +1,34 @@
-"""The command line as a user runs it: a process with folders of its own."""
+"""The command line as a user runs it, with folders of its own.
+
+A process of its own costs half a second of CPU to start, so a command runs in the process of the
+test, unless it is about processes: `Cli.program` starts it as a shell does.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from snapshotctl.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "deploy" / "examples"
 PATIENCE_S = 90
+HAVE_CHILDREN = ("up", "demo", "sim restart")
+"""Commands whose children must not be children of the tests, as they go on after it."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +71,36 @@ class Cli:
             start_new_session=True,
         )
 
-    def run(self, *words: str, stdin: str = "") -> Ended:
+    def program(self, *words: str, stdin: str = "") -> Ended:
+        """Run a command as a process."""
         with self.start(*words) as process:
             out, err = process.communicate(stdin, timeout=PATIENCE_S)
         assert "Traceback" not in err
         return Ended(process.returncode, out, err)
 
+    def run(self, *words: str, stdin: str = "") -> Ended:
+        """Run a command, in this process where it starts none. Not for use in an event loop."""
+        if " ".join(words).startswith(HAVE_CHILDREN):
+            return self.program(*words, stdin=stdin)
+        with _standing_in(self.workdir, self.environment, ["snapshotctl", *words], stdin) as said:
+            code = _ended_with(main)
+        out, err = (stream.buffer.getvalue().decode() for stream in said)
+        assert "Traceback" not in err
+        return Ended(code, out, err)
+
     def ok(self, *words: str, stdin: str = "") -> Ended:
         ended = self.run(*words, stdin=stdin)
         assert ended.code == 0, ended
         return ended
+
+    def until(self, holds: Callable[[Any], Any], *words: str) -> Any:
+        """Repeat a command until something holds of the value it prints; return what that gave."""
+        last = time.monotonic() + PATIENCE_S
+        while time.monotonic() < last:
+            if found := holds(self.ok(*words, "-o", "json").value()):
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"not within {PATIENCE_S} s: {self.ok(*words).out}")
 
     def state(self, name: str = "default") -> Path:
         return self.home / "state" / "snapback" / name
@@ -85,6 +117,37 @@ class Cli:
         """End whatever a test left running; no test should."""
         for folder in (self.home / "state" / "snapback").glob("*"):
             self.run("down", "--name", folder.name, "--purge")
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream in memory."""
+
+    buffer: io.BytesIO
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(io.BytesIO(text.encode()), encoding="utf-8", write_through=True)
+
+
+def _ended_with(command: Callable[[], int]) -> int:
+    """Run it as a console script does; return its exit code."""
+    try:
+        return command()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+@contextlib.contextmanager
+def _standing_in(
+    workdir: Path, environment: Mapping[str, str], arguments: list[str], stdin: str
+) -> Iterator[tuple[_Stream, _Stream]]:
+    """Give this process the folder, environment, arguments and streams of another; its output."""
+    out, err = _Stream(), _Stream()
+    with (
+        contextlib.chdir(workdir),
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.multiple(sys, argv=arguments, stdin=_Stream(stdin), stdout=out, stderr=err),
+    ):
+        yield out, err
 
 
 def interrupt(process: subprocess.Popen[str], number: int = signal.SIGINT) -> Ended:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.snapshotctl.conftest import Cli, Ended, interrupt, read_until
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.waits]
+pytestmark = pytest.mark.waits
 
 WORKER = """\
 apiVersion: v1
@@ -30,6 +30,7 @@ spec:
         - {{name: WARMUP_SECONDS, value: "0"}}
       resources: {{limits: {{nvidia.com/gpu: {gpus}}}}}
 """
+CAPTURE = ("checkpoint", "--manifest", "-", "--framework", "vllm")
 SERVES = '["python3", "deploy/examples/worker.py"]'
 
 
@@ -43,7 +44,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
     """A cluster of two nodes on which a checkpoint `warm` was captured."""
     found = Cli(tmp_path_factory.mktemp("user"))
     found.ok("up", "--nodes", "2", "--gpus", "3", "--gpu-memory", "64MiB")
-    found.ok("checkpoint", "--manifest", "-", "--checkpoint-id", "warm", stdin=_pod("source"))
+    found.ok(*CAPTURE, "--checkpoint-id", "warm", stdin=_pod("source"))
     yield found
     found.purge()
 
@@ -245,9 +246,9 @@ def test_an_interrupted_restore_says_that_it_goes_on(running: Cli) -> None:
 
 
 def test_artifacts_are_listed_shown_compared_and_judged(running: Cli) -> None:
-    running.ok("checkpoint", "--manifest", "-", "--checkpoint-id", "twin", stdin=_pod("source"))
+    running.ok(*CAPTURE, "--checkpoint-id", "twin", stdin=_pod("source"))
     bigger = _pod("source").replace('"8"', '"16"')
-    running.ok("checkpoint", "--manifest", "-", "--checkpoint-id", "big", stdin=bigger)
+    running.ok(*CAPTURE, "--checkpoint-id", "big", stdin=bigger)
     head, *rows = running.ok("artifacts", "ls").out.splitlines()
     assert head.split()[:4] == ["NAMESPACE", "NAME", "SIZE", "GENERATION"]
     assert {"warm", "twin", "big"} <= {row.split()[1] for row in rows[:-1]}
@@ -287,7 +288,7 @@ def test_what_is_over_the_limits_is_named_first_and_goes_when_that_is_asked(cli:
     cli.environment["SNAPBACK_KEEP_COUNT"] = "1"
     cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
     for name in ("old", "new"):
-        cli.ok("checkpoint", "--manifest", "-", "--checkpoint-id", name, stdin=_pod("source"))
+        cli.ok(*CAPTURE, "--checkpoint-id", name, stdin=_pod("source"))
     judged = cli.ok("artifacts", "gc", "--dry-run", "-o", "json").value()["artifacts"]
     # The operator's own sweep may have been quicker.
     if len(judged) == 2:

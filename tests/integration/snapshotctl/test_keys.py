@@ -43,7 +43,7 @@ async def test_the_server_lets_in_who_has_a_key_and_nobody_else(cli: Cli, tmp_pa
     address = f"127.0.0.1:{_free_port()}"
     url = f"nats://{address}"
     where = ("--listen", address, "--store", str(tmp_path / "store"))
-    out = cli.ok("keys", "--folder", str(folder), "--node", "node-1", *where).out
+    out = cli.program("keys", "--folder", str(folder), "--node", "node-1", *where).out
     seeds = {Path(line.split()[-1]) for line in out.splitlines() if line.endswith("seed.nk")}
     assert {seed.parent.name for seed in seeds} == {
         *("operator", "snapshotctl", "viewer", "agent-node-1", "gms-node-1"),

@@ -33,8 +33,6 @@ spec:
       command: ["sleep", "1000"]
 """
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def one_node(cli: Cli) -> Iterator[Cli]:
@@ -142,10 +140,7 @@ def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: C
 
 def _until(cli: Cli, verb: str, state: str) -> None:
     """Return when an order of a verb stands somewhere."""
-    for _ in range(100):
-        if any((line["verb"], line["state"]) == (verb, state) for line in _orders(cli)):
-            return
-    pytest.fail(f"no {verb} is {state}: {cli.ok('orders', '--all').out}")
+    cli.until(lambda lines: (verb, state) in [(o["verb"], o["state"]) for o in lines], "orders")
 
 
 def test_waiting_for_an_abort_can_be_interrupted(one_node: Cli) -> None:
@@ -199,18 +194,11 @@ def test_a_dead_letter_is_listed_shown_and_its_order_sent_again(one_node: Cli) -
 
 
 def _letters(cli: Cli) -> list[dict[str, Any]]:
-    for _ in range(50):
-        if found := cli.ok("dead", "ls", "-o", "json").value():
-            return found  # type: ignore[no-any-return]
-    pytest.fail("no dead letter came")
+    return cli.until(lambda letters: letters, "dead", "ls")  # type: ignore[no-any-return]
 
 
 def _until_started(cli: Cli, order: str) -> None:
-    for _ in range(50):
-        life = json.loads(cli.ok("orders", "show", order, "-o", "json").out)
-        if life["state"].startswith("answered: started"):
-            return
-    pytest.fail(f"{order} was not carried out: {life}")
+    cli.until(lambda life: life["state"].startswith("answered: started"), "orders", "show", order)
 
 
 SECRET = "hf_0123456789abcdef"

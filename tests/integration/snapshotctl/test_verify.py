@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.integration.snapshotctl.conftest import EXAMPLES, Cli
 
 CHECKPOINT = "dynamocheckpoint/demo-llm"
@@ -24,7 +22,6 @@ def _flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.timeout(120)
 def test_damage_is_found_brings_into_quarantine_and_repair_lifts_it(cli: Cli) -> None:
     cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
     assert cli.run("verify", "demo-llm").code == 3

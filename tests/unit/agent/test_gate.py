@@ -82,7 +82,7 @@ TARGET = Target(
     source=FACTS,
     here=Facts(arch="x86_64", device_product="Simulated GPU"),
     devices=[DeviceRef(ordinal=0, uuid="a"), DeviceRef(ordinal=1, uuid="b")],
-    drivers=["cooperative"],
+    driver="cooperative",
 )
 
 
@@ -104,7 +104,7 @@ TARGET = Target(
             "Incompatible",
             (["gpu-0", "gpu-1"], ["gpu-0", "gpu-2"]),
         ),
-        (TARGET._replace(drivers=["criu"]), "Incompatible", ("cooperative", ["criu"])),
+        (TARGET._replace(driver="criu"), "Incompatible", ("cooperative", "criu")),
         (
             TARGET._replace(here=replace(TARGET.here, arch="aarch64")),
             "Incompatible",

@@ -11,6 +11,7 @@ from snapshot_agent.domain.spec import (
     expand,
     launch,
     places,
+    resumed,
     shared_out,
 )
 from snapshot_shared.errors import InvalidInput
@@ -145,3 +146,30 @@ def test_devices_that_nobody_asks_for_go_to_the_first_container() -> None:
     shared = shared_out([container(name="a"), container(name="b")], DEVICES)
     assert [device.uuid for device in shared["a"]] == ["GPU-a", "GPU-b"]
     assert shared["b"] == []
+
+
+def test_a_program_is_started_again_with_the_folder_of_its_state_and_all_that_it_had() -> None:
+    before = launched(env=[{"name": "MODEL", "value": "small"}])
+    after = resumed(before, is_standby=False)
+    assert after.argv == [
+        *before.argv,
+        "--resume-from",
+        "/state/pods/" + POD.uid + "/main/control/state",
+    ]
+    assert (after.env, after.cwd, after.places) == (before.env, before.cwd, before.places)
+
+
+def test_a_program_that_was_started_again_before_has_one_folder_only() -> None:
+    once = resumed(launched(command=["run", "--resume-from", "/elsewhere", "-v"]), is_standby=False)
+    assert once.argv[:2] == ["run", "-v"]
+    assert once.argv.count("--resume-from") == 1
+    assert resumed(once, is_standby=False).argv == once.argv
+
+
+@pytest.mark.parametrize("was_standby", [True, False])
+@pytest.mark.parametrize("is_standby", [True, False])
+def test_whether_a_program_waits_for_a_restore_depends_on_why_it_is_started_again(
+    was_standby: bool, is_standby: bool
+) -> None:
+    after = resumed(launched(standby=was_standby), is_standby=is_standby)
+    assert after.env.get("SNAPSHOT_RESTORE_STANDBY") == ("1" if is_standby else None)

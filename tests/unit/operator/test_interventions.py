@@ -106,6 +106,16 @@ async def test_the_scheduler_tells_a_cordoned_node_from_one_that_is_not_ready(
     assert place(pod, nodes, {}, []) == Waiting("Unschedulable", "node-1 is not ready")
 
 
+async def test_a_node_is_lost_after_ninety_seconds_and_not_before(world: World) -> None:
+    world.present.clear()
+    await world.see(absent_s=89.0)
+    node: Any = world.cluster.get("Node", None, "node-1")
+    assert not is_true(node.status.conditions, "Lost")
+    await world.see(absent_s=91.0)
+    node = world.cluster.get("Node", None, "node-1")
+    assert is_true(node.status.conditions, "Lost")
+
+
 async def test_cordoning_twice_changes_nothing_and_presence_does_not_undo_it(
     world: World,
 ) -> None:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from snapshot_operator.domain.flow import Known, details, flow, waterfall
-from snapshot_operator.domain.nodes import node_absent
-from snapshot_operator.domain.page import (
+from snapshot_operator.api.page.flow import Known, details, flow, waterfall
+from snapshot_operator.api.page.live_view import read_entry
+from snapshot_operator.api.page.view import (
     LETTER_SHOWN_S,
     MOST_OBJECTS,
     Entry,
     Facts,
+    by_owner,
     entry_of,
+    family,
     problems,
     revision,
     sections,
-    told,
+    settled,
     traced,
 )
+from snapshot_operator.local.nodes import node_absent
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import Node, NodeSpec, OrderStatus
+from snapshot_shared.objects import Node, NodeSpec, OrderStatus, time_of
 from snapshot_shared.orders import DeadLetter, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from tests.support.objects import checkpoint_document, presence, restore_document
@@ -30,10 +34,12 @@ from tests.support.operator_world import World
 
 OWNER = "00000000-0000-0000-0000-000000000001"
 CHECKPOINT = "dynamocheckpoints/default/llm"
+RESTORED = "pods/default/restored"
 
 
 async def facts_of(world: World, **more: Any) -> Facts:
-    entries = {entry.key: entry for entry in map(entry_of, await world.everything())}
+    found = [read_entry(world.cluster, value) for value in await world.everything()]
+    entries = {entry.key: entry for entry in found}
     return Facts(entries=entries, presence=world.present, now=world.now, **more)
 
 
@@ -56,9 +62,9 @@ def order(verb: str, part: str = "", **fields: Any) -> OrderStatus:
         "attempt": 1,
         "node": "node-1",
         "service": "gms" if verb == "save" else "agent",
-        "payload": {"part": part} if part else {},
-        "ordered_at": 100.0,
-        "deadline": 200.0,
+        "payload": msgspec.Raw(b"{}"),
+        "ordered_at": time_of(100.0),
+        "deadline": time_of(200.0),
     }
     return OrderStatus(**{**values, **fields})  # type: ignore[arg-type]
 
@@ -116,9 +122,86 @@ async def test_what_is_under_way_comes_first_and_is_followed() -> None:
     await world.apply(restore_document(node="node-2"))
     facts = await facts_of(world)
     first = rows(facts, "objects")[0]
-    assert (first["key"], first["phase"]) == ("pods/default/restored", "Loading")
+    assert (first["key"], first["phase"]) == (RESTORED, "Loading")
     assert first["step"]["what"].startswith(("load on", "run on"))
-    assert sections(facts)["about"]["follow"] == "pods/default/restored"
+    assert sections(facts)["about"]["follow"] == RESTORED
+
+
+async def test_a_pod_shows_the_state_of_its_restore_which_stands_below_it() -> None:
+    world = await captured()
+    await world.apply(restore_document(node="node-2"))
+    seen = {"Pending"}
+    while world.open():
+        found = rows(await facts_of(world), "objects")
+        pod = next(row for row in found if row["key"] == RESTORED)
+        below = found[found.index(pod) + 1]
+        restore = await world.restore("restored")
+        assert (below["kind"], below["name"]) == ("SnapshotRestore", restore.metadata.name)
+        assert below["below"]
+        assert below["phase"] == pod["phase"] == restore.status.state.value
+        assert pod["message"] == below["message"]
+        seen.add(pod["phase"])
+        await world.answer_well(world.open()[0])
+    assert seen == {"Pending", "Loading", "Committing", "Restoring"}
+    phases = {row["key"]: row["phase"] for row in rows(await facts_of(world), "objects")}
+    assert phases[RESTORED] == "Ready"
+    assert phases[below["key"]] == "Restored"
+
+
+async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore() -> None:
+    world = await captured()
+    await world.apply(restore_document(node="node-2"))
+    await world.answer_all()
+    facts = await facts_of(world)
+    led_to = by_owner(facts.entries.values())
+    entry = traced(facts.entries[RESTORED], led_to)
+    values = [world.cluster.by_uid(one.uid) for one in family(entry, led_to)]
+    restore = await world.restore("restored")
+    assert values == [await world.get("Pod", "restored"), restore]
+    found = details(entry, Known([value for value in values if value], [], [], {}), "")
+    assert sorted(bar["label"] for bar in found["flow"]["bars"]) == [
+        "commit gpu-0",
+        "commit gpu-1",
+        "load gpu-0",
+        "load gpu-1",
+        "restore",
+        "run",
+    ]
+    assert [(part["part"], part["total"]) for part in found["parts"]] == [
+        ("process", 0),
+        ("gpu-0", 1024),
+        ("gpu-1", 1024),
+    ]
+    assert ["restores from", restore.status.content_name] in found["facts"]
+    assert found["trace"] == restore.status.traceparent.split("-")[1]
+
+
+async def test_a_checkpoint_leads_to_the_pods_that_its_job_owns() -> None:
+    world = await captured()
+    facts = await facts_of(world)
+    found = family(facts.entries[CHECKPOINT], by_owner(facts.entries.values()))
+    kinds = ["DynamoCheckpoint", "Snapshot", "SnapshotContent", "Job", "Pod"]
+    assert [entry.kind for entry in found] == kinds
+
+
+async def test_the_reader_of_an_artifact_is_shown_as_the_pod_that_is_restored() -> None:
+    world = await captured()
+    await world.apply(restore_document(node="node-2"))
+    [row] = rows(await facts_of(world), "artifacts")
+    assert row["readers"] == ["default/restored"]
+
+
+async def test_a_pod_on_a_silent_node_is_unknown_and_no_problem_of_its_own() -> None:
+    world = await captured()
+    await world.apply(restore_document(node="node-2"))
+    del world.present["node-2"]
+    await world.see(absent_s=95.0)
+    facts = await facts_of(world)
+    pod = next(row for row in rows(facts, "objects") if row["key"] == RESTORED)
+    assert (pod["phase"], pod["state"], pod["reason"]) == ("Unknown", "waiting", "NodeSilent")
+    assert pod["message"] == "node node-2 is silent: its worker may well run"
+    found = problems(list(facts.entries.values()), facts)
+    assert [problem["what"] for problem in found] == ["Node node-2 is Lost"]
 
 
 async def test_progress_of_another_attempt_is_not_shown() -> None:
@@ -256,15 +339,16 @@ def test_a_bus_that_cannot_be_used_is_a_problem() -> None:
 async def test_a_revision_changes_with_the_object_what_it_led_to_and_what_is_heard() -> None:
     world = await captured()
     facts = await facts_of(world)
-    entry = traced(facts.entries[CHECKPOINT], facts.entries)
-    before = revision(entry, facts, facts.entries)
+    led_to = by_owner(facts.entries.values())
+    entry = traced(facts.entries[CHECKPOINT], led_to)
+    before = revision(entry, facts, led_to)
     content = (await world.content()).metadata.uid
-    heard = revision(entry, facts._replace(marks={content: 1}), facts.entries)
-    spans = revision(entry, facts._replace(marks={entry.trace: 1}), facts.entries)
-    moved = revision(entry, facts._replace(marks={f"{content}/progress": 1}), facts.entries)
+    heard = revision(entry, facts._replace(marks={content: 1}), led_to)
+    spans = revision(entry, facts._replace(marks={entry.trace: 1}), led_to)
+    moved = revision(entry, facts._replace(marks={f"{content}/progress": 1}), led_to)
     assert len({before, heard, spans, moved}) == 4
-    assert told(before) == told(moved)
-    assert told(before) != told(heard)
+    assert settled(before) == settled(moved)
+    assert settled(before) != settled(heard)
 
 
 async def test_details_hold_neither_a_spec_nor_an_environment() -> None:

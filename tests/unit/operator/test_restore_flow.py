@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_shared.objects import is_true
+from snapshot_shared.objects import OrderStatus, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
@@ -68,6 +68,24 @@ async def test_a_restore_that_has_no_place_yet_does_not_keep_what_is_deleted(wor
     assert not world.cluster.page("SnapshotContent")
     pod = await world.get("Pod", "two")
     assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
+
+
+async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(
+    world: World,
+) -> None:
+    content = await world.content()
+    registered: list[bool] = []
+    publish = world.orders.publish
+
+    async def seen(order: OrderStatus) -> None:
+        if order.verb == "load":
+            registered.append(bool((await world.content()).status.readers))
+        await publish(order)
+
+    world.orders.publish = seen  # type: ignore[method-assign]
+    assert content.status.readers == []
+    await world.apply(restore_document())
+    assert registered == [True, True]
 
 
 async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: World) -> None:

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterator
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -56,25 +57,34 @@ class Sources:
         self.trees = {name: ast.parse(text) for name, text in texts.items()}
         self.constants: dict[str, str] = {}
         self.places: dict[str, set[int]] = {}
+        self.own_places: dict[ast.AST, dict[str, set[int]]] = {}
         for tree in self.trees.values():
+            self.own_places[tree] = {}
             for node in ast.walk(tree):
-                self._learn(node)
+                self._learn(node, tree)
 
-    def _learn(self, node: ast.AST) -> None:
+    def _learn(self, node: ast.AST, tree: ast.AST) -> None:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(text))):
                 self.constants[name] = text
             case ast.FunctionDef(name=name, args=ast.arguments(args=found)):
-                self._place(name, [argument.arg for argument in found])
+                self._place(tree, name, [argument.arg for argument in found])
             case ast.ClassDef(name=name, body=body):
                 targets = [item.target for item in body if isinstance(item, ast.AnnAssign)]
-                self._place(name, [t.id for t in targets if isinstance(t, ast.Name)])
+                self._place(tree, name, [t.id for t in targets if isinstance(t, ast.Name)])
             case _:
                 pass
 
-    def _place(self, name: str, arguments: list[str]) -> None:
+    def _place(self, tree: ast.AST, name: str, arguments: list[str]) -> None:
+        own = self.own_places[tree].setdefault(name, set())
         if "reason" in arguments:
+            own.add(arguments.index("reason"))
             self.places.setdefault(name, set()).add(arguments.index("reason"))
+
+    def _places_of(self, called: str, tree: ast.AST) -> set[int]:
+        """Where the reason stands in a call; what the same file defines comes first."""
+        own = self.own_places[tree].get(called)
+        return self.places.get(called, set()) if own is None else own
 
     def reasons(self) -> Iterator[tuple[str, str]]:
         """Each reason with the file that it stands in."""
@@ -92,7 +102,7 @@ class Sources:
                 yield from self._texts(reason, tree)
             case ast.Call(func=func, args=args, keywords=keywords):
                 called = getattr(func, "id", getattr(func, "attr", ""))
-                for place in self.places.get(called, ()):
+                for place in self._places_of(called, tree):
                     if place < len(args):
                         yield from self._texts(args[place], tree)
                 for keyword in keywords:
@@ -116,11 +126,43 @@ class Sources:
             case ast.JoinedStr(
                 values=[ast.FormattedValue(value=ast.Name(id=name)), ast.Constant(value=end)]
             ):
-                yield from (f"{begin}{end}" for begin in _given(name, value, tree))
+                yield from (f"{begin}{end}" for begin in self._given(name, value, tree))
             case ast.JoinedStr():
-                pytest.fail(f"a reason is put together in a way this test cannot read: {value}")
+                pytest.fail(
+                    f"a reason is put together in a way this test cannot read: {ast.unparse(value)}"
+                )
             case _:
                 return
+
+    @cached_property
+    def _calls(self) -> list[tuple[str, str]]:
+        """All calls whose first argument is a text: what is called, and the text."""
+        return [
+            found
+            for tree in self.trees.values()
+            for node in ast.walk(tree)
+            for found in _first_argument(node)
+        ]
+
+    def _given(self, name: str, value: ast.expr, tree: ast.AST) -> Iterator[str]:
+        """What the function around an expression is called with for its first argument `name`."""
+        around = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and value in ast.walk(node)
+        ]
+        for function in around:
+            assert function.args.args[0].arg == name
+            yield from (text for called, text in self._calls if called == function.name)
+
+
+def _first_argument(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The name of the function that is called with a text first, and that text."""
+    match node:
+        case ast.Call(func=ast.Name(id=called), args=[ast.Constant(value=str(text)), *_]):
+            yield called, text
+        case _:
+            return
 
 
 def _is_text(value: ast.expr) -> bool:
@@ -149,24 +191,7 @@ def _words(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-def _given(name: str, value: ast.expr, tree: ast.AST) -> Iterator[str]:
-    """What the function around an expression is called with for its first argument `name`."""
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and value in ast.walk(node)
-    ]
-    for function in around:
-        assert function.args.args[0].arg == name
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(func=ast.Name(id=called), args=[ast.Constant(value=str(text)), *_]):
-                    if called == function.name:
-                        yield text
-                case _:
-                    pass
-
-
+@cache
 def collected() -> dict[str, str]:
     """Every reason, and one place where it comes from."""
     classes = {
@@ -217,3 +242,19 @@ def test_a_reason_is_found_wherever_it_is_written(source: str, reasons: set[str]
 def test_a_reason_is_found_in_any_case_and_a_word_that_is_none_is_not() -> None:
     assert explained("devicetoosmall") == ("DeviceTooSmall", REASONS["DeviceTooSmall"])
     assert explained("worker-7") is None
+
+
+def test_a_function_of_the_same_file_says_where_its_reason_stands() -> None:
+    texts = {
+        "a.py": 'def wait(pod, base, reason): ...\nwait(pod, base, "Mine")',
+        "b.py": 'def wait(pod, reason, message): ...\nwait(pod, "Other", f"{pod} of {x}")',
+    }
+    assert {reason for reason, _ in Sources(texts).reasons()} == {"Mine", "Other"}
+
+
+def test_a_reason_may_be_put_together_for_a_caller_in_another_file() -> None:
+    texts = {
+        "a.py": 'def gone(kind): return Failure(reason=f"{kind}Gone")',
+        "b.py": 'gone("Job")\ntaken("Pod")',
+    }
+    assert {reason for reason, _ in Sources(texts).reasons()} == {"JobGone"}

@@ -75,14 +75,52 @@ def test_the_only_container_need_not_be_named_and_one_of_several_has_to() -> Non
 
 
 def test_a_checkpoint_of_a_manifest_is_one_that_the_operator_takes() -> None:
-    value = capturing.checkpoint_of(_manifest(), "main", None, "ns").value
+    value = capturing.checkpoint_of(_manifest(), "main", "sglang", None, "ns").value
     found = parse(value)
     assert isinstance(found, DynamoCheckpoint)
     assert (found.metadata.name, found.metadata.namespace) == ("w", "ns")
     assert found.spec.job.pod_template_spec.metadata.labels == {"a": "b"}
     assert found.spec.job.source_policy == "Terminate"
-    named = capturing.checkpoint_of(_manifest(), "main", "mine", "ns").value
+    assert found.spec.identity.backend_framework == "sglang"
+    named = capturing.checkpoint_of(_manifest(), "main", "vllm", "mine", "ns").value
     assert named["metadata"]["name"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "found"),
+    [
+        (["python3", "-m", "dynamo.vllm"], [], "vllm"),
+        (["python3"], ["-m", "dynamo.sglang", "--model", "x"], "sglang"),
+        (["sh", "-c", "exec python3 -m dynamo.trtllm"], None, "trtllm"),
+        (["sh", "-c", "python3 -m dynamo.vllm && python3 -m dynamo.vllm"], None, "vllm"),
+    ],
+)
+def test_the_framework_is_that_of_the_command_of_the_captured_container(
+    command: list[str], args: list[str] | None, found: str
+) -> None:
+    other = {"name": "other", "command": ["python3", "-m", "dynamo.frontend", "dynamo.sglang"]}
+    main = {"name": "main", "command": command, "args": args}
+    manifest = _manifest(spec={"containers": [other, main]})
+    assert capturing.framework(manifest, "main", None) == found
+    assert capturing.framework(manifest, "main", "vllm") == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["python3", "worker.py"], "main of pod w runs no module dynamo"),
+        (["sh", "-c", "python3 -m dynamo.vllm; python3 -m dynamo.sglang"], "sglang and vllm"),
+        (7, "runs no module"),
+        (None, "runs no module"),
+    ],
+)
+def test_a_command_of_no_or_of_several_frameworks_needs_the_option(
+    command: Any, problem: str
+) -> None:
+    manifest = _manifest(spec={"containers": [{"name": "main", "command": command}]})
+    with pytest.raises(WrongArguments, match=problem) as caught:
+        capturing.framework(manifest, "main", None)
+    assert caught.value.next_step == "name one of vllm, sglang, trtllm: --framework vllm"
 
 
 def test_a_running_pod_is_captured_by_its_uid_under_a_name_that_follows_from_it() -> None:

@@ -13,7 +13,7 @@ from snapshot_shared.reasons import REASONS
 from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 
-OBJECTS = ["apply", "get", "delete", "wait", "verify", "nodes", "trace"]
+OBJECTS = ["apply", "identity", "get", "delete", "wait", "verify", "nodes", "trace"]
 ON_CALL = [
     "orders",
     "cordon",
@@ -212,6 +212,8 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["get", "pods", "-o", "xml"], "'yaml'"),
         (["get", "pod", "x", "-A"], "exclude each other"),
         (["apply"], "--filename"),
+        (["identity"], "--filename"),
+        (["checkpoint", "x", "--framework", "pod"], "'trtllm'"),
         (["delete", "pods"], "a name is missing"),
         (["wait", "pod/x", "--for", "Ready"], "condition=Ready"),
         (["wait", "pod/x", "--timeout", "soon"], "5m"),
@@ -266,6 +268,7 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["uncordon"], "snapshotctl uncordon node-1"),
         (["abort"], "NAME"),
         (["abort", "pod/x"], "snapshotctl delete pod x"),
+        (["abort", "srestore/x"], "snapshotctl delete pod POD"),
         (["abort", "node/x"], "a Node has no capture"),
         (["abort", "x", "--timeout", "soon"], "5m"),
         (["bundle", "-o", "cluster.yaml"], "ends with .tar.gz"),
@@ -361,6 +364,69 @@ def test_a_file_that_is_no_yaml_is_refused_with_its_line(
     file.write_text("a: 1\nb: [\n")
     assert _run(monkeypatch, "apply", "-f", str(file)) == Exit.REFUSED
     assert "bad.yaml:3" in capsys.readouterr().err
+
+
+CHECKPOINT = """\
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoCheckpoint
+metadata: {name: llama}
+spec:
+  identity: {model: meta-llama/Llama-2-7b-hf, backendFramework: vllm, tensorParallelSize: 1}
+---
+kind: Deployment
+---
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoCheckpoint
+metadata: {namespace: ns, name: other}
+spec: {job: {}, identity: {model: m, backendFramework: sglang, extraParameters: {a: <b>}}}
+"""
+
+
+def test_the_identity_of_each_checkpoint_of_a_file_is_printed_without_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(CHECKPOINT)
+    assert _run(monkeypatch, "identity", "-f", str(file)) == Exit.OK
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "96429b2725761a09  llama"
+    assert _run(monkeypatch, "identity", "-f", str(file), "-o", "json") == Exit.OK
+    values = json.loads(capsys.readouterr().out)
+    assert [second] == [f"{value['identityHash']}  other" for value in values[1:]]
+    assert [value["namespace"] for value in values] == [None, "ns"]
+    assert r'"extraParameters":{"a":"\u003cb\u003e"}' in values[1]["hashed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problems"),
+    [
+        (
+            ("backendFramework: vllm", "backendFramework: pod"),
+            ["two.yaml:1: spec.identity.backend"],
+        ),
+        (
+            ("tensorParallelSize: 1", "tensorParallelSize: 0, maxModelLen: x, seed: 1"),
+            ["Size: 0 is less than", "maxModelLen: expected integer or null", "identity.seed: "],
+        ),
+        (("identity: {model: m", "identities: {model: m"), ["two.yaml:9: spec.identity: expected"]),
+        (("v1alpha1", "v2"), ["two.yaml:1: apiVersion: ", "two.yaml:9: apiVersion: "]),
+        (("DynamoCheckpoint", "Pod"), ["no DynamoCheckpoint"]),
+    ],
+)
+def test_every_identity_that_is_wrong_is_refused_by_its_field_value_and_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    change: tuple[str, str],
+    problems: list[str],
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(CHECKPOINT.replace(*change))
+    assert _run(monkeypatch, "identity", "-f", str(file)) == Exit.REFUSED
+    captured = capsys.readouterr()
+    assert [problem for problem in problems if problem not in captured.err] == []
+    assert "next: correct the fields" in captured.err
+    assert captured.out == ""
 
 
 def test_a_cluster_that_is_not_there_cannot_be_ended(

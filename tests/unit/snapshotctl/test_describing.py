@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import AnyObject
+from snapshot_shared.objects import AnyObject, time_of
 from snapshot_shared.orders import VectorEntry
-from snapshot_shared.transitions import Capture
+from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.domain import describing
 from snapshotctl.domain.describing import Section
 from tests.support import stories
@@ -24,7 +24,7 @@ def test_a_content_has_parts_readers_orders_and_obligations() -> None:
     failed = stories.ended(stories.order("seal", UID), "failed", failure)
     value = stories.content(
         capture=Capture.READY,
-        started_at=NOW,
+        started_at=time_of(NOW),
         orders=[failed],
         obligations=["release"],
         committed=stories.committed(),
@@ -45,7 +45,26 @@ def test_a_content_has_parts_readers_orders_and_obligations() -> None:
     assert order[5:] == ("2.00 s", "NoSpace: full")
     assert found["Readers:"].lines == ("default: pod/reader",)
     assert found["Obligations:"].lines == ["release"]
-    assert "startedAt:       1970-01-12T13:46:40.000Z" in found["Status:"].lines
+    assert "startedAt:       1970-01-12T13:46:40Z" in found["Status:"].lines
+
+
+def test_a_restore_has_its_state_and_orders_and_a_pod_shows_those_of_its_own() -> None:
+    uid = derived_uid("restore", "r")
+    load = stories.ended(stories.order("load", uid, part="gpu-0"), "loaded")
+    restore = stories.restore(
+        state=Restore.RESTORING, attempt=1, content_name="content-1", orders=[load]
+    )
+    found = _sections(restore)
+    assert "source:          snap" in found["Spec:"].lines
+    assert "state:           Restoring" in found["Status:"].lines
+    assert found["Orders:"].table is not None
+    assert [row[0] for row in found["Orders:"].table.rows] == [load.order]
+    pod = stories.pod(source="snap", phase="Running")
+    shown = {section.title: section for section in describing.sections(pod, [], NOW, restore)}
+    assert f"name:            {restore.metadata.name}" in shown["Restore:"].lines
+    assert "contentName:     content-1" in shown["Restore:"].lines
+    assert shown["Orders of the restore:"].table == found["Orders:"].table
+    assert "Restore:" not in _sections(pod)
 
 
 def test_lists_and_what_is_nested_are_indented_and_what_is_empty_is_left_out() -> None:

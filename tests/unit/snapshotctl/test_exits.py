@@ -16,6 +16,7 @@ from snapshotctl.domain.exits import Exit, exit_of
         (errors.AlreadyExists("x"), Exit.REFUSED),
         (errors.Forbidden("x"), Exit.REFUSED),
         (errors.Conflict("x"), Exit.REFUSED),
+        (errors.RequestExpired("x"), Exit.REFUSED),
         (errors.BusUnavailable("x"), Exit.UNREACHABLE),
         (errors.DeadlineExceeded("x"), Exit.TIMEOUT),
         (errors.SourceExited("x"), Exit.FAILED),

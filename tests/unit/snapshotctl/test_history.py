@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.core.content import content_name
+from snapshot_operator.core.restore import restore_for
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import KINDS, Node, Pod, SnapshotContent
+from snapshot_shared.objects import (
+    KINDS,
+    AnyObject,
+    DynamoCheckpoint,
+    Job,
+    JobSpec,
+    JobStatus,
+    Node,
+    OwnerReference,
+    PodTemplateSpec,
+    time_of,
+)
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain import history, kin
 from snapshotctl.domain.kin import Changed, Kin
 from snapshotctl.domain.targets import Target
 from tests.support import stories
+from tests.support.objects import checkpoint
 from tests.support.stories import NOW, order, report, row
 
 UID = derived_uid("content", "snap")
 SEAL = order("seal", UID)
 
 
-def _told(*objects: SnapshotContent | Pod, reports: list[object] = []) -> list[str]:  # noqa: B006 - not changed
+def _told(*objects: AnyObject, reports: list[object] = []) -> list[str]:  # noqa: B006 - not changed
     names = history.names_of(objects)
     return [item.text for item in history.history(objects, reports, [], names)]  # type: ignore[arg-type]
 
@@ -31,7 +46,7 @@ def test_a_report_that_the_store_and_the_stream_both_know_is_told_once() -> None
 
 
 def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
-    late = replace(SEAL, ordered_at=NOW - 10 + 0.5)
+    late = replace(SEAL, ordered_at=time_of(NOW - 10 + 0.5))
     value = stories.content(orders=[late], conditions=[row("Ready", "False", "Capturing", "m")])
     accepted = report(late, "accepted", n=1, at=NOW - 10 + 0.6)
     assert _told(value, reports=[accepted]) == [
@@ -58,7 +73,7 @@ def test_a_failure_a_later_attempt_and_an_exit_code_are_told() -> None:
 
 
 def test_an_order_that_was_lost_with_its_node_is_told() -> None:
-    lost = replace(SEAL, state="lost", ended_at=NOW)
+    lost = replace(SEAL, state="lost", ended_at=time_of(NOW))
     assert "seal was lost with its node: NodeLost" in _told(stories.content(orders=[lost]))
 
 
@@ -77,7 +92,7 @@ def test_a_span_is_told_when_its_step_failed_or_when_it_is_the_whole() -> None:
         )
 
     names = {UID: "content/x"}
-    by_order = {"snapback.order": SEAL.order}
+    by_order = {"snapback.order.id": SEAL.order}
     failed = list(history.of_span(span("write-root", "no", **by_order), names))
     assert [(item.object, item.text) for item in failed] == [
         ("content/x", "step write-root of seal failed after 2.00 s: no")
@@ -106,13 +121,90 @@ def test_the_name_of_a_content_is_cut_for_lists() -> None:
     assert (item.object, item.where) == (name, f"content {UID[:8]}…")
 
 
-def test_the_story_of_a_pod_leads_to_what_it_is_restored_from_and_no_further() -> None:
+def _linked(value: AnyObject, root: AnyObject) -> list[str]:
+    return [str(link) for link in kin.links(value, root)]
+
+
+def test_the_story_of_a_restored_pod_leads_to_its_restore_and_what_that_reads() -> None:
+    target, restore = stories.pod(source="snap"), stories.restore("snap")
+    assert _linked(target, target) == [f"snapshotrestore/{restore.metadata.name}"]
+    assert _linked(restore, target) == ["snapshot/snap", "dynamocheckpoint/snap"]
+    named = stories.restore("snap", content_name="c")
+    assert _linked(named, target) == ["snapshotcontent/c"]
+    assert _linked(named, named) == ["pod/worker", "snapshotcontent/c"]
+
+
+def test_the_story_of_a_restore_ends_at_what_it_reads() -> None:
+    target, restore = stories.pod(source="snap"), stories.restore("snap")
+    snapshot = stories.snapshot(bound_snapshot_content_name="c")
+    for root in (target, restore):
+        assert _linked(snapshot, root) == ["snapshotcontent/c"]
+        assert _linked(stories.content(), root) == []
+    assert _linked(target, snapshot) == []
+
+
+def test_the_operator_gives_a_restore_the_name_by_which_it_is_found() -> None:
     target = stories.pod(source="snap")
-    names = [str(link) for link in kin.links(target, target)]
-    assert names == ["snapshot/snap", "dynamocheckpoint/snap"]
-    assert kin.links(stories.content(), target) == []
-    assert kin.links(target, stories.snapshot()) == []
-    assert Kin(target, [target, stories.content(orders=[SEAL])]).orders == []
+    assert _linked(target, target) == [f"snapshotrestore/{restore_for(target).metadata.name}"]
+
+
+def test_a_pod_and_its_restore_tell_each_others_story_and_not_that_of_the_capture() -> None:
+    run = order("run", derived_uid("pod", "worker"))
+    load = order("load", derived_uid("restore", "r"), part="gpu-0", at=NOW)
+    target = stories.pod(source="snap", orders=[run])
+    restore = stories.restore("snap", orders=[load])
+    read = stories.content(orders=[SEAL])
+    for members in ([target, restore, read], [restore, target, read]):
+        found = Kin(members[0], members)
+        assert [item.verb for _, item in found.orders] == ["run", "load"]
+        assert found.restore is restore
+    assert Kin(read, [read, target]).restore is None
+
+
+def _job(**status: int) -> Job:
+    template = PodTemplateSpec(spec=stories.pod().spec)
+    spec, found = JobSpec(template=template), JobStatus(**status)
+    return Job(metadata=stories.meta("job", "llm"), spec=spec, status=found)
+
+
+def test_the_pods_of_a_job_are_those_that_it_owns() -> None:
+    job = _job(active=1)
+    [link] = kin.links(job, job)
+    assert (link.kind.name, link.namespace, link.name) == ("Pod", "default", None)
+    owner = OwnerReference(api_version="batch/v1", kind="Job", name="llm", uid=job.metadata.uid)
+    found = stories.pod()
+    own = replace(found, metadata=replace(found.metadata, owner_references=[owner]))
+    assert kin.owns(job, own)
+    assert not kin.owns(job, found)
+
+
+@pytest.mark.parametrize(("failed", "links"), [(0, []), (1, ["pod/*"])])
+def test_the_only_try_of_a_job_is_named_by_the_snapshot_and_others_are_looked_for(
+    failed: int, links: list[str]
+) -> None:
+    root = checkpoint()
+    assert isinstance(root, DynamoCheckpoint)
+    assert _linked(_job(failed=failed), root) == ["pod/*"]
+    root = replace(root, status=replace(root.status, snapshot_name="llm"))
+    assert _linked(_job(failed=failed), root) == links
+
+
+def test_a_try_of_the_job_that_failed_belongs_to_the_story_of_its_capture() -> None:
+    job, source = _job(failed=1), stories.pod()
+    owner = OwnerReference(api_version="batch/v1", kind="Job", name="llm", uid=job.metadata.uid)
+    meta = replace(source.metadata, uid=derived_uid("pod", "try"), owner_references=[owner])
+    first = replace(source, metadata=meta)
+    members = [stories.snapshot(), job, source, first, stories.content()]
+    assert not kin.is_strange(first, members)
+    members.remove(job)
+    assert kin.is_strange(first, members)
+
+
+def test_a_restore_is_not_of_a_pod_that_was_made_again() -> None:
+    root, target = stories.restore(), stories.pod()
+    other = replace(target, metadata=replace(target.metadata, uid=derived_uid("pod", "newer")))
+    assert not kin.is_strange(target, [root, target])
+    assert kin.is_strange(other, [root, other])
 
 
 def test_the_story_of_a_snapshot_leads_to_its_pod_and_its_content() -> None:
@@ -134,6 +226,15 @@ def test_a_change_belongs_to_an_object_and_to_whom_owns_it() -> None:
     assert news.is_of({uid})
     assert news.is_of({owner})
     assert not news.is_of({derived_uid("x", "3")})
+
+
+def test_a_content_belongs_to_the_snapshot_of_which_it_has_the_name() -> None:
+    snapshot = derived_uid("snapshot", "snap")
+    meta = replace(stories.content().metadata, name=content_name(snapshot))
+    assert kin.owners_of(KINDS["SnapshotContent"], meta) == {snapshot}
+    restore = stories.restore(of="worker")
+    owners = kin.owners_of(KINDS["SnapshotRestore"], restore.metadata)
+    assert owners == {derived_uid("pod", "worker")}
 
 
 def test_a_namespace_holds_its_contents_and_every_node() -> None:

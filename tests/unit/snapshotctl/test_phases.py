@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from snapshot_operator.core import ordering
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import RestoreStatus
-from snapshot_shared.orders import PartResult, VectorEntry
+from snapshot_shared.objects import OrderStatus, time_of
+from snapshot_shared.orders import DeviceRef, LayoutRef, PartResult, VectorEntry
 from snapshot_shared.transitions import Restore
 from snapshotctl.domain import logs, phases
 from snapshotctl.domain.kin import Kin
@@ -32,7 +33,7 @@ def test_an_order_begins_a_phase_and_its_report_ends_it() -> None:
 def test_a_phase_that_failed_says_why_and_a_later_attempt_says_which() -> None:
     failure = Failure(reason="NoSpace", message="full")
     failed = stories.ended(replace(order("seal", UID), attempt=2), "failed", failure)
-    lost = replace(order("dump", UID, at=NOW), state="lost", ended_at=NOW + 1)
+    lost = replace(order("dump", UID, at=NOW), state="lost", ended_at=time_of(NOW + 1))
     value = stories.content(orders=[failed, lost])
     first, second = phases.phases(Kin(value, [value]))
     assert first.line().endswith("seal (attempt 2)               2.00 s  failed: NoSpace: full")
@@ -46,7 +47,7 @@ def test_a_worker_warms_up_until_it_is_ready() -> None:
     ready = stories.pod(orders=[run], conditions=[row("Ready", "True", "WorkerReady")])
     _, warm = phases.phases(Kin(ready, [ready]))
     assert (warm.name, warm.ended) == (phases.WARM, NOW - 10)
-    restored = stories.pod(orders=[run], restore=RestoreStatus(state=Restore.RESTORED))
+    restored = stories.pod(source="snap", orders=[run])
     assert len(phases.phases(Kin(restored, [restored]))) == 1
 
 
@@ -61,19 +62,43 @@ def test_the_parts_of_a_capture_are_those_of_its_plan_until_they_are_staged() ->
 
 
 def test_the_parts_of_a_restore_are_those_that_are_loaded() -> None:
-    load = order("load", POD, part="gpu-0", payload={"part": "gpu-0", "bytes": 9})
-    value = stories.pod(orders=[load], restore=RestoreStatus(state=Restore.LOADING))
-    assert phases.planned(Kin(value, [value])) == (POD, {"gpu-0": 9})
-    assert phases.settled_parts(Kin(value, [value])) == {}
-    done = replace(
-        value, status=replace(value.status, orders=[stories.ended(load, "loaded", bytes=9)])
+    [load] = _loads()
+    pod, value = stories.pod(source="snap"), stories.restore(state=Restore.LOADING, orders=[load])
+    uid = value.metadata.uid
+    for members in ([pod, value], [value, pod]):
+        kin = Kin(members[0], members)
+        assert phases.planned(kin) == (uid, {"gpu-0": 1024})
+        assert phases.settled_parts(kin) == {}
+        assert [phase.name for phase in phases.phases(kin)] == ["load gpu-0"]
+    ended = stories.ended(load, "loaded", bytes=1024)
+    whole = stories.ended(order("restore", uid), "restored", bytes=7)
+    done = stories.restore(state=Restore.RESTORED, orders=[ended, whole])
+    assert phases.settled_parts(Kin(pod, [pod, done])) == {"gpu-0": 1024, "process": 7}
+
+
+def _loads() -> list[OrderStatus]:
+    """Return the orders of a load of one device, as the operator gives them."""
+    device = DeviceRef(ordinal=0, uuid="GPU-0")
+    layout = LayoutRef(
+        device="GPU-0",
+        incarnation="one",
+        generation=1,
+        layout_id="layout",
+        structure_hash="hash",
+        bytes=1024,
     )
-    assert phases.settled_parts(Kin(done, [done])) == {"gpu-0": 9}
+    whole = stories.committed(
+        vector=[VectorEntry(part="gpu-0", ordinal=0, layout=layout)],
+        parts=[PartResult(part="gpu-0", bytes=1024, digest=stories.DIGEST)],
+    )
+    artifact = ordering.artifact_ref(stories.content(), whole)
+    pending = stories.restore(attempt=1, artifact=artifact, node_name="node-1", devices=[device])
+    return ordering.load(pending, whole, "", NOW)
 
 
 def test_the_capture_of_a_pod_that_was_restored_shows_nothing_of_that_restore() -> None:
-    load = stories.ended(order("load", POD, part="gpu-0"), "loaded", bytes=9)
-    source = stories.pod(orders=[load], restore=RestoreStatus(state=Restore.RESTORED))
+    run = stories.ended(order("run", POD), "started")
+    source = stories.pod(source="other", orders=[run])
     value = stories.content(orders=[order("prepare", UID)], vector=[VectorEntry(part="process")])
     root = stories.snapshot()
     kin = Kin(root, [root, source, value])

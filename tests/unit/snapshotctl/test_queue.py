@@ -9,15 +9,18 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_shared import subjects
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
-from snapshot_shared.objects import OrderStatus, Pod
+from snapshot_shared.objects import OrderStatus, Pod, time_of
 from snapshot_shared.orders import DeadLetter, Progress, Report, StepTime
 from snapshot_shared.spans import SpanRecord, order_context
 from snapshot_shared.steps import STEPS
 from snapshotctl.domain import queue
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.queue import Letter, Owned, Queued
+from tests.support import stories
+from tests.support.stories import payload
 
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
 ORDER = f"run-{UID}"
@@ -28,9 +31,9 @@ ITEM = OrderStatus(
     attempt=2,
     node="node.1",
     service="agent",
-    payload={"attempt": 2},
-    ordered_at=40.0,
-    deadline=150.0,
+    payload=payload(attempt=2),
+    ordered_at=time_of(40.0),
+    deadline=time_of(150.0),
 )
 FAILURE = Failure(reason="SpawnFailed", message="no\x1b[2J such file")
 
@@ -40,9 +43,9 @@ def pod(*items: OrderStatus) -> Pod:
         "kind": "Pod",
         "metadata": {"name": "w", "uid": UID},
         "spec": {"containers": [{"name": "main"}]},
-        "status": {"orders": [msgspec.to_builtins(item) for item in items]},
+        "status": {"orders": items},
     }
-    return msgspec.convert(document, Pod)
+    return msgspec.json.decode(encode_json(document), type=Pod)
 
 
 def message(payload: bytes = b'{"attempt": 2}', order: str = ORDER) -> Queued:
@@ -80,11 +83,16 @@ def final(kind: Any, **fields: Any) -> OrderStatus:
         (ITEM, None, "", "not on the stream"),
         (ITEM, message(b'{"attempt": 1}'), "", "not on the stream"),
         (ITEM, message(b"\xff"), "", "not on the stream"),
-        (replace(ITEM, deadline=99.0), message(), "", "queued, late"),
+        (replace(ITEM, deadline=time_of(99.0)), message(), "", "queued, late"),
         (replace(ITEM, state="accepted"), message(), "", "accepted"),
         (replace(ITEM, state="leased"), None, "", "accepted"),
         (replace(ITEM, state="accepted"), message(), "spawn", "working: spawn"),
-        (replace(ITEM, state="accepted", deadline=99.0), None, "spawn", "working: spawn, late"),
+        (
+            replace(ITEM, state="accepted", deadline=time_of(99.0)),
+            None,
+            "spawn",
+            "working: spawn, late",
+        ),
         (final("started"), None, "spawn", "answered: started"),
         (final("failed", failure=FAILURE), None, "", "answered: failed (SpawnFailed)"),
         (replace(ITEM, state="lost"), None, "", "answered: lost"),
@@ -97,17 +105,18 @@ def test_an_order_stands_where_its_sources_say(
 
 
 TRACE = "a" * 32
+TRACEPARENT = f"00-{TRACE}-{'b' * 16}-01"
 TRACED = replace(
     ITEM,
     order=f"dump-{UID}",
     verb="dump",
     state="accepted",
-    payload={"traceparent": f"00-{TRACE}-{'b' * 16}-01"},
+    payload=payload(traceparent=TRACEPARENT),
 )
 
 
 def span(name: str, attempt: int = 2) -> SpanRecord:
-    parent = order_context(TRACED.payload["traceparent"], TRACED.order, attempt)
+    parent = order_context(TRACEPARENT, TRACED.order, attempt)
     assert parent is not None
     return SpanRecord(
         trace_id=TRACE,
@@ -150,7 +159,7 @@ def test_the_step_of_an_order_follows_the_last_that_ended_or_is_the_one_that_mov
 
 def test_only_the_traces_of_orders_at_work_are_read() -> None:
     queued, done = replace(TRACED, state="ordered"), replace(TRACED, state="lost")
-    bare = replace(TRACED, payload=None)
+    bare = replace(TRACED, payload=payload())
     owned = [Owned(pod(), item) for item in (TRACED, TRACED, queued, done, bare)]
     assert queue.traces(owned) == [TRACE]
     assert queue.traces(owned[2:]) == []
@@ -164,6 +173,14 @@ def test_the_queue_shows_what_is_open_and_on_demand_what_was_answered() -> None:
     everything = queue.lines([message()], owned, {}, NOW, answered=True)
     assert [line.verb for line in everything] == ["run", "stop"]
     assert queue.table_of_lines(open_, NOW).rows[0][-1] == "60s"
+
+
+def test_an_order_of_a_restore_is_shown_as_that_of_its_pod() -> None:
+    load = replace(ITEM, order=f"load-{UID}-gpu-0", verb="load")
+    [line] = queue.lines(
+        [], queue.owned_orders([stories.restore(orders=[load])]), {}, NOW, answered=False
+    )
+    assert (line.order, line.owner) == (load.order, "pod/worker")
 
 
 def test_progress_of_another_attempt_says_nothing_about_this_one() -> None:

@@ -19,7 +19,9 @@ CONTENT = {
     "snapshotRef": {"namespace": "ns", "name": "snap", "uid": UID},
     "source": {"podRef": {"name": "w"}, "namespace": "ns", "nodeName": "node-1"},
 }
-IDENTITY = {"model": "m", "backendFramework": "b"}
+RESTORE = {"podRef": {"name": "w", "uid": UID}, "source": "snap"}
+TARGET = {"ordinal": 0, "uuid": "GPU-0"}
+IDENTITY = {"model": "m", "backendFramework": "vllm"}
 DEVICE = {"index": 0, "uuid": "GPU-0", "product": "p", "capacity_bytes": 4 * 1024**3}
 DOUBTED = {"type": "Ready", "status": "False", "reason": "ArtifactCorrupt"}
 QUARANTINED = {"type": "Quarantined", "status": "True", "reason": "ArtifactCorrupt"}
@@ -83,10 +85,28 @@ def _shown(table: Table) -> dict[str, str]:
             {"CAPTURE": "Ready", "ATTEMPT": "2", "NODE": "node-1", "SNAPSHOT": "ns/snap"},
         ),
         (
+            "SnapshotRestore",
+            RESTORE,
+            {"state": "Loading", "attempt": 1, "nodeName": "node-1", "devices": [TARGET]},
+            {"POD": "w", "SOURCE": "snap", "STATE": "Loading", "NODE": "node-1", "GPUS": "1"},
+        ),
+        (
+            "SnapshotRestore",
+            RESTORE,
+            {"state": "Failed", "failure": {"reason": "NoSpace", "message": "full"}},
+            {"STATE": "Failed (NoSpace)", "ATTEMPT": "0", "NODE": "-"},
+        ),
+        (
             "Job",
             {"template": {"spec": POD_SPEC}},
-            {"podName": "p", "active": 1},
-            {"POD": "p", "ACTIVE": "1", "FAILED": "0"},
+            {"active": 1, "ready": 1, "failed": 2},
+            {"ACTIVE": "1", "READY": "1", "SUCCEEDED": "0", "FAILED": "2"},
+        ),
+        (
+            "Pod",
+            POD_SPEC,
+            {"phase": "Unknown", "reason": "NodeSilent", "nodeName": "node-1"},
+            {"STATUS": "Unknown (NodeSilent)"},
         ),
         (
             "Pod",

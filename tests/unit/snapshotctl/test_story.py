@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, derived_uid
-from snapshot_shared.objects import AnyObject, Node, NodeStatus, RestoreStatus
+from snapshot_shared.objects import AnyObject, Node, NodeStatus
 from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.domain import story
@@ -40,13 +40,41 @@ def _now(kin: Kin, **more: Any) -> list[str]:
 
 
 def test_a_failed_restore_tells_both_values_and_the_step_that_helps() -> None:
-    restore = RestoreStatus(state=Restore.FAILED, failure=TOO_SMALL)
     failed = [row("Failed", "True", "DeviceTooSmall", "m")]
-    kin = _kin(stories.pod(source="snap", phase="Failed", restore=restore, conditions=failed))
+    restore = stories.restore(state=Restore.FAILED, failure=TOO_SMALL, conditions=failed)
+    pod = stories.pod(source="snap", phase="Failed", conditions=failed)
+    for kin in (_kin(pod, restore), _kin(restore, pod)):
+        found = story.standing(kin)
+        assert (found.word, found.reason) == ("failed", "DeviceTooSmall")
+        assert _now(kin)[1:3] == ["needed: 9", "capacity: 4"]
+        assert _advice(kin)[0] == "choose a larger node"
+
+
+def test_a_restore_says_what_it_restores_from_what() -> None:
+    restore = stories.restore("llm")
+    assert story.asked(restore) == "restore container main of pod worker from llm"
+
+
+def test_a_pod_says_what_its_restore_waits_for_before_what_it_says_itself() -> None:
+    starting = [row("Ready", "False", "Starting", "the containers are being started")]
+    pod = stories.pod(source="snap", phase="Running", conditions=starting)
+    again = [row("Ready", "False", "Retrying", "the GPU memory service was killed")]
+    kin = _kin(pod, stories.restore(state=Restore.PENDING, conditions=again))
     found = story.standing(kin)
-    assert (found.word, found.reason) == ("failed", "DeviceTooSmall")
-    assert _now(kin)[1:3] == ["needed: 9", "capacity: 4"]
-    assert _advice(kin)[0] == "choose a larger node"
+    assert (found.word, found.reason) == ("waiting", "Retrying")
+    loading = _kin(pod, stories.restore(state=Restore.LOADING, conditions=again))
+    assert story.standing(loading).word == "under way"
+
+
+def test_a_pod_of_a_silent_node_is_neither_well_nor_failed() -> None:
+    ready = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
+    told = "node node-1 is silent: its worker may well run"
+    kin = _kin(stories.pod(phase="Unknown", reason="NodeSilent", message=told, conditions=ready))
+    found = story.standing(kin)
+    assert (found.word, found.reason) == ("unknown", "NodeSilent")
+    assert story.headline(kin, found) == "pod/worker may or may not run: NodeSilent"
+    assert _now(kin) == [told]
+    assert any("snapshotctl nodes" in line for line in _advice(kin))
 
 
 def test_a_refusal_of_the_scheduler_keeps_the_step_that_stands_in_its_condition() -> None:

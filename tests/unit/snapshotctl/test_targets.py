@@ -53,13 +53,21 @@ def test_one_object_needs_a_name() -> None:
         one_target(["pods"], "ns")
 
 
-def test_a_bare_name_is_traced_as_checkpoint_snapshot_content_and_pod() -> None:
+def test_a_bare_name_is_traced_as_whatever_may_have_a_trace() -> None:
     assert [(t.kind.name, t.namespace) for t in traced("x", "ns")] == [
         ("DynamoCheckpoint", "ns"),
         ("Snapshot", "ns"),
         ("SnapshotContent", None),
         ("Pod", "ns"),
+        ("SnapshotRestore", "ns"),
     ]
+
+
+@pytest.mark.parametrize(
+    "word", ["SnapshotRestore", "snapshotrestores", "srestore", "restore", "restores"]
+)
+def test_a_restore_has_many_names(word: str) -> None:
+    assert target([word], "ns").kind.name == "SnapshotRestore"
 
 
 def test_a_kind_and_a_name_are_traced_as_they_are() -> None:

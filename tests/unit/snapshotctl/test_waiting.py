@@ -13,7 +13,6 @@ from snapshot_shared.objects import (
     PodSource,
     PodSpec,
     PodStatus,
-    RestoreStatus,
     SnapshotContent,
     SnapshotContentSpec,
     SnapshotContentStatus,
@@ -22,6 +21,7 @@ from snapshot_shared.objects import (
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.waiting import ConditionIs, Gone, Met, Never, Open, judge, parse_goal
+from tests.support import stories
 
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
 READY = ConditionIs("Ready")
@@ -98,7 +98,17 @@ def test_a_goal_is_met_open_or_lost(goal: object, found: AnyObject | None, expec
 
 
 def test_the_failure_of_a_restore_is_the_reason_why_a_pod_never_becomes_ready() -> None:
-    failure = Failure(reason="DeviceTooSmall", message="8 bytes are needed, a device has 4")
-    restore = RestoreStatus(state=Restore.FAILED, failure=failure)
-    verdict = judge(READY, _pod(phase="Failed", restore=restore))
-    assert verdict == Never("DeviceTooSmall: 8 bytes are needed, a device has 4")
+    told = "8 bytes are needed, a device has 4"
+    restored = Condition(
+        type="nvidia.com/Restored", status="False", reason="DeviceTooSmall", message=told
+    )
+    verdict = judge(READY, _pod(conditions=[restored]))
+    assert verdict == Never(f"DeviceTooSmall: {told}")
+
+
+def test_a_restore_that_failed_never_becomes_ready_and_one_that_is_dropped_still_may() -> None:
+    failure = Failure(reason="NodeLost", message="node-1 is gone")
+    failed = stories.restore(state=Restore.FAILED, failure=failure)
+    assert judge(READY, failed) == Never("NodeLost: node-1 is gone")
+    dropping = stories.restore(state=Restore.DROPPING, failure=failure)
+    assert isinstance(judge(READY, dropping), Open)

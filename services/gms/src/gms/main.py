@@ -39,6 +39,7 @@ from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import Metrics
+from snapshot_shared.order_book import OrderBook
 from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -165,25 +166,23 @@ async def _serve_orders(
         inbox=User("gms", node).inbox,
         metrics=metrics,
     )
+    book = OrderBook(node=node, service="gms", journal=journal, clocks=clocks, metrics=metrics)
     orders = GmsOrders(
         gms,
         processes,
         transfers,
+        book,
         socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,
         way=Way(settings.transfer_backend, settings.object_storage),
-        courier=lambda: courier,
         metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None
     courier = Courier(
-        node=node,
-        service="gms",
-        bus=bus,
-        journal=journal,
+        book,
+        bus,
         telemetry=telemetry,
         runner=Runner(journal, telemetry, faults, metrics),
-        clocks=clocks,
         handlers=orders.routes(),
     )
 
@@ -212,7 +211,7 @@ async def _serve_orders(
                     transfers.publish_to(bus),
                 )
     finally:
-        await courier.drain()
+        await book.drain()
         if bus.is_connected:
             with contextlib.suppress(BusUnavailable, TimeoutError):
                 async with asyncio.timeout(FLUSH_S):
@@ -221,6 +220,7 @@ async def _serve_orders(
         telemetry.shutdown()
         transfers.shutdown()
         await bus.close()
+        await journal.settled()
         journal.close()
 
 

@@ -16,15 +16,18 @@ from snapshot_agent.adapters.control_dir import ControlDirectories
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.adapters.guards import Guards
+from snapshot_agent.adapters.known_pods import OperatorPods
 from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
 from snapshot_agent.adapters.locks import FileLocks
 from snapshot_agent.adapters.presence import Announcer
 from snapshot_agent.adapters.processes import LocalProcesses
+from snapshot_agent.adapters.respawn import Respawn
 from snapshot_agent.adapters.templates import OperatorTemplates
 from snapshot_agent.domain.spec import Surroundings
 from snapshot_agent.handlers import Agent, routes
 from snapshot_agent.handlers.inventory import Inventory
-from snapshot_agent.ports import Machine
+from snapshot_agent.handlers.pod_inventory import PodInventory
+from snapshot_agent.ports import Machine, ProcessDriver
 from snapshot_shared import subjects
 from snapshot_shared.artifact import Facts
 from snapshot_shared.bus import Bus, Handler
@@ -36,7 +39,8 @@ from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import Metrics
-from snapshot_shared.orders import Presence, PresenceDevice
+from snapshot_shared.order_book import OrderBook
+from snapshot_shared.orders import Driver, Presence, PresenceDevice
 from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -93,41 +97,49 @@ class _Node:
             settings.object_storage,
             weights_in_objects=settings.transfer_backend == "object",
         )
-        self.runtime = LocalProcesses()
+        self.launcher = LocalProcesses()
         self.control = ControlDirectories()
         self.gms = GmsClient(settings.socket_dir)
+        respawn = Respawn(self.launcher, self.control, self.clocks.monotonic)
+        self.drivers: dict[Driver, ProcessDriver] = {
+            Cooperative.name: Cooperative(),
+            Respawn.name: respawn,
+        }
         self.faults = FaultPlan("agent", settings.node) if settings.sim else None
-        self.courier = Courier(
+        self.book = OrderBook(
             node=self.name,
             service="agent",
-            bus=self.bus,
             journal=self.journal,
-            telemetry=self.telemetry,
-            runner=Runner(self.journal, self.telemetry, self.faults, self.metrics),
             clocks=self.clocks,
-            handlers=routes(lambda: self.agent),
+            metrics=self.metrics,
         )
         self.agent = Agent(
-            self._machine(), self.courier, self._around(), settings.state_dir, settings.slots
+            self._machine(), self.book, self._around(), settings.state_dir, settings.slots
         )
-
+        self.courier = Courier(
+            self.book,
+            self.bus,
+            telemetry=self.telemetry,
+            runner=Runner(self.journal, self.telemetry, self.faults, self.metrics),
+            handlers=routes(self.agent),
+        )
         self.inventory = Inventory(
             ArtifactLibrary(settings.artifact_root),
             OperatorInventories(self.bus, settings.node),
             settings.node,
             self.clocks.wall,
         )
+        self.pod_inventory = PodInventory(self.agent.pods, OperatorPods(self.bus, settings.node))
 
     def _machine(self) -> Machine:
         return Machine(
-            runtime=self.runtime,
+            launcher=self.launcher,
             control=self.control,
-            drivers={Cooperative.name: Cooperative()},
+            drivers=self.drivers,
             gpu_memory=self.gms,
             guards=Guards(
                 self.settings.state_dir / "guards",
                 self.settings.run,
-                self.settings.socket_dir,
                 node=self.settings.node,
             ),
             artifacts=self.root,
@@ -161,7 +173,7 @@ class _Node:
             boot_id=self.clocks.boot_id,
             version=VERSION,
             devices=devices,
-            drivers=[Cooperative.name],
+            drivers=list(self.drivers),
             artifact_root=str(self.settings.artifact_root),
             free_bytes=self.root.free_bytes(),
             slots=self.settings.slots,
@@ -176,16 +188,17 @@ class _Node:
 
     async def close(self) -> None:
         """End orderly: compensate what is under way, leave containers running."""
-        await self.courier.drain()
+        await self.book.drain()
         await self.agent.close()
         await self.control.close()
-        self.runtime.close()
+        self.launcher.close()
         await self.gms.close()
         if self.bus.is_connected:
             with contextlib.suppress(BusUnavailable, TimeoutError):
                 await asyncio.wait_for(self.telemetry.flush(self.bus), FLUSH_S)
         self.telemetry.shutdown()
         await self.bus.close()
+        await self.journal.settled()
         self.journal.close()
 
 
@@ -207,11 +220,16 @@ async def serve(stop: asyncio.Event) -> None:
                     stop,
                     node.courier.serve(),
                     node.telemetry.publish_to(node.bus),
-                    Announcer(node.bus, node.gms, node.presence, stop).run(),
+                    _announcer(node, stop).run(),
                     node.inventory.run(stop),
+                    node.pod_inventory.run(stop),
                 )
     finally:
         await node.close()
+
+
+def _announcer(node: _Node, stop: asyncio.Event) -> Announcer:
+    return Announcer(node.bus, node.gms, node.presence, stop, node.pod_inventory.is_known)
 
 
 async def _connect(node: _Node) -> None:

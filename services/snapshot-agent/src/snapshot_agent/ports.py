@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from snapshot_agent.domain.spec import Launch, Places
+from snapshot_agent.domain.driving import AS_BEFORE, Phase, Phases, Release
+from snapshot_agent.domain.gate import PodSeen
+from snapshot_agent.domain.spec import Access, Launch, Places
 from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.clocks import Clocks
+from snapshot_shared.errors import NotEligible, StalePodReference
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.orders import ArtifactRef, LayoutRef, PodRef, PresenceDevice
+from snapshot_shared.orders import ArtifactRef, Driver, LayoutRef, PodRef, PresenceDevice
 
 Progress = Callable[[int], Awaitable[None]]
 """Is told how many bytes are done."""
@@ -36,8 +40,58 @@ class Worker:
     places: Places
 
 
-class Runtime(Protocol):
-    """Processes of containers. They outlive the agent."""
+class Found(NamedTuple):
+    """A container as `Workers.resolve` finds it. `image` and `command` are those of its start."""
+
+    seen: PodSeen
+    worker: Worker | None = None
+    image: str = ""
+    command: Sequence[str] = ()
+
+    def running(self) -> Worker:
+        """Return the worker. StalePodReference when the container is not on this node."""
+        if self.worker is None:
+            raise StalePodReference(f"pod {self.seen.wanted.name} does not run on this node")
+        return self.worker
+
+
+Succeed = Callable[[Process], Awaitable[Worker]]
+"""Takes a process as that of the container from here on; the same one again changes nothing."""
+
+
+class Workers(Protocol):
+    """The workers of this node, whatever has started them."""
+
+    async def resolve(self, pod: PodRef) -> Found:
+        """Find the process of a container by the pod's uid and the container's name."""
+        ...
+
+    def is_alive(self, process: Process) -> bool:
+        """Whether a process runs."""
+        ...
+
+    async def ended(self, process: Process) -> int | None:
+        """Wait for the end. The exit code (128 + n after signal n), None when it is not known."""
+        ...
+
+    async def end(self, worker: Worker) -> None:
+        """Kill everything of one container."""
+        ...
+
+    async def end_pod(self, pod_uid: str, grace_s: float) -> None:
+        """End everything of a pod; nothing left to end is success."""
+        ...
+
+    def replacing(self, worker: Worker) -> AbstractAsyncContextManager[Succeed]:
+        """Let a process end within a block without the end of its container.
+
+        The container has ended with it after all unless the block names the next process.
+        """
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the processes of containers, where no kubelet does. They outlive the agent."""
 
     def spawn(self, launch: Launch) -> Process:
         """Start a process in a session of its own. NotFound when the program is not there."""
@@ -48,11 +102,14 @@ class Runtime(Protocol):
         ...
 
     async def ended(self, process: Process) -> int | None:
-        """Wait for the end. The exit code (128 + n after signal n), None when nobody saw it."""
+        """Wait for the end. The exit code (128 + n after signal n), None when it is not known."""
         ...
 
     async def terminate(self, process: Process | None, where: Places, grace_s: float) -> None:
-        """Thaw, SIGTERM, SIGKILL after the grace period: the whole session, and what left it."""
+        """Thaw, SIGTERM, SIGKILL after the grace period: the whole session, and what left it.
+
+        Without a grace period there is only SIGKILL.
+        """
         ...
 
     def find(self, where: Places) -> Process | None:
@@ -63,61 +120,134 @@ class Runtime(Protocol):
         """Remove the sockets of a pod that has ended."""
         ...
 
+    async def folders(self, where: Path) -> list[str]:
+        """Return the names of the folders in a folder; none when it is not there."""
+        ...
+
+    async def remove(self, where: Path) -> None:
+        """Remove a folder and what is in it. Absent is success."""
+        ...
+
 
 class ControlDirectory(Protocol):
     """The control directories of containers. What a worker puts there is hostile input."""
 
-    def create(self, where: Path) -> None:
+    def create(self, where: Places) -> None:
         """Make an empty control directory with its `state` folder, if there is none."""
         ...
 
-    def put(self, where: Path, name: str, data: bytes) -> None:
+    def put(self, where: Places, name: str, data: bytes) -> None:
         """Put a file in place, whole. A directory that is gone is no error."""
         ...
 
-    def get(self, where: Path, name: str) -> bytes | None:
+    def get(self, where: Places, name: str) -> bytes | None:
         """Read a file; None when it is not there or is no plain file."""
         ...
 
-    def remove(self, where: Path, *names: str) -> None:
+    def remove(self, where: Places, *names: str) -> None:
         """Remove files and folders; absent ones are no error. `state` is emptied, not removed."""
         ...
 
-    async def appears(self, where: Path, name: str, accepts: Callable[[bytes], bool]) -> None:
+    async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
         """Wait until a file is there whose body is accepted. The caller sets the deadline."""
         ...
 
 
-class ProcessDriver(Protocol):
-    """Captures the state of one worker and gives it back. `name` is recorded in the artifact."""
+@dataclass
+class Dump:
+    """A dump under way, as the stages of a driver share it.
+
+    `part` is a descriptor of the directory to write into, from the first stage that writes on.
+    `deadline` is in seconds of the monotonic clock. A stage that replaces the process puts the next
+    one into `worker`. `files` are those that were written.
+    """
+
+    worker: Worker
+    attempt: int
+    deadline: float
+    progress: Progress
+    part: int = -1
+    files: Sequence[FileEntry] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a driver's dump. Without `budget_s` (seconds) it may take the order's.
+
+    One that `writes` is never run again after an interruption. One that `replaces` ends the
+    worker's process and leaves another one in `Dump.worker`.
+    """
 
     name: str
+    run: Callable[[Dump], Coroutine[Any, Any, None]]
+    budget_s: float | None = None
+    writes: bool = False
+    replaces: bool = False
+    phases: Phases = AS_BEFORE
+
+
+class Restoring(NamedTuple):
+    """What a process is brought back from.
+
+    `part` is a descriptor of the directory that holds `files`. `devices` names the device here in
+    place of each of the source, by UUID. `deadline` is in seconds of the monotonic clock.
+    """
+
+    part: int
+    files: Sequence[FileEntry]
+    devices: Mapping[str, str]
+    deadline: float
+    progress: Progress
+
+
+class ProcessDriver(Protocol):
+    """Captures the state of one worker and gives it back."""
+
+    @property
+    def name(self) -> Driver:
+        """The name that orders call it by, and that is recorded in the artifact."""
+        ...
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The steps of a dump in their order, up to the one that finishes the part.
+
+        After the first the worker stands still; after the last it is as it was before.
+        """
+        ...
+
+    @property
+    def restore_step(self) -> str:
+        """The name of the step of a restore that `restore` is."""
+        ...
+
+    @property
+    def replaces(self) -> bool:
+        """Whether `restore` ends the placeholder's process."""
+        ...
 
     async def size(self, worker: Worker) -> int:
-        """Say how many bytes `dump` will write, as far as can be known."""
+        """Return how many bytes a dump will write, as far as can be known."""
         ...
 
-    async def freeze(self, worker: Worker) -> None:
-        """Stop every thread of the worker and return when all have stopped."""
+    async def restore(self, placeholder: Worker, restoring: Restoring) -> Process:
+        """Return a process with the saved state, which waits in the placeholder's place.
+
+        ArtifactCorrupt before a bad byte gets to a worker.
+        """
         ...
 
-    async def dump(self, worker: Worker, part: int, progress: Progress) -> list[FileEntry]:
-        """Write the state of a frozen worker durably into the directory `part` (a descriptor)."""
-        ...
-
-    async def thaw(self, worker: Worker) -> None:
-        """Let a worker run again; one that is not frozen is left alone."""
-        ...
-
-    async def fill(
-        self, worker: Worker, part: int, files: Sequence[FileEntry], progress: Progress
-    ) -> None:
-        """Hand saved state to a waiting worker. ArtifactCorrupt before a bad byte gets there."""
+    def release(self, worker: Worker, phase: Phase) -> Release:
+        """Return how a worker in this phase of a dump is let go."""
         ...
 
 
 class GpuMemory(Protocol):
-    """The GPU memory service of this node."""
+    """A GPU memory service: that of the node, and by `at` that of a pod."""
+
+    def at(self, pod: PodRef) -> GpuMemory:
+        """Return the service that has the memory of a pod."""
+        ...
 
     async def fence(
         self, token: str, devices: Sequence[str], *, wait_s: float, deadline_s: float
@@ -129,6 +259,10 @@ class GpuMemory(Protocol):
         """End a fence, or make sure that it never begins."""
         ...
 
+    def unfencing(self, token: str) -> tuple[str, ...]:
+        """Return a program that does the same where no agent is; empty when there is none."""
+        ...
+
     async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
         """List the devices, waiting up to `wait_s` for a service that is not up yet."""
         ...
@@ -137,8 +271,9 @@ class GpuMemory(Protocol):
 class Duty(NamedTuple):
     """What a guard watches, and what it does when nobody else can.
 
-    `deadline` is in seconds of the monotonic clock of boot `boot_id`. `fence_token` names the fence
-    on the worker's devices; empty when it has none. `order` and `traceparent` are for its log.
+    `deadline` is in seconds of the monotonic clock of boot `boot_id`. `release` lets the worker go
+    as long as the link names no other. `unfence` is the program that ends the fence on the worker's
+    devices; empty when it has none. `order` and `traceparent` are for its log.
     """
 
     name: str
@@ -148,7 +283,9 @@ class Duty(NamedTuple):
     deadline: float
     boot_id: str
     on_failure: Literal["Resume", "Kill"]
-    fence_token: str = ""
+    release: Release = Release()
+    unfence: tuple[str, ...] = ()
+    access: Access = Access()
     order: str = ""
     traceparent: str = ""
 
@@ -160,8 +297,12 @@ class GuardLink(Protocol):
         """Wait until the guard is gone."""
         ...
 
-    def tell_tool(self, tool: Process) -> None:
-        """Name the process that leads the session of a dump tool, to be killed before a thaw."""
+    def release_by(self, release: Release) -> None:
+        """Set how the guard lets the worker go from here on."""
+        ...
+
+    def follow(self, process: Process) -> None:
+        """Name the process that the worker has from here on."""
         ...
 
     def thaw_by(self, deadline: float) -> None:
@@ -190,6 +331,10 @@ class Guard(Protocol):
 
     async def adopt(self, duty: Duty) -> GuardLink | None:
         """Take over a guard that waits for a returning agent; None when there is none."""
+        ...
+
+    async def release(self, process: Process, release: Release) -> None:
+        """Let a worker go now, in the way in which a guard does."""
         ...
 
 
@@ -293,6 +438,14 @@ class Inventories(Protocol):
         ...
 
 
+class KnownPods(Protocol):
+    """The operator, as the one that knows which pods there are."""
+
+    async def unknown(self, pods: Sequence[str]) -> list[str]:
+        """Return the uids of those that are no objects any more. BusUnavailable, NotFound."""
+        ...
+
+
 class Templates(Protocol):
     """Where pod specs come from: they never travel in orders."""
 
@@ -310,7 +463,7 @@ class Locks(Protocol):
 
 
 class Orders(Protocol):
-    """What handlers need of the courier beyond the context of their own order."""
+    """What handlers need of the order book beyond the context of their own order."""
 
     journal: Journal
 
@@ -335,9 +488,9 @@ class Orders(Protocol):
 class Machine:
     """The node as handlers use it."""
 
-    runtime: Runtime
+    launcher: Launcher
     control: ControlDirectory
-    drivers: dict[str, ProcessDriver]
+    drivers: Mapping[Driver, ProcessDriver]
     gpu_memory: GpuMemory
     guards: Guard
     artifacts: Artifacts
@@ -347,3 +500,15 @@ class Machine:
     clocks: Clocks
     facts: Facts
     metrics: Metrics = OFF
+
+    def driver(self, name: Driver) -> ProcessDriver:
+        """Return the driver that an order names. NotEligible when this node does not have it."""
+        found = self.drivers.get(name)
+        if found is None:
+            raise NotEligible(
+                f"driver {name} is not on this node, which has {', '.join(self.drivers)}",
+                next_step="use a node that announces this driver, or another driver",
+                expected=name,
+                found=list(self.drivers),
+            )
+        return found

@@ -54,11 +54,14 @@ class Operator(Protocol):
     async def all_of(self, kind: Kind, namespace: str | None) -> list[AnyObject]:
         """Read all objects of a kind, in all namespaces when None."""
 
-    async def delete(self, target: Target) -> bool:
-        """Mark for deletion; True when it is gone already. NotFound."""
+    async def delete(self, target: Target, uid: str) -> bool:
+        """Mark the incarnation with this uid for deletion. True when it is gone already.
 
-    async def verify(self, target: Target) -> VerifyReply:
-        """Ask for a verification of what an object holds. NotFound, NotEligible."""
+        NotFound, and Conflict when another one has the name.
+        """
+
+    async def verify(self, target: Target, uid: str) -> VerifyReply:
+        """Ask for a verification of what an object holds. NotFound, Conflict, NotEligible."""
 
     async def retention(self, namespace: str | None, *, run: bool) -> RetentionReply:
         """Ask what retention would delete now, or have it done first."""
@@ -95,13 +98,15 @@ class Operator(Protocol):
 
 
 class OnCall(Operator, Protocol):
-    """What people on call may see and wish besides. What is refused is a RemoteFailure."""
+    """What people on call may see and ask for besides. What is refused is a RemoteFailure."""
 
-    async def cordon(self, node: NodeName, *, unschedulable: bool) -> CordonReply:
-        """Let nothing new begin on a node, or let it again."""
+    async def cordon(
+        self, node: NodeName, resource_version: str, *, unschedulable: bool
+    ) -> CordonReply:
+        """Let nothing new begin on a node, or let it again. Conflict when it has changed since."""
 
-    async def abort(self, target: Target, by: str) -> AbortReply:
-        """Have the capture behind an object ended."""
+    async def abort(self, target: Target, by: str, uid: str) -> AbortReply:
+        """Have the capture behind an object ended. Conflict as for `delete`."""
 
     async def requeue(self, order: str) -> RequeueReply:
         """Have the operator publish its own current order again."""

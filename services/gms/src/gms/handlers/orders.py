@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from gms.domain.tasks import (
 from gms.handlers.keeper import Gms
 from gms.handlers.transfers import persistent
 from gms.ports import Tracer, Transfers
-from snapshot_shared.courier import Courier, Handler, OrderContext, Result
+from snapshot_shared.courier import Handler, OrderContext, Result
 from snapshot_shared.errors import Internal, NotFound, UnknownDevice
 from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import (
     AbortOrder,
     CommitOrder,
@@ -59,10 +60,10 @@ class GmsOrders:
         gms: Gms,
         transfers: Transfers,
         tracer: Tracer,
+        book: OrderBook,
         *,
         socket_dir: Path,
         root: Path,
-        courier: Callable[[], Courier],
         metrics: Metrics = OFF,
         way: Way = DEFAULT_WAY,
     ) -> None:
@@ -72,7 +73,7 @@ class GmsOrders:
         self._tracer = tracer
         self._socket_dir = str(socket_dir)
         self._root = str(root)
-        self._courier = courier
+        self._book = book
         self._metrics = metrics
         self._way = way
 
@@ -89,7 +90,7 @@ class GmsOrders:
     async def save(self, order: SaveOrder, context: OrderContext) -> Result:
         """Write one device's fenced layout as a part: `leased`, then `staged`."""
         self._require_device(order.layout.device)
-        self._courier().require_current(f"capture-{order.content_uid}", order.attempt)
+        self._book.require_current(f"capture-{order.content_uid}", order.attempt)
         task = SaveTask(
             socket_dir=self._socket_dir,
             root=self._root,
@@ -190,9 +191,7 @@ class GmsOrders:
 
         async def forget() -> None:
             if order.load_token:
-                await self._courier().cancel(
-                    order.order.replace("drop-", "load-", 1), order.attempt
-                )
+                await self._book.cancel(order.order.replace("drop-", "load-", 1), order.attempt)
                 await self._gms.drop_hidden_when_unused(
                     order.device, order.load_token, wait_s=UNUSED_S
                 )
@@ -205,16 +204,16 @@ class GmsOrders:
 
     async def abort(self, order: AbortOrder, context: OrderContext) -> Result:
         """Tombstone a capture's attempts, end its saves, end its fence: `aborted`."""
-        courier = self._courier()
+        book = self._book
 
         async def tombstone() -> None:
             if order.content_uid:
-                await courier.tombstone(f"capture-{order.content_uid}", order.attempt)
+                await book.tombstone(f"capture-{order.content_uid}", order.attempt)
 
         async def compensate() -> None:
             prefix = f"save-{order.content_uid}-"
-            saves = [name for name in courier.journal.ledger.entries if name.startswith(prefix)]
-            await asyncio.gather(*(courier.cancel(name, order.attempt) for name in saves))
+            saves = [name for name in book.journal.ledger.entries if name.startswith(prefix)]
+            await asyncio.gather(*(book.cancel(name, order.attempt) for name in saves))
             if order.fence_token:
                 self._gms.unfence(order.fence_token)
 

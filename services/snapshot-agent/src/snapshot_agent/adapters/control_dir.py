@@ -15,11 +15,13 @@ from pathlib import Path
 from asyncinotify import Inotify, Mask
 
 from snapshot_agent.domain import control
+from snapshot_agent.domain.spec import Access, Places
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, ControlFolderBroken
 from snapshot_shared.files import (
     open_dir,
     open_root,
     opened,
+    own_by,
     read_bounded,
     remove_tree,
     write_replacing,
@@ -37,26 +39,30 @@ class ControlDirectories:
         self._pump: asyncio.Task[None] | None = None
         self._waits: dict[Path, set[asyncio.Event]] = {}
 
-    def create(self, where: Path) -> None:
-        (where / control.STATE).mkdir(mode=0o700, parents=True, exist_ok=True)
-        where.chmod(0o700)
+    def create(self, where: Places) -> None:
+        (where.control / control.STATE).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(where) as folder, opened(open_dir(folder, [control.STATE])) as state:
+            for directory in (folder, state):
+                hand_over(directory, where.access, where.access.folder_mode)
 
-    def put(self, where: Path, name: str, data: bytes) -> None:
+    def put(self, where: Places, name: str, data: bytes) -> None:
         with (
             workers_own(),
             contextlib.suppress(ArtifactMissing, FileNotFoundError),
             _opened(where) as directory,
         ):
-            write_replacing(directory, name, data)
+            access = where.access
+            owner = (access.uid, access.gid)
+            write_replacing(directory, name, data, mode=access.file_mode, owner=owner)
 
-    def get(self, where: Path, name: str) -> bytes | None:
+    def get(self, where: Places, name: str) -> bytes | None:
         try:
             with _opened(where) as directory:
                 return read_bounded(directory, name, control.MAX_BODY_BYTES)
         except (ArtifactCorrupt, ArtifactMissing, FileNotFoundError):
             return None
 
-    def remove(self, where: Path, *names: str) -> None:
+    def remove(self, where: Places, *names: str) -> None:
         with (
             workers_own(),
             contextlib.suppress(ArtifactMissing, FileNotFoundError),
@@ -66,9 +72,11 @@ class ControlDirectories:
                 _remove(directory, name)
             if control.STATE in names:
                 os.mkdir(control.STATE, 0o700, dir_fd=directory)
+                with opened(open_dir(directory, [control.STATE])) as state:
+                    hand_over(state, where.access, where.access.folder_mode)
 
-    async def appears(self, where: Path, name: str, accepts: Callable[[bytes], bool]) -> None:
-        with self._following(where) as changed:
+    async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
+        with self._following(where.control) as changed:
             while True:
                 changed.clear()
                 data = self.get(where, name)
@@ -125,13 +133,18 @@ def workers_own() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(where: Path) -> Iterator[int]:
+def _opened(where: Places) -> Iterator[int]:
     """Open a control directory; a link in its place is ArtifactCorrupt."""
     with (
-        opened(open_root(str(where.parent))) as home,
-        opened(open_dir(home, [where.name])) as found,
+        opened(open_root(str(where.home))) as home,
+        opened(open_dir(home, [where.control.name])) as found,
     ):
         yield found
+
+
+def hand_over(fd: int, access: Access, mode: int) -> None:
+    """Give what a descriptor is open on the owner that its container needs, and a mode."""
+    own_by(fd, (access.uid, access.gid), mode)
 
 
 def _wake(waits: set[asyncio.Event]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,12 +29,14 @@ from snapshot_shared.frames import (
     error_of,
     grpc_method,
 )
-from snapshot_shared.orders import LayoutRef, PresenceDevice
+from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
 from snapshot_shared.telemetry import current_traceparent
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+UNFENCE = "snapshot_agent.adapters.unfence"
 
 CALL_S = 5.0
 """How long a call may take besides what it was told to wait, in seconds."""
@@ -60,8 +63,13 @@ class GmsClient:
 
     def __init__(self, socket_dir: Path) -> None:
         """Use `<socket_dir>/gms-grpc.sock`; nothing is opened before the first call."""
+        self._socket_dir = socket_dir
         self._target = f"unix:{socket_dir / GRPC_SOCKET}"
         self._channel: grpc.aio.Channel | None = None
+
+    def at(self, _pod: PodRef) -> GmsClient:
+        # One service has all devices of a node.
+        return self
 
     async def fence(
         self, token: str, devices: Sequence[str], *, wait_s: float, deadline_s: float
@@ -84,6 +92,9 @@ class GmsClient:
         except GmsUnavailable as error:
             # Fences live in the memory of the service: one that is gone holds none.
             log.info("no fence to end: %s", error)
+
+    def unfencing(self, token: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", UNFENCE, str(self._socket_dir), token)
 
     async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
         status = await self._call(

@@ -4,10 +4,10 @@ It is armed before the worker is asked to be quiet. It holds the worker's pidfd 
 from the agent. While that stands and no deadline has come, it does nothing. The agent tells it how
 long the worker may be frozen, for an agent may hang in the middle of a dump. When the
 connection ends it waits five seconds for a returning agent to connect, and then, as at the
-deadline, it kills the dump tool if one was named, lets the worker run, has the fence on its devices
-ended, without which it could not reach its memory, and writes `snapshot-aborted`; or kills the
-worker, where its duty says so. It goes when it is dismissed and
-when the worker ends, and leaves no socket behind.
+deadline, it has the fence on the worker's devices ended, without which it could not reach its
+memory, lets the worker go as the driver said last (a program and a signal), and writes
+`snapshot-aborted`; or kills the worker, where its duty says so. It goes when it is dismissed and
+when the worker ends, unless the driver is about to replace it, and leaves no socket behind.
 
 `python -m snapshot_agent.adapters.guard <charge>`; standard library only, and of it only what
 starts at once: a capture waits until its guard is armed. So no json, pathlib or typing here.
@@ -34,17 +34,19 @@ RETURN_S = 5.0
 FULL_S = 1.0
 """How long the guard waits for a returning agent, in seconds."""
 
-UNFENCE = "snapshot_agent.adapters.unfence"
-
 ARMED = b"armed"
 GONE = b"gone"
 DISMISS = b"dismiss"
-TOOL = b"tool "
-"""Followed by the pid and the start time of the process that leads the tool's session."""
+FOLLOW = b"follow "
+"""Followed by the pid and the start time of the process that the worker has from here on."""
+RELEASE = b"release "
+"""Followed by a `Release` that takes the place of the one before."""
+UNFENCE = b"unfence "
+"""Followed by the arguments of the program that ends the fence, with a NUL after each."""
 THAW_BY = b"thaw-by "
 """Followed by the time at which a frozen worker is let go, or `inf` when it is not frozen."""
 
-MESSAGE_BYTES = 256
+MESSAGE_BYTES = 65536
 _PEER = struct.Struct("3i")
 
 
@@ -73,8 +75,9 @@ class Charge:
         body: str,
         ends: str,
         unless: str,
-        fence: str,
-        gms: str,
+        uid: int = -1,
+        gid: int = -1,
+        mode: int = 0o600,
         node: str = "",
         order: str = "",
         attempt: int = 0,
@@ -92,8 +95,9 @@ class Charge:
         self.body = body
         self.ends = ends
         self.unless = unless
-        self.fence = fence
-        self.gms = gms
+        self.uid = uid
+        self.gid = gid
+        self.mode = mode
         self.node = node
         self.order = order
         self.attempt = attempt
@@ -120,13 +124,45 @@ class Charge:
             body=given["body"],
             ends=given["ends"],
             unless=given["unless"],
-            fence=given["fence"],
-            gms=given["gms"],
+            uid=int(given["uid"]),
+            gid=int(given["gid"]),
+            mode=int(given["mode"]),
             node=given["node"],
             order=given["order"],
             attempt=int(given["attempt"]),
             trace=given["trace"],
         )
+
+
+class Release:
+    """How a worker is let go, as `snapshot_agent.domain.driving.Release` describes it."""
+
+    def __init__(self, program: list[str], within_s: float, *, ends: bool, stays: bool) -> None:
+        self.program = program
+        self.within_s = within_s
+        self.ends = ends
+        self.stays = stays
+
+    def words(self) -> bytes:
+        """Write it as a message."""
+        head = [repr(self.within_s), str(int(self.ends)), str(int(self.stays))]
+        return RELEASE + joined(head + self.program)
+
+    @classmethod
+    def read(cls, words: bytes) -> Release:
+        """Read what `words` wrote, without its first word."""
+        within_s, ends, stays, *program = split(words)
+        return cls(program, float(within_s), ends=ends == "1", stays=stays == "1")
+
+
+def joined(words: list[str]) -> bytes:
+    """Write arguments, of which none holds a NUL."""
+    return b"".join(os.fsencode(word) + b"\0" for word in words)
+
+
+def split(data: bytes) -> list[str]:
+    """Read what `joined` wrote."""
+    return [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
 
 
 class _Watch:
@@ -135,7 +171,9 @@ class _Watch:
     def __init__(self, charge: Charge, worker: int) -> None:
         self.charge = charge
         self.worker = worker
-        self.tool: tuple[int, int] | None = None
+        self.process = charge.pid, charge.start
+        self.release = Release([], 0.0, ends=False, stays=False)
+        self.unfence: list[str] = []
         self.returns_by = math.inf
         self.thaw_by = math.inf
         self.link: socket.socket | None = socket.socket(fileno=charge.link)
@@ -174,14 +212,38 @@ class _Watch:
             message = b""
         if message == DISMISS:
             return True
-        if message.startswith(TOOL):
-            pid, start = message[len(TOOL) :].split()
-            self.tool = int(pid), int(start)
-        elif message.startswith(THAW_BY):
-            self.thaw_by = float(message[len(THAW_BY) :])
-        elif not message:
+        if not message:
             self._hang_up(link)
             self.returns_by = time.monotonic() + RETURN_S
+        elif message.startswith(THAW_BY):
+            self.thaw_by = float(message[len(THAW_BY) :])
+        elif message.startswith(RELEASE):
+            self.release = Release.read(message[len(RELEASE) :])
+            self._attend()
+        elif message.startswith(UNFENCE):
+            self.unfence = split(message[len(UNFENCE) :])
+        elif message.startswith(FOLLOW):
+            return self._follow(message[len(FOLLOW) :])
+        return False
+
+    def _attend(self) -> None:
+        """Wait for the worker's end, or not while it may end without the end of the capture."""
+        with contextlib.suppress(KeyError):
+            self.poll.unregister(self.worker)
+        if not self.release.stays:
+            self.poll.register(self.worker, select.POLLIN)
+
+    def _follow(self, words: bytes) -> bool:
+        """Watch another process; True when it has ended already."""
+        pid, start = words.split()
+        found = procfs.open_pidfd(int(pid), int(start))
+        if found is None:
+            return True
+        with contextlib.suppress(KeyError):
+            self.poll.unregister(self.worker)
+        os.close(self.worker)
+        self.worker, self.process = found, (int(pid), int(start))
+        self._attend()
         return False
 
     def _hang_up(self, link: socket.socket) -> None:
@@ -227,40 +289,57 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def free(charge: Charge, tool: tuple[int, int] | None) -> None:
+def free(charge: Charge, process: tuple[int, int], release: Release, unfence: list[str]) -> None:
     """Let the worker go, or kill it."""
-    if tool is not None:
-        for member in procfs.session_of(*tool):
-            procfs.send(member, signal.SIGKILL)
-    if charge.fence:
-        _end_fence(charge)
+    if unfence:
+        # Nothing waits for it but the worker itself.
+        _start(unfence)
     try:
         control = os.open(charge.control, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         control = None
     is_over = control is not None and _exists(control, charge.unless)
-    signals = [signal.SIGKILL] if charge.kill and not is_over else [signal.SIGCONT]
-    for member in procfs.session_of(charge.pid, charge.start):
-        for number in signals:
-            procfs.send(member, number)
+    run_program(release.program, release.within_s)
+    let_go(process, ends=release.ends or (charge.kill and not is_over))
     if control is not None and not is_over:
-        while not _is_written(control, charge) and any(procfs.session_of(charge.pid, charge.start)):
+        while not _is_written(control, charge) and any(procfs.session_of(*process)):
             # The disk is full. The worker waits for this file, and nobody else will write it.
             select.select([], [], [], FULL_S)
         with contextlib.suppress(OSError):
             os.unlink(charge.ends, dir_fd=control)
 
 
-def _end_fence(charge: Charge) -> None:
-    """Have it done by a program with gRPC, and go on: the worker itself waits for the end."""
-    program = [sys.executable, "-m", UNFENCE, charge.gms, charge.fence]
-    with contextlib.suppress(OSError):
-        os.posix_spawn(program[0], program, dict(os.environ))
+def let_go(process: tuple[int, int], *, ends: bool) -> None:
+    """Let every process of a session run, or kill it."""
+    number = signal.SIGKILL if ends else signal.SIGCONT
+    for member in procfs.session_of(*process):
+        procfs.send(member, number)
+
+
+def run_program(program: list[str], within_s: float) -> None:
+    """Run a program to its end, or kill it when its time is up. One that is not there is none."""
+    pid = _start(program) if program else None
+    if pid is None:
+        return
+    pidfd = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if not poll.poll(within_s * 1000):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(pidfd)
+
+
+def _start(program: list[str]) -> int | None:
+    try:
+        return os.posix_spawn(program[0], program, dict(os.environ))
+    except OSError:
+        return None
 
 
 def _is_written(control: int, charge: Charge) -> bool:
     try:
-        _write(control, charge.says, charge.body.encode())
+        _write(control, charge)
     except OSError as error:
         return error.errno not in (errno.ENOSPC, errno.EDQUOT)
     return True
@@ -274,18 +353,21 @@ def _exists(directory: int, name: str) -> bool:
     return True
 
 
-def _write(directory: int, name: str, data: bytes) -> None:
-    temporary = f".{name}.guard"
+def _write(directory: int, charge: Charge) -> None:
+    temporary = f".{charge.says}.guard"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=directory)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     fd = os.open(temporary, flags, 0o600, dir_fd=directory)
     try:
-        os.write(fd, data)
+        if (charge.uid, charge.gid) != (-1, -1):
+            os.fchown(fd, charge.uid, charge.gid)
+        os.fchmod(fd, charge.mode)
+        os.write(fd, charge.body.encode())
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    os.rename(temporary, charge.says, src_dir_fd=directory, dst_dir_fd=directory)
 
 
 def _boot_id() -> str:
@@ -329,8 +411,8 @@ def main(arguments: list[str]) -> int:
     must_act = watch.until_over()
     watch.forget()
     if must_act:
-        free(charge, watch.tool)
-        sys.stderr.write(_line(charge, f"freed process {charge.pid} ({charge.socket})"))
+        free(charge, watch.process, watch.release, watch.unfence)
+        sys.stderr.write(_line(charge, f"freed process {watch.process[0]} ({charge.socket})"))
     return 0
 
 

@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import snapshot_agent
 from snapshot_agent.adapters import guard, procfs, procwait
 from snapshot_agent.domain import control
+from snapshot_agent.domain.driving import Release
 from snapshot_agent.ports import Duty, GuardLink, Process
 from snapshot_shared.errors import DeadlineExceeded, Failure, SourceExited
 from snapshot_shared.files import open_root, opened
@@ -34,14 +36,10 @@ _ABORTED = Failure(reason="AgentLost", message="the capture was given up by its 
 class Guards:
     """The `Guard` port. Sockets and the log of all guards lie in one folder."""
 
-    def __init__(self, folder: Path, run: str, gms: Path | None = None, *, node: str = "") -> None:
-        """Use `folder`; `run` marks the processes of one local cluster, `node` names this one.
-
-        The sockets of the GMS that holds the fences lie in `gms`.
-        """
+    def __init__(self, folder: Path, run: str, *, node: str = "") -> None:
+        """Use `folder`; `run` marks the processes of one local cluster, `node` names this one."""
         self._folder = folder
         self._run = run
-        self._gms = gms
         self._node = node
 
     async def start(self, duty: Duty) -> GuardLink:
@@ -56,6 +54,7 @@ class Guards:
             theirs.close()
         link = _Link(ours, self._folder / _socket_name(duty), child)
         try:
+            link.charge_with(duty)
             answer = await link.hear(ARMED_WITHIN_S)
         except BaseException:
             await link.kill()
@@ -87,8 +86,9 @@ class Guards:
             body=control.body(duty.attempt, _ABORTED).decode(),
             ends=control.QUIESCE,
             unless=control.COMPLETE,
-            fence=duty.fence_token if self._gms else "",
-            gms=str(self._gms or ""),
+            uid=duty.access.uid,
+            gid=duty.access.gid,
+            mode=duty.access.file_mode,
             node=self._node,
             order=duty.order,
             attempt=duty.attempt,
@@ -125,6 +125,29 @@ class Guards:
         path.unlink(missing_ok=True)
         return None
 
+    async def release(self, process: Process, release: Release) -> None:
+        if release.program:
+            await _run(release.program, release.within_s)
+        guard.let_go(process, ends=release.ends)
+
+
+async def _run(program: Sequence[str], within_s: float) -> None:
+    """Run a program to its end, or kill it when its time is up. One that is not there is none."""
+    try:
+        child = await asyncio.create_subprocess_exec(*program, stdin=subprocess.DEVNULL)
+    except OSError:
+        log.exception("%s could not be started", program)
+        return
+    try:
+        async with asyncio.timeout(within_s):
+            await child.wait()
+    except TimeoutError:
+        log.warning("%s took longer than %s s", program, within_s)
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
 
 class _Link:
     """A connection to a guard, whose process may be a child of this agent or of an earlier one."""
@@ -150,8 +173,23 @@ class _Link:
                 pass
         await self._gone()
 
-    def tell_tool(self, tool: Process) -> None:
-        self._sock.send(guard.TOOL + f"{tool.pid} {tool.start}".encode())
+    def charge_with(self, duty: Duty) -> None:
+        """Send what does not fit into arguments; it lies in the socket before the guard reads."""
+        if duty.unfence:
+            self._sock.send(guard.UNFENCE + guard.joined(list(duty.unfence)))
+        if duty.release != Release():
+            self.release_by(duty.release)
+
+    def release_by(self, release: Release) -> None:
+        words = guard.Release(
+            list(release.program), release.within_s, ends=release.ends, stays=release.stays
+        ).words()
+        with contextlib.suppress(OSError):
+            self._sock.send(words)
+
+    def follow(self, process: Process) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.send(guard.FOLLOW + f"{process.pid} {process.start}".encode())
 
     def thaw_by(self, deadline: float) -> None:
         with contextlib.suppress(OSError):

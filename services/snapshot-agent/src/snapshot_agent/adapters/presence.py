@@ -32,17 +32,19 @@ class Announcer:
         gpu_memory: GpuMemory,
         describe: Callable[[list[PresenceDevice]], Presence],
         stop: asyncio.Event,
+        may_offer: asyncio.Event,
     ) -> None:
-        """Write what `describe` says of the devices that GMS has."""
+        """Write what `describe` says of the devices that GMS has, once they may be offered."""
         self._bus = bus
         self._gpu_memory = gpu_memory
         self._describe = describe
         self._stop = stop
+        self._may_offer = may_offer
         self._devices: list[PresenceDevice] = []
         self._has_answer = False
 
     async def run(self) -> None:
-        """Tell at once, as soon as GMS has come up, and every ten seconds."""
+        """Write presence at once, again when there are devices to offer, then every ten seconds."""
         while not self._stop.is_set():
             if not await self._tell():
                 await self._pause(AGAIN_S)
@@ -53,6 +55,8 @@ class Announcer:
                 await self._look(wait_s=EVERY_S)
 
     async def _look(self, *, wait_s: float) -> None:
+        if not await self._is_offered(wait_s):
+            return
         try:
             self._devices = await self._gpu_memory.devices(wait_s=wait_s)
             self._has_answer = True
@@ -62,6 +66,12 @@ class Announcer:
         except SnapbackError as error:
             # It is there and slow, so what it said last still stands.
             log.info("the devices may have changed: %s", error)
+
+    async def _is_offered(self, wait_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._may_offer.wait()
+        return self._may_offer.is_set()
 
     async def _tell(self) -> bool:
         value = self._describe(self._devices)

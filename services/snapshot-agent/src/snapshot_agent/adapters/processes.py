@@ -15,9 +15,11 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs, procwait
+from snapshot_agent.adapters.copying import in_thread
 from snapshot_agent.domain.spec import Launch, Places
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import InvalidInput, NotFound
@@ -36,7 +38,7 @@ class _Watched(NamedTuple):
 
 
 class LocalProcesses:
-    """The `Runtime` port. Use it from one event loop; `close` leaves the processes running."""
+    """The `Launcher` port. Use it from one event loop; `close` leaves the processes running."""
 
     def __init__(self) -> None:
         """Watch nothing yet."""
@@ -96,7 +98,7 @@ class LocalProcesses:
         return await asyncio.shield(self._watched[process].end)
 
     async def terminate(self, process: Process | None, where: Places, grace_s: float) -> None:
-        if process is not None and procfs.is_alive(*process):
+        if grace_s > 0 and process is not None and procfs.is_alive(*process):
             for member in procfs.session_of(*process):
                 procfs.send(member, signal.SIGCONT)
                 procfs.send(member, signal.SIGTERM)
@@ -123,6 +125,13 @@ class LocalProcesses:
         with contextlib.suppress(FileNotFoundError), opened(open_root(parent)) as folder:
             remove_tree(folder, where.sockets.name)
 
+    async def folders(self, where: Path) -> list[str]:
+        return await in_thread(_folders, where)
+
+    async def remove(self, where: Path) -> None:
+        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where.parent))) as parent:
+            await in_thread(remove_tree, parent, where.name)
+
     def close(self) -> None:
         """Stop watching."""
         for watched in self._watched.values():
@@ -131,6 +140,14 @@ class LocalProcesses:
                 os.close(watched.pidfd)
                 watched.end.cancel()
         self._watched.clear()
+
+
+def _folders(where: Path) -> list[str]:
+    try:
+        with os.scandir(where) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except FileNotFoundError:
+        return []
 
 
 def _require_startable(launch: Launch) -> None:

@@ -18,7 +18,7 @@ from snapshot_shared.errors import (
     SourceExited,
     StalePodReference,
 )
-from snapshot_shared.orders import ArtifactRef, DeviceRef, PodRef, VectorEntry
+from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, PodRef, VectorEntry
 
 T = TypeVar("T")
 Check = Callable[[T], SnapbackError | None]
@@ -42,14 +42,14 @@ class PodSeen(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An artifact and the place where it is to be restored."""
+    """An artifact, the place where it is to be restored, and the driver that is to do so."""
 
     artifact: ArtifactRef
     root: RootManifest
     source: Facts
     here: Facts
     devices: Sequence[DeviceRef]
-    drivers: Sequence[str]
+    driver: Driver
 
 
 def refuse(checks: Sequence[Check[T]], seen: T) -> None:
@@ -147,15 +147,14 @@ def _same_devices(target: Target) -> SnapbackError | None:
     )
 
 
-def _has_driver(target: Target) -> SnapbackError | None:
-    if target.source.driver in target.drivers:
+def _by_its_driver(target: Target) -> SnapbackError | None:
+    if target.source.driver == target.driver:
         return None
     return Incompatible(
-        f"the process was dumped by {target.source.driver!r}, this node has "
-        f"{', '.join(target.drivers)}",
-        next_step="restore on a node that announces this driver",
+        f"the process was dumped by {target.source.driver!r}, the order names {target.driver!r}",
+        next_step="restore with the driver of the artifact",
         expected=target.source.driver,
-        found=list(target.drivers),
+        found=target.driver,
     )
 
 
@@ -179,7 +178,7 @@ COMPATIBILITY_CHECKS: tuple[Check[Target], ...] = (
     _is_that_artifact,
     _has_process_part,
     _same_devices,
-    _has_driver,
+    _by_its_driver,
     _same_fact("arch", "architecture"),
     _same_fact("device_product", "GPU product"),
 )

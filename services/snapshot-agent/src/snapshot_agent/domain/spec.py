@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
+from snapshot_agent.domain import control
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.objects import GPU_RESOURCE, Container
 from snapshot_shared.orders import DeviceRef, PodRef
@@ -18,15 +19,32 @@ from snapshot_shared.orders import DeviceRef, PodRef
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 
 CONTROL_DIR = "SNAPSHOT_CONTROL_DIR"
-OURS = frozenset({CONTROL_DIR, "SNAPSHOT_RESTORE_STANDBY", "POD_UID", "SNAPBACK_RUN"})
+STANDBY = "SNAPSHOT_RESTORE_STANDBY"
+OURS = frozenset({CONTROL_DIR, STANDBY, "POD_UID", "SNAPBACK_RUN"})
 """Variables that a manifest cannot change: processes are recognised by them."""
+
+RESUME_FROM = "--resume-from"
+"""The argument with which a program is started again, followed by the folder of its state."""
+
+
+class Access(NamedTuple):
+    """Who owns the control directory of a container, and the modes of what is put there.
+
+    `uid` and `gid` of -1 are those of the agent, as with chown(2).
+    """
+
+    uid: int = -1
+    gid: int = -1
+    folder_mode: int = 0o700
+    file_mode: int = 0o600
 
 
 class Places(NamedTuple):
-    """Where everything of one container lies on this node."""
+    """Where everything of one container lies on this node, and who may use its control files."""
 
     home: Path
     sockets: Path
+    access: Access = Access()
 
     @property
     def control(self) -> Path:
@@ -110,6 +128,22 @@ def launch(
     return Launch(argv, env, cwd, where)
 
 
+def resumed(launch: Launch, *, is_standby: bool) -> Launch:
+    """Return how a program is started again from its state.
+
+    As a standby it waits for the end of a restore, else for that of the capture that it is in.
+    """
+    argv = list(launch.argv)
+    if RESUME_FROM in argv:
+        at = argv.index(RESUME_FROM)
+        del argv[at : at + 2]
+    argv += [RESUME_FROM, str(launch.places.control / control.STATE)]
+    env = {name: value for name, value in launch.env.items() if name != STANDBY}
+    if is_standby:
+        env[STANDBY] = "1"
+    return launch._replace(argv=argv, env=env)
+
+
 def _own_env(
     pod: PodRef,
     devices: Sequence[DeviceRef],
@@ -134,7 +168,7 @@ def _own_env(
         "SNAPBACK_RUN": around.run,
     }
     if standby:
-        env["SNAPSHOT_RESTORE_STANDBY"] = "1"
+        env[STANDBY] = "1"
     if traceparent:
         env["TRACEPARENT"] = traceparent
     return env

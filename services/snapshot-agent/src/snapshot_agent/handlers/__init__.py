@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from snapshot_agent.handlers.holds import Holds
 from snapshot_agent.handlers.pods import Pods
 from snapshot_agent.handlers.recovery import Recoverer
 from snapshot_agent.handlers.restores import Restores
-from snapshot_agent.ports import Machine, Orders
+from snapshot_agent.ports import Machine, Orders, Workers
 from snapshot_shared import instruments
-from snapshot_shared.courier import Handler, OrderContext, Result
+from snapshot_shared.courier import Handler
 from snapshot_shared.orders import (
     AbortOrder,
     DeleteOrder,
@@ -48,11 +47,12 @@ class Agent:
         self._clocks = machine.clocks
         self.background = Background()
         self.pods = Pods(machine, orders, self.background, around, state_dir)
-        self.holds = Holds(machine, orders, self.background)
-        self.captures = Captures(machine, orders, self.pods, self.holds, semaphore)
+        workers: Workers = self.pods
+        self.holds = Holds(machine, orders, workers, self.background)
+        self.captures = Captures(machine, orders, workers, self.holds, semaphore)
         self.artifacts = Artifacts(machine, orders, semaphore)
-        self.restores = Restores(machine, orders, self.pods)
-        self._recoverer = Recoverer(machine, orders, self.pods, self.holds)
+        self.restores = Restores(machine, orders, workers)
+        self._recoverer = Recoverer(machine, orders, workers, self.pods, self.holds)
         observe = machine.metrics.observe
         observe(instruments.SLOTS_USED, lambda: {(): semaphore.used})
         observe(instruments.SLOTS_LIMIT, lambda: {(): semaphore.limit})
@@ -93,27 +93,17 @@ class Agent:
         }
 
 
-_ROUTES: dict[type[Order], Callable[[Agent], Handler]] = {
-    RunOrder: lambda agent: agent.pods.run,
-    StopOrder: lambda agent: agent.pods.stop,
-    PrepareOrder: lambda agent: agent.captures.prepare,
-    DumpOrder: lambda agent: agent.captures.dump,
-    ReleaseOrder: lambda agent: agent.captures.release,
-    AbortOrder: lambda agent: agent.captures.abort,
-    SealOrder: lambda agent: agent.artifacts.seal,
-    DeleteOrder: lambda agent: agent.artifacts.delete,
-    VerifyOrder: lambda agent: agent.artifacts.verify,
-    RestoreOrder: lambda agent: agent.restores.restore,
-}
-
-
-def routes(agent: Callable[[], Agent]) -> dict[type[Order], Handler]:
-    """Give the courier its handlers; the agent that has them may be built after the courier."""
-
-    def route(choose: Callable[[Agent], Handler]) -> Handler:
-        async def handle(order: Any, ctx: OrderContext) -> Result:
-            return await choose(agent())(order, ctx)
-
-        return handle
-
-    return {order: route(choose) for order, choose in _ROUTES.items()}
+def routes(agent: Agent) -> dict[type[Order], Handler]:
+    """Return the handler of each type of order."""
+    return {
+        RunOrder: agent.pods.run,
+        StopOrder: agent.pods.stop,
+        PrepareOrder: agent.captures.prepare,
+        DumpOrder: agent.captures.dump,
+        ReleaseOrder: agent.captures.release,
+        AbortOrder: agent.captures.abort,
+        SealOrder: agent.artifacts.seal,
+        DeleteOrder: agent.artifacts.delete,
+        VerifyOrder: agent.artifacts.verify,
+        RestoreOrder: agent.restores.restore,
+    }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
+
+from snapshot_shared.errors import SnapbackError
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,33 @@ class Background:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def repeated(
+    work: Callable[[], Awaitable[None]],
+    stop: asyncio.Event,
+    what: str,
+    every_s: float,
+    again_s: Sequence[float],
+) -> None:
+    """Do something now and then every `every_s` seconds, until `stop` is set.
+
+    What fails is done again after the seconds of `again_s`, one after the other; the last repeats.
+    `what` says in the log what that is.
+    """
+    failures = 0
+    while not stop.is_set():
+        pause_s = every_s
+        try:
+            await work()
+            failures = 0
+        except (SnapbackError, OSError) as error:
+            log.info("%s later: %s", what, error)
+            pause_s = min(again_s[min(failures, len(again_s) - 1)], every_s)
+            failures += 1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await stop.wait()
 
 
 async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:

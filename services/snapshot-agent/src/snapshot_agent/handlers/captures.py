@@ -8,12 +8,13 @@ import os
 
 import msgspec
 
+from snapshot_agent.domain.driving import PHASE_NOTE, Phase
 from snapshot_agent.domain.gate import check_vector
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.opening import Opening, facts_of
-from snapshot_agent.handlers.pods import Pods
-from snapshot_agent.ports import Machine, Orders, Place, ProcessDriver
-from snapshot_shared.artifact import FileEntry, PartManifest
+from snapshot_agent.handlers.workers import while_alive
+from snapshot_agent.ports import Dump, Machine, Orders, Place, Stage, Workers
+from snapshot_shared.artifact import PartManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import Aborted, InvalidMessage, NotEligible
 from snapshot_shared.ids import OrderId, Uid, order_id
@@ -32,8 +33,6 @@ TERMINATE_GRACE_S = 5.0
 """What a worker that is to end after its capture gets to do so, in seconds."""
 
 LET_GO_S = 45.0
-FREEZE_S = 15.0
-THAW_S = 15.0
 SLACK_S = 5.0
 """How much longer than its budget a step may keep the worker frozen before the guard acts."""
 
@@ -42,12 +41,17 @@ class Captures:
     """The orders of a capture that touch the worker."""
 
     def __init__(
-        self, machine: Machine, orders: Orders, pods: Pods, holds: Holds, slots: asyncio.Semaphore
+        self,
+        machine: Machine,
+        orders: Orders,
+        workers: Workers,
+        holds: Holds,
+        slots: asyncio.Semaphore,
     ) -> None:
         """`slots` bounds how many parts are written at a time."""
         self._machine = machine
         self._orders = orders
-        self._pods = pods
+        self._workers = workers
         self._holds = holds
         self._slots = slots
 
@@ -56,7 +60,7 @@ class Captures:
         opening = Opening(
             machine=self._machine,
             orders=self._orders,
-            pods=self._pods,
+            workers=self._workers,
             holds=self._holds,
             order=order,
             ctx=ctx,
@@ -76,14 +80,15 @@ class Captures:
                 next_step="prepare the capture again",
             )
         check_vector(prepared.terminal.vector if prepared.terminal else [], order.vector)
-        driver = self._machine.drivers.get(order.driver)
-        if driver is None:
+        if order.driver != hold.driver.name:
             raise NotEligible(
-                f"driver {order.driver} is not on this node",
-                next_step=f"use one of {', '.join(self._machine.drivers)}",
+                f"the capture was opened with driver {hold.driver.name}, not {order.driver}",
+                next_step="prepare the capture again with the driver that is wanted",
+                expected=hold.driver.name,
+                found=order.driver,
             )
         async with self._slots, contextlib.AsyncExitStack() as closing:
-            staging = _Staging(self._machine, self._pods, self._holds, hold, driver, ctx, closing)
+            staging = _Staging(self._machine, self._workers, self._holds, hold, ctx, closing)
             with self._machine.metrics.moving("dump") as moved:
                 await ctx.steps("dump", staging.table(prepared))
                 moved(staging.result().bytes)
@@ -110,7 +115,7 @@ class Captures:
                     why = Aborted("the capture was released as aborted").to_failure()
                     await self._holds.give_up(hold, why)
             if order.policy == "Terminate":
-                await self._pods.end(order.pod.uid, TERMINATE_GRACE_S)
+                await self._workers.end_pod(order.pod.uid, TERMINATE_GRACE_S)
 
         await ctx.steps("release", [Step("signal", signal, LET_GO_S)])
         return {"unconfirmed": True} if ctx.entry.notes.get(UNCONFIRMED) else {}
@@ -150,78 +155,106 @@ class Captures:
             why = Aborted(order.why or "the capture was aborted").to_failure()
             await self._holds.give_up(hold, why)
         elif order.fence_token:
-            await self._machine.gpu_memory.unfence(order.fence_token)
+            memory = self._machine.gpu_memory
+            await (memory.at(order.pod) if order.pod else memory).unfence(order.fence_token)
 
 
 class _Staging:
-    """The steps of one dump order."""
+    """The steps of one dump order: those of the driver, and the one that finishes the part."""
 
     def __init__(
         self,
         machine: Machine,
-        pods: Pods,
+        workers: Workers,
         holds: Holds,
         hold: Hold,
-        driver: ProcessDriver,
         ctx: OrderContext,
         closing: contextlib.AsyncExitStack,
     ) -> None:
         self._machine = machine
-        self._pods = pods
+        self._workers = workers
         self._holds = holds
         self._hold = hold
-        self._worker = hold.worker
-        self._driver = driver
         self._order: DumpOrder = ctx.order
         self._ctx = ctx
         self._closing = closing
-        self._files: list[FileEntry] = []
-        self._directory = -1
+        self._total = 0
         self._digest = ""
+        self._dump = Dump(
+            worker=hold.worker,
+            attempt=hold.attempt,
+            deadline=machine.clocks.monotonic() + ctx.remaining_s(),
+            progress=self._tell,
+        )
+        self._stage_name = ""
 
     def table(self, prepared: Entry) -> list[Step]:
         async def stage() -> None:
             await self._stage(prepared)
 
-        budget = self._order.deadline_s
-        return [
-            Step("freeze", self._freeze, FREEZE_S, undo=self._thaw),
-            Step("copy-state", self._copy, budget, replayable=False),
-            Step("thaw", self._thaw, THAW_S),
-            Step("stage", stage, 60.0, replayable=False),
-        ]
+        steps = [self._step(stage) for stage in self._hold.driver.stages]
+        return [*steps, Step("stage", stage, 60.0, replayable=False)]
 
-    async def _freeze(self) -> None:
-        self._holds.may_freeze(self._hold, FREEZE_S + SLACK_S)
-        await self._pods.while_alive(self._worker, self._holds.freeze(self._hold, self._driver))
+    def _step(self, stage: Stage) -> Step:
+        stages = self._hold.driver.stages
+        budget = self._order.deadline_s if stage.budget_s is None else stage.budget_s
 
-    async def _thaw(self) -> None:
-        await self._holds.thaw(self._hold, self._driver)
+        async def run() -> None:
+            if stage is stages[0]:
+                self._holds.begin_pause(self._hold)
+            self._holds.may_freeze(self._hold, budget + SLACK_S)
+            await self._run(stage)
+            if stage is stages[-1]:
+                self._holds.end_pause(self._hold)
+                self._holds.may_freeze(self._hold)
+
+        undo = self._let_go if stage is stages[0] else None
+        return Step(stage.name, run, budget, undo=undo, replayable=not stage.writes)
+
+    async def _let_go(self) -> None:
+        await self._holds.let_go(self._hold)
         self._holds.may_freeze(self._hold)
 
-    async def _copy(self) -> None:
-        await self._ctx.note("no-replay", value=True)
-        order = self._order
-        self._holds.may_freeze(self._hold, order.deadline_s + SLACK_S)
-        place = Place(order.pod.namespace, order.content_uid, order.attempt)
-        self._directory = self._machine.artifacts.new_part(place, PROCESS)
-        self._closing.callback(os.close, self._directory)
-        total = await self._driver.size(self._worker)
-
-        async def tell(done: int) -> None:
-            await self._ctx.progress(PROCESS, "copy-state", done, total)
-
-        async def dump() -> None:
-            self._files = await self._driver.dump(self._worker, self._directory, tell)
-
-        await self._pods.while_alive(self._worker, dump())
-        if self._holds.is_let_go(self._worker, order.attempt):
+    async def _run(self, stage: Stage) -> None:
+        self._stage_name = stage.name
+        if stage.writes and self._dump.part < 0:
+            await self._open()
+        await self._enter(stage.phases.during)
+        if stage.replaces:
+            await self._replace(stage)
+        else:
+            await while_alive(self._workers, self._dump.worker, stage.run(self._dump))
+        await self._enter(stage.phases.after)
+        if stage.writes and self._holds.is_let_go(self._dump.worker, self._order.attempt):
             # It ran again while its state was read.
             raise Aborted("the worker was let go while it was dumped")
 
+    async def _enter(self, phase: Phase) -> None:
+        """Have the journal say how the worker is let go from here on, and then the guard know."""
+        if phase is not self._hold.phase:
+            await self._ctx.note(PHASE_NOTE, phase)
+            self._holds.enter(self._hold, phase)
+
+    async def _open(self) -> None:
+        """Create the part. From here on nothing is run a second time."""
+        await self._ctx.note("no-replay", value=True)
+        order = self._order
+        place = Place(order.pod.namespace, order.content_uid, order.attempt)
+        self._dump.part = self._machine.artifacts.new_part(place, PROCESS)
+        self._closing.callback(os.close, self._dump.part)
+        self._total = await self._hold.driver.size(self._dump.worker)
+
+    async def _replace(self, stage: Stage) -> None:
+        async with self._workers.replacing(self._dump.worker) as succeed:
+            await stage.run(self._dump)
+            worker = await succeed(self._dump.worker.process)
+        self._holds.succeed(self._hold, worker)
+
+    async def _tell(self, done: int) -> None:
+        await self._ctx.progress(PROCESS, self._stage_name, done, self._total)
+
     async def _stage(self, prepared: Entry) -> None:
         order = self._order
-        facts = msgspec.structs.replace(facts_of(prepared.notes), driver=self._driver.name)
         manifest = PartManifest(
             kind="process",
             part=PROCESS,
@@ -229,13 +262,16 @@ class _Staging:
             content_uid=order.content_uid,
             generation=order.attempt,
             order=order.order,
-            bytes=sum(entry.size for entry in self._files),
-            files=self._files,
+            bytes=self._size,
+            files=list(self._dump.files),
             vector=order.vector,
-            facts=facts,
+            facts=msgspec.structs.replace(facts_of(prepared.notes), driver=self._hold.driver.name),
         )
-        self._digest = await self._machine.artifacts.finish_part(self._directory, manifest)
+        self._digest = await self._machine.artifacts.finish_part(self._dump.part, manifest)
+
+    @property
+    def _size(self) -> int:
+        return sum(entry.size for entry in self._dump.files)
 
     def result(self) -> PartResult:
-        size = sum(entry.size for entry in self._files)
-        return PartResult(part=PROCESS, bytes=size, digest=self._digest)
+        return PartResult(part=PROCESS, bytes=self._size, digest=self._digest)

@@ -16,8 +16,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from snapshot_agent.domain import control
+from snapshot_agent.domain.driving import Phase
 from snapshot_agent.handlers.background import Background
-from snapshot_agent.ports import Duty, GuardLink, Machine, Orders, ProcessDriver, Worker
+from snapshot_agent.ports import (
+    Duty,
+    GuardLink,
+    Machine,
+    Orders,
+    ProcessDriver,
+    Worker,
+    Workers,
+)
 from snapshot_shared import instruments
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure, NoSpace, SnapbackError, SourceExited
@@ -43,14 +52,17 @@ _OVERDUE = Failure(
 class Hold:
     """One held worker. All times are on the monotonic clock.
 
-    At `thaw_by` the guard thaws the worker; infinite while it is not frozen. `quiet_since` and
-    `frozen_since` are None while it is not, or where only an earlier agent knew.
+    `phase` is how far the driver has come, which says how the worker is let go. At `thaw_by` the
+    guard does so; infinite while the worker is not frozen. `quiet_since` and `frozen_since` are
+    None while it is not, or where only an earlier agent knew.
     """
 
     order: PrepareOrder
     worker: Worker
+    driver: ProcessDriver
     deadline: float
     unlock: Callable[[], None]
+    phase: Phase = Phase.SIGNAL
     guard: GuardLink | None = None
     thaw_by: float = math.inf
     keeper: asyncio.Task[None] | None = None
@@ -72,10 +84,13 @@ class Hold:
 class Holds:
     """All holds of this node, by content."""
 
-    def __init__(self, machine: Machine, orders: Orders, background: Background) -> None:
-        """Hold nothing yet."""
+    def __init__(
+        self, machine: Machine, orders: Orders, workers: Workers, background: Background
+    ) -> None:
+        """Use the node's parts; nothing is held before `keep`, or the gate of `prepare`."""
         self._machine = machine
         self._orders = orders
+        self._workers = workers
         self._background = background
         self.by_content: dict[str, Hold] = {}
         observe = machine.metrics.observe
@@ -118,15 +133,34 @@ class Holds:
             deadline=hold.deadline,
             boot_id=self._machine.clocks.boot_id,
             on_failure=hold.order.on_failure,
-            fence_token=hold.order.fence_token if hold.order.devices else "",
+            release=hold.driver.release(hold.worker, hold.phase),
+            unfence=self._unfencing(hold.order),
+            access=hold.worker.places.access,
             order=hold.order.order,
             traceparent=hold.order.traceparent,
         )
+
+    def _unfencing(self, order: PrepareOrder) -> tuple[str, ...]:
+        if not order.devices:
+            return ()
+        return self._machine.gpu_memory.at(order.pod).unfencing(order.fence_token)
 
     async def arm(self, hold: Hold) -> None:
         """Start the guard of a hold."""
         hold.guard = await self._machine.guards.start(self.duty(hold))
         hold.guard.thaw_by(hold.thaw_by)
+
+    def enter(self, hold: Hold, phase: Phase) -> None:
+        """Have the worker let go from here on as this phase of its driver needs it."""
+        hold.phase = phase
+        if hold.guard is not None:
+            hold.guard.release_by(hold.driver.release(hold.worker, phase))
+
+    def succeed(self, hold: Hold, worker: Worker) -> None:
+        """Hold the process that has taken the place of the one before."""
+        hold.worker = worker
+        if hold.guard is not None:
+            hold.guard.follow(worker.process)
 
     def may_freeze(self, hold: Hold, within_s: float = math.inf) -> None:
         """Say for how long the worker may now be frozen; not at all without a number."""
@@ -178,15 +212,14 @@ class Holds:
                     await asyncio.wait_for(never.wait(), AGAIN_S)
 
     async def _guard_is_lost(self, hold: Hold) -> None:
-        runtime = self._machine.runtime
         if hold.guard is not None:
             await hold.guard.lost()
-        if hold.guard is None or not runtime.adopt(hold.worker.process):
+        if hold.guard is None or not self._workers.is_alive(hold.worker.process):
             await asyncio.get_running_loop().create_future()
 
     def is_let_go(self, worker: Worker, attempt: int) -> bool:
         """Say whether somebody told the worker that the capture is given up."""
-        data = self._machine.control.get(worker.places.control, control.ABORTED)
+        data = self._machine.control.get(worker.places, control.ABORTED)
         return data is not None and control.is_of(data, attempt)
 
     # The three ways in which a hold ends.
@@ -196,19 +229,19 @@ class Holds:
         async with hold.turn:
             if self.by_content.get(hold.content) is not hold:
                 return
-            await self._thaw(hold)
-            where = hold.worker.places.control
+            await self.let_go(hold)
+            where = hold.worker.places
             self._machine.control.put(where, control.COMPLETE, control.body(hold.attempt))
             self._machine.control.remove(where, control.QUIESCE)
             self.count(hold, "complete")
             await self._forget(hold)
 
     async def give_up(self, hold: Hold, why: Failure) -> None:
-        """Undo a capture: thaw, end the fence, let the worker go on, or kill it by policy."""
+        """Undo a capture: let the worker run, end the fence, tell it so, or kill it by policy."""
         async with hold.turn:
             if self.by_content.get(hold.content) is not hold:
                 return
-            await self._thaw(hold)
+            await self.let_go(hold)
             await self.unfence(hold.order)
             await self.free(hold, why)
             await self._forget(hold)
@@ -238,6 +271,7 @@ class Holds:
             traceparent=hold.order.traceparent,
             pod=hold.order.pod,
             content_uid=hold.content,
+            driver=hold.order.driver,
             outcome="aborted",
         )
         clocks = self._machine.clocks
@@ -255,22 +289,22 @@ class Holds:
 
     # What they consist of.
 
-    async def _thaw(self, hold: Hold) -> None:
-        for driver in self._machine.drivers.values():
-            await self.thaw(hold, driver)
-
-    async def freeze(self, hold: Hold, driver: ProcessDriver) -> None:
-        """Freeze a worker; from here on its users notice."""
+    def begin_pause(self, hold: Hold) -> None:
+        """Take the time at which a worker is stopped; from here on its users notice."""
         hold.frozen_since = self._machine.clocks.monotonic()
-        await driver.freeze(hold.worker)
 
-    async def thaw(self, hold: Hold, driver: ProcessDriver) -> None:
-        """Let a worker run, frozen or not."""
-        await driver.thaw(hold.worker)
+    def end_pause(self, hold: Hold) -> None:
+        """Record how long a worker was stopped, once."""
         since, hold.frozen_since = hold.frozen_since, None
         if since is not None:
             lasted = self._machine.clocks.monotonic() - since
             self._machine.metrics.record(instruments.FREEZE_DURATION, lasted)
+
+    async def let_go(self, hold: Hold) -> None:
+        """Let a worker run, frozen or not, or end it where its driver cannot go back."""
+        release = hold.driver.release(hold.worker, hold.phase)
+        await self._machine.guards.release(hold.worker.process, release)
+        self.end_pause(hold)
 
     def count(self, hold: Hold, outcome: str) -> None:
         """Record how long a worker was quiet, once."""
@@ -282,16 +316,16 @@ class Holds:
     async def unfence(self, order: PrepareOrder) -> None:
         """End the fence of a capture, if it has one."""
         if order.devices:
-            await self._machine.gpu_memory.unfence(order.fence_token)
+            await self._machine.gpu_memory.at(order.pod).unfence(order.fence_token)
 
     async def free(self, hold: Hold, why: Failure) -> None:
         """Tell the worker to go on without the capture, or kill it by policy."""
-        worker, where = hold.worker, hold.worker.places.control
+        where = hold.worker.places
         self.count(hold, "aborted")
         self._machine.control.put(where, control.ABORTED, control.body(hold.attempt, why))
         self._machine.control.remove(where, control.QUIESCE)
         if hold.order.on_failure == "Kill":
-            await self._machine.runtime.terminate(worker.process, worker.places, 0.0)
+            await self._workers.end(hold.worker)
 
     async def _forget(self, hold: Hold) -> None:
         """Dismiss the guard and give the lock back: the hold is over."""

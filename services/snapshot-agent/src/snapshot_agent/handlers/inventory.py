@@ -7,12 +7,12 @@ moved keeps its path below the quarantine, so that it can be moved back.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from snapshot_agent.handlers.background import repeated
 from snapshot_agent.ports import Inventories, Library, Listing
 from snapshot_shared.api import MAX_FOUND, InventoryReply, Verdict
 from snapshot_shared.artifact import QUARANTINE, generation_path
@@ -54,16 +54,7 @@ class Inventory:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Look until `stop` is set; a look that fails is made again."""
-        while not stop.is_set():
-            pause_s = self._every_s
-            try:
-                await self.look()
-            except (SnapbackError, OSError) as error:
-                log.info("the artifact root is looked through later: %s", error)
-                pause_s = min(AGAIN_S, self._every_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await stop.wait()
+        await repeated(self.look, stop, "the artifact root is listed", self._every_s, (AGAIN_S,))
 
     async def look(self) -> None:
         """List, ask, and move aside what is to be moved. BusUnavailable, NotFound, OSError."""

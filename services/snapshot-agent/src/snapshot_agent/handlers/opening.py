@@ -11,8 +11,8 @@ import msgspec
 from snapshot_agent.domain import control
 from snapshot_agent.domain.gate import CAPTURE_CHECKS, refuse
 from snapshot_agent.handlers.holds import Hold, Holds
-from snapshot_agent.handlers.pods import Pods
-from snapshot_agent.ports import Machine, Orders, Worker
+from snapshot_agent.handlers.workers import while_alive
+from snapshot_agent.ports import Found, Machine, Orders, Worker, Workers
 from snapshot_shared.artifact import Facts
 from snapshot_shared.courier import OrderContext
 from snapshot_shared.errors import (
@@ -23,7 +23,7 @@ from snapshot_shared.errors import (
     NotEligible,
 )
 from snapshot_shared.ids import Uid
-from snapshot_shared.orders import DeviceRef, LayoutRef, PrepareOrder, VectorEntry
+from snapshot_shared.orders import DeviceRef, LayoutRef, PodRef, PrepareOrder, VectorEntry
 from snapshot_shared.runner import Step
 
 GUARD_S = 10.0
@@ -48,18 +48,19 @@ class Opening:
         *,
         machine: Machine,
         orders: Orders,
-        pods: Pods,
+        workers: Workers,
         holds: Holds,
         order: PrepareOrder,
         ctx: OrderContext,
     ) -> None:
-        """Have done nothing yet."""
+        """Belong to one order; `table` has what is to be done."""
         self._machine = machine
         self._orders = orders
-        self._pods = pods
+        self._workers = workers
         self._holds = holds
         self._order = order
         self._ctx = ctx
+        self._found: Found | None = None
         self._hold: Hold | None = None
         self._layouts: list[LayoutRef] = []
 
@@ -73,6 +74,13 @@ class Opening:
             Step("fence", self._fence, FENCE_WAIT_S + MARGIN_S, undo=self._unfence),
             Step("facts", self._facts, 60.0),
         ]
+
+    @property
+    def found(self) -> Found:
+        """The container, once the gate has looked for it."""
+        if self._found is None:
+            raise Internal("the gate has not been passed")
+        return self._found
 
     @property
     def hold(self) -> Hold:
@@ -96,24 +104,25 @@ class Opening:
         self._orders.require_current(f"capture-{content}", order.attempt)
         if older := self._holds.of(content, order.attempt):
             await self._holds.give_up(older, _superseded(older, order))
-        seen = self._pods.seen(order.pod, self._holds.holder_of(order.pod))
-        refuse(CAPTURE_CHECKS, seen)
-        worker = self._pods.worker(order.pod)
+        driver = self._machine.driver(order.driver)
+        self._found = found = await self._workers.resolve(order.pod)
+        holder = self._holds.holder_of(order.pod)
+        refuse(CAPTURE_CHECKS, found.seen._replace(captured_by=holder))
+        worker = found.running()
         unlock = self._machine.locks.take(worker.places.lock)
         if unlock is None:
             raise NotEligible(f"another process captures container {order.pod.container}")
         now = self._machine.clocks.monotonic()
-        self._hold = Hold(order, worker, now + order.hold_s, unlock)
+        self._hold = Hold(order, worker, driver, now + order.hold_s, unlock)
         self._holds.by_content[content] = self._hold
         await self._within(
             order.ready_s,
             worker,
-            self._machine.control.appears(worker.places.control, control.READY, lambda _: True),
+            self._machine.control.appears(worker.places, control.READY, lambda _: True),
             "the worker was not ready for a snapshot",
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
-        where = worker.places.control
-        self._machine.control.remove(where, *control.CAPTURE_FILES, control.STATE)
+        self._machine.control.remove(worker.places, *control.CAPTURE_FILES, control.STATE)
 
     async def _leave(self) -> None:
         if self._hold is not None:
@@ -130,7 +139,7 @@ class Opening:
 
     async def _quiesce(self) -> None:
         order, worker = self._order, self.hold.worker
-        where = worker.places.control
+        where = worker.places
         self.hold.quiet_since = self._machine.clocks.monotonic()
         self._machine.control.put(where, control.QUIESCE, control.body(order.attempt))
         await self._within(
@@ -151,7 +160,7 @@ class Opening:
         if not order.devices:
             return
         devices = sorted(order.devices, key=lambda device: device.ordinal)
-        self._layouts = await self._machine.gpu_memory.fence(
+        self._layouts = await self._machine.gpu_memory.at(order.pod).fence(
             order.fence_token,
             [device.uuid for device in devices],
             wait_s=FENCE_WAIT_S,
@@ -163,18 +172,18 @@ class Opening:
 
     async def _facts(self) -> None:
         """Write down what the source is, and refuse what cannot be stored."""
-        order, worker = self._order, self.hold.worker
-        origin = self._pods.origin(order.pod)
+        order, hold = self._order, self.hold
         facts = msgspec.structs.replace(
             self._machine.facts,
-            device_product=await device_product(self._machine, order.devices),
+            driver=hold.driver.name,
+            device_product=await device_product(self._machine, order.pod, order.devices),
             devices=len(order.devices),
-            image=origin.image[:256],
-            command=origin.command,
+            image=self.found.image[:256],
+            command=list(self.found.command),
         )
-        own = [await driver.size(worker) for driver in self._machine.drivers.values()]
         weights = sum(layout.bytes for layout in self._layouts)
-        self._machine.artifacts.require_space(max(own, default=0), weights)
+        own = await hold.driver.size(hold.worker)
+        self._machine.artifacts.require_space(own, weights)
         await self._ctx.note(FACTS_NOTE, msgspec.to_builtins(facts))
 
     async def _within(
@@ -187,18 +196,19 @@ class Opening:
     ) -> None:
         try:
             async with asyncio.timeout(budget_s):
-                await self._pods.while_alive(worker, work)
+                await while_alive(self._workers, worker, work)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{what} within {budget_s:g} s", next_step=next_step, budget_s=budget_s
             ) from None
 
 
-async def device_product(machine: Machine, devices: Sequence[DeviceRef]) -> str:
+async def device_product(machine: Machine, pod: PodRef, devices: Sequence[DeviceRef]) -> str:
     """Name the product of a pod's devices, or nothing when it has none."""
     if not devices:
         return ""
-    found = {device.uuid: device.product for device in await machine.gpu_memory.devices(wait_s=0.0)}
+    listed = await machine.gpu_memory.at(pod).devices(wait_s=0.0)
+    found = {device.uuid: device.product for device in listed}
     return found.get(devices[0].uuid, "")
 
 

@@ -1,17 +1,21 @@
-"""Pods as local processes: starting them, watching them, ending them."""
+"""Pods as local processes: starting them, watching them, ending them.
+
+They are the `Workers` of a node that has no kubelet.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
 from snapshot_agent.domain import control
-from snapshot_agent.domain.gate import PodSeen, source_exited
+from snapshot_agent.domain.gate import PodSeen
 from snapshot_agent.domain.spec import (
     Launch,
     Places,
@@ -21,18 +25,19 @@ from snapshot_agent.domain.spec import (
     shared_out,
 )
 from snapshot_agent.handlers.background import Background, first
-from snapshot_agent.ports import Machine, Orders, Process, Worker
+from snapshot_agent.ports import Found, Machine, Orders, Process, Succeed, Worker
 from snapshot_shared.codec import decode_json, digest, encode_json
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import (
     Internal,
     InvalidMessage,
+    InvalidName,
     OutcomeUnknown,
     StalePodReference,
     Superseded,
     failure_of,
 )
-from snapshot_shared.ids import Uid, order_id
+from snapshot_shared.ids import OrderId, Uid, check_uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry, Noted
 from snapshot_shared.objects import Container, PodSpec
 from snapshot_shared.orders import PodRef, RunOrder, StopOrder
@@ -41,11 +46,12 @@ from snapshot_shared.telemetry import current_traceparent
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MAX_ATTEMPT = 1_000_000
 SIBLINGS_GRACE_S = 5.0
 """What the other containers get when one of their pod has failed, in seconds."""
+
+DISCARD_GRACE_S = 5.0
+"""What a pod gets to end that nobody knows any more, in seconds."""
 
 END_MARGIN_S = 15.0
 """What an ending takes besides the grace period, in seconds."""
@@ -62,13 +68,18 @@ class Noticed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class RunningPod:
-    """A pod that was started here. `codes` has the exit codes of the containers that ended."""
+    """A pod that was started here. `codes` has the exit codes of the containers that ended.
+
+    `replaced` has an event for each container whose process may end without it, set when that is
+    over.
+    """
 
     order: RunOrder
     entry: Entry
     workers: dict[str, Worker] = field(default_factory=dict)
     origins: dict[str, Noticed] = field(default_factory=dict)
     codes: dict[str, int | None] = field(default_factory=dict)
+    replaced: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def add(self, name: str, noticed: Noticed, where: Places) -> Worker:
         """Take a container's process in."""
@@ -89,12 +100,13 @@ class Pods:
         around: Surroundings,
         state_dir: Path,
     ) -> None:
-        """Know no pod yet; `recover` brings those of an earlier agent."""
+        """Keep the files of pods below `state_dir`; `recover` brings those of an earlier agent."""
         self._machine = machine
         self._orders = orders
         self._background = background
         self._around = around
         self._state_dir = state_dir
+        self._launcher = machine.launcher
         self.known: dict[str, RunningPod] = {}
 
     def places(self, pod_uid: str, container: str) -> Places:
@@ -124,27 +136,29 @@ class Pods:
         """End a pod's containers and everything they started."""
 
         async def terminate() -> None:
-            await self._orders.cancel(order_id("run", Uid(order.pod.uid)), MAX_ATTEMPT)
             grace = max(0.0, min(order.grace_s, ctx.remaining_s() - END_MARGIN_S))
-            await self.end(order.pod.uid, grace)
-            self.known.pop(order.pod.uid, None)
+            await self._stop(order.pod.uid, grace)
 
         table = [Step("terminate", terminate, order.grace_s + END_MARGIN_S)]
         await ctx.steps("stop", table)
         return {}
 
-    async def end(self, pod_uid: str, grace_s: float) -> None:
-        """End everything of a pod; nothing left to end is success."""
-        runtime, control_dir = self._machine.runtime, self._machine.control
-        found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
-        names = {*found, *self._noted_names(pod_uid)}
-        where = {name: self.places(pod_uid, name) for name in names}
-        await asyncio.gather(
-            *(runtime.terminate(found.get(name), where[name], grace_s) for name in names)
-        )
-        for place in where.values():
-            control_dir.remove(place.control, control.STATE)
-            runtime.forget(place)
+    async def _stop(self, pod_uid: str, grace_s: float) -> None:
+        await self._orders.cancel(order_id("run", Uid(pod_uid)), MAX_ATTEMPT)
+        await self.end_pod(pod_uid, grace_s)
+        self.known.pop(pod_uid, None)
+
+    async def all_uids(self) -> list[str]:
+        """Return the uid of every pod that left a trace here: in memory, journal or folder."""
+        entries = self._orders.journal.ledger.entries.values()
+        noted = {owner_of(OrderId(e.order)) for e in entries if _may_run(e)}
+        folders = await self._launcher.folders(self._state_dir / "pods")
+        return sorted({*self.known, *noted, *filter(_is_uid, folders)})
+
+    async def discard(self, pod_uid: str) -> None:
+        """Stop a pod of which there is no object any more, and remove its folder."""
+        await self._stop(pod_uid, DISCARD_GRACE_S)
+        await self._launcher.remove(self._state_dir / "pods" / pod_uid)
 
     def _workers(self, pod_uid: str) -> dict[str, Worker]:
         pod = self.known.get(pod_uid)
@@ -154,7 +168,75 @@ class Pods:
         entry = self._orders.journal.ledger.entries.get(order_id("run", Uid(pod_uid)))
         return list(entry.notes.get("containers", [])) if entry else []
 
-    # What others ask.
+    # The port `Workers`.
+
+    async def resolve(self, pod: PodRef) -> Found:
+        known = self.known.get(pod.uid)
+        if known is None:
+            return Found(PodSeen(pod, None))
+        seen = PodSeen(
+            pod,
+            known.order.pod,
+            containers=tuple(known.workers),
+            alive=pod.container in known.workers and pod.container not in known.codes,
+            exit_code=known.codes.get(pod.container),
+            standby=known.order.standby,
+        )
+        origin = known.origins.get(pod.container, Noticed(pid=0, start=0))
+        return Found(seen, known.workers.get(pod.container), origin.image, origin.command)
+
+    def is_alive(self, process: Process) -> bool:
+        return self._launcher.adopt(process)
+
+    async def ended(self, process: Process) -> int | None:
+        return await self._launcher.ended(process)
+
+    async def end(self, worker: Worker) -> None:
+        await self._launcher.terminate(worker.process, worker.places, 0.0)
+
+    async def end_pod(self, pod_uid: str, grace_s: float) -> None:
+        found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
+        folders = await self._launcher.folders(self._state_dir / "pods" / pod_uid)
+        names = {*found, *self._noted_names(pod_uid), *folders}
+        where = {name: self.places(pod_uid, name) for name in names}
+        await asyncio.gather(
+            *(self._launcher.terminate(found.get(name), where[name], grace_s) for name in names)
+        )
+        for place in where.values():
+            self._machine.control.remove(place, control.STATE)
+            self._launcher.forget(place)
+
+    @contextlib.asynccontextmanager
+    async def replacing(self, worker: Worker) -> AsyncIterator[Succeed]:
+        pod, name = self.known[worker.pod.uid], worker.pod.container
+        over = pod.replaced[name] = asyncio.Event()
+
+        async def succeed(process: Process) -> Worker:
+            if process == worker.process:
+                return worker
+            noticed = msgspec.structs.replace(
+                pod.origins[name], pid=process.pid, start=process.start
+            )
+            await self._note(pod.entry, name, noticed)
+            return pod.add(name, noticed, worker.places)
+
+        try:
+            yield succeed
+        finally:
+            del pod.replaced[name]
+            over.set()
+
+    async def _note(self, entry: Entry, name: str, noticed: Noticed) -> None:
+        """Put a container's process on record."""
+        note = Noted(
+            order=entry.order,
+            attempt=entry.attempt,
+            key=f"container:{name}",
+            value=msgspec.to_builtins(noticed),
+        )
+        await self._orders.journal.append(note)
+
+    # How a container is started.
 
     def launch(self, container: Container, order: RunOrder, spec: PodSpec) -> Launch:
         """Build a container's process; its trace goes on in the step around."""
@@ -169,38 +251,6 @@ class Pods:
             standby=order.standby,
             traceparent=current_traceparent(),
         )
-
-    def seen(self, wanted: PodRef, captured_by: str | None = None) -> PodSeen:
-        """Observe a pod for the gate."""
-        pod = self.known.get(wanted.uid)
-        if pod is None:
-            return PodSeen(wanted, None)
-        return PodSeen(
-            wanted,
-            pod.order.pod,
-            containers=tuple(pod.workers),
-            alive=wanted.container in pod.workers and wanted.container not in pod.codes,
-            exit_code=pod.codes.get(wanted.container),
-            standby=pod.order.standby,
-            captured_by=captured_by,
-        )
-
-    def worker(self, wanted: PodRef) -> Worker:
-        """Give the process of a container. StalePodReference when it is not known here."""
-        found = self._workers(wanted.uid).get(wanted.container)
-        if found is None:
-            raise StalePodReference(f"pod {wanted.name} does not run on this node")
-        return found
-
-    def origin(self, wanted: PodRef) -> Noticed:
-        """Give what a container was started from."""
-        return self.known[wanted.uid].origins[wanted.container]
-
-    async def while_alive(self, worker: Worker, work: Any) -> None:
-        """Wait for something while the worker lives. SourceExited with its exit code when not."""
-        index, code = await first(work, self._machine.runtime.ended(worker.process))
-        if index == 1:
-            raise source_exited(worker.pod, code)
 
     # The life of a pod.
 
@@ -221,7 +271,7 @@ class Pods:
                 ready.cancel()
                 await asyncio.gather(ready, return_exceptions=True)
         for worker in pod.workers.values():
-            self._machine.runtime.forget(worker.places)
+            self._launcher.forget(worker.places)
         bad = [name for name, code in pod.codes.items() if code != 0]
         name = bad[0] if bad else next(iter(pod.codes))
         code = pod.codes[name]
@@ -234,7 +284,7 @@ class Pods:
         appears = self._machine.control.appears
         index, _ = await first(
             *(
-                appears(worker.places.control, control.READY, lambda _: True)
+                appears(worker.places, control.READY, lambda _: True)
                 for worker in pod.workers.values()
             )
         )
@@ -243,10 +293,8 @@ class Pods:
 
     async def _until_over(self, pod: RunningPod) -> None:
         """Wait until every container has ended; when one fails, the others are ended."""
-        runtime = self._machine.runtime
         waiting = {
-            asyncio.create_task(runtime.ended(worker.process)): name
-            for name, worker in pod.workers.items()
+            asyncio.create_task(self._container_ended(pod, name)): name for name in pod.workers
         }
         try:
             while waiting:
@@ -257,16 +305,25 @@ class Pods:
             for task in waiting:
                 task.cancel()
 
+    async def _container_ended(self, pod: RunningPod, name: str) -> int | None:
+        """Wait for the end of a container, whatever processes it has one after the other."""
+        while True:
+            worker = pod.workers[name]
+            code = await self._launcher.ended(worker.process)
+            if over := pod.replaced.get(name):
+                await over.wait()
+            if pod.workers[name] is worker:
+                return code
+
     async def _ended(self, pod: RunningPod, name: str, code: int | None) -> None:
         pod.codes[name] = code
-        runtime = self._machine.runtime
         worker = pod.workers[name]
-        await runtime.terminate(worker.process, worker.places, 0.0)
+        await self._launcher.terminate(worker.process, worker.places, 0.0)
         if code == 0:
             return
         others = [other for key, other in pod.workers.items() if key not in pod.codes]
         await asyncio.gather(
-            *(runtime.terminate(w.process, w.places, SIBLINGS_GRACE_S) for w in others)
+            *(self._launcher.terminate(w.process, w.places, SIBLINGS_GRACE_S) for w in others)
         )
 
     # After a restart.
@@ -288,38 +345,30 @@ class Pods:
 
     async def _find(self, entry: Entry, name: str) -> Noticed | None:
         """Find a container's process: on record, or started just before the record."""
-        runtime = self._machine.runtime
         noted = entry.notes.get(f"container:{name}")
         if noted is not None:
             found = msgspec.convert(noted, Noticed)
-            runtime.adopt(Process(found.pid, found.start))
+            self._launcher.adopt(Process(found.pid, found.start))
             return found
-        process = runtime.find(self.places(_pod_uid(entry), name))
-        if process is None or not runtime.adopt(process):
+        process = self._launcher.find(self.places(_pod_uid(entry), name))
+        if process is None or not self._launcher.adopt(process):
             return None
         found = Noticed(pid=process.pid, start=process.start)
-        note = Noted(
-            order=entry.order,
-            attempt=entry.attempt,
-            key=f"container:{name}",
-            value=msgspec.to_builtins(found),
-        )
-        await self._orders.journal.append(note)
+        await self._note(entry, name, found)
         return found
 
     async def _finish_start(self, pod: RunningPod) -> bool:
         """End what a restart cut off: started when every container runs, failed when not."""
         names = pod.entry.notes["containers"]
-        runtime = self._machine.runtime
         if len(pod.workers) == len(names) and all(
-            runtime.adopt(worker.process) for worker in pod.workers.values()
+            self._launcher.adopt(worker.process) for worker in pod.workers.values()
         ):
             await self._orders.report(pod.entry, "started")
             return True
         for name in names:
             worker = pod.workers.get(name)
             where = self.places(pod.order.pod.uid, name)
-            await runtime.terminate(worker.process if worker else None, where, 0.0)
+            await self._launcher.terminate(worker.process if worker else None, where, 0.0)
         error = OutcomeUnknown("the agent was restarted while it started the pod", step="spawn")
         await self._orders.report(pod.entry, "failed", failure=failure_of(error))
         return False
@@ -361,8 +410,8 @@ class _Starting:
             raise Internal("the pod was not resolved")
         for container in self._spec.containers:
             launched = self._pods.launch(container, self._pod.order, self._spec)
-            self._machine.control.create(launched.places.control)
-            process = self._machine.runtime.spawn(launched)
+            self._machine.control.create(launched.places)
+            process = self._machine.launcher.spawn(launched)
             noticed = Noticed(
                 pid=process.pid,
                 start=process.start,
@@ -374,12 +423,26 @@ class _Starting:
 
     async def undo(self) -> None:
         """End what was started, on record or not."""
-        runtime = self._machine.runtime
         for container in self._spec.containers if self._spec else ():
             worker = self._pod.workers.get(container.name)
             where = self._pods.places(self._pod.order.pod.uid, container.name)
-            await runtime.terminate(worker.process if worker else None, where, 0.0)
-            runtime.forget(where)
+            await self._machine.launcher.terminate(worker.process if worker else None, where, 0.0)
+            self._machine.launcher.forget(where)
+
+
+def _is_uid(name: str) -> bool:
+    try:
+        check_uid(name)
+    except InvalidName:
+        return False
+    return True
+
+
+def _may_run(entry: Entry) -> bool:
+    """Whether something of a pod may run, as far as its run order is on record."""
+    if verb_of(OrderId(entry.order)) != "run" or "spawn" not in entry.began:
+        return False
+    return not any(report.kind == "exited" for report in entry.reports)
 
 
 def _pod_uid(entry: Entry) -> str:

@@ -10,13 +10,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from snapshot_agent.domain.driving import Phase, phase_of
 from snapshot_agent.domain.recovery import Left, Recovery, decide, interruption
 from snapshot_agent.handlers.holds import Hold, Holds
 from snapshot_agent.handlers.opening import DEADLINE_NOTE
 from snapshot_agent.handlers.pods import Pods
-from snapshot_agent.ports import Machine, Orders, Worker
+from snapshot_agent.ports import Machine, Orders, Worker, Workers
 from snapshot_shared.codec import decode_json
-from snapshot_shared.errors import SnapbackError, StalePodReference
+from snapshot_shared.errors import SnapbackError
 from snapshot_shared.ids import OrderId, Uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry
 from snapshot_shared.orders import PrepareOrder
@@ -27,10 +28,13 @@ log = logging.getLogger(__name__)
 class Recoverer:
     """Settles what an earlier agent left behind."""
 
-    def __init__(self, machine: Machine, orders: Orders, pods: Pods, holds: Holds) -> None:
-        """Use the node's parts."""
+    def __init__(
+        self, machine: Machine, orders: Orders, workers: Workers, pods: Pods, holds: Holds
+    ) -> None:
+        """Use the node's parts; `pods` are those that are started here."""
         self._machine = machine
         self._orders = orders
+        self._workers = workers
         self._pods = pods
         self._holds = holds
 
@@ -52,16 +56,13 @@ class Recoverer:
 
     async def _settle(self, prepare: Entry) -> None:
         order = decode_json(bytes(prepare.accepted.payload), PrepareOrder)
-        try:
-            worker = self._pods.worker(order.pod)
-        except StalePodReference:
-            worker = None
+        worker = (await self._workers.resolve(order.pod)).worker
         left = self._observe(prepare, order, worker)
         decision = decide(left)
         if decision is Recovery.NOTHING:
             return
         log.info("capture of %s left at attempt %d: %s", order.content_uid, order.attempt, decision)
-        hold = await self._rebuilt(prepare, order, worker) if worker else None
+        hold = await self._rebuilt(left, order, worker) if worker else None
         if decision is Recovery.COMPENSATE:
             await self._compensate(left, order, hold)
         elif hold is not None and decision is Recovery.HOLD:
@@ -99,10 +100,20 @@ class Recoverer:
         noted = prepare.notes.get(DEADLINE_NOTE)
         return float(noted) if noted is not None else clocks.monotonic() + order.hold_s
 
-    async def _rebuilt(self, prepare: Entry, order: PrepareOrder, worker: Worker) -> Hold:
-        """Give the hold that the earlier agent had, with its guard if that lives."""
+    async def _rebuilt(self, left: Left, order: PrepareOrder, worker: Worker) -> Hold | None:
+        """Return the hold that the earlier agent had, with its guard if that lives.
+
+        None when the driver is not here any more: then the guard alone can let the worker go.
+        """
+        driver = self._machine.drivers.get(order.driver)
+        if driver is None:
+            log.error("driver %s of %s is not here any more", order.driver, left.prepare.order)
+            return None
         unlock = self._machine.locks.take(worker.places.lock)
-        hold = Hold(order, worker, self._deadline(prepare, order), unlock or _nothing)
+        deadline = self._deadline(left.prepare, order)
+        # A guard that has let the worker go did all that the phase needed.
+        phase = Phase.SIGNAL if left.is_let_go else phase_of(left.dump)
+        hold = Hold(order, worker, driver, deadline, unlock or _nothing, phase)
         hold.guard = await self._machine.guards.adopt(self._holds.duty(hold))
         self._holds.by_content[hold.content] = hold
         return hold
@@ -122,8 +133,7 @@ class Recoverer:
 
     async def _hold_on(self, hold: Hold) -> None:
         """Keep what was prepared; the worker is not frozen unless its dump was cut off."""
-        for driver in self._machine.drivers.values():
-            await driver.thaw(hold.worker)
+        await self._holds.let_go(hold)
         self._holds.may_freeze(hold)
         if hold.guard is None:
             await self._holds.arm_if_possible(hold)

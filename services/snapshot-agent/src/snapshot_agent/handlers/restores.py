@@ -8,12 +8,13 @@ import os
 from msgspec.structs import replace
 
 from snapshot_agent.domain import control
+from snapshot_agent.domain.driving import device_map
 from snapshot_agent.domain.gate import COMPATIBILITY_CHECKS, RESTORE_CHECKS, Target, refuse
 from snapshot_agent.handlers.artifacts import naming, proven_parts
 from snapshot_agent.handlers.opening import device_product
-from snapshot_agent.handlers.pods import Pods
-from snapshot_agent.ports import Machine, Orders, Place, Worker
-from snapshot_shared.artifact import PartManifest
+from snapshot_agent.handlers.workers import while_alive
+from snapshot_agent.ports import Machine, Orders, Place, Restoring, Succeed, Worker, Workers
+from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import Aborted, DeadlineExceeded, Internal
 from snapshot_shared.orders import RestoreOrder
@@ -26,15 +27,15 @@ CHECK_S = 60.0
 class Restores:
     """The order `restore`."""
 
-    def __init__(self, machine: Machine, orders: Orders, pods: Pods) -> None:
+    def __init__(self, machine: Machine, orders: Orders, workers: Workers) -> None:
         """Use the node's parts."""
         self._machine = machine
         self._orders = orders
-        self._pods = pods
+        self._workers = workers
 
     async def restore(self, order: RestoreOrder, ctx: OrderContext) -> Result:
-        """Fill the waiting worker with the process part and let it go."""
-        filling = _Filling(self._machine, self._orders, self._pods, order, ctx)
+        """Bring a waiting worker to the state of the process part and let it go."""
+        filling = _Filling(self._machine, self._orders, self._workers, order, ctx)
         with self._machine.metrics.moving("restore") as moved:
             await ctx.steps("restore", filling.table())
             moved(filling.part.bytes)
@@ -48,15 +49,17 @@ class _Filling:
         self,
         machine: Machine,
         orders: Orders,
-        pods: Pods,
+        workers: Workers,
         order: RestoreOrder,
         ctx: OrderContext,
     ) -> None:
         self._machine = machine
         self._orders = orders
-        self._pods = pods
+        self._workers = workers
         self._order = order
         self._ctx = ctx
+        self._driver = machine.driver(order.driver)
+        self._root: RootManifest | None = None
         self._part: PartManifest | None = None
         self._worker: Worker | None = None
 
@@ -64,7 +67,7 @@ class _Filling:
         order = self._order
         return [
             Step("check", self._check, CHECK_S),
-            Step("fill-state", self._fill, order.deadline_s, undo=self._fail),
+            Step(self._driver.restore_step, self._bring_back, order.deadline_s, undo=self._fail),
             Step("signal", self._signal, 10.0),
             Step("await-restored", self._await, order.ready_s + 5.0),
         ]
@@ -87,58 +90,79 @@ class _Filling:
         """Refuse before anything is touched."""
         order = self._order
         self._orders.require_current(f"restore-{order.pod.uid}", order.attempt)
-        refuse(RESTORE_CHECKS, self._pods.seen(order.pod))
-        root = await self._machine.generations.read_root(order.artifact)
+        found = await self._workers.resolve(order.pod)
+        refuse(RESTORE_CHECKS, found.seen)
+        self._root = root = await self._machine.generations.read_root(order.artifact)
         product = ""
         if root.facts.device_product:
-            product = await device_product(self._machine, order.devices)
+            product = await device_product(self._machine, order.pod, order.devices)
         here = replace(self._machine.facts, device_product=product)
-        target = Target(
-            order.artifact, root, root.facts, here, order.devices, tuple(self._machine.drivers)
-        )
+        target = Target(order.artifact, root, root.facts, here, order.devices, self._driver.name)
         refuse(COMPATIBILITY_CHECKS, target)
         parts = await proven_parts(self._machine, order.artifact, root)
         self._part = next(part for part in parts if part.part == PROCESS)
-        self._driver = self._machine.drivers[root.facts.driver]
-        self._worker = self._pods.worker(order.pod)
+        self._worker = found.running()
 
     def _is_told(self) -> bool:
-        where = self.worker.places.control
+        where = self.worker.places
         data = self._machine.control.get(where, control.RESTORE_COMPLETE)
         return data is not None and control.is_of(data, self._order.attempt)
 
-    async def _fill(self) -> None:
+    async def _bring_back(self) -> None:
         if self._is_told():
             return
-        ref, part = self._order.artifact, self.part
-        self._machine.control.remove(self.worker.places.control, *control.RESTORE_FILES)
+        ref = self._order.artifact
+        self._machine.control.remove(self.worker.places, *control.RESTORE_FILES)
         place = Place(ref.namespace, ref.content_uid, ref.generation)
         directory = self._machine.artifacts.open_part(place, PROCESS)
-
-        async def tell(done: int) -> None:
-            await self._ctx.progress(PROCESS, "fill-state", done, part.bytes)
-
         try:
             with naming(PROCESS):
-                await self._pods.while_alive(
-                    self.worker, self._driver.fill(self.worker, directory, part.files, tell)
-                )
+                async with self._workers.replacing(self.worker) as succeed:
+                    await self._restore(self._restoring(directory), succeed)
         finally:
             os.close(directory)
+
+    def _restoring(self, directory: int) -> Restoring:
+        if self._root is None:
+            raise Internal("the artifact was not checked")
+        part, driver = self.part, self._driver
+
+        async def tell(done: int) -> None:
+            await self._ctx.progress(PROCESS, driver.restore_step, done, part.bytes)
+
+        return Restoring(
+            part=directory,
+            files=part.files,
+            devices=device_map(self._root, self._order.devices),
+            deadline=self._machine.clocks.monotonic() + self._ctx.remaining_s(),
+            progress=tell,
+        )
+
+    async def _restore(self, restoring: Restoring, succeed: Succeed) -> None:
+        placeholder = self.worker
+
+        async def restore() -> None:
+            process = await self._driver.restore(placeholder, restoring)
+            self._worker = await succeed(process)
+
+        if self._driver.replaces:
+            await restore()
+        else:
+            await while_alive(self._workers, placeholder, restore())
 
     async def _signal(self) -> None:
         if not self._is_told():
             body = control.body(self._order.attempt)
-            self._machine.control.put(self.worker.places.control, control.RESTORE_COMPLETE, body)
+            self._machine.control.put(self.worker.places, control.RESTORE_COMPLETE, body)
 
     async def _await(self) -> None:
-        order, where = self._order, self.worker.places.control
+        order, where = self._order, self.worker.places
         restored = self._machine.control.appears(
             where, control.RESTORED, lambda data: control.is_of(data, order.attempt)
         )
         try:
             async with asyncio.timeout(order.ready_s):
-                await self._pods.while_alive(self.worker, restored)
+                await while_alive(self._workers, self.worker, restored)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the worker did not serve again within {order.ready_s:g} s",
@@ -147,7 +171,7 @@ class _Filling:
             ) from None
 
     async def _fail(self) -> None:
-        where = self.worker.places.control
+        where = self.worker.places
         self._machine.control.remove(where, control.RESTORE_COMPLETE, control.STATE)
         why = Aborted("the restore failed").to_failure()
         body = control.body(self._order.attempt, why)

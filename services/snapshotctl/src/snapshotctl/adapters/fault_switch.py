@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from snapshot_shared import subjects
 from snapshot_shared.api import Fault, SimReply, SimRequest
-from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import NotFound, RemoteFailure
 from snapshot_shared.ids import check_node
+
+if TYPE_CHECKING:
+    from snapshot_shared.bus import Bus
 
 
 class FaultSwitch:

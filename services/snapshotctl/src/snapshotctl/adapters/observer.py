@@ -8,13 +8,12 @@ import logging
 import sys
 from collections.abc import Awaitable
 from importlib import metadata
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from snapshot_shared import subjects
 from snapshot_shared.api import HealthReply
-from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -57,6 +56,10 @@ class _Service(msgspec.Struct):
     name: str
     version: str
     metadata: dict[str, str] = {}
+
+
+if TYPE_CHECKING:
+    from snapshot_shared.bus import Bus
 
 
 async def observe(folders: Folders, server: str | None, cluster: str | None) -> Observed:

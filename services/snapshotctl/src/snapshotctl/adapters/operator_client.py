@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Any, TypeVar
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -22,7 +23,6 @@ from snapshot_shared.api import (
     CordonRequest,
     DeleteReply,
     DeleteRequest,
-    GetReply,
     GetRequest,
     HealthReply,
     HealthRequest,
@@ -33,11 +33,12 @@ from snapshot_shared.api import (
     RetentionRequest,
     VerifyReply,
     VerifyRequest,
+    age_headers,
 )
-from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,
+    Failure,
     InvalidInput,
     InvalidMessage,
     NotFound,
@@ -48,19 +49,25 @@ from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of, t
 from snapshot_shared.objects import KINDS, AnyObject, Kind, Node, ObjectMeta, find_kind, is_true
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
+from snapshot_shared.tasks import heeding
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import NodeSpec
-from snapshotctl.domain.kin import Changed
+from snapshotctl.domain.kin import Changed, owners_of
 from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import News
+
+if TYPE_CHECKING:
+    from snapshot_shared.bus import Bus, Delivery
 
 log = logging.getLogger(__name__)
 
 SAFETY_S = 15.0
 """How long an event may be lost before it is looked for."""
 
+ASK_S = 5.0
+"""How long an answer of the operator is waited for, in seconds; it does nothing after that."""
 CONNECT_S = 10.0
 MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
@@ -69,7 +76,7 @@ MAX_PAGES = 10_000
 Reply = TypeVar(
     "Reply",
     ApplyReply,
-    GetReply,
+    "_GetReply",
     DeleteReply,
     VerifyReply,
     CordonReply,
@@ -81,13 +88,22 @@ Reply = TypeVar(
 Message = TypeVar("Message", Progress, Report, SpanRecord)
 
 
+class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
+    """An `api.GetReply` whose objects are decoded one by one, each as its kind."""
+
+    items: list[msgspec.Raw] = []
+    next: str = ""
+    failure: Failure | None = None
+
+
 class OperatorClient:
     """Talks to the operator behind one server."""
 
-    def __init__(self, bus: Bus, server: Server) -> None:
-        """Use `connected`."""
+    def __init__(self, bus: Bus, server: Server, wall: Callable[[], float] = time.time) -> None:
+        """Use `connected`. `wall` returns seconds since the epoch."""
         self.bus = bus
         self._server = server
+        self._wall = wall
 
     async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
         request = ApplyRequest(documents=list(documents), traceparent=traceparent)
@@ -96,7 +112,7 @@ class OperatorClient:
     async def get(self, target: Target) -> AnyObject | None:
         request = GetRequest(kind=target.kind.name, namespace=target.namespace, name=target.name)
         try:
-            reply = await self._ask("get", request, GetReply)
+            reply = await self._ask("get", request, _GetReply)
         except RemoteFailure as error:
             if error.failure.reason == "NotFound":
                 return None
@@ -108,32 +124,40 @@ class OperatorClient:
         after = ""
         for _ in range(MAX_PAGES):
             request = GetRequest(kind=kind.name, namespace=namespace, after=after)
-            reply = await self._ask("get", request, GetReply)
+            reply = await self._ask("get", request, _GetReply)
             found += [_object(kind, item) for item in reply.items]
             after = reply.next
             if not after:
                 break
         return found
 
-    async def delete(self, target: Target) -> bool:
+    async def delete(self, target: Target, uid: str = "") -> bool:
         request = DeleteRequest(
-            kind=target.kind.name, namespace=target.namespace, name=target.name or ""
+            kind=target.kind.name, namespace=target.namespace, name=target.name or "", uid=uid
         )
         return (await self._ask("delete", request, DeleteReply)).gone
 
-    async def verify(self, target: Target) -> VerifyReply:
+    async def verify(self, target: Target, uid: str = "") -> VerifyReply:
         request = VerifyRequest(
-            kind=target.kind.name, namespace=target.namespace, name=target.name or ""
+            kind=target.kind.name, namespace=target.namespace, name=target.name or "", uid=uid
         )
         return await self._ask("verify", request, VerifyReply)
 
-    async def cordon(self, node: NodeName, *, unschedulable: bool) -> CordonReply:
-        request = CordonRequest(node=node, unschedulable=unschedulable)
+    async def cordon(
+        self, node: NodeName, resource_version: str = "", *, unschedulable: bool
+    ) -> CordonReply:
+        request = CordonRequest(
+            node=node, unschedulable=unschedulable, resource_version=resource_version
+        )
         return await self._ask("cordon", request, CordonReply)
 
-    async def abort(self, target: Target, by: str) -> AbortReply:
+    async def abort(self, target: Target, by: str, uid: str = "") -> AbortReply:
         request = AbortRequest(
-            kind=target.kind.name, namespace=target.namespace, name=target.name or "", by=by
+            kind=target.kind.name,
+            namespace=target.namespace,
+            name=target.name or "",
+            uid=uid,
+            by=by,
         )
         return await self._ask("abort", request, AbortReply)
 
@@ -244,7 +268,7 @@ class OperatorClient:
 
     async def presence(self) -> dict[NodeName, Presence]:
         found: dict[NodeName, Presence] = {}
-        for key, value in (await self.bus.entries(subjects.NODES_BUCKET)).items():
+        for key, value in (await heeding(self.bus.entries(subjects.NODES_BUCKET))).items():
             with contextlib.suppress(InvalidInput):
                 found[NodeName(name_of(key))] = decode_json(value, Presence)
         return found
@@ -275,7 +299,7 @@ class OperatorClient:
     async def _kept(self, stream: str, filter_: str, type_: type[Message]) -> list[Message]:
         """Read what a stream holds; what is none of its messages does not count."""
         found = []
-        for delivery in await self.bus.replay(stream, filter_):
+        for delivery in await heeding(self.bus.replay(stream, filter_)):
             with contextlib.suppress(InvalidMessage):
                 found.append(decode_json(delivery.data, type_))
         return found
@@ -298,7 +322,10 @@ class OperatorClient:
                 next_step="split the file and apply its parts one after another",
             )
         try:
-            answer = await self.bus.request(subjects.api(verb), data)
+            headers = age_headers(self._wall(), ASK_S)
+            answer = await heeding(
+                self.bus.request(subjects.api(verb), data, timeout_s=ASK_S, headers=headers)
+            )
         except NotFound as error:
             raise BusUnavailable(
                 f"no operator answers behind {shown(self._server.url)} ({self._server.source})",
@@ -378,8 +405,8 @@ def _one_news(delivery: Delivery) -> News:
     told = msgspec.convert(event.object, _Told)
     meta = told.metadata
     kind = find_kind(told.kind)
-    owners = frozenset(owner.uid for owner in meta.owner_references)
-    return Changed(event.type, Target(kind, meta.namespace, meta.name), meta.uid, owners)
+    target = Target(kind, meta.namespace, meta.name)
+    return Changed(event.type, target, meta.uid, owners_of(kind, meta))
 
 
 async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:
@@ -394,9 +421,9 @@ def stored_at(delivery: Delivery) -> float:
     return formats.instant(delivery.headers.get("Nats-Time-Stamp", "")) or 0.0
 
 
-def _object(kind: Kind, item: Any) -> AnyObject:
+def _object(kind: Kind, item: msgspec.Raw) -> AnyObject:
     try:
-        return msgspec.convert(item, KINDS[kind.name].type)  # type: ignore[no-any-return]
+        return msgspec.json.decode(item, type=KINDS[kind.name].type)  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
         raise InvalidMessage(
             f"the operator sent a {kind.name} that this snapshotctl cannot read: {error}",
@@ -431,6 +458,8 @@ async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator
 
 
 def _bus(server: Server) -> Bus:
+    from snapshot_shared.bus import Bus  # noqa: PLC0415 - costs start-up time
+
     return Bus(server.url, "snapshotctl", credentials=server.credentials, inbox=server.inbox)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -15,6 +16,7 @@ from snapshot_shared.objects import (
     HOSTNAME_LABEL,
     RESTORE_FROM,
     DynamoCheckpoint,
+    Framework,
     Pod,
     Snapshot,
     SnapshotContent,
@@ -24,6 +26,7 @@ from snapshotctl.domain.exits import WrongArguments
 
 MAX_NAME = 63
 _FINISHED = ("Succeeded", "Failed")
+_DYNAMO_MODULE = re.compile(rf"\bdynamo\.({'|'.join(get_args(Framework))})\b")
 
 
 class PodManifest(NamedTuple):
@@ -78,6 +81,26 @@ def container(names: Sequence[str], wanted: str | None, whose: str) -> str:
     )
 
 
+def framework(pod: PodManifest, target: str, wanted: Framework | None) -> Framework:
+    """Return the framework of a container: `wanted`, or that of its command `-m dynamo.NAME`.
+
+    Raise WrongArguments where the command names none or several.
+    """
+    if wanted is not None:
+        return wanted
+    [spec] = [item for item in pod.value["spec"]["containers"] if item["name"] == target]
+    command = f"{spec.get('command')} {spec.get('args')}"
+    found = sorted(set(_DYNAMO_MODULE.findall(command)))
+    if len(found) != 1:
+        named = f"names {' and '.join(found)}" if found else "runs no module dynamo.NAME"
+        raise WrongArguments(
+            f"which framework? the command of container {target} of pod {pod.name} {named}",
+            next_step=f"name one of {', '.join(get_args(Framework))}: --framework vllm",
+        )
+    only: Framework = found[0]
+    return only
+
+
 def snapshot_of(pod: Pod, target: str, name: str | None) -> Document:
     """Write the Snapshot of a running pod. NotEligible when it cannot be captured any more.
 
@@ -101,7 +124,9 @@ def snapshot_of(pod: Pod, target: str, name: str | None) -> Document:
     return Document(f"the snapshot of pod {meta.name}", value)
 
 
-def checkpoint_of(pod: PodManifest, target: str, name: str | None, namespace: str) -> Document:
+def checkpoint_of(
+    pod: PodManifest, target: str, engine: Framework, name: str | None, namespace: str
+) -> Document:
     """Write the DynamoCheckpoint that starts, captures and ends the worker of a manifest."""
     meta = pod.value["metadata"]
     template: dict[str, Any] = {"spec": pod.value["spec"]}
@@ -113,7 +138,7 @@ def checkpoint_of(pod: PodManifest, target: str, name: str | None, namespace: st
         "kind": "DynamoCheckpoint",
         "metadata": {"name": name or pod.name, "namespace": namespace},
         "spec": {
-            "identity": {"model": pod.name, "backendFramework": "pod"},
+            "identity": {"model": pod.name, "backendFramework": engine},
             "job": {
                 "podTemplateSpec": template,
                 "targetContainerName": target,

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
-from snapshot_shared.objects import AnyObject, Pod, SnapshotContent, kind_of
+from snapshot_shared.objects import (
+    AnyObject,
+    Pod,
+    SnapshotContent,
+    SnapshotRestore,
+    kind_of,
+)
 from snapshotctl.domain import formats
-from snapshotctl.domain.history import stamp
+from snapshotctl.domain.history import clock
 from snapshotctl.domain.kin import orders_of
 from snapshotctl.domain.rows import Table
 
 INDENT = "  "
 NAMES = 16
-_HIDDEN = ("conditions", "orders", "obligations", "readers", "committed", "vector", "restore")
+_HIDDEN = ("conditions", "orders", "obligations", "readers", "committed", "vector")
 """Parts of a status that have tables and lines of their own."""
 
 
@@ -27,20 +31,30 @@ class Section(NamedTuple):
     table: Table | None = None
 
 
-def sections(value: AnyObject, readers: Sequence[str], now: float) -> list[Section]:
-    """Lay an object out. `readers` are the pods that restore from it, by name where known."""
+def sections(
+    value: AnyObject,
+    readers: Sequence[str],
+    now: float,
+    restore: SnapshotRestore | None = None,
+) -> list[Section]:
+    """Lay an object out.
+
+    `readers` are the pods that restore from it, by name where known, and `restore` is its own.
+    """
     found = [
         Section("", _identity(value, now)),
-        Section("Spec:", _tree(msgspec.to_builtins(value.spec))),
+        Section("Spec:", _tree(formats.data(value.spec))),
         Section("Status:", _status(value)),
         Section("Conditions:", table=_conditions(value, now)),
     ]
     if isinstance(value, SnapshotContent):
         found.append(Section("Parts:", table=_parts(value)))
         found.append(Section("Readers:", readers))
-    if isinstance(value, Pod) and value.status.restore is not None:
-        found.append(Section("Restore:", _tree(msgspec.to_builtins(value.status.restore))))
-    if isinstance(value, SnapshotContent | Pod):
+    if restore is not None:
+        about = [f"{'name:':<{NAMES}} {restore.metadata.name}", *_status(restore)]
+        found.append(Section("Restore:", about))
+        found.append(Section("Orders of the restore:", table=_orders(restore)))
+    if isinstance(value, SnapshotContent | SnapshotRestore | Pod):
         found.append(Section("Orders:", table=_orders(value)))
         found.append(Section("Obligations:", value.status.obligations))
     return found
@@ -65,9 +79,7 @@ def _identity(value: AnyObject, now: float) -> list[str]:
 
 
 def _status(value: AnyObject) -> list[str]:
-    status: dict[str, Any] = msgspec.to_builtins(value.status)
-    if isinstance(value, SnapshotContent) and value.status.started_at:
-        status["startedAt"] = stamp(value.status.started_at)
+    status: dict[str, Any] = formats.data(value.status)
     return _tree({key: item for key, item in status.items() if key not in _HIDDEN})
 
 
@@ -129,15 +141,15 @@ def _orders(value: AnyObject) -> Table:
     rows = []
     for item in orders_of(value):
         failure = item.final.failure if item.final else None
-        took = formats.span_time(item.ended_at - item.ordered_at) if item.ended_at else "-"
+        lasted = item.ended_at - item.ordered_at if item.ended_at else None
         rows.append(
             (
                 item.order,
                 str(item.attempt),
                 f"{item.service}@{item.node}",
                 item.state,
-                stamp(item.ordered_at)[11:23],
-                took,
+                clock(item.ordered_at.timestamp()),
+                formats.span_time(lasted.total_seconds()) if lasted else "-",
                 formats.plain(f"{failure.reason}: {failure.message}") if failure else "-",
             )
         )

@@ -45,6 +45,7 @@ REASONS: dict[str, Exit] = {
     "NotFound": Exit.NOT_FOUND,
     "NotPermitted": Exit.REFUSED,
     "Rejected": Exit.REFUSED,
+    "RequestExpired": Exit.REFUSED,
     "UnsupportedVersion": Exit.REFUSED,
     "WrongArguments": Exit.USAGE,
 }

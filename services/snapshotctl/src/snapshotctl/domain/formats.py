@@ -1,9 +1,12 @@
-"""Numbers as people write and read them: ages, durations, sizes, rates, instants."""
+"""Values as people write and read them: ages, durations, sizes, rates, instants, JSON."""
 
 from __future__ import annotations
 
 import re
 from datetime import datetime
+from typing import Any
+
+import msgspec
 
 from snapshotctl.domain.exits import WrongArguments
 
@@ -95,6 +98,11 @@ def instant(text: str) -> float | None:
     return moment.timestamp() if moment.tzinfo else None
 
 
+def seconds(at: datetime | None) -> float:
+    """Return a time as seconds since the epoch, or 0.0 when there is none."""
+    return 0.0 if at is None else at.timestamp()
+
+
 def age_of(text: str, now: float) -> str:
     """Write the age of an RFC 3339 time; `-` when it is not one."""
     moment = instant(text)
@@ -104,3 +112,8 @@ def age_of(text: str, now: float) -> str:
 def plain(text: str) -> str:
     """Make text that others wrote safe to print on one line: no control characters."""
     return _CONTROL.sub(" ", text).strip()
+
+
+def data(value: Any) -> Any:
+    """Return a value as JSON has it: mappings, lists, texts, numbers; times are RFC 3339."""
+    return msgspec.json.decode(msgspec.json.encode(value))

@@ -156,7 +156,7 @@ def gone(name: str, uid: str, at: float) -> Happening:
 
 def _of_order(item: OrderStatus, name: str, names: Mapping[str, str]) -> Iterator[Happening]:
     yield Happening(
-        item.ordered_at,
+        formats.seconds(item.ordered_at),
         "order",
         name,
         f"{_subject(item.order)} ordered from {item.service}@{item.node}{_again(item.attempt)}",
@@ -169,7 +169,7 @@ def _of_order(item: OrderStatus, name: str, names: Mapping[str, str]) -> Iterato
         yield of_report(item.final, names)
     if item.state == "lost":
         yield Happening(
-            item.ended_at,
+            formats.seconds(item.ended_at),
             "order",
             name,
             f"{_subject(item.order)} was lost with its node",
@@ -211,7 +211,7 @@ def _result(report: Report) -> str:
 
 def of_span(span: SpanRecord, names: Mapping[str, str]) -> Iterator[Happening]:
     """Give what a span tells that reports do not: failed steps, and how long the whole took."""
-    order = str(span.attributes.get("snapback.order", ""))
+    order = str(span.attributes.get("snapback.order.id", ""))
     took = formats.span_time((span.end_ns - span.start_ns) / 1e9)
     if span.name in _STEPS and span.error and order:
         what = f"step {span.name} of {_subject(order)} failed after {took}"

@@ -11,12 +11,16 @@ from snapshot_shared.objects import (
     AnyObject,
     DynamoCheckpoint,
     Job,
+    Kind,
     Node,
+    ObjectMeta,
     OrderStatus,
     Pod,
     Snapshot,
     SnapshotContent,
+    SnapshotRestore,
     kind_of,
+    restore_name,
 )
 from snapshotctl.domain.targets import Target, place
 
@@ -31,10 +35,14 @@ class Kin(NamedTuple):
     def told(self) -> list[AnyObject]:
         """The members whose own history belongs to it.
 
-        A pod is not concerned with the capture that it is restored from, nor a node with what
-        its pods wait for elsewhere.
+        To a pod and its restore belongs each other's, but not that of the capture that is read;
+        to a node not what its pods wait for elsewhere.
         """
-        return [self.root] if isinstance(self.root, Pod | Node) else list(self.members)
+        if isinstance(self.root, Node):
+            return [self.root]
+        if _is_of_a_restore(self.root):
+            return [value for value in self.members if _is_of_a_restore(value)]
+        return list(self.members)
 
     @property
     def orders(self) -> list[tuple[AnyObject, OrderStatus]]:
@@ -51,9 +59,19 @@ class Kin(NamedTuple):
         """The content, when there is exactly one to speak of."""
         return next((found for found in self.members if isinstance(found, SnapshotContent)), None)
 
+    @property
+    def restore(self) -> SnapshotRestore | None:
+        """The restore that a story is about: its root, or that of the pod at its root."""
+        if not _is_of_a_restore(self.root):
+            return None
+        return next((found for found in self.members if isinstance(found, SnapshotRestore)), None)
+
 
 class Changed(NamedTuple):
-    """News that an object was added, modified or deleted; what it is now has to be read."""
+    """News that an object was added, modified or deleted; what it is now has to be read.
+
+    `owners` are the uids of what it belongs to.
+    """
 
     type: str
     target: Target
@@ -63,6 +81,17 @@ class Changed(NamedTuple):
     def is_of(self, uids: Container[str]) -> bool:
         """Say whether it is one of these objects, or belongs to one."""
         return self.uid in uids or any(owner in uids for owner in self.owners)
+
+
+def owners_of(kind: Kind, meta: ObjectMeta) -> frozenset[str]:
+    """Return the uids of what an object belongs to.
+
+    A content has no owner, for it belongs to no namespace; its name is that of its snapshot's uid.
+    """
+    owners = [owner.uid for owner in meta.owner_references]
+    if kind.name == "SnapshotContent":
+        owners.append(meta.name.removeprefix("snapshotcontent-"))
+    return frozenset(owners)
 
 
 def reference(value: AnyObject) -> str:
@@ -84,11 +113,33 @@ def is_in(value: AnyObject, namespace: str | None) -> bool:
 
 def orders_of(value: AnyObject) -> list[OrderStatus]:
     """Give the orders that serve an object."""
-    return value.status.orders if isinstance(value, SnapshotContent | Pod) else []
+    if isinstance(value, SnapshotContent | SnapshotRestore | Pod):
+        return value.status.orders
+    return []
+
+
+def owns(owner: AnyObject, value: AnyObject) -> bool:
+    """Whether an object is the owner of another, by uid."""
+    return any(found.uid == owner.metadata.uid for found in value.metadata.owner_references)
 
 
 def links(value: AnyObject, root: AnyObject) -> list[Target]:
-    """Name the objects that come next in the story of `root` after `value`."""
+    """Name the objects that come next in the story of `root` after `value`.
+
+    A target without a name stands for those of that kind which `value` owns. To the story of a
+    restore belongs what it reads, not the worker of which that was captured.
+    """
+    found = _links(value, root)
+    if _is_of_a_restore(root) and not _is_of_a_restore(value):
+        return [target for target in found if target.kind.name not in ("Job", "Pod")]
+    return found
+
+
+def _is_of_a_restore(value: AnyObject) -> bool:
+    return isinstance(value, Pod | SnapshotRestore)
+
+
+def _links(value: AnyObject, root: AnyObject) -> list[Target]:
     space = value.metadata.namespace or "default"
     match value:
         case DynamoCheckpoint():
@@ -98,25 +149,41 @@ def links(value: AnyObject, root: AnyObject) -> list[Target]:
                 *_named("Snapshot", space, status.snapshot_name),
             ]
         case Job():
-            return _named("Pod", space, value.status.pod_name)
+            return _pods_of(value, root, space)
         case Snapshot():
             return [
                 *_named("Pod", space, value.spec.source.pod_ref.name),
                 *_named("SnapshotContent", None, value.status.bound_snapshot_content_name or ""),
             ]
-        case SnapshotContent() if not isinstance(root, Pod):
+        case SnapshotContent():
             source = value.spec.source
             return _named("Pod", source.namespace, source.pod_ref.name)
-        case Pod() if value is root:
-            return _restored_from(value, space)
+        case Pod() if value is root and is_restored(value):
+            return _named("SnapshotRestore", space, restore_name(value.metadata.uid))
+        case SnapshotRestore():
+            pod = value.spec.pod_ref.name if value is root else ""
+            return [*_named("Pod", space, pod), *_restored_from(value, space)]
         case _:
             return []
 
 
-def _restored_from(pod: Pod, space: str) -> list[Target]:
-    if pod.status.restore is not None:
-        return _named("SnapshotContent", None, pod.status.restore.content_name)
-    name = pod.metadata.annotations.get(RESTORE_FROM, "")
+def is_restored(pod: Pod) -> bool:
+    """Whether a pod asks to be restored from something."""
+    return RESTORE_FROM in pod.metadata.annotations
+
+
+def _pods_of(job: Job, root: AnyObject, space: str) -> list[Target]:
+    """Name the pods of a Job; that of the only try is also named by the snapshot of it."""
+    has_snapshot = isinstance(root, DynamoCheckpoint) and root.status.snapshot_name
+    if has_snapshot and not job.status.failed:
+        return []
+    return [Target(KINDS["Pod"], space, None)]
+
+
+def _restored_from(restore: SnapshotRestore, space: str) -> list[Target]:
+    if restore.status.content_name:
+        return _named("SnapshotContent", None, restore.status.content_name)
+    name = restore.spec.source
     return [*_named("Snapshot", space, name), *_named("DynamoCheckpoint", space, name)]
 
 
@@ -126,12 +193,21 @@ def _named(kind: str, namespace: str | None, name: str) -> list[Target]:
 
 
 def is_strange(value: AnyObject, members: Sequence[AnyObject]) -> bool:
-    """Say whether a pod only has the name of the one that was captured, and is another one."""
+    """Whether a pod only has the name of the one of the story, and is another one.
+
+    The story of a restore is about its target, that of a capture about its source; a try of its
+    Job that failed belongs to it, too.
+    """
+    root = members[0]
+    if not isinstance(value, Pod) or value is root:
+        return False
+    if isinstance(root, SnapshotRestore):
+        return value.metadata.uid != root.spec.pod_ref.uid
     wanted = [
         found.spec.source.pod_ref.uid for found in members if isinstance(found, SnapshotContent)
     ]
-    is_source = isinstance(value, Pod) and value is not members[0]
-    return is_source and bool(wanted) and value.metadata.uid not in wanted
+    is_try = any(isinstance(found, Job) and owns(found, value) for found in members)
+    return bool(wanted) and value.metadata.uid not in wanted and not is_try
 
 
 def on_node(node: Node, values: Sequence[AnyObject]) -> list[AnyObject]:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from snapshot_shared.objects import AnyObject, OrderStatus, Pod, SnapshotContent, condition
-from snapshot_shared.orders import TERMINAL
+from snapshot_shared.objects import (
+    AnyObject,
+    OrderStatus,
+    Pod,
+    SnapshotContent,
+    SnapshotRestore,
+    condition,
+)
+from snapshot_shared.orders import TERMINAL, LoadOrder, order_in
 from snapshotctl.domain import formats
 from snapshotctl.domain.history import FORGET_ATTEMPT, clock
-from snapshotctl.domain.kin import Kin
+from snapshotctl.domain.kin import Kin, is_restored
 
 _NAMES = {
     "run": "start the worker",
@@ -60,48 +67,53 @@ def phases(kin: Kin) -> list[Phase]:
 
 
 def _is_other(kin: Kin, value: AnyObject) -> bool:
-    return value is not kin.root and isinstance(value, Pod) and value.status.restore is not None
+    is_restore = isinstance(kin.root, Pod | SnapshotRestore)
+    return not is_restore and isinstance(value, Pod) and is_restored(value)
 
 
 def _order(item: OrderStatus) -> Phase:
-    part = item.order.partition("-")[2][37:]
-    name = f"{_NAMES.get(item.verb, item.verb)} {part}".rstrip()
+    name = f"{_NAMES.get(item.verb, item.verb)} {_part(item)}".rstrip()
     again = f" (attempt {item.attempt})" if 1 < item.attempt < FORGET_ATTEMPT else ""
     failure = item.final.failure if item.final else None
     is_lost = item.state == "lost"
     why = f"{failure.reason}: {failure.message}" if failure else "NodeLost" if is_lost else ""
     is_well = item.final is not None and item.final.kind == TERMINAL[item.verb]
-    ended = item.ended_at if item.final is not None or is_lost else 0.0
+    ended = formats.seconds(item.ended_at) if item.final is not None or is_lost else 0.0
     if not is_well and not why and item.final is not None and item.final.kind == "exited":
         why = item.final.message or "the worker ended"
     where = f"{item.service}@{item.node}"
-    return Phase((item.order, item.attempt), name + again, where, item.ordered_at, ended, why)
+    began = formats.seconds(item.ordered_at)
+    return Phase((item.order, item.attempt), name + again, where, began, ended, why)
+
+
+def _part(item: OrderStatus) -> str:
+    """Return the part that the id of an order names, or an empty string."""
+    return item.order.partition("-")[2][37:]
 
 
 def _warming(pod: Pod) -> Phase | None:
     """From the start of the processes to the word that a capture may begin."""
     run = next((item for item in pod.status.orders if item.verb == "run"), None)
-    if run is None or not run.ended_at or pod.status.restore is not None:
+    if run is None or run.ended_at is None or is_restored(pod):
         return None
+    began = run.ended_at.timestamp()
     held = condition(pod.status.conditions, "Ready")
     since = formats.instant(held.last_transition_time) if held and held.status == "True" else None
-    ended = max(since, run.ended_at) if since is not None else 0.0
+    ended = max(since, began) if since is not None else 0.0
     why = ""
     if pod.status.phase == "Failed":
         at = formats.instant(held.last_transition_time) if held else None
-        ended, why = max(at or 0.0, run.ended_at), pod.status.message or pod.status.reason
-    return Phase(
-        (pod.metadata.uid, 0), WARM, f"on {pod.status.node_name}", run.ended_at, ended, why
-    )
+        ended, why = max(at or 0.0, began), pod.status.message or pod.status.reason
+    return Phase((pod.metadata.uid, 0), WARM, f"on {pod.status.node_name}", began, ended, why)
 
 
 def planned(kin: Kin) -> tuple[str, dict[str, int]] | None:
     """Give the uid of the object whose parts move, and their bytes by part, once they are fixed."""
     owner = _mover(kin)
-    if isinstance(owner, Pod):
-        loads = [item for item in owner.status.orders if item.verb == "load"]
-        parts = {item.payload["part"]: item.payload.get("bytes", 0) for item in loads}
-        return (owner.metadata.uid, parts) if loads else None
+    if isinstance(owner, SnapshotRestore):
+        loads = [order_in(item.payload) for item in owner.status.orders if item.verb == "load"]
+        parts = {load.part: load.bytes for load in loads if isinstance(load, LoadOrder)}
+        return (owner.metadata.uid, parts) if parts else None
     if owner is None or not owner.status.vector:
         return None
     plan = {e.part: e.layout.bytes if e.layout else 0 for e in owner.status.vector}
@@ -111,19 +123,19 @@ def planned(kin: Kin) -> tuple[str, dict[str, int]] | None:
 def settled_parts(kin: Kin) -> dict[str, int]:
     """Give the bytes of the parts that are whole: staged in a capture, loaded in a restore."""
     owner = _mover(kin)
-    verbs = ("load", "restore") if isinstance(owner, Pod) else ("dump", "save")
+    verbs = ("load", "restore") if isinstance(owner, SnapshotRestore) else ("dump", "save")
     found = {}
     for item in owner.status.orders if owner is not None else ():
         final = item.final
         if item.verb not in verbs or final is None or final.failure is not None:
             continue
-        name = final.part.part if final.part else item.payload.get("part", "process")
+        name = final.part.part if final.part else _part(item) or "process"
         found[name] = final.part.bytes if final.part else final.bytes
     return found
 
 
-def _mover(kin: Kin) -> Pod | SnapshotContent | None:
-    """Give the object whose orders move parts: a pod that is restored, or else the content."""
-    if isinstance(kin.root, Pod):
-        return kin.root
+def _mover(kin: Kin) -> SnapshotRestore | SnapshotContent | None:
+    """Return the object whose orders move parts: the restore of a pod, or else the content."""
+    if isinstance(kin.root, Pod | SnapshotRestore):
+        return kin.restore
     return kin.content

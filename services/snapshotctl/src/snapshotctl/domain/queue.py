@@ -13,8 +13,14 @@ import msgspec
 from snapshot_shared import subjects
 from snapshot_shared.errors import InvalidName
 from snapshot_shared.ids import check_order_id
-from snapshot_shared.objects import AnyObject, OrderStatus, SnapshotContent, kind_of
-from snapshot_shared.orders import DeadLetter, Progress, Report
+from snapshot_shared.objects import (
+    AnyObject,
+    OrderStatus,
+    SnapshotContent,
+    SnapshotRestore,
+    kind_of,
+)
+from snapshot_shared.orders import DeadLetter, Progress, Report, envelope_of
 from snapshot_shared.spans import SpanRecord, order_context, parse_traceparent
 from snapshot_shared.steps import STEPS
 from snapshotctl.domain import formats
@@ -68,9 +74,11 @@ def owned_orders(owners: Iterable[AnyObject]) -> list[Owned]:
 
 
 def owner_name(owner: AnyObject) -> str:
-    """Name an object as people do; a content by the snapshot that it belongs to."""
+    """Name an object as people do: a content by its snapshot, a restore by its pod."""
     if isinstance(owner, SnapshotContent):
         return f"snapshot/{owner.spec.snapshot_ref.name}"
+    if isinstance(owner, SnapshotRestore):
+        return f"pod/{owner.spec.pod_ref.name}"
     return f"{kind_of(owner).name.lower()}/{owner.metadata.name}"
 
 
@@ -99,7 +107,7 @@ def lines(
                     attempt=item.attempt,
                     owner=owner_name(owner),
                     state=state_of(item, message, moving.get((item.order, item.attempt), ""), now),
-                    at=item.ordered_at,
+                    at=formats.seconds(item.ordered_at),
                 )
             )
     found += [_unwanted(message) for name, message in on_stream.items() if name not in known]
@@ -145,8 +153,7 @@ def traces(owned: Sequence[Owned]) -> list[str]:
 
 
 def _trace(item: OrderStatus) -> str:
-    payload = item.payload if isinstance(item.payload, dict) else {}
-    return str(payload.get("traceparent", ""))
+    return envelope_of(item.payload).traceparent
 
 
 def state_of(item: OrderStatus, message: Queued | None, step: str, now: float) -> str:
@@ -154,11 +161,11 @@ def state_of(item: OrderStatus, message: Queued | None, step: str, now: float) -
     if is_answered(item):
         failure = item.final.failure if item.final else None
         return f"answered: {item.state}" + (f" ({failure.reason})" if failure else "")
-    late = "" if now < item.deadline else ", late"
+    late = "" if now < formats.seconds(item.deadline) else ", late"
     if step:
         return f"working: {step}{late}"
     if item.state == "ordered":
-        is_there = message is not None and _attempt(message.payload) == item.attempt
+        is_there = message is not None and envelope_of(message.payload).attempt == item.attempt
         return ("queued" if is_there else "not on the stream") + late
     return "accepted" + late
 
@@ -171,22 +178,11 @@ def _unwanted(message: Queued) -> Line:
         service=words[3],
         order=words[4],
         verb=words[4].partition("-")[0],
-        attempt=_attempt(message.payload),
+        attempt=envelope_of(message.payload).attempt,
         owner="-",
         state="not wanted",
         at=message.at,
     )
-
-
-class _Claim(msgspec.Struct):
-    attempt: int = 0
-
-
-def _attempt(payload: bytes) -> int:
-    try:
-        return msgspec.json.decode(payload, type=_Claim).attempt
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return 0
 
 
 def table_of_lines(found: Sequence[Line], now: float) -> Table:
@@ -246,7 +242,7 @@ def life(
     if mine:
         owner, item = max(mine, key=lambda found: found.item.attempt)
         step = steps.get((item.order, item.attempt), "")
-        state, payload = state_of(item, queued, step, now), item.payload
+        state, payload = state_of(item, queued, step, now), readable(bytes(item.payload))
         node, service, attempt = item.node, str(item.service), item.attempt
         name = owner_name(owner)
     elif queued is not None:

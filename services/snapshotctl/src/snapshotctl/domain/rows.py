@@ -17,6 +17,7 @@ from snapshot_shared.objects import (
     Pod,
     Snapshot,
     SnapshotContent,
+    SnapshotRestore,
     condition,
     gpus_wanted,
     is_true,
@@ -105,10 +106,23 @@ def _content(item: SnapshotContent) -> tuple[str, ...]:
     )
 
 
+def _restore(item: SnapshotRestore) -> tuple[str, ...]:
+    status = item.status
+    why = f" ({status.failure.reason})" if status.failure else ""
+    return (
+        item.spec.pod_ref.name,
+        item.spec.source,
+        f"{status.state.value}{why}",
+        str(status.attempt),
+        status.node_name or "-",
+        str(len(status.devices)),
+    )
+
+
 def _job(item: Job) -> tuple[str, ...]:
     status = item.status
-    counts = (status.active, status.succeeded, status.failed)
-    return (status.pod_name or "-", *map(str, counts))
+    counts = (status.active, status.ready, status.succeeded, status.failed)
+    return tuple(map(str, counts))
 
 
 def _pod(item: Pod) -> tuple[str, ...]:
@@ -165,7 +179,8 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = 
         ("CAPTURE", "ATTEMPT", "NODE", "SNAPSHOT", "SIZE", "GENERATION"),
         _content,
     ),
-    "Job": (("POD", "ACTIVE", "SUCCEEDED", "FAILED"), _job),
+    "SnapshotRestore": (("POD", "SOURCE", "STATE", "ATTEMPT", "NODE", "GPUS"), _restore),
+    "Job": (("ACTIVE", "READY", "SUCCEEDED", "FAILED"), _job),
     "Pod": (("READY", "STATUS", "NODE", "GPUS", "RESTORE-FROM"), _pod),
     "Node": (("STATUS", "GPUS", "GPU-MEMORY", "DRIVERS", "VERSION"), _node),
 }

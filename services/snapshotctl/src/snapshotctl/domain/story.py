@@ -19,6 +19,7 @@ from snapshot_shared.objects import (
     Pod,
     Snapshot,
     SnapshotContent,
+    SnapshotRestore,
     condition,
     gpus_wanted,
     is_true,
@@ -26,23 +27,26 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.reasons import REASONS
-from snapshot_shared.transitions import Capture
+from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.domain import formats
 from snapshotctl.domain.history import stamp
 from snapshotctl.domain.kin import Kin, reference
 from snapshotctl.domain.waiting import failure_of
 
-Word = Literal["fine", "under way", "waiting", "failed", "going"]
+Word = Literal["fine", "under way", "waiting", "unknown", "failed", "going"]
 
 _HEADLINES: dict[Word, str] = {
     "fine": "is well",
     "under way": "is under way",
     "waiting": "waits",
+    "unknown": "may or may not run",
     "failed": "has failed",
     "going": "is being deleted",
 }
 _BETWEEN = (Capture.PREPARING, Capture.STAGING, Capture.SEALING, Capture.ABORTING)
 """Where a capture goes on by itself, also while no order is out."""
+_RESTORING = (Restore.LOADING, Restore.COMMITTING, Restore.RESTORING, Restore.DROPPING)
+"""The same of a restore."""
 
 _ABSENT = "it does not run, it hangs, or its network is down"
 _PLACES = re.compile(
@@ -92,6 +96,11 @@ def asked(value: AnyObject) -> str:
             wanted = value.metadata.annotations.get(RESTORE_FROM)
             what = f"restore a worker from {wanted}" if wanted else "run a worker"
             return f"{what} on {_gpus(gpus_wanted(value.spec))}{_where(value)}"
+        case SnapshotRestore():
+            target = value.spec.pod_ref
+            return f"restore container {target.container} of pod {target.name} from " + (
+                value.spec.source
+            )
         case Job():
             return "run one pod to its end"
         case Node():
@@ -120,6 +129,8 @@ def standing(kin: Kin) -> Standing:
         return _going(root, order)
     if failure_of(root):
         return _failed(kin)
+    if isinstance(root, Pod) and root.status.phase == "Unknown":
+        return Standing("unknown", None, root.status.reason, root.status.message, order=order)
     if quarantine := _quarantine(root):
         return quarantine
     held = _main_condition(root)
@@ -195,10 +206,8 @@ def _told(root: AnyObject, held: Condition | None) -> tuple[str, str, float | No
 
 def _failures(kin: Kin) -> Iterable[Failure]:
     for value in kin.members:
-        if isinstance(value, SnapshotContent) and value.status.failure is not None:
+        if isinstance(value, SnapshotContent | SnapshotRestore) and value.status.failure:
             yield value.status.failure
-        if isinstance(value, Pod) and value.status.restore and value.status.restore.failure:
-            yield value.status.restore.failure
     for _, item in kin.orders:
         if item.final is not None and item.final.failure is not None:
             yield item.final.failure
@@ -214,18 +223,29 @@ def _going(root: AnyObject, order: OrderStatus | None) -> Standing:
 
 def _open(kin: Kin, held: Condition | None, order: OrderStatus | None) -> Standing:
     """Neither done nor failed: an order is out, or something has to come first."""
-    waits = _waits(kin)
     reason, message, since = "", "nothing was begun yet", None
-    for found in (waits, held):
+    for found in (_waits(kin), _restore_waits(kin), held):
         if found is not None:
             reason, message = found.reason, found.message
             since = formats.instant(found.last_transition_time)
             break
     if order is not None:
-        return Standing("under way", order.ordered_at, reason, message, order=order)
-    content = kin.content
-    is_begun = content is not None and content.status.capture in _BETWEEN
-    return Standing("under way" if is_begun else "waiting", since, reason, message)
+        ordered_at = order.ordered_at.timestamp()
+        return Standing("under way", ordered_at, reason, message, order=order)
+    return Standing("under way" if _is_begun(kin) else "waiting", since, reason, message)
+
+
+def _is_begun(kin: Kin) -> bool:
+    """Whether the capture or the restore of a story goes on by itself."""
+    if isinstance(kin.root, Pod | SnapshotRestore):
+        return kin.restore is not None and kin.restore.status.state in _RESTORING
+    return kin.content is not None and kin.content.status.capture in _BETWEEN
+
+
+def _restore_waits(kin: Kin) -> Condition | None:
+    """Return what the restore of a pod says of itself while it is not done."""
+    held = _main_condition(kin.restore) if kin.restore is not None else None
+    return held if held is not None and held.status != "True" else None
 
 
 def _waits(kin: Kin) -> Condition | None:
@@ -278,11 +298,11 @@ def now_lines(
 def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[str]:
     where = f"{order.service}@{order.node}"
     taken = "has not accepted it" if order.state == "ordered" else f"said {order.state}"
-    left = order.deadline - now
+    left = order.deadline.timestamp() - now
     limit = f"its deadline is in {formats.age(left)}" if left > 0 else "its deadline has passed"
     lines = [
         f"waits for {where} to end {order.order} (attempt {order.attempt})",
-        f"ordered {formats.age(now - order.ordered_at)} ago; {where} {taken}; {limit}",
+        f"ordered {formats.age(now - order.ordered_at.timestamp())} ago; {where} {taken}; {limit}",
     ]
     if progress is not None and progress.attempt == order.attempt:
         done = formats.size(progress.done)
@@ -303,7 +323,8 @@ def _heard(node: str, presence: Mapping[NodeName, Presence], now: float) -> str:
 
 def _of_node(kin: Kin, presence: Mapping[NodeName, Presence], now: float) -> list[str]:
     pods = [v for v in kin.members if isinstance(v, Pod) and v.status.node_name]
-    running = [pod.metadata.name for pod in pods if pod.status.phase in ("Pending", "Running")]
+    unfinished = ("Pending", "Running", "Unknown")
+    running = [pod.metadata.name for pod in pods if pod.status.phase in unfinished]
     waiting = _unanswered(kin)
     names = ", ".join(sorted(running)) or "none"
     orders = ", ".join(f"{item.order} ({item.state})" for item in waiting) or "none"
@@ -353,13 +374,19 @@ def filled(text: str, kin: Kin) -> str:
         name = names.get(_KINDS.get(kind, kind))
         return f"{kind}{between}{name or 'NAME'}"
 
-    if isinstance(kin.root, Pod):
-        source = kin.root.metadata.annotations.get(RESTORE_FROM, "NAME")
+    if source := _source(kin.root):
         text = re.sub(r"\b(artifacts show|restore|verify) NAME\b", rf"\1 {source}", text)
     text = _PLACES.sub(place, text)
     pod = names.get("pod")
     text = re.sub(r"\bPOD\b", pod, text) if pod else text
     return re.sub(r"\bNODE\b", nodes[-1], text) if nodes else text
+
+
+def _source(root: AnyObject) -> str:
+    """Return what the root of a story is restored from, or an empty string."""
+    if isinstance(root, SnapshotRestore):
+        return root.spec.source
+    return root.metadata.annotations.get(RESTORE_FROM, "") if isinstance(root, Pod) else ""
 
 
 def order_ids(kin: Kin) -> Sequence[str]:

@@ -9,7 +9,10 @@ from snapshot_shared.ids import NodeName, check_label, check_name
 from snapshot_shared.objects import KINDS, Kind, find_kind
 from snapshotctl.domain.exits import WrongArguments
 
-_VERIFIABLE = ("DynamoCheckpoint", "Snapshot", "SnapshotContent")
+VERIFIABLE = ("DynamoCheckpoint", "Snapshot", "SnapshotContent")
+"""What leads to an artifact, in the order in which a bare name is looked up."""
+TRACED = (*VERIFIABLE, "Pod", "SnapshotRestore")
+"""What may have a trace."""
 
 
 class Target(NamedTuple):
@@ -90,17 +93,14 @@ def told(name: str, namespace: str) -> list[Target]:
     """Give what a name may mean where nodes count, too, in the order in which it is looked up."""
     if "/" in name:
         return [one_target([name], namespace)]
-    kinds = ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod", "Node")
-    return [
-        Target(KINDS[kind], place(KINDS[kind], namespace), checked_name(name)) for kind in kinds
-    ]
+    return [*traced(name, namespace), Target(KINDS["Node"], None, checked_name(name))]
 
 
 def traced(name: str, namespace: str) -> list[Target]:
     """Give what a name may mean to `trace`, in the order in which it is looked up."""
     if "/" in name:
         return [one_target([name], namespace)]
-    kinds = (KINDS[kind] for kind in ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod"))
+    kinds = (KINDS[kind] for kind in TRACED)
     return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
 
 
@@ -108,13 +108,13 @@ def verified(name: str, namespace: str) -> list[Target]:
     """Give what a name may mean to `verify`, in the order in which it is looked up."""
     if "/" in name:
         found = one_target([name], namespace)
-        if found.kind.name not in _VERIFIABLE:
+        if found.kind.name not in VERIFIABLE:
             raise WrongArguments(
                 f"a {found.kind.name} holds no artifact",
                 next_step="name a checkpoint, a snapshot or a snapshotcontent",
             )
         return [found]
-    kinds = (KINDS[kind] for kind in _VERIFIABLE)
+    kinds = (KINDS[kind] for kind in VERIFIABLE)
     return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
 
 
@@ -122,18 +122,19 @@ def aborted(name: str, namespace: str) -> list[Target]:
     """Give what a name may mean to `abort`, in the order in which it is looked up."""
     if "/" in name:
         found = one_target([name], namespace)
-        if found.kind.name == "Pod":
+        if found.kind.name in ("Pod", "SnapshotRestore"):
+            pod = found.name if found.kind.name == "Pod" else "POD"
             raise WrongArguments(
-                "the restore of a Pod ends with the pod",
-                next_step=f"end both: snapshotctl delete pod {found.name}",
+                "a restore ends with its pod",
+                next_step=f"end both: snapshotctl delete pod {pod}",
             )
-        if found.kind.name not in _VERIFIABLE:
+        if found.kind.name not in VERIFIABLE:
             raise WrongArguments(
                 f"a {found.kind.name} has no capture",
                 next_step="name a checkpoint, a snapshot or a snapshotcontent",
             )
         return [found]
-    kinds = (KINDS[kind] for kind in _VERIFIABLE)
+    kinds = (KINDS[kind] for kind in VERIFIABLE)
     return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
 
 

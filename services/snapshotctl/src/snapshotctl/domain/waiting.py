@@ -14,6 +14,7 @@ from snapshot_shared.objects import (
     Pod,
     Snapshot,
     SnapshotContent,
+    SnapshotRestore,
     condition,
 )
 from snapshot_shared.transitions import Capture, Restore
@@ -22,6 +23,8 @@ from snapshotctl.domain.exits import WrongArguments
 _CONDITION = re.compile(
     r"condition=([A-Za-z][A-Za-z0-9]{0,62})(?:=(true|false|unknown))?", re.IGNORECASE
 )
+RESTORED = "nvidia.com/Restored"
+"""Condition of a Pod: how the restore into it has ended."""
 _STATUS = {"true": "True", "false": "False", "unknown": "Unknown"}
 
 
@@ -125,6 +128,8 @@ def failure_of(found: AnyObject) -> str:
             if found.status.capture is not Capture.FAILED:
                 return ""
             return str(failure) if failure else "the capture failed"
+        case SnapshotRestore():
+            return _restore_failure(found)
         case Pod():
             return _pod_failure(found)
         case Job():
@@ -133,10 +138,16 @@ def failure_of(found: AnyObject) -> str:
             return ""
 
 
+def _restore_failure(found: SnapshotRestore) -> str:
+    if found.status.state is not Restore.FAILED:
+        return ""
+    return str(found.status.failure) if found.status.failure else "the restore failed"
+
+
 def _pod_failure(pod: Pod) -> str:
-    restore = pod.status.restore
-    if restore is not None and restore.state is Restore.FAILED and restore.failure is not None:
-        return str(restore.failure)
+    restored = condition(pod.status.conditions, RESTORED)
+    if restored is not None and restored.status == "False":
+        return _reason(restored)
     if pod.status.phase == "Failed":
         return ": ".join(filter(None, (pod.status.reason, pod.status.message))) or "the pod failed"
     return ""

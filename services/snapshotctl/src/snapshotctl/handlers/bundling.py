@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-import msgspec
-
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects import KINDS
 from snapshotctl.domain import bundle, doctor, formats, queue
@@ -29,7 +27,7 @@ class Collection:
 
     def add(self, name: str, value: Any) -> None:
         """Take a value, without the values of environment variables."""
-        plain = msgspec.to_builtins(value)
+        plain = formats.data(value)
         self._secrets |= bundle.secrets_in(plain)
         self.members.append(bundle.as_json(name, bundle.redacted(plain)))
 

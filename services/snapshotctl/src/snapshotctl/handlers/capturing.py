@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from snapshot_shared.errors import NotEligible, NotFound
-from snapshot_shared.objects import KINDS, DynamoCheckpoint, Pod, Snapshot, SnapshotContent
-from snapshot_shared.telemetry import Telemetry
+from snapshot_shared.objects import (
+    KINDS,
+    DynamoCheckpoint,
+    Framework,
+    Pod,
+    Snapshot,
+    SnapshotContent,
+)
 from snapshotctl.domain import capturing
 from snapshotctl.domain.capturing import Captured, PodManifest
 from snapshotctl.domain.documents import Document
@@ -20,6 +26,9 @@ from snapshotctl.domain.waiting import failure_of
 from snapshotctl.handlers.objects import existing, store
 from snapshotctl.handlers.phases import Clocks, watch
 from snapshotctl.ports import Operator, Screen
+
+if TYPE_CHECKING:
+    from snapshot_shared.telemetry import Telemetry
 
 
 class Means(NamedTuple):
@@ -45,11 +54,19 @@ async def checkpoint_pod(
 
 
 async def checkpoint_manifest(
-    means: Means, pod: PodManifest, container: str | None, name: str | None, namespace: str
+    means: Means,
+    pod: PodManifest,
+    *,
+    container: str | None,
+    framework: Framework | None,
+    name: str | None,
+    namespace: str,
 ) -> None:
-    """Start the worker of a manifest, capture it, and end it."""
+    """Start the worker of a manifest, capture it, and end it. Raise WrongArguments."""
     target = capturing.container(pod.containers, container, f"pod {pod.name}")
-    await _follow(means, capturing.checkpoint_of(pod, target, name, namespace), namespace)
+    engine = capturing.framework(pod, target, framework)
+    document = capturing.checkpoint_of(pod, target, engine, name, namespace)
+    await _follow(means, document, namespace)
 
 
 async def restore(

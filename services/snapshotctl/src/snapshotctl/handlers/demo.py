@@ -18,6 +18,7 @@ from snapshot_shared.objects import (
     Pod,
     SnapshotContent,
     is_true,
+    restore_name,
 )
 from snapshot_shared.tasks import end_all
 from snapshotctl.domain import demo, formats, preflight
@@ -27,6 +28,7 @@ from snapshotctl.domain.exits import DemoFailed, Unready
 from snapshotctl.domain.preflight import Machine
 from snapshotctl.domain.targets import Target
 from snapshotctl.domain.waiting import failure_of
+from snapshotctl.handlers import looking
 from snapshotctl.handlers.following import Following
 from snapshotctl.handlers.objects import send
 from snapshotctl.handlers.summary import Captured, Restored, Stage, sum_up
@@ -157,10 +159,11 @@ class Play:
             _target("DynamoCheckpoint", self._name(self._checkpoint)),
         ]
         for target in earlier:
-            if await self._operator.get(target) is None:
+            found = await self._operator.get(target)
+            if found is None:
                 continue
             self._screen.line(f"  removing {target} of an earlier demo")
-            await self._operator.delete(target)
+            await self._operator.delete(target, found.metadata.uid)
             await until(
                 self._operator, target, _gone, within_s=REMOVAL_S, what=f"{target} is removed"
             )
@@ -173,10 +176,8 @@ class Play:
         checkpoint = _target("DynamoCheckpoint", name)
         applied_at, trace_id = await self._apply(self._checkpoint)
         job = await self._until(checkpoint, _job_name, START_S, "the checkpoint gets its Job")
-        pod_name = await self._until(
-            _target("Job", job), _pod_name, START_S, "the Job gets its pod"
-        )
-        worker = await self._placed(_target("Pod", pod_name), applied_at)
+        begun = await self._until(_target("Job", job), _begun, START_S, "the Job gets its pod")
+        worker = await self._placed(await self._pod_of(begun), applied_at)
         async with self._progress("capture") as follow:
             cold_s = await self._warm_up(worker)
             title(self._screen, 4, "Capture it while it lives, then lose its node")
@@ -192,6 +193,14 @@ class Play:
         for result in sent.results:
             self._screen.line(f"  applied {result.kind} {result.name}")
         return applied_at, sent.traceparent.split("-")[1]
+
+    async def _pod_of(self, job: Job) -> Target:
+        """Return the pod that a Job has made."""
+        found = await looking.gather(self._operator, job)
+        names = [value.metadata.name for value in found.members if isinstance(value, Pod)]
+        if not names:
+            raise DemoFailed(f"the pod of Job {job.metadata.name} was deleted")
+        return _target("Pod", names[-1])
 
     async def _placed(self, target: Target, applied_at: float) -> Worker:
         pod = await self._until(target, _placed_pod, START_S, "the pod is placed on a node")
@@ -246,7 +255,7 @@ class Play:
             applied_at, trace_id = await self._apply(self._restore)
             target = _target("Pod", self._name(self._restore))
             worker = await self._placed(target, applied_at)
-            follow.begin(worker.pod.metadata.uid, {})
+            follow.begin(await self._restore_of(worker.pod), {})
             async with self._talking(worker, RESTORE_S) as conversation:
                 line = await conversation.ask(demo.ASKED[0])
                 seconds = self._stage.monotonic() - applied_at
@@ -261,6 +270,14 @@ class Play:
         self._screen.line(f"  all {len(answers)} answers are the same, byte for byte", strong=True)
         pod = await self._until(target, _ready_pod, RESTORE_S, "the restored pod becomes Ready")
         return Restored(pod, trace_of(pod) or trace_id, seconds)
+
+    async def _restore_of(self, pod: Pod) -> str:
+        """Return the uid of the restore of a pod, which is there before the pod is placed."""
+        name = restore_name(pod.metadata.uid)
+        restore = await self._operator.get(_target("SnapshotRestore", name))
+        if restore is None:
+            raise DemoFailed(f"pod {pod.metadata.name} is placed and has no restore {name}")
+        return restore.metadata.uid
 
     async def _refusal(self, captured: Captured) -> Pod | None:
         small = demo.small_node(self._size_mib)
@@ -359,8 +376,8 @@ def _job_name(found: DynamoCheckpoint) -> str | None:
     return found.status.job_name or None
 
 
-def _pod_name(found: Job) -> str | None:
-    return found.status.pod_name or None
+def _begun(found: Job) -> Job | None:
+    return found if found.status.active else None
 
 
 def _placed_pod(found: Pod) -> Pod | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from snapshot_shared.objects import Node, Pod
 from snapshot_shared.reasons import Reason
-from snapshotctl.domain import history, logs, story
+from snapshotctl.domain import formats, history, logs, story
 from snapshotctl.domain.history import Happening
 from snapshotctl.domain.kin import Kin, reference
 from snapshotctl.domain.logs import LogLine
@@ -73,7 +71,7 @@ async def explain(
             "asked": story.asked(root),
             "happened": [item.value() for item in happened],
             "now": lines,
-            "waitingFor": None if how.order is None else msgspec.to_builtins(how.order),
+            "waitingFor": None if how.order is None else formats.data(how.order),
             "log": [line._asdict() for line in chosen],
             "silent": silent,
             "next": advice,

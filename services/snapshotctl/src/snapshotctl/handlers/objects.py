@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from snapshot_shared.api import Applied
 from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, RemoteFailure
 from snapshot_shared.objects import KINDS, AnyObject, Node
-from snapshot_shared.telemetry import Telemetry
-from snapshotctl.domain import rows
+from snapshotctl.domain import formats, rows
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import NeverTrue
 from snapshotctl.domain.targets import Target
 from snapshotctl.domain.waiting import Goal, Gone, Met, Never, Open, Verdict, judge
+from snapshotctl.handlers import looking
 from snapshotctl.handlers.watching import until
 from snapshotctl.ports import Operator, Screen
+
+if TYPE_CHECKING:
+    from snapshot_shared.telemetry import Telemetry
 
 
 class Sent(NamedTuple):
@@ -89,7 +92,7 @@ async def get(
     else:
         found = [await existing(operator, target)]
     if not screen.wants_table:
-        values = [msgspec.to_builtins(item) for item in found]
+        values = [formats.data(item) for item in found]
         screen.value(values if target.name is None else values[0])
     elif found:
         screen.table(rows.table_of(target.kind, found, now, with_namespace=everywhere))
@@ -112,7 +115,9 @@ async def existing(operator: Operator, target: Target) -> AnyObject:
 
 async def delete(operator: Operator, screen: Screen, target: Target) -> None:
     """Mark an object for deletion."""
-    gone = await operator.delete(target)
+    found = await existing(operator, target)
+    with looking.as_it_was_read(target):
+        gone = await operator.delete(target, found.metadata.uid)
     if screen.wants_table:
         screen.line(f"{target} {'deleted' if gone else 'is being deleted'}")
         if not gone:
@@ -163,7 +168,7 @@ async def nodes(operator: Operator, screen: Screen, *, now: float) -> None:
         screen.value(
             [
                 {
-                    "node": msgspec.to_builtins(node),
+                    "node": formats.data(node),
                     "presence": msgspec.to_builtins(presence.get(node.metadata.name)),  # type: ignore[call-overload]  # a NodeName is a str
                 }
                 for node in found

@@ -8,20 +8,24 @@ from typing import Any
 import msgspec
 
 from snapshot_shared.api import AbortReply
-from snapshot_shared.errors import NotFound, RemoteFailure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, AnyObject, SnapshotContent
 from snapshot_shared.transitions import Capture
 from snapshotctl.domain.exits import NeverTrue
 from snapshotctl.domain.rows import Table
 from snapshotctl.domain.targets import Target
+from snapshotctl.handlers import looking
+from snapshotctl.handlers.objects import existing
 from snapshotctl.handlers.watching import until
 from snapshotctl.ports import OnCall, Screen
 
 
 async def cordon(operator: OnCall, screen: Screen, node: NodeName, *, unschedulable: bool) -> None:
-    """Let nothing new begin on a node, or let it again. NotFound."""
-    reply = await operator.cordon(node, unschedulable=unschedulable)
+    """Let nothing new begin on a node, or let it again. NotFound, Conflict."""
+    target = Target(KINDS["Node"], None, node)
+    version = (await existing(operator, target)).metadata.resource_version
+    with looking.as_it_was_read(target):
+        reply = await operator.cordon(node, version, unschedulable=unschedulable)
     if not screen.wants_table:
         value = {"node": node, "unschedulable": unschedulable, "changed": reply.changed}
         screen.value(value)
@@ -60,16 +64,10 @@ async def abort(
 
 
 async def _ask(operator: OnCall, targets: Sequence[Target], by: str) -> AbortReply:
-    for target in targets:
-        try:
-            return await operator.abort(target, by)
-        except RemoteFailure as error:
-            if error.failure.reason != "NotFound":
-                raise
-    raise NotFound(
-        f"there is no {', no '.join(map(str, targets))}",
-        next_step="list what there is, for example: snapshotctl get snapshots -A",
-    )
+    found = await looking.find(operator, targets)
+    target = looking.target_of(found, targets)
+    with looking.as_it_was_read(target):
+        return await operator.abort(target, by, found.metadata.uid)
 
 
 def list_schemas(screen: Screen, schemas: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from snapshot_shared.errors import BusUnavailable, DeadlineExceeded
-from snapshot_shared.objects import Job, Node, Pod
+from snapshot_shared.objects import Job, Node, Pod, SnapshotRestore
 from snapshot_shared.tasks import end_all
 from snapshotctl.domain import formats, phases, story
 from snapshotctl.domain.exits import NeverTrue, WrongArguments
@@ -46,7 +46,7 @@ class _Show:
         """Show what is new."""
         self._parts(kin)
         if (
-            how.word in ("waiting", "going")
+            how.word in ("waiting", "unknown", "going")
             and ("waits", how.reason, how.message) not in self._shown
         ):
             self._shown.add(("waits", how.reason, how.message))
@@ -102,13 +102,13 @@ async def watch(
     NotFound at once, NeverTrue when it failed or was deleted, DeadlineExceeded.
     """
     root = await looking.find(operator, targets)
-    target = next(target for target in targets if target.kind.type is type(root))
+    target = looking.target_of(root, targets)
     if isinstance(root, Node | Job):
         raise WrongArguments(
             f"{reference(root)} has no phases",
             next_step=f"look at it: snapshotctl explain {reference(root)}",
         )
-    phase = "restore" if isinstance(root, Pod) else "capture"
+    phase = "restore" if isinstance(root, Pod | SnapshotRestore) else "capture"
     try:
         async with asyncio.timeout(within_s):
             with screen.parts() as parts:

@@ -88,8 +88,9 @@ async def _moving(operator: OnCall, owned: Sequence[Owned]) -> Moving:
 
 
 async def _owners(operator: OnCall) -> list[AnyObject]:
-    contents = await operator.all_of(KINDS["SnapshotContent"], None)
-    return [*contents, *await operator.all_of(KINDS["Pod"], None)]
+    kinds = ("SnapshotContent", "SnapshotRestore", "Pod")
+    found = [await operator.all_of(KINDS[kind], None) for kind in kinds]
+    return [value for values in found for value in values]
 
 
 async def dead(operator: OnCall, screen: Screen, node: NodeName | None, *, now: float) -> None:

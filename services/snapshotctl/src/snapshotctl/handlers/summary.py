@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from snapshot_shared.objects import Pod, SnapshotContent
 from snapshot_shared.spans import SpanRecord
-from snapshot_shared.telemetry import Telemetry
 from snapshotctl.domain import demo, formats
 from snapshotctl.domain.demo import Answer
 from snapshotctl.domain.documents import Document
@@ -20,6 +19,9 @@ from snapshotctl.domain.exits import DemoFailed
 from snapshotctl.domain.preflight import Machine
 from snapshotctl.handlers.traces import show
 from snapshotctl.ports import Ground, Operator, Screen, Workers
+
+if TYPE_CHECKING:
+    from snapshot_shared.telemetry import Telemetry
 
 SPANS_S = 10.0
 

@@ -8,9 +8,15 @@ from collections.abc import Sequence
 import msgspec
 
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects import TRACEPARENT, AnyObject, Pod, SnapshotContent
+from snapshot_shared.objects import (
+    TRACEPARENT,
+    AnyObject,
+    Pod,
+    SnapshotContent,
+    SnapshotRestore,
+)
 from snapshot_shared.spans import SpanRecord, layout, parse_traceparent
-from snapshotctl.domain import waterfall
+from snapshotctl.domain import kin, waterfall
 from snapshotctl.domain.formats import span_time
 from snapshotctl.domain.targets import Target, traced
 from snapshotctl.ports import Operator, Screen
@@ -52,7 +58,7 @@ async def _find(operator: Operator, name: str, namespace: str) -> str:
         found = await operator.get(target)
         if found is None:
             continue
-        if trace_id := trace_of(found):
+        if trace_id := trace_of(found) or await _trace_of_restore(operator, found):
             return trace_id
         untraced.append(target)
     if untraced:
@@ -64,12 +70,17 @@ async def _find(operator: Operator, name: str, namespace: str) -> str:
     )
 
 
+async def _trace_of_restore(operator: Operator, found: AnyObject) -> str:
+    """Return the id of the trace of a pod's restore: it has one also where the pod has none."""
+    linked = kin.links(found, found) if isinstance(found, Pod) else []
+    restores = [await operator.get(target) for target in linked]
+    return next((trace_of(restore) for restore in restores if restore is not None), "")
+
+
 def trace_of(found: AnyObject) -> str:
     """Give the id of the trace that an object belongs to, or an empty string."""
     candidates = [found.metadata.annotations.get(TRACEPARENT, "")]
-    if isinstance(found, Pod | SnapshotContent):
+    if isinstance(found, Pod | SnapshotContent | SnapshotRestore):
         candidates.insert(0, found.status.traceparent)
-    if isinstance(found, Pod) and found.status.restore is not None:
-        candidates.insert(0, found.status.restore.traceparent)
     contexts = (parse_traceparent(candidate) for candidate in candidates)
     return next((context.trace_id for context in contexts if context), "")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from snapshot_shared.api import VerifyReply
-from snapshot_shared.errors import NotFound, RemoteFailure
 from snapshot_shared.objects import KINDS, AnyObject, Condition, SnapshotContent, condition
 from snapshotctl.domain.exits import NeverTrue, Unsound, Unverified
 from snapshotctl.domain.targets import Target
+from snapshotctl.handlers import looking
 from snapshotctl.handlers.watching import until
 from snapshotctl.ports import Operator, Screen
 
@@ -53,13 +53,7 @@ async def verify(
 
 
 async def _ask(operator: Operator, targets: Sequence[Target]) -> VerifyReply:
-    for target in targets:
-        try:
-            return await operator.verify(target)
-        except RemoteFailure as error:
-            if error.failure.reason != "NotFound":
-                raise
-    raise NotFound(
-        f"there is no {', no '.join(map(str, targets))}",
-        next_step="list what there is, for example: snapshotctl get dynamocheckpoints -A",
-    )
+    found = await looking.find(operator, targets)
+    target = looking.target_of(found, targets)
+    with looking.as_it_was_read(target):
+        return await operator.verify(target, found.metadata.uid)

@@ -19,7 +19,7 @@ from snapshotctl.domain.cluster import CONTEXT_PREFIX, NATS, NATS_CONFIGURATION,
 from snapshotctl.domain.demo import check_size
 from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.waiting import parse_goal
-from snapshotctl.handlers import clusters, demo, objects, traces, verifying
+from snapshotctl.handlers import clusters, demo, identities, objects, traces, verifying
 from snapshotctl.main import completing, inspect, operate, sim
 from snapshotctl.main.running import example, failed
 from snapshotctl.main.wiring import Tools, read_documents, run_work
@@ -40,6 +40,9 @@ app = typer.Typer(
 )
 
 
+File = Annotated[
+    Path, typer.Option("--filename", "-f", metavar="FILE", help="A YAML file; - for stdin.")
+]
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the objects.")]
 Name = Annotated[
     str | None, typer.Option("--name", help="Name of the local cluster.", show_default="default")
@@ -85,12 +88,7 @@ def common(
         "cat *.yaml | snapshotctl apply -f -",
     )
 )
-def apply(
-    context: typer.Context,
-    file: Annotated[
-        Path, typer.Option("--filename", "-f", metavar="FILE", help="A YAML file; - for stdin.")
-    ],
-) -> None:
+def apply(context: typer.Context, file: File) -> None:
     """Store the manifests of a file, all or none."""
     tools: Tools = context.obj
 
@@ -98,6 +96,26 @@ def apply(
         documents = read_documents(file)
         async with tools.operator() as operator:
             await objects.apply(operator, tools.screen, tools.telemetry, documents)
+
+    run_work(tools, work())
+
+
+@app.command(
+    epilog=example(
+        "snapshotctl identity -f deploy/examples/checkpoint.yaml",
+        "snapshotctl identity -f checkpoint.yaml -o json | jq -r '.[].identityHash'",
+    )
+)
+def identity(context: typer.Context, file: File) -> None:
+    """Print the identity hash of each DynamoCheckpoint of a file, without a server.
+
+    It is what status.checkpointID will be. Artifacts of equal hashes are interchangeable. Only
+    spec.identity is read; manifests of other kinds are passed over.
+    """
+    tools: Tools = context.obj
+
+    async def work() -> None:
+        identities.show(tools.screen, read_documents(file))
 
     run_work(tools, work())
 

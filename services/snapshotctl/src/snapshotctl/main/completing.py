@@ -26,8 +26,6 @@ VARIABLE = "_SNAPSHOTCTL_COMPLETE"
 PATIENCE_S = 1.0
 """How long a user who pressed Tab waits at most for a cluster, in seconds."""
 
-_CAPTURED = ("DynamoCheckpoint", "Snapshot", "SnapshotContent")
-
 
 def kinds_and_names(context: typer.Context, incomplete: str) -> list[str]:
     """Complete `KIND NAME` and `KIND/NAME`."""
@@ -44,12 +42,12 @@ def kinds_and_names(context: typer.Context, incomplete: str) -> list[str]:
 
 def captured(context: typer.Context) -> list[str]:
     """Complete the name of whatever may hold an artifact."""
-    return _names(context, [KINDS[name] for name in _CAPTURED])
+    return _names(context, [KINDS[name] for name in targets.VERIFIABLE])
 
 
 def traced(context: typer.Context) -> list[str]:
     """Complete the name of whatever may have a trace."""
-    return _names(context, [KINDS[name] for name in (*_CAPTURED, "Pod")])
+    return _names(context, [KINDS[name] for name in targets.TRACED])
 
 
 def nodes(context: typer.Context) -> list[str]:

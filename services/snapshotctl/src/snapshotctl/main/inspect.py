@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from snapshot_shared.errors import NotFound
+from snapshot_shared.objects import Framework
 from snapshot_shared.reasons import REASONS, explained
 from snapshotctl.adapters import machine
 from snapshotctl.adapters.artifact_files import ArtifactFiles
@@ -326,6 +327,13 @@ def checkpoint(
     pod: Annotated[str, typer.Argument(metavar="[POD]", help="A running pod.")] = "",
     manifest: Manifest = None,
     container: Container = None,
+    framework: Annotated[
+        Framework | None,
+        typer.Option(
+            "--framework",
+            help="Of a worker whose command runs no module dynamo.NAME.",
+        ),
+    ] = None,
     checkpoint_id: Annotated[
         str | None,
         typer.Option("--checkpoint-id", metavar="ID", help="Name of the snapshot or checkpoint."),
@@ -352,7 +360,14 @@ def checkpoint(
         async with tools.operator(patiently=True) as operator:
             means = sugar.Means(operator, tools.screen, tools.telemetry, tools.clocks, within_s)
             if written is not None:
-                await sugar.checkpoint_manifest(means, written, container, name, space)
+                await sugar.checkpoint_manifest(
+                    means,
+                    written,
+                    container=container,
+                    framework=framework,
+                    name=name,
+                    namespace=space,
+                )
             else:
                 running = targets.one_target(["pod", pod.removeprefix("pod/")], space)
                 await sugar.checkpoint_pod(means, running, container, name)

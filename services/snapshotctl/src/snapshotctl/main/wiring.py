@@ -13,13 +13,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from snapshot_shared.service import VERSION
 from snapshot_shared.tasks import end_all
-from snapshot_shared.telemetry import Telemetry
 from snapshotctl.adapters import machine
 from snapshotctl.adapters.cluster_logs import ClusterLogs
 from snapshotctl.adapters.folders import Folders
@@ -36,6 +35,9 @@ from snapshotctl.domain.servers import DEFAULT_CLUSTER, Server, cluster_name
 from snapshotctl.handlers.phases import Clocks
 from snapshotctl.handlers.summary import Stage
 from snapshotctl.main.running import carry_out
+
+if TYPE_CHECKING:
+    from snapshot_shared.telemetry import Telemetry
 
 SERVICE = "snapshotctl"
 NODE = "cli"
@@ -62,6 +64,8 @@ class Tools:
     @cached_property
     def telemetry(self) -> Telemetry:
         """The tracer."""
+        from snapshot_shared.telemetry import Telemetry  # noqa: PLC0415 - costs start-up time
+
         endpoint = os.environ.get("SNAPBACK_OTLP_ENDPOINT")
         return Telemetry(SERVICE, NODE, VERSION, otlp_endpoint=endpoint)
 

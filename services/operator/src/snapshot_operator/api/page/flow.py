@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from snapshot_operator.api.page.view import Entry, OpenOrder, commands_of, heard
-from snapshot_operator.core.mirror import mirrored
+from snapshot_operator.api.page.view import Entry, commands_of, heard, moved_part, open_order
 from snapshot_operator.core import fold
+from snapshot_operator.core.mirror import mirrored
 from snapshot_operator.core.plan import orders_of
 from snapshot_shared.objects import (
     AnyObject,
@@ -19,6 +19,7 @@ from snapshot_shared.objects import (
     OrderStatus,
     Pod,
     SnapshotContent,
+    SnapshotRestore,
 )
 from snapshot_shared.orders import Progress, Report
 from snapshot_shared.spans import SpanRecord, layout
@@ -48,7 +49,7 @@ class Known(NamedTuple):
 
 
 def details(entry: Entry, known: Known, context: str) -> dict[str, Any]:
-    """Give everything that is shown of one object."""
+    """Return everything that is shown of one object."""
     value = known.values[0]
     orders = [item for found in known.values for item in orders_of(found)]
     rows = value.status.conditions
@@ -113,8 +114,8 @@ def _steps(orders: Sequence[OrderStatus], reports: Iterable[Report]) -> list[Ste
         found = heard_of.get((item.order, item.attempt), {})
         if item.final is not None:
             found.setdefault(item.final.n, item.final)
-        steps.append(Step(item.ordered_at, 0, item, None))
-        at = item.ordered_at
+        at = item.ordered_at.timestamp()
+        steps.append(Step(at, 0, item, None))
         for n in sorted(found):
             at = max(at, found[n].at)
             if found[n].kind == "accepted" and n != max(found):
@@ -136,7 +137,7 @@ def _arrow(step: Step, lanes: Sequence[str], began: float) -> dict[str, Any]:
 
 
 def label(item: OrderStatus) -> str:
-    """Name an order for people: verb, part, and its attempt when it is not the first."""
+    """Return the name of an order for people: verb, part, and its attempt after the first."""
     part = item.order[len(item.verb) + 38 :]
     again = f" #{item.attempt}" if item.attempt > 1 else ""
     return f"{item.verb} {part}".rstrip() + again
@@ -162,12 +163,8 @@ def _bar(
     }
     if fold.is_answered(item):
         return bar | {"end": mine[-1]}
-    found = heard(_open(item), progress)
+    found = heard(open_order(item), progress)
     return bar | ({"done": found.done, "total": found.total, "step": found.step} if found else {})
-
-
-def _open(item: OrderStatus) -> OpenOrder:
-    return OpenOrder(item.order, item.verb, item.attempt, item.node, item.ordered_at)
 
 
 # Parts and facts.
@@ -176,14 +173,14 @@ def _open(item: OrderStatus) -> OpenOrder:
 def _parts(
     values: Sequence[AnyObject], orders: Sequence[OrderStatus], progress: Mapping[str, Progress]
 ) -> list[dict[str, Any]]:
-    """List the parts that are written or read, with their bytes; `done` is what is known of."""
+    """Return the parts that are written or read, with their bytes; `done` is what is known of."""
     parts: dict[str, dict[str, Any]] = {}
     for value in values:
         if isinstance(value, SnapshotContent):
             parts |= _planned(value)
     for item in orders:
-        name = _part_of(item)
-        if name and (found := _part_now(name, item, progress)):
+        name, size = _part_of(item)
+        if name and (found := _part_now(name, size, item, progress)):
             parts[name] = found if found["total"] else found | {"total": _total(parts, name)}
     return [parts[name] for name in sorted(parts, key=lambda name: (name != "process", name))]
 
@@ -201,15 +198,14 @@ def _planned(content: SnapshotContent) -> dict[str, dict[str, Any]]:
 
 
 def _part_now(
-    name: str, item: OrderStatus, progress: Mapping[str, Progress]
+    name: str, size: int, item: OrderStatus, progress: Mapping[str, Progress]
 ) -> dict[str, Any] | None:
     if item.state in _BAD:
         return _part(name, 0, 0, "bad")
     if item.final is not None:
-        told = item.final.part.bytes if item.final.part else item.final.bytes
-        size = int(told or item.payload.get("bytes", 0))
+        size = (item.final.part.bytes if item.final.part else item.final.bytes) or size
         return _part(name, size, size, "ok")
-    found = heard(_open(item), progress)
+    found = heard(open_order(item), progress)
     if found is None:
         return None
     return _part(name, found.done, found.total, "busy") | {"step": found.step}
@@ -219,18 +215,12 @@ def _part(name: str, done: int, total: int, state: str) -> dict[str, Any]:
     return {"part": name, "done": done, "total": total, "state": state}
 
 
-def _part_of(item: OrderStatus) -> str:
-    match item.verb:
-        case "dump" | "restore":
-            return "process"
-        case "save" | "load":
-            return str(item.payload.get("part", ""))
-        case _:
-            return ""
+def _part_of(item: OrderStatus) -> tuple[str, int]:
+    return ("process", 0) if item.verb in ("dump", "restore") else moved_part(item)
 
 
 def _facts(values: Sequence[AnyObject]) -> Iterable[tuple[str, str]]:
-    """List what identifies an object, as pairs of words."""
+    """Yield what identifies an object, as pairs of words."""
     first = values[0]
     if isinstance(first, DynamoCheckpoint):
         identity = first.spec.identity
@@ -248,8 +238,8 @@ def _facts_of(value: AnyObject) -> Iterable[tuple[str, str]]:
             yield "pod", value.metadata.name
             yield "node", value.status.node_name
             yield "GPUs", ", ".join(device.uuid for device in value.status.devices)
-            if value.status.restore is not None:
-                yield "restores from", value.status.restore.content_name
+        case SnapshotRestore():
+            yield "restores from", value.status.content_name
         case SnapshotContent():
             yield "content", value.metadata.name
             yield "attempt", str(value.status.attempt or "")

@@ -1,6 +1,6 @@
 """The page over HTTP: one file of HTML, JSON for programs, and server-sent events.
 
-Everything here is read-only. Whoever reaches the port may look, so browsers are kept from being
+Everything here is read-only. All who reach the port may look, so browsers are kept from being
 used against it: a name that is none of ours in the Host header is refused (DNS rebinding), nothing
 is shared across origins, and the page runs no script but its own.
 """
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MOST_STREAMS = 64
 MOST_QUESTIONS = 64
-"""How many may follow, and how many ask, at a time; one more is told 503."""
+"""How many may follow, and how many ask, at a time; one more is answered 503."""
 
 BEAT_S = 10.0
 """A sign of life at least this often, in seconds; the page gives a silent stream up after three."""
@@ -50,7 +50,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def content_policy(html: str) -> str:
-    """Give the Content-Security-Policy that lets exactly the scripts and styles of a page run."""
+    """Return the Content-Security-Policy for exactly the scripts and styles of a page."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(html):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -86,7 +86,7 @@ class Page:
         """Show `view`. Beside IP addresses and localhost the page answers to these host names."""
         self._view = view
         self._hosts = {host.lower() for host in hosts} | {"localhost"}
-        self._html = resources.files("snapshot_operator").joinpath("page.html").read_text("utf-8")
+        self._html = resources.files(__package__).joinpath("page.html").read_text("utf-8")
         self._policy = content_policy(self._html)
         self._streams = 0
         self._questions = 0
@@ -96,7 +96,7 @@ class Page:
         self._closing = asyncio.Event()
 
     def routes(self) -> list[web.AbstractRouteDef]:
-        """Give the routes; HEAD is answered wherever GET is, but for the stream."""
+        """Return the routes; HEAD is answered wherever GET is, but for the stream."""
         return [
             web.get("/", self._guarded(self._index)),
             web.get("/events", self._guarded(self._events), allow_head=False),
@@ -129,7 +129,7 @@ class Page:
         return answer
 
     def _is_ours(self, host: str) -> bool:
-        """Say whether a Host header is an address or a name of ours; names can be rebound."""
+        """Whether a Host header is an address or a name of ours; names can be rebound."""
         name = host.rpartition(":")[0] if re.search(r":\d+\Z", host) else host
         bare = name.removeprefix("[").removesuffix("]").lower()
         if bare in self._hosts:
@@ -227,7 +227,7 @@ class Page:
 
 
 def _let_go(request: web.Request) -> None:
-    """Drop the connection with what waits to be sent on it: nobody reads that."""
+    """Drop the connection with what waits to be sent on it: it is not read."""
     if request.transport is not None:
         request.transport.abort()
 

@@ -1,8 +1,8 @@
-"""What is going on now, for whoever looks: followed only while somebody does.
+"""What is going on now: followed only while there are readers.
 
-One observer serves all who look. It reads the store and the streams once, then follows changes,
-and offers each section of the view when it has changed. Nobody is sent a queue of old views: who
-is slow gets the newest one.
+One observer serves all readers. It reads the objects and the streams once, then follows changes,
+and offers each section of the view when it has changed. There is no queue of old views: a slow
+reader gets the newest one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from snapshot_operator.api.page.view import (
     Entry,
     Facts,
     GmsAnswer,
+    by_owner,
     entry_of,
     family,
     key_of,
     moved,
     revision,
     sections,
-    told,
+    settled,
     traced,
 )
 from snapshot_operator.core.plan import orders_of
+from snapshot_operator.core.restore import restore_name, source_of
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared import subjects
-from snapshot_shared.api import MAX_EVENT_BYTES, ObjectNews
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
@@ -42,15 +43,18 @@ from snapshot_shared.errors import (
     NotPermitted,
 )
 from snapshot_shared.ids import NodeName, OrderId, check_node, owner_of
-from snapshot_shared.objects import KINDS, AnyObject, kind_of
+from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotRestore
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import end_all, yield_turn
 
 log = logging.getLogger(__name__)
 
-PAGE = 200
-"""Objects that are read from the store at a time."""
+TURN = 200
+"""Objects that are reduced before other work of the process has its turn."""
+
+MOST_KEPT = 200
+"""Objects whose reports and spans are kept."""
 
 REST_S = 0.2
 """The least time between two views, in seconds."""
@@ -68,11 +72,9 @@ MOST_MARKS = 10_000
 MOST_PROGRESS = 2_000
 FIRST_VIEW_S = 10.0
 
-_BY_PLURAL = {kind.plural: kind for kind in KINDS.values()}
-
 
 class Update(NamedTuple):
-    """Sections as JSON by name, and the version that whoever has them is at."""
+    """Sections as JSON by name, and the version that they are of."""
 
     version: int
     sections: dict[str, bytes]
@@ -104,11 +106,11 @@ class Feed:
         news.set()
 
     def forget(self) -> None:
-        """Keep nothing for the time in which nobody looks."""
+        """Keep nothing for the time without readers."""
         self._sections.clear()
 
     def since(self, version: int) -> Update:
-        """Give the sections that changed after a version; all of them after 0."""
+        """Return the sections that changed after a version; all of them after 0."""
         return Update(
             self.version,
             {name: data for name, (at, data) in self._sections.items() if at > version},
@@ -129,10 +131,10 @@ class _Kept(NamedTuple):
 
 
 class LiveView:
-    """The observer. It begins with the first who looks and ends with the last."""
+    """The observer. It begins with the first reader and ends with the last."""
 
     def __init__(self, cluster: Cluster, bus: Bus, clocks: Clocks, life: str, context: str) -> None:
-        """Use the store and a bus; nothing is read yet. `context` is a nats context, or empty."""
+        """Use the objects and a bus; nothing is read yet. `context` is a nats context, or empty."""
         self._cluster = cluster
         self._bus = bus
         self._clocks = clocks
@@ -159,7 +161,7 @@ class LiveView:
         self._to_ask.clear()
 
     def now(self) -> float:
-        """Give the time here, in seconds since the epoch: what ages are counted from."""
+        """Return the time here, in seconds since the epoch: what ages are counted from."""
         return self._clocks.wall()
 
     @contextlib.asynccontextmanager
@@ -187,29 +189,34 @@ class LiveView:
 
     # What is followed.
 
-    def _changed(self, change: Change, value: AnyObject) -> None:
-        """Take a change of the store; free while nobody looks."""
-        if self._task is not None:
-            self._take_object(change, value)
-
-    def _take_object(self, change: Change, value: AnyObject) -> None:
-        key = key_of(kind_of(value), value.metadata.namespace, value.metadata.name)
-        if change == "DELETED":
-            self._entries.pop(key, None)
-            self._kept.pop(key, None)
+    def _changed(self, old: AnyObject | None, new: AnyObject | None) -> None:
+        """Take a change of an object; free while there are no readers."""
+        value = new or old
+        if self._task is None or value is None:
+            return
+        if new is not None:
+            self._take_object(new)
         else:
-            self._entries[key] = entry_of(value)
+            self._entries.pop(key_of(value), None)
+            self._kept.pop(key_of(value), None)
+        if isinstance(value, SnapshotRestore):
+            pod = self._cluster.by_uid(value.spec.pod_ref.uid)
+            if pod is not None:
+                self._take_object(pod)
         self._dirty.set()
 
+    def _take_object(self, value: AnyObject) -> None:
+        self._entries[key_of(value)] = read_entry(self._cluster, value)
+
     async def _run(self) -> None:
-        """Observe for as long as somebody looks, also when a connection ended in the middle."""
+        """Observe for as long as there are readers, also after a connection that has ended."""
         never = asyncio.Event()
+        self._entries.clear()
+        await self._read_objects()
         while True:
-            self._entries.clear()
-            await self._read_store()
             self._offer()
             self._followers = [asyncio.create_task(work) for work in self._works()]
-            # Who leaves last ends them, too: a cancellation of this task cannot be relied upon to
+            # The last reader ends them, too: a cancellation of this task cannot be relied upon to
             # reach them.
             done, _ = await asyncio.wait(self._followers, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -232,25 +239,20 @@ class LiveView:
         }
         return [
             *(self._follow(subject, take) for subject, take in following.items()),
-            self._follow_objects(),
             self._read_streams(),
             self._ask_services(),
             self._read_letters(),
             self._keep_offering(),
         ]
 
-    async def _read_store(self) -> None:
-        for kind in KINDS.values():
-            after = ""
-            while True:
-                found = await self._cluster.list(kind.name, after=after, limit=PAGE)
-                for value in found:
-                    self._take_object("ADDED", value)
-                if len(found) < PAGE:
-                    break
+    async def _read_objects(self) -> None:
+        values = [value for kind in KINDS for value in self._cluster.all(kind)]
+        for number, value in enumerate(values, 1):
+            # What has changed since was taken as a change.
+            if self._cluster.by_uid(value.metadata.uid) is value:
+                self._take_object(value)
+            if number % TURN == 0:
                 await yield_turn()
-                meta = found[-1].metadata
-                after = f"{meta.namespace or ''}/{meta.name}"
 
     async def _follow(self, subject: str, take: Callable[[Delivery], None]) -> None:
         async with self._listening(subject) as heard:
@@ -300,24 +302,6 @@ class LiveView:
         if what not in self._marks and len(self._marks) >= MOST_MARKS:
             self._marks.pop(next(iter(self._marks)))
         self._marks[what] = self._marks.get(what, 0) + 1
-
-    async def _follow_objects(self) -> None:
-        """Read again what another operator on this store says that it changed."""
-        async with self._listening(f"{subjects.EVENTS}.>") as heard:
-            while True:
-                delivery = await heard.get()
-                try:
-                    changed = decode_json(delivery.data, ObjectNews, limit=MAX_EVENT_BYTES).object
-                except InvalidMessage:
-                    continue
-                if (kind := KINDS.get(changed.kind)) is None:
-                    continue
-                meta = changed.metadata
-                value = await self._cluster.get(kind.name, meta.namespace, meta.name)
-                if value is not None:
-                    self._take_object("MODIFIED", value)
-                elif self._entries.pop(key_of(kind, meta.namespace, meta.name), None):
-                    self._dirty.set()
 
     async def _read_streams(self) -> None:
         """Read what the streams hold now, and again after each reconnection."""
@@ -415,37 +399,25 @@ class LiveView:
     # One object.
 
     async def details(self, plural: str, namespace: str, name: str) -> bytes:
-        """Give the details of one object as JSON, for whoever is `looking`. NotFound."""
-        kind = _BY_PLURAL.get(plural)
+        """Return the details of one object as JSON, for those who are `looking`. NotFound."""
         entry = self._entries.get(f"{plural}/{namespace}/{name}")
-        if kind is None or entry is None:
+        if entry is None:
             raise NotFound(
                 f"there is no {plural[:80]}/{namespace[:80]}/{name[:80]}",
                 next_step="go back to the page; it lists what there is",
             )
-        entry = traced(entry, self._entries)
-        values = await self._values(entry)
-        if not values:
-            raise NotFound(f"{kind.name} {entry.name} is gone")
-        kept = await self._read(entry, values)
+        led_to = by_owner(self._entries.values())
+        entry = traced(entry, led_to)
+        found = (self._cluster.by_uid(one.uid) for one in family(entry, led_to))
+        values = [value for value in found if value is not None]
+        kept = await self._read(entry, values, revision(entry, self._facts(), led_to))
         known = Known(values, kept.reports, kept.spans, self._progress)
         return encode_json({**details(entry, known, self._context), "revision": kept.revision})
 
-    async def _values(self, entry: Entry) -> list[AnyObject]:
-        found = []
-        for one in family(entry, self._entries):
-            value = await self._cluster.get(one.kind, one.namespace or None, one.name)
-            if value is not None:
-                found.append(value)
-            elif one.key == entry.key:
-                return []
-        return found
-
-    async def _read(self, entry: Entry, values: list[AnyObject]) -> _Kept:
-        """Read reports and spans, unless nothing was heard of the object since the last time."""
-        now = revision(entry, self._facts(), self._entries)
+    async def _read(self, entry: Entry, values: list[AnyObject], now: str) -> _Kept:
+        """Read reports and spans, unless none came for the object since the last revision."""
         kept = self._kept.get(entry.key)
-        if kept is not None and told(kept.revision) == told(now):
+        if kept is not None and settled(kept.revision) == settled(now):
             return kept._replace(revision=now)
         orders = {item.order for value in values for item in orders_of(value)}
         try:
@@ -454,7 +426,7 @@ class LiveView:
         except BusUnavailable as error:
             log.info("the page shows what the store knows of %s: %s", entry.key, error)
             return _Kept(now, kept.reports if kept else [], kept.spans if kept else [])
-        if len(self._kept) >= PAGE:
+        if len(self._kept) >= MOST_KEPT:
             self._kept.pop(next(iter(self._kept)))
         self._kept[entry.key] = _Kept(now, reports, spans)
         return self._kept[entry.key]
@@ -466,6 +438,14 @@ class LiveView:
     async def _spans(self, trace: str) -> list[SpanRecord]:
         deliveries = await self._bus.replay(subjects.SPANS, subjects.spans_of(trace))
         return [span for found in deliveries if (span := _decoded(found, SpanRecord))]
+
+
+def read_entry(cluster: Cluster, value: AnyObject) -> Entry:
+    """Return the entry of an object; that of a pod with its restore."""
+    restore = None
+    if isinstance(value, Pod) and source_of(value):
+        restore = cluster.get("SnapshotRestore", value.metadata.namespace, restore_name(value))
+    return entry_of(value, restore if isinstance(restore, SnapshotRestore) else None)
 
 
 def _decoded(delivery: Delivery, type_: type[Any]) -> Any:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_operator.core.plan import orders_of
+from snapshot_operator.core.restore import ENDED
 from snapshot_shared import subjects
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
@@ -24,18 +25,26 @@ from snapshot_shared.objects import (
     Condition,
     DynamoCheckpoint,
     Job,
-    Kind,
     Node,
+    OrderStatus,
     Pod,
     Snapshot,
     SnapshotContent,
+    SnapshotRestore,
     condition,
     is_true,
     kind_of,
 )
-from snapshot_shared.orders import DeadLetter, Presence, Progress
+from snapshot_shared.orders import (
+    DeadLetter,
+    LoadOrder,
+    Presence,
+    Progress,
+    SaveOrder,
+    order_in,
+)
 from snapshot_shared.spans import parse_traceparent
-from snapshot_shared.transitions import Capture, Restore
+from snapshot_shared.transitions import Capture
 
 MOST_OBJECTS = 200
 MOST_ARTIFACTS = 100
@@ -49,7 +58,7 @@ MOST_OWNERS = 8
 LETTER_SHOWN_S = 86400.0
 """How long a dead letter counts as a problem, in seconds; the stream keeps it longer."""
 
-SHOWN_KINDS = ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod")
+SHOWN_KINDS = ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod", "SnapshotRestore")
 SLOT_VERBS = frozenset({"dump", "verify"})
 """The orders that take one of the slots of their agent."""
 
@@ -96,7 +105,7 @@ class Artifact(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One object, reduced to what a view needs. `links` are the keys of what it led to."""
+    """One object, reduced to what a view needs. `owners` are the uids of what led to it."""
 
     key: str
     kind: str
@@ -112,7 +121,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     next: str = ""
     since: float | None = None
     owners: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
     trace: str = ""
     open: tuple[OpenOrder, ...] = ()
     parts: tuple[PartOrder, ...] = ()
@@ -148,26 +156,32 @@ class Facts(NamedTuple):
     now: float = 0.0
 
 
+LedTo = Mapping[str, Sequence[Entry]]
+"""Entries by the uid of their owner."""
+
+
 # One object.
 
 
-def key_of(kind: Kind, namespace: str | None, name: str) -> str:
-    """Name an object as the addresses of the page do: `<plural>/<namespace or ->/<name>`."""
-    return f"{kind.plural}/{namespace or '-'}/{name}"
+def key_of(value: AnyObject) -> str:
+    """Return the key of an object in the page's addresses: `<plural>/<namespace or ->/<name>`."""
+    meta = value.metadata
+    return f"{kind_of(value).plural}/{meta.namespace or '-'}/{meta.name}"
 
 
-def entry_of(value: AnyObject) -> Entry:
-    """Reduce an object."""
+def entry_of(value: AnyObject, restore: SnapshotRestore | None = None) -> Entry:
+    """Reduce an object. While `restore`, that of a pod, is under way, the pod is shown as it is."""
     meta, kind = value.metadata, kind_of(value)
-    phase, state = _phase(value)
-    told = _telling(value)
-    failure = _failure(value)
-    message, _, following = (told.message if told else "").partition(NEXT)
-    reason = failure.reason if failure else (told.reason if told else "")
+    shown = restore if restore is not None and _is_under_way(value, restore) else value
+    phase, state = _phase(shown)
+    row = _telling(shown)
+    failure = _failure(shown)
+    message, _, following = (row.message if row else "").partition(NEXT)
+    reason = failure.reason if failure else (row.reason if row else "")
     if state == "bad" and phase == "Ready":
         phase = f"Ready ({reason})"
     return Entry(
-        key=key_of(kind, meta.namespace, meta.name),
+        key=key_of(value),
         kind=kind.name,
         namespace=meta.namespace or "",
         name=meta.name,
@@ -179,30 +193,32 @@ def entry_of(value: AnyObject) -> Entry:
         reason=reason,
         message=failure.message if failure else message,
         next=(failure.next_step if failure else "") or following,
-        since=instant(told.last_transition_time) if told else None,
+        since=instant(row.last_transition_time) if row else None,
         owners=tuple(owner.uid for owner in meta.owner_references) + _bound(value),
-        links=tuple(_links(value)),
         trace=trace_of(value),
-        open=tuple(_open(value)),
+        open=tuple(open_order(o) for o in orders_of(value) if not fold.is_answered(o)),
         parts=tuple(_parts(value)),
         artifact=_artifact(value) if isinstance(value, SnapshotContent) else None,
         node=_node_facts(value) if isinstance(value, Node) else None,
     )
 
 
+def _is_under_way(pod: AnyObject, restore: SnapshotRestore) -> bool:
+    has_phase = isinstance(pod, Pod) and pod.status.phase in _POD_PHASES
+    return not has_phase and restore.status.state not in ENDED
+
+
 def trace_of(value: AnyObject) -> str:
-    """Give the id of the trace that an object belongs to; empty when there is none."""
+    """Return the id of the trace that an object belongs to; empty when there is none."""
     candidates = [value.metadata.annotations.get(TRACEPARENT, "")]
-    if isinstance(value, Pod | SnapshotContent):
+    if isinstance(value, Pod | SnapshotContent | SnapshotRestore):
         candidates.insert(0, value.status.traceparent)
-    if isinstance(value, Pod) and value.status.restore is not None:
-        candidates.insert(0, value.status.restore.traceparent)
     contexts = (parse_traceparent(candidate) for candidate in candidates)
     return next((context.trace_id for context in contexts if context), "")
 
 
 def instant(text: str) -> float | None:
-    """Read a time of Kubernetes as seconds since the epoch."""
+    """Return a time of Kubernetes as seconds since the epoch."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -224,6 +240,9 @@ def _phase(value: AnyObject) -> tuple[str, State]:
         case SnapshotContent():
             phase = value.status.capture.value
             return phase, _by_conditions(value.status.conditions, phase)
+        case SnapshotRestore():
+            phase = value.status.state.value
+            return phase, _ENDS.get(phase, "busy")
         case Pod():
             return _pod_phase(value)
         case Job():
@@ -234,7 +253,9 @@ def _phase(value: AnyObject) -> tuple[str, State]:
             return _node_phase(value)
 
 
-_ENDS: dict[str, State] = {"Failed": "bad", "Ready": "ok", "Pending": "waiting"}
+_ENDS: dict[str, State] = {"Failed": "bad", "Ready": "ok", "Restored": "ok", "Pending": "waiting"}
+_POD_PHASES: dict[str, State] = {"Failed": "bad", "Succeeded": "off", "Unknown": "waiting"}
+"""The phases of a pod that are shown as they are, whatever its conditions say."""
 
 
 def _by_conditions(rows: list[Condition], phase: str) -> State:
@@ -247,14 +268,9 @@ def _by_conditions(rows: list[Condition], phase: str) -> State:
 
 
 def _pod_phase(pod: Pod) -> tuple[str, State]:
-    restore, phase = pod.status.restore, pod.status.phase
-    if phase == "Failed":
-        return phase, "bad"
-    if phase == "Succeeded":
-        return phase, "off"
-    if restore is not None and restore.state not in (Restore.RESTORED, Restore.FAILED):
-        waits = restore.state is Restore.PENDING
-        return ("Restoring" if waits else restore.state.value), "waiting" if waits else "busy"
+    phase = pod.status.phase
+    if phase in _POD_PHASES:
+        return phase, _POD_PHASES[phase]
     if phase == "Pending":
         return phase, "waiting"
     is_ready = is_true(pod.status.conditions, "Ready")
@@ -273,7 +289,7 @@ def _node_phase(node: Node) -> tuple[str, State]:
 
 
 def _telling(value: AnyObject) -> Condition | None:
-    """Give the condition that says most of how an object is."""
+    """Return the condition that says most of how an object is."""
     rows = value.status.conditions
     for name in ("Quarantined", "Lost", "Failed"):
         if is_true(rows, name):
@@ -285,8 +301,10 @@ def _failure(value: AnyObject) -> Failure | None:
     match value:
         case SnapshotContent():
             return value.status.failure if value.status.capture is Capture.FAILED else None
-        case Pod() if value.status.restore is not None:
-            return value.status.restore.failure
+        case SnapshotRestore():
+            return value.status.failure
+        case Pod() if value.status.phase == "Unknown":
+            return Failure(reason=value.status.reason, message=value.status.message)
         case _:
             return None
 
@@ -295,27 +313,23 @@ def _bound(value: AnyObject) -> tuple[str, ...]:
     return (value.spec.snapshot_ref.uid,) if isinstance(value, SnapshotContent) else ()
 
 
-def _links(value: AnyObject) -> Iterable[str]:
-    space = value.metadata.namespace or "-"
-    match value:
-        case DynamoCheckpoint():
-            found = [("jobs", space, value.status.job_name)]
-            found += [("snapshots", space, value.status.snapshot_name)]
-            found += [("snapshotcontents", "-", value.status.content_name)]
-        case Snapshot():
-            content = value.status.bound_snapshot_content_name or ""
-            found = [("snapshotcontents", "-", content)]
-        case Job():
-            found = [("pods", space, value.status.pod_name)]
+def open_order(item: OrderStatus) -> OpenOrder:
+    """Reduce an order that is under way."""
+    since = item.ordered_at.timestamp()
+    return OpenOrder(item.order, item.verb, item.attempt, item.node, since)
+
+
+def moved_part(item: OrderStatus) -> tuple[str, int]:
+    """Return the part that an order saves or loads, and its bytes; no name when there is none."""
+    if item.verb not in ("save", "load"):
+        return "", 0
+    match order_in(item.payload):
+        case SaveOrder(part=part, layout=layout):
+            return part, layout.bytes
+        case LoadOrder(part=part, bytes=size):
+            return part, size
         case _:
-            found = []
-    return ["/".join(words) for words in found if words[2]]
-
-
-def _open(value: AnyObject) -> Iterable[OpenOrder]:
-    for item in orders_of(value):
-        if not fold.is_answered(item):
-            yield OpenOrder(item.order, item.verb, item.attempt, item.node, item.ordered_at)
+            return "", 0
 
 
 def _parts(value: AnyObject) -> Iterable[PartOrder]:
@@ -323,8 +337,7 @@ def _parts(value: AnyObject) -> Iterable[PartOrder]:
     last = max((item.attempt for item in orders), default=0)
     for item in orders:
         if item.attempt == last:
-            layout = item.payload.get("layout") or item.payload
-            yield PartOrder(item.order, int(layout.get("bytes", 0)), fold.is_answered(item))
+            yield PartOrder(item.order, moved_part(item)[1], fold.is_answered(item))
 
 
 def _artifact(content: SnapshotContent) -> Artifact | None:
@@ -364,15 +377,15 @@ def _node_facts(node: Node) -> NodeFacts:
 
 
 def sections(facts: Facts) -> dict[str, Any]:
-    """Give the parts of the page, each of which is sent when it changes."""
+    """Return the parts of the page, each of which is sent when it changes."""
     entries = sorted(facts.entries.values(), key=_rank)
-    by_key = {entry.key: entry for entry in entries}
+    led_to = by_owner(entries)
     nodes = sorted((e for e in entries if e.node is not None), key=lambda e: e.name)
-    shown = _grouped([e for e in entries if e.kind in SHOWN_KINDS], facts.entries.values())
+    shown = _grouped([e for e in entries if e.kind in SHOWN_KINDS], entries)
     held = [e for e in entries if e.artifact is not None]
     found = problems(entries, facts)
     under_way = _by_node(entries)
-    names = {e.uid: f"{e.namespace}/{e.name}" for e in entries if e.kind == "Pod"}
+    readers = _readers(entries)
     return {
         "problems": {"rows": found[:MOST_PROBLEMS], "all": len(found)},
         "nodes": {
@@ -381,17 +394,17 @@ def sections(facts: Facts) -> dict[str, Any]:
         },
         "objects": {
             "rows": [
-                _object_row(entry, by_key, facts, is_led_to=is_led_to)
-                for entry, is_led_to in shown[:MOST_OBJECTS]
+                _object_row(entry, led_to, facts, is_below=is_below)
+                for entry, is_below in shown[:MOST_OBJECTS]
             ],
             "all": len(shown),
         },
         "artifacts": {
-            "rows": [_artifact_row(e, names) for e in held[:MOST_ARTIFACTS]],
+            "rows": [_artifact_row(e, readers) for e in held[:MOST_ARTIFACTS]],
             "all": len(held),
             "bytes": sum(e.artifact.size for e in held if e.artifact),
         },
-        "about": {"follow": _followed(entries, by_key), "commands": commands(facts.context)},
+        "about": {"follow": _followed(entries, led_to), "commands": commands(facts.context)},
     }
 
 
@@ -404,13 +417,13 @@ def _rank(entry: Entry) -> tuple[int, float, str]:
 
 
 def _grouped(shown: Sequence[Entry], entries: Iterable[Entry]) -> list[tuple[Entry, bool]]:
-    """Put behind each object what it led to; tell which of them stand so."""
+    """Put behind each object what it led to, each with whether it stands so."""
     known = {entry.uid: entry for entry in entries}
-    led_to: dict[str, list[Entry]] = {}
+    groups: dict[str, list[Entry]] = {}
     for entry in shown:
-        led_to.setdefault(_root(entry, known).uid, []).append(entry)
+        groups.setdefault(_root(entry, known).uid, []).append(entry)
     found = []
-    for uid, group in led_to.items():
+    for uid, group in groups.items():
         first = [entry for entry in group if entry.uid == uid]
         rest = sorted(group, key=lambda entry: (SHOWN_KINDS.index(entry.kind), entry.key))
         found += [(entry, False) for entry in first]
@@ -427,65 +440,74 @@ def _root(entry: Entry, known: Mapping[str, Entry]) -> Entry:
     return entry
 
 
-def _followed(entries: Sequence[Entry], by_key: Mapping[str, Entry]) -> str:
-    """Name what to show unasked: the newest capture or restore, one under way before all others."""
+def _followed(entries: Sequence[Entry], led_to: LedTo) -> str:
+    """Return the key to show unasked: of the newest capture or restore, one under way first."""
     known = {entry.uid for entry in entries}
     kinds = ("DynamoCheckpoint", "Pod", "Snapshot")
     tops = [e for e in entries if e.kind in kinds and not set(e.owners) & known]
-    tops.sort(key=lambda e: (not working(e, by_key), -(e.created or 0.0), e.key))
+    tops.sort(key=lambda e: (not working(e, led_to), -(e.created or 0.0), e.key))
     return tops[0].key if tops else ""
 
 
-def family(entry: Entry, by_key: Mapping[str, Entry]) -> list[Entry]:
-    """Give an object and all that it led to, each once."""
+def by_owner(entries: Iterable[Entry]) -> LedTo:
+    """Return the entries by the uids of their owners, each list in the order of the keys."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        for uid in entry.owners:
+            found.setdefault(uid, []).append(entry)
+    for group in found.values():
+        group.sort(key=lambda entry: entry.key)
+    return found
+
+
+def family(entry: Entry, led_to: LedTo) -> list[Entry]:
+    """Return an object and all that it led to, each once."""
     found: dict[str, Entry] = {}
     waiting = [entry]
     while waiting:
         one = waiting.pop()
         if one.key not in found:
             found[one.key] = one
-            waiting += [by_key[key] for key in one.links if key in by_key]
+            waiting += led_to.get(one.uid, ())
     return list(found.values())
 
 
-def traced(entry: Entry, by_key: Mapping[str, Entry]) -> Entry:
-    """Give an entry with a trace: its own, or else that of what it led to."""
-    found = (one.trace for one in family(entry, by_key) if one.trace)
+def traced(entry: Entry, led_to: LedTo) -> Entry:
+    """Return an entry with a trace: its own, or else that of what it led to."""
+    found = (one.trace for one in family(entry, led_to) if one.trace)
     return replace(entry, trace=next(found, ""))
 
 
-def working(entry: Entry, by_key: Mapping[str, Entry]) -> list[OpenOrder]:
-    """Give the orders that are under way for an object, the oldest first."""
-    orders = [order for one in family(entry, by_key) for order in one.open]
+def working(entry: Entry, led_to: LedTo) -> list[OpenOrder]:
+    """Return the orders that are under way for an object, the oldest first."""
+    orders = [order for one in family(entry, led_to) for order in one.open]
     return sorted(orders, key=lambda order: (order.since, order.order))
 
 
-def revision(entry: Entry, facts: Facts, by_key: Mapping[str, Entry]) -> str:
-    """Name the state of an object's details: another name, other details.
+def revision(entry: Entry, facts: Facts, led_to: LedTo) -> str:
+    """Return a name of the state of an object's details: another name, other details.
 
     What follows the `/` changes with progress alone.
     """
     marks = facts.marks
-    found = family(entry, by_key)
+    found = family(entry, led_to)
     heard_of = [f"{one.version}.{marks.get(one.uid, 0)}" for one in found]
     progress = sum(marks.get(moved(one.uid), 0) for one in found)
-    trace = traced(entry, by_key).trace
+    trace = traced(entry, led_to).trace
     return f"{'-'.join(heard_of)}-{marks.get(trace, 0)}/{progress}"
 
 
-def told(found: str) -> str:
-    """Give the part of a revision that orders, reports and spans change."""
+def settled(found: str) -> str:
+    """Return the part of a revision that orders, reports and spans change."""
     return found.partition("/")[0]
 
 
 def moved(uid: str) -> str:
-    """Name the mark that counts the progress of what an owner ordered."""
+    """Return the mark that counts the progress of what an owner ordered."""
     return f"{uid}/progress"
 
 
-def _object_row(
-    entry: Entry, by_key: Mapping[str, Entry], facts: Facts, *, is_led_to: bool
-) -> dict[str, Any]:
+def _object_row(entry: Entry, led_to: LedTo, facts: Facts, *, is_below: bool) -> dict[str, Any]:
     row: dict[str, Any] = {
         "key": entry.key,
         "kind": entry.kind,
@@ -496,11 +518,11 @@ def _object_row(
         "reason": entry.reason,
         "message": entry.message,
         "created": entry.created,
-        "rev": revision(entry, facts, by_key),
-        "below": is_led_to,
+        "rev": revision(entry, facts, led_to),
+        "below": is_below,
     }
-    parts = [part for one in family(entry, by_key) for part in one.parts]
-    if not is_led_to and (step := step_of(working(entry, by_key), parts, facts.progress)):
+    parts = [part for one in family(entry, led_to) for part in one.parts]
+    if not is_below and (step := step_of(working(entry, led_to), parts, facts.progress)):
         row["step"] = step
     return row
 
@@ -508,7 +530,7 @@ def _object_row(
 def step_of(
     orders: Sequence[OpenOrder], parts: Sequence[PartOrder], progress: Mapping[str, Progress]
 ) -> dict[str, Any] | None:
-    """Say what is being done now. `done` and `total` are bytes, absent where nobody counts.
+    """Return what is being done now; `done` and `total` are bytes, absent where none are counted.
 
     A part that has ended counts whole, so that nothing goes back while others are under way.
     """
@@ -533,7 +555,7 @@ def step_of(
 
 
 def heard(order: OpenOrder, progress: Mapping[str, Progress]) -> Progress | None:
-    """Give the last progress of this attempt of an order."""
+    """Return the last progress of this attempt of an order."""
     found = progress.get(order.order)
     return found if found is not None and found.attempt == order.attempt else None
 
@@ -584,6 +606,14 @@ def _gpu(row: tuple[int, str, str, int], now: DeviceStatus | None) -> dict[str, 
     return found
 
 
+def _readers(entries: Sequence[Entry]) -> dict[str, str]:
+    """Return by the uid of each restore the pod that it restores, as `<namespace>/<name>`."""
+    pods = {e.uid: e.name for e in entries if e.kind == "Pod"}
+    restores = (e for e in entries if e.kind == "SnapshotRestore")
+    found = ((e, next((pods[uid] for uid in e.owners if uid in pods), e.name)) for e in restores)
+    return {e.uid: f"{e.namespace}/{name}" for e, name in found}
+
+
 def _artifact_row(entry: Entry, names: Mapping[str, str]) -> dict[str, Any]:
     held = entry.artifact
     assert held is not None  # noqa: S101 - only those with one are asked for
@@ -605,7 +635,7 @@ def _artifact_row(entry: Entry, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def problems(entries: Sequence[Entry], facts: Facts) -> list[dict[str, Any]]:
-    """List what somebody should look at, the gravest first, each with what to do next."""
+    """Return what needs attention, the gravest first, each with what to do next."""
     found: list[dict[str, Any]] = []
     if facts.bus:
         found.append(
@@ -628,7 +658,7 @@ def problems(entries: Sequence[Entry], facts: Facts) -> list[dict[str, Any]]:
 
 
 def _failed(entries: Sequence[Entry]) -> Iterable[Entry]:
-    """Give what failed; of an object and those that it led to, what a person made."""
+    """Return what failed; of an object and those that it led to, what a person made."""
     bad = [e for e in entries if e.state == "bad" and e.node is None]
     uids = {e.uid for e in bad}
     return [e for e in bad if not set(e.owners) & uids and e.kind in SHOWN_KINDS]
@@ -640,7 +670,7 @@ def _problem(key: str, what: str, reason: str, message: str, following: str) -> 
 
 def _node_problem(entry: Entry) -> dict[str, Any]:
     lost = entry.phase == "Lost"
-    words = "its orders fail at their deadlines" if lost else "nothing new is placed on it"
+    words = "its pods are Unknown" if lost else "nothing new is placed on it"
     return _problem(
         entry.key,
         f"Node {entry.name} is {entry.phase}",
@@ -676,7 +706,7 @@ def _letter_problem(count: int, letter: DeadLetter) -> dict[str, Any]:
         letter.failure.reason,
         f"{letter.subject}: {letter.failure.message}",
         letter.failure.next_step
-        or "find out who sent it; the operator publishes again what it wants",
+        or "find out who sent it; the operator publishes its own orders again",
     ) | {"since": letter.at}
 
 
@@ -684,7 +714,7 @@ def _letter_problem(count: int, letter: DeadLetter) -> dict[str, Any]:
 
 
 def commands(context: str) -> dict[str, list[str]]:
-    """Give for each panel the two commands that show the same."""
+    """Return for each panel the two commands that show the same."""
     nats, ours = _programs(context)
     return {
         "nodes": [f"{nats} kv watch {subjects.NODES_BUCKET}", f"{ours} nodes"],
@@ -703,7 +733,7 @@ def commands(context: str) -> dict[str, list[str]]:
 
 
 def commands_of(entry: Entry, context: str) -> dict[str, list[str]]:
-    """Give the commands that show one object, its orders and its trace."""
+    """Return the commands that show one object, its orders and its trace."""
     nats, ours = _programs(context)
     plural, space, name = entry.key.split("/")
     place = f" -n {space}" if space not in ("-", "default") else ""

@@ -1,0 +1,149 @@
+"""The driver of workers that are started again from their own state, with no privilege.
+
+A dump copies what the worker has saved, ends the process and starts the same program once more with
+`--resume-from <folder>`; a restore starts that of the placeholder so. Arguments, environment and
+working directory are those with which the process was started, as /proc shows them. The folder is
+`state/` of the control directory: the artifact itself is never shown to a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from snapshot_agent.adapters import ending, own_state
+from snapshot_agent.adapters.own_state import FREEZE_S
+from snapshot_agent.domain import control
+from snapshot_agent.domain.driving import Phase, Phases, Release
+from snapshot_agent.domain.spec import RESUME_FROM, Launch, resumed
+from snapshot_agent.ports import (
+    ControlDirectory,
+    Dump,
+    Launcher,
+    Process,
+    Restoring,
+    Stage,
+    Worker,
+)
+from snapshot_shared.errors import DeadlineExceeded, SourceExited
+from snapshot_shared.orders import Driver
+
+SOFT_S = 2.0
+"""How long what is left of a worker gets to end by itself, in seconds."""
+
+RELEASE_S = 8.0
+"""How long the program that ends a worker may take, in seconds."""
+
+
+class Respawn:
+    """The `ProcessDriver` port for workers that can be started again from their state."""
+
+    name: Driver = "respawn"
+    restore_step = "replace"
+    replaces = True
+
+    def __init__(
+        self, launcher: Launcher, controls: ControlDirectory, monotonic: Callable[[], float]
+    ) -> None:
+        """Start processes by `launcher`; `monotonic` is the clock of all deadlines."""
+        self._launcher = launcher
+        self._control = controls
+        self._monotonic = monotonic
+        self.stages = (
+            Stage("freeze", self._freeze, FREEZE_S),
+            Stage("copy-state", own_state.copy, writes=True),
+            Stage(
+                "replace",
+                self._replace,
+                writes=True,
+                replaces=True,
+                phases=Phases(during=Phase.BEGUN, after=Phase.SIGNAL),
+            ),
+        )
+
+    async def size(self, worker: Worker) -> int:
+        return await own_state.size(worker)
+
+    async def _freeze(self, dump: Dump) -> None:
+        await own_state.freeze(dump.worker)
+
+    async def _replace(self, dump: Dump) -> None:
+        """End the worker, and start it again; it is back when it says that it is quiet."""
+        worker = dump.worker
+        process = await self._succeed(worker, is_standby=False)
+        dump.worker = replace(worker, process=process)
+        quiet = asyncio.ensure_future(
+            self._control.appears(
+                worker.places, control.QUIESCED, lambda data: control.is_of(data, dump.attempt)
+            )
+        )
+        end = asyncio.ensure_future(self._launcher.ended(process))
+        try:
+            await asyncio.wait(
+                [quiet, end],
+                timeout=max(0.0, dump.deadline - self._monotonic()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            _require_back(worker, quiet, end)
+        finally:
+            for task in (quiet, end):
+                task.cancel()
+            await asyncio.gather(quiet, end, return_exceptions=True)
+
+    async def restore(self, placeholder: Worker, restoring: Restoring) -> Process:
+        await own_state.fill(placeholder, restoring.part, restoring.files, restoring.progress)
+        return await self._succeed(placeholder, is_standby=True)
+
+    async def _succeed(self, worker: Worker, *, is_standby: bool) -> Process:
+        launch = resumed(_launch_of(worker), is_standby=is_standby)
+        await self._launcher.terminate(worker.process, worker.places, 0.0)
+        if not is_standby:
+            self._control.remove(worker.places, control.QUIESCED)
+        return self._launcher.spawn(launch)
+
+    def release(self, worker: Worker, phase: Phase) -> Release:
+        if phase is not Phase.BEGUN:
+            return Release()
+        program = (sys.executable, "-m", ending.__name__, worker.places.marker, repr(SOFT_S))
+        return Release(program, RELEASE_S, ends=True, stays=True)
+
+
+def _require_back(
+    worker: Worker, quiet: asyncio.Future[None], end: asyncio.Future[int | None]
+) -> None:
+    """Raise unless the worker has said that it is quiet."""
+    if quiet.done():
+        quiet.result()
+        return
+    advice = f"the program must read its state from the folder after {RESUME_FROM} and then write "
+    advice += f"{control.QUIESCED}; see the container's log"
+    if end.done():
+        raise SourceExited(
+            f"container {worker.pod.container} ended with {end.result()} when it was started again",
+            next_step=advice,
+            exit_code=end.result(),
+        )
+    raise DeadlineExceeded(
+        f"container {worker.pod.container} was started again and did not become quiet",
+        next_step=advice,
+    )
+
+
+def _launch_of(worker: Worker) -> Launch:
+    """Read how a process was started. SourceExited when it is gone."""
+    folder = Path(f"/proc/{worker.process.pid}")
+    try:
+        argv = _strings(folder / "cmdline")
+        environment = (entry.partition("=") for entry in _strings(folder / "environ"))
+        cwd = (folder / "cwd").readlink()
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise SourceExited("the worker ended before it could be started again") from error
+    return Launch(argv, {name: value for name, _, value in environment}, cwd, worker.places)
+
+
+def _strings(path: Path) -> list[str]:
+    return [os.fsdecode(entry) for entry in path.read_bytes().split(b"\0")[:-1]]

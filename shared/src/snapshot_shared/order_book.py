@@ -1,0 +1,279 @@
+"""The orders of one service on one node: what it accepted, what runs, what it has to report.
+
+Everything is journalled before it counts. Reports are numbered and wait in the outbox in their
+order; a repeat is answered with what is on record. How orders arrive and how reports leave is the
+business of the courier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from snapshot_shared import instruments
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import Aborted, NoSpace, Rejected, SnapbackError, Superseded, failure_of
+from snapshot_shared.ids import NodeName, OrderId, verb_of
+from snapshot_shared.journal import Journal
+from snapshot_shared.ledger import Accepted, Delivered, Entry, Record, Reported, Tombstoned
+from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.orders import TERMINAL, Order, Report, Service
+from snapshot_shared.spans import order_context
+from snapshot_shared.steps import VERBS_OF
+from snapshot_shared.telemetry import working_on
+
+log = logging.getLogger(__name__)
+
+FULL_S = 0.5
+"""How long a full disk is left alone, in seconds."""
+
+Result = Mapping[str, Any]
+"""Fields of the terminal report besides the ones that every report has."""
+
+_AFTER_THE_END = ("ready", "exited")
+"""Reports about a worker that runs on after its order has ended."""
+
+
+class OrderBook:
+    """What one service has promised, and the tasks that keep it."""
+
+    def __init__(
+        self,
+        *,
+        node: NodeName,
+        service: Service,
+        journal: Journal,
+        clocks: Clocks,
+        metrics: Metrics = OFF,
+    ) -> None:
+        """Continue an open journal; reports that were not delivered are in the outbox."""
+        self.node = node
+        self.service: Service = service
+        self.journal = journal
+        self.clocks = clocks
+        self.outbox: asyncio.Queue[Report] = asyncio.Queue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unwritten: dict[tuple[str, int], list[Report]] = {}
+        self._metrics = metrics
+        self._queue(journal.ledger.pending_reports())
+        metrics.observe(instruments.OUTBOX, lambda: {(): self.outbox.qsize()})
+        metrics.observe(instruments.IN_FLIGHT, self._in_flight)
+
+    def _in_flight(self) -> Mapping[tuple[str, ...], float]:
+        now = Counter(verb_of(OrderId(order)) for order in self._tasks)
+        return {(verb,): now[verb] for verb in VERBS_OF[self.service]}
+
+    def _queue(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            self.outbox.put_nowait(report)
+
+    # Orders.
+
+    def answers(self, order: Order) -> list[Report] | None:
+        """Return what answers an order that is on record; None when this one is new.
+
+        The answer to a lower attempt than the known one is a refusal that names the known one.
+        """
+        known = self.journal.ledger.entries.get(order.order)
+        if known is None or known.attempt < order.attempt:
+            return None
+        if known.attempt == order.attempt:
+            return known.reports
+        newer = Superseded(
+            f"attempt {known.attempt} of {order.order} is known here, this is {order.attempt}",
+            attempt=known.attempt,
+        )
+        return [self.refusal(order.order, order.attempt, newer)]
+
+    def refusal(self, order: str, attempt: int, error: SnapbackError) -> Report:
+        """Return the report that an order was not accepted. It is not journalled."""
+        return self._report_of(order, attempt, 1, "rejected", {"failure": error.to_failure()})
+
+    def accept(self, order: Order, kind: str = "accepted", **fields: Any) -> asyncio.Future[None]:
+        """Journal an order and its first report as one. The order counts when the future ends.
+
+        NoSpace, StorageFailed: the order was not accepted.
+        """
+        accepted = Accepted(
+            order=order.order,
+            attempt=order.attempt,
+            payload=msgspec.Raw(encode_json(order)),
+            boot_id=self.clocks.boot_id,
+            monotonic=self.clocks.monotonic(),
+            wall=self.clocks.wall(),
+            deadline_s=order.deadline_s,
+        )
+        report = self._report_of(order.order, order.attempt, 1, kind, fields)
+        written = self.journal.write(accepted, Reported(report=report))
+
+        def queue(done: asyncio.Future[None]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self.outbox.put_nowait(report)
+                if report.is_terminal:
+                    self._count_finished(report)
+
+        written.add_done_callback(queue)
+        return written
+
+    def start(self, order: Order, work: Callable[[Entry], Awaitable[Result]]) -> None:
+        """Begin to carry out an accepted order; how `work` ends is reported.
+
+        An older attempt of the same order is cancelled, and has ended before `work` begins.
+        """
+        entry = self.journal.ledger.entries[order.order]
+        previous = self._tasks.get(entry.order)
+        task = asyncio.create_task(self._carry_out(entry, order, work, previous), name=entry.order)
+        self._tasks[entry.order] = task
+        task.add_done_callback(lambda done: self._forget(entry, done))
+
+    def _forget(self, entry: Entry, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(entry.order) is task:
+            del self._tasks[entry.order]
+        if not task.cancelled() and (error := task.exception()):
+            with working_on(entry.order, entry.attempt):
+                log.error("order %s ended without a report: %r", entry.order, error, exc_info=error)
+
+    async def _carry_out(
+        self,
+        entry: Entry,
+        order: Order,
+        work: Callable[[Entry], Awaitable[Result]],
+        previous: asyncio.Task[None] | None,
+    ) -> None:
+        identity = order_context(order.traceparent, entry.order, entry.attempt)
+        with working_on(entry.order, entry.attempt, identity.traceparent if identity else ""):
+            try:
+                if previous is not None:
+                    previous.cancel()
+                    await asyncio.gather(previous, return_exceptions=True)
+                result = await work(entry)
+            except asyncio.CancelledError:
+                await asyncio.shield(self.fail(entry, Aborted("the order was aborted here")))
+                raise
+            except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a report
+                await self.fail(entry, error)
+            else:
+                await self.report(entry, TERMINAL[verb_of(OrderId(entry.order))], **result)
+
+    async def cancel(self, order_id: str, attempt: int) -> bool:
+        """Cancel a running order of at most this attempt; wait for its compensation."""
+        task = self._tasks.get(order_id)
+        entry = self.journal.ledger.entries.get(order_id)
+        if task is None or entry is None or entry.attempt > attempt:
+            return False
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return True
+
+    async def drain(self) -> None:
+        """Cancel what runs and wait until its compensation is over and journalled."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.journal.settled()
+
+    # Tombstones.
+
+    async def tombstone(self, subject: str, attempt: int) -> None:
+        """Journal that no attempt up to this one of the named work may begin or go on."""
+        await self.journal.append(Tombstoned(subject=subject, attempt=attempt))
+
+    def require_current(self, subject: str, attempt: int) -> None:
+        """Superseded when the named work was aborted at this attempt or later."""
+        if self.journal.ledger.is_tombstoned(subject, attempt):
+            raise Superseded(f"attempt {attempt} of {subject} was aborted here", attempt=attempt)
+
+    # Reports.
+
+    async def fail(self, entry: Entry, error: BaseException) -> None:
+        """Report that an accepted order failed, or was rejected after all."""
+        failure = failure_of(error)
+        if failure.reason == "Internal":
+            log.error("order %s", entry.order, exc_info=error)
+        kind = "rejected" if isinstance(error, Rejected) else "failed"
+        await self.report(entry, kind, failure=failure)
+
+    async def report(self, entry: Entry, kind: str, **fields: Any) -> None:
+        """Journal the next report of an order and put it into the outbox, however full the disk is.
+
+        A terminal report absorbs: a second one for the same attempt is dropped. The report of a
+        caller that is cancelled is made all the same.
+        """
+        await asyncio.shield(asyncio.ensure_future(self._report(entry, kind, fields)))
+
+    async def _report(self, entry: Entry, kind: str, fields: Mapping[str, Any]) -> None:
+        unwritten = self._unwritten.setdefault((entry.order, entry.attempt), [])
+        has_ended = entry.terminal is not None or any(each.is_terminal for each in unwritten)
+        if has_ended and kind not in _AFTER_THE_END:
+            return
+        number = len(entry.reports) + len(unwritten) + 1
+        report = self._report_of(entry.order, entry.attempt, number, kind, fields)
+        unwritten.append(report)
+        try:
+            await self._append_however_full(Reported(report=report))
+        finally:
+            unwritten.remove(report)
+            if not unwritten:
+                self._unwritten.pop((entry.order, entry.attempt), None)
+        self.outbox.put_nowait(report)
+        if report.is_terminal and not has_ended:
+            self._count_finished(report)
+
+    def _report_of(
+        self, order: str, attempt: int, number: int, kind: str, fields: Mapping[str, Any]
+    ) -> Report:
+        return Report(
+            order=order,
+            attempt=attempt,
+            n=number,
+            kind=kind,  # type: ignore[arg-type]
+            node=self.node,
+            service=self.service,
+            at=self.clocks.wall(),
+            **fields,
+        )
+
+    def _count_finished(self, report: Report) -> None:
+        outcome = report.kind if report.kind in ("failed", "rejected") else "done"
+        reason = report.failure.reason if report.failure else ""
+        verb = verb_of(OrderId(report.order))
+        self._metrics.add(instruments.FINISHED, verb, outcome, reason)
+
+    async def _append_however_full(self, record: Record) -> None:
+        """Write a record down however long the disk is full: an outcome is never dropped."""
+        while True:
+            try:
+                return await self.journal.append(record)
+            except NoSpace as error:
+                log.warning("the journal waits: %s", error)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.journal.until_broken(), FULL_S)
+
+    def delivered(self, reports: Iterable[Report]) -> None:
+        """Journal that reports have left; nothing waits for it.
+
+        What a crash or a full disk keeps from being written is published once more by the next
+        process, and folded once.
+        """
+        for report in reports:
+            record = Delivered(order=report.order, attempt=report.attempt, n=report.n)
+            self.journal.write(record).add_done_callback(_ignore)
+
+    def queue_since(self, wall: float) -> None:
+        """Put all reports of orders that reported since then into the outbox once more."""
+        for entry in self.journal.ledger.entries.values():
+            if entry.reports and entry.reports[-1].at >= wall:
+                self._queue(entry.reports)
+
+
+def _ignore(done: asyncio.Future[None]) -> None:
+    if not done.cancelled():
+        done.exception()

@@ -1,0 +1,283 @@
+"""Captures and restores that end the process and start it again, by orders and by crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from snapshot_agent.domain import control
+from snapshot_shared import steps, subjects
+from snapshot_shared.api import Fault, SimReply, SimRequest
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import Failure
+from snapshot_shared.orders import AbortOrder, Order, Report
+from tests.support.agent_rig import Pod, Rig, below, fresh_uid, is_gone, state_of, until
+
+RESPAWN: dict[str, Any] = {"driver": "respawn"}
+STANDBY_EVENT = "standby"
+
+
+def failure_of(report: Report) -> Failure:
+    assert report.failure is not None, report
+    return report.failure
+
+
+def has_exited(rig: Rig, pod: Pod) -> bool:
+    return any(r.kind == "exited" and r.order == f"run-{pod.ref.uid}" for r in rig.reports)
+
+
+async def goes_on(pod: Pod) -> None:
+    before = pod.beats()
+    await until(lambda: pod.beats() != before, "another beat")
+
+
+async def test_a_captured_worker_goes_on_as_another_process_of_the_same_container(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running("--answer", "42")
+        before = pod.pid(rig.journal)
+        await rig.captured(pod, fresh_uid(), **RESPAWN)
+        after = pod.pid(rig.journal)
+        assert after != before
+        await until(lambda: is_gone(before), "the end of the first process")
+        await until(lambda: pod.events()[-1] == "snapshot-complete 1", "the worker's release")
+        assert "resumed 42 1024" in pod.events()
+        (shown,) = (await rig.status())["pods"]
+        assert (shown["containers"], shown["ended"]) == ({"main": after}, {})
+        assert not has_exited(rig, pod)
+        os.kill(after, signal.SIGTERM)
+        report = await rig.answer(rig.run_order(pod), "exited")
+        assert report.exit_code == 128 + signal.SIGTERM
+
+
+async def test_a_restored_worker_is_a_new_process_whose_exit_code_and_log_are_followed(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        source = await rig.running("--answer", "42", "--state-bytes", "20971520")
+        artifact = await rig.captured(source, fresh_uid(), **RESPAWN)
+        pod = await rig.running(standby=True)
+        before = pod.pid(rig.journal)
+        report = await rig.carry_out(rig.restore_order(pod, artifact, **RESPAWN))
+        assert report.kind == "restored", report
+        assert is_gone(before)
+        assert pod.pid(rig.journal) != before
+        assert pod.events()[-1] == "restored 42 20971520"
+        assert not has_exited(rig, pod)
+        os.kill(pod.pid(rig.journal), signal.SIGTERM)
+        exited = await rig.answer(rig.run_order(pod), "exited")
+        assert exited.exit_code == 128 + signal.SIGTERM
+        assert str(pod.home / "log") in exited.message
+
+
+async def test_a_worker_can_be_captured_again_and_again(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running("--answer", "7")
+        for _ in range(3):
+            (pod.control / control.READY).write_text('{"attempt": 0}')
+            await rig.captured(pod, fresh_uid(), **RESPAWN)
+        await until(lambda: pod.events().count("resumed 7 1024") == 3, "the third resume")
+        await goes_on(pod)
+
+
+async def test_an_agent_that_returns_adopts_the_process_that_took_the_place(rig: Rig) -> None:
+    process = await rig.process()
+    pod = await rig.running()
+    content = fresh_uid()
+    await rig.staged(pod, content, **RESPAWN)
+    process.kill()
+    await process.wait()
+    await rig.process()
+    assert [held["content"] for held in (await rig.status())["captures"]] == [content]
+    assert (await rig.carry_out(rig.release_order(pod, content, **RESPAWN))).kind == "released"
+    await until(lambda: pod.events()[-1] == "snapshot-complete 1", "the worker's release")
+    assert not has_exited(rig, pod)
+
+
+async def test_a_guard_lets_the_process_go_that_took_the_place(rig: Rig) -> None:
+    process = await rig.process()
+    pod = await rig.running()
+    await rig.staged(pod, fresh_uid(), **RESPAWN)
+    process.kill()
+    await process.wait()
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    await goes_on(pod)
+
+
+async def test_a_dump_with_another_driver_than_its_prepare_is_refused(rig: Rig) -> None:
+    async with rig.agent():
+        pod, content = await rig.running(), fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content, **RESPAWN))
+        refused = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
+        failure = failure_of(refused)
+        assert failure.reason == "NotEligible"
+        assert (failure.values["expected"], failure.values["found"]) == ("respawn", "cooperative")
+        assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
+        await goes_on(pod)
+
+
+async def test_a_driver_that_the_node_does_not_have_is_refused_before_the_worker_is_asked(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        refused = await rig.carry_out(rig.prepare_order(pod, fresh_uid(), driver="criu"))
+        failure = failure_of(refused)
+        assert failure.reason == "NotEligible"
+        assert failure.values["found"] == ["cooperative", "respawn"]
+        assert not (pod.control / control.QUIESCE).exists()
+
+
+async def test_an_artifact_is_restored_by_no_other_driver_than_its_own(rig: Rig) -> None:
+    async with rig.agent():
+        source = await rig.running()
+        artifact = await rig.captured(source, fresh_uid(), **RESPAWN)
+        pod = await rig.running(standby=True)
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
+        assert failure.reason == "Incompatible"
+        assert (failure.values["expected"], failure.values["found"]) == ("respawn", "cooperative")
+        assert pod.events()[-1] == STANDBY_EVENT
+
+
+async def test_a_worker_that_cannot_be_started_again_fails_its_dump_and_its_pod(rig: Rig) -> None:
+    async with rig.agent():
+        pod, content = await rig.running("--exit-at-resume", "7"), fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content, **RESPAWN))
+        order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
+        failure = failure_of(await rig.carry_out(order))
+        assert failure.reason == "SourceExited"
+        assert failure.values["exit_code"] == 7
+        await rig.answer(rig.run_order(pod), "exited")
+        assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
+        assert (await rig.status())["captures"] == []
+
+
+# SIGKILL at each step that is the driver's own.
+
+
+async def armed(rig: Rig, verb: str, step: str) -> None:
+    request = SimRequest(arm=Fault(action="crash", step=step, verb=verb))
+    answer = await rig.bus.request(
+        subjects.rpc(rig.node, "agent", "sim"), encode_json(request), timeout_s=5.0
+    )
+    assert decode_json(answer, SimReply).failure is None
+
+
+async def crashed(rig: Rig, process: asyncio.subprocess.Process, order: Order) -> None:
+    await rig.send(order)
+    await asyncio.wait_for(process.wait(), 20.0)
+
+
+def test_every_table_of_a_driver_has_its_crash_points_here() -> None:
+    assert set(steps.OWN_STEPS) == {("dump", "respawn"), ("restore", "respawn")}
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPBACK_SIM", "1")
+
+
+@pytest.mark.parametrize("returns", [True, False], ids=["agent returns", "guard alone"])
+@pytest.mark.parametrize("step", steps.table("dump", "respawn"))
+async def test_an_agent_killed_before_a_step_of_a_dump_has_done_anything_lets_the_worker_go_on(
+    rig: Rig, simulated: None, step: str, returns: bool
+) -> None:
+    process = await rig.process()
+    pod, content = await rig.running("--child"), fresh_uid()
+    prepared = await rig.carry_out(rig.prepare_order(pod, content, **RESPAWN))
+    order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
+    await armed(rig, "dump", step)
+    await crashed(rig, process, order)
+    if returns:
+        await rig.process()
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    if not returns:
+        await until(lambda: not guards(rig), "the end of the guard")
+        await rig.process()
+    await goes_on(pod)
+    expected = "AgentRestarted" if step in ("freeze", "copy-state") else "OutcomeUnknown"
+    await is_over(rig, order, expected)
+    assert not has_exited(rig, pod)
+
+
+async def is_over(rig: Rig, order: Order, reason: str) -> None:
+    """The order has failed once, and nothing is held any more."""
+    assert failure_of(await rig.answer(order)).reason == reason
+    assert len([r for r in rig.reports if r.order == order.order and r.is_terminal]) == 1
+    assert (await rig.status())["captures"] == []
+    await until(lambda: not guards(rig), "the end of the guard")
+
+
+@pytest.mark.parametrize("returns", [True, False], ids=["agent returns", "guard alone"])
+async def test_an_agent_killed_while_a_worker_is_replaced_leaves_nothing_of_it(
+    rig: Rig, returns: bool
+) -> None:
+    process = await rig.process()
+    pod, content = await rig.running("--child", "--hang-at-resume"), fresh_uid()
+    prepared = await rig.carry_out(rig.prepare_order(pod, content, **RESPAWN))
+    order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
+    await rig.send(order)
+    await until(lambda: "--resume-from" in pod.events()[-1], "the next process")
+    process.kill()
+    await process.wait()
+    if returns:
+        await rig.process()
+    await until(lambda: workers_of(rig, pod) == [], "the end of the worker")
+    if not returns:
+        await until(lambda: not guards(rig), "the end of the guard")
+        await rig.process()
+    await is_over(rig, order, "OutcomeUnknown")
+    await rig.answer(rig.run_order(pod), "exited")
+
+
+async def test_a_dump_that_is_aborted_while_the_worker_is_replaced_leaves_nothing_of_it(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod, content = await rig.running("--child", "--hang-at-resume"), fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content, **RESPAWN))
+        order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
+        await rig.send(order)
+        await until(lambda: "--resume-from" in pod.events()[-1], "the next process")
+        abort = AbortOrder(
+            pod=pod.ref, content_uid=content, **rig.common("abort", content), **RESPAWN
+        )
+        assert (await rig.carry_out(abort)).kind == "aborted"
+        assert workers_of(rig, pod) == []
+        await is_over(rig, order, "Aborted")
+        await rig.answer(rig.run_order(pod), "exited")
+
+
+def guards(rig: Rig) -> list[int]:
+    return [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
+
+
+def workers_of(rig: Rig, pod: Pod) -> list[int]:
+    return [
+        pid
+        for pid, text in below(pod.control).items()
+        if "adapters." not in text and state_of(pid) not in "XZ"
+    ]
+
+
+@pytest.mark.parametrize("step", steps.table("restore", "respawn"))
+async def test_an_agent_killed_within_a_restore_goes_on_where_it_was(
+    rig: Rig, simulated: None, step: str
+) -> None:
+    process = await rig.process()
+    source = await rig.running("--answer", "42")
+    artifact = await rig.captured(source, fresh_uid(), **RESPAWN)
+    pod = await rig.running(standby=True)
+    order = rig.restore_order(pod, artifact, **RESPAWN)
+    await armed(rig, "restore", step)
+    await crashed(rig, process, order)
+    await rig.process()
+    assert (await rig.answer(order)).kind == "restored"
+    assert pod.events()[-1] == "restored 42 1024"
+    assert len(workers_of(rig, pod)) == 1
+    assert not has_exited(rig, pod)

@@ -1,0 +1,94 @@
+"""Each command as the program that a shell starts: it answers as it does within the tests.
+
+Those that are interrupted elsewhere, or that start a cluster, are programs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.snapshotctl.conftest import Cli, Ended
+
+POD = """\
+apiVersion: v1
+kind: Pod
+metadata: {name: there}
+spec: {nodeSelector: {nowhere: "1"}, containers: [{name: main, command: ["true"]}]}
+"""
+CHECKPOINT = """\
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoCheckpoint
+metadata: {name: llama}
+spec: {identity: {model: meta-llama/Llama-2-7b-hf, backendFramework: vllm}}
+"""
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """A user whose default cluster runs, with a pod that no node fits."""
+    found = Cli(tmp_path_factory.mktemp("user"))
+    found.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+    found.ok("apply", "-f", "-", stdin=POD)
+    yield found
+    found.purge()
+
+
+def _both(cli: Cli, *words: str, stdin: str = "") -> tuple[Ended, Ended]:
+    return cli.program(*words, stdin=stdin), cli.run(*words, stdin=stdin)
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "code"),
+    [
+        ("apply -f -", POD, 0),
+        ("identity -f -", CHECKPOINT, 0),
+        ("get pods -o json", "", 0),
+        ("describe pod there -o json", "", 0),
+        ("explain DeviceTooSmall", "", 0),
+        ("trace nothing", "", 3),
+        ("watch nothing", "", 3),
+        ("verify nothing", "", 3),
+        ("checkpoint nothing", "", 3),
+        ("delete pod nothing", "", 3),
+        ("cordon nothing", "", 3),
+        ("artifacts ls", "", 0),
+        ("artifacts gc --dry-run -o json", "", 0),
+        ("orders", "", 0),
+        ("dead ls", "", 0),
+        ("schema dump_order", "", 0),
+        ("completion bash", "", 0),
+        ("sim fail node-1 --clear", "", 0),
+        ("down --name nothing", "", 3),
+        ("leftovers --no-such-option", "", 2),
+        ("--version", "", 0),
+    ],
+)
+def test_a_command_answers_the_same_from_a_shell(
+    running: Cli, words: str, stdin: str, code: int
+) -> None:
+    program, here = _both(running, *words.split(), stdin=stdin)
+    assert program == here
+    assert program.code == code
+    assert program.out or program.err
+
+
+@pytest.mark.parametrize("words", ["nodes", "events", "doctor"])
+def test_a_command_whose_answer_holds_times_ends_the_same_from_a_shell(
+    running: Cli, words: str
+) -> None:
+    program, here = _both(running, *words.split())
+    assert (program.code, program.err) == (here.code, here.err) == (0, "")
+    assert program.out.split()[0] == here.out.split()[0]
+
+
+def test_files_are_written_the_same_from_a_shell(running: Cli, tmp_path: Path) -> None:
+    for name, run in (("program", running.program), ("here", running.run)):
+        bundle = tmp_path / f"{name}.tar.gz"
+        ended = run("bundle", "-o", str(bundle))
+        assert (ended.code, bundle.is_file()) == (0, True), ended
+        folder = tmp_path / name
+        ended = run("keys", "--folder", str(folder), "--node", "node-1")
+        assert (ended.code, (folder / "operator" / "seed.nk").is_file()) == (0, True), ended

@@ -1,0 +1,91 @@
+"""What is not seen yet: reports, orders and pods of it wait, and are not forgotten or ended."""
+
+from __future__ import annotations
+
+from snapshot_operator.runtime.cluster import key_of
+from snapshot_operator.runtime.manager import Input
+from snapshot_shared.api import PodsRequest
+from snapshot_shared.objects import Pod
+from snapshot_shared.orders import Report
+from tests.support.blind_store import BlindStore
+from tests.support.objects import checkpoint_document, presence
+from tests.support.operator_world import World
+
+
+async def two_operators() -> tuple[World, World, BlindStore]:
+    """Return an operator that works, and one that was just as far and hears of nothing since."""
+    first = World()
+    await first.join(presence("node-1"))
+    await first.apply(checkpoint_document())
+    blind = BlindStore(first.store, ())
+    second = World(store=blind)
+    second.orders = first.orders
+    await second.cluster.sync()
+    second.is_synced = True
+    return first, second, blind
+
+
+async def test_a_report_for_an_order_that_is_not_seen_yet_waits_for_it() -> None:
+    first, second, blind = await two_operators()
+    await first.answer_well(first.open("run")[0])
+    (content,) = first.cluster.page("SnapshotContent")
+    blind.hidden.add("SnapshotContent")
+    await second.cluster.find(content.metadata.uid)
+    await first.answer_well(first.open("prepare")[0])
+    (dump,) = first.open("dump")
+    stored: list[Report] = []
+    report = Report(
+        order=dump.order,
+        attempt=1,
+        n=1,
+        kind="failed",
+        node=dump.node,
+        service=dump.service,
+        at=0.0,
+        failure=None,
+    )
+    second.manager.take(key_of(content), Input(report, lambda: stored.append(report)))
+    await second.manager.settle()
+    assert stored == []
+    seen = second.cluster.by_uid(content.metadata.uid)
+    assert seen is not None
+    assert seen.metadata.resource_version == (await first.content()).metadata.resource_version
+
+
+async def test_the_sweep_leaves_an_order_alone_whose_owner_is_not_seen_yet() -> None:
+    first, second, blind = await two_operators()
+    blind.hidden.update({"SnapshotContent", "Snapshot", "DynamoCheckpoint", "Pod"})
+    await first.answer_well(first.open("run")[0])
+    (prepare,) = first.open("prepare")
+    await second.sweep.once()
+    assert prepare.order in first.orders.stream
+
+
+async def test_a_pod_that_is_not_seen_yet_is_not_given_up() -> None:
+    first = World()
+    await first.join(presence("node-1"))
+    await first.apply(checkpoint_document())
+    second = World(store=BlindStore(first.store, {"Pod"}))
+    await second.cluster.sync()
+    (pod,) = first.cluster.page("Pod")
+    request = PodsRequest(node="node-1", pods=[pod.metadata.uid])
+    assert (await second.nodes.pods(request)).unknown == []
+
+
+async def test_a_pod_that_the_store_does_not_know_or_has_given_up_is_named_to_its_node() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    (pod,) = world.cluster.page("Pod")
+    stray = "00000000-0000-0000-0000-000000000009"
+    request = PodsRequest(node="node-1", pods=[pod.metadata.uid, stray])
+    assert (await world.nodes.pods(request)).unknown == [stray]
+    await world.report(world.open("run")[0])
+    world.present.clear()
+    await world.see(absent_s=100.0)
+    await world.cluster.delete(world.cluster.page("Node")[0])
+    await world.settle()
+    failed = world.cluster.by_uid(pod.metadata.uid)
+    assert isinstance(failed, Pod)
+    assert failed.status.phase == "Failed"
+    assert (await world.nodes.pods(request)).unknown == [pod.metadata.uid, stray]

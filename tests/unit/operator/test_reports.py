@@ -1,0 +1,217 @@
+"""Reports from their stream: acknowledged when their effect is stored, and never the end of all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from snapshot_operator.runtime.reports import MAX_VALUES_BYTES, OPERATOR, Reports
+from snapshot_shared import subjects
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import NodeName, OrderId
+from snapshot_shared.objects import OrderStatus
+from snapshot_shared.orders import TERMINAL, DeadLetter, Report
+from tests.scenario.bus import SimBus, SimServer
+from tests.support.brokers import VirtualLoop
+from tests.support.objects import checkpoint_document, presence
+from tests.support.operator_world import World
+
+
+def report_on(order: OrderStatus, kind: str = "failed", **fields: Any) -> Report:
+    return Report(
+        order=order.order,
+        attempt=order.attempt,
+        n=1,
+        kind=kind,  # type: ignore[arg-type]
+        node=order.node,
+        service=order.service,
+        at=0.0,
+        **fields,
+    )
+
+
+class Intake:
+    """A world whose reports come over a bus."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.server = SimServer()
+
+    async def start(self) -> None:
+        self.bus = await SimBus(self.server, "operator").connect()
+        await self.bus.ensure_assets()
+        await self.world.join(presence("node-1"))
+        await self.world.apply(checkpoint_document())
+        self.reports = Reports(
+            self.bus,  # type: ignore[arg-type]
+            self.world.cluster,
+            self.world.manager,
+            self.world.clock,
+        )
+        self.task = asyncio.ensure_future(self.reports.run())
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def send(self, order: OrderStatus, data: bytes, kind: str = "failed") -> None:
+        subject = subjects.report(NodeName(order.node), OrderId(order.order), kind)  # type: ignore[arg-type]
+        await self.bus.publish(subject, data)
+        await self.turn()
+
+    async def turn(self) -> None:
+        await asyncio.sleep(1.0)
+        await self.world.settle()
+        await asyncio.sleep(1.0)
+
+    async def letters(self) -> list[DeadLetter]:
+        found = await self.bus.replay(subjects.DEAD, subjects.dead(OPERATOR))
+        return [msgspec.json.decode(delivery.data, type=DeadLetter) for delivery in found]
+
+
+def run(story: Any) -> None:
+    async def told() -> None:
+        intake = Intake()
+        await intake.start()
+        try:
+            await story(intake)
+        finally:
+            await intake.stop()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(told())
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def hostile(order: OrderStatus, values: str) -> bytes:
+    data = msgspec.json.encode(
+        report_on(order, failure=Failure(reason="Bad", message="x", values={"v": "HERE"}))
+    )
+    return data.replace(b'"HERE"', values.encode())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "[" * 900 + "]" * 900,
+        '{"a":' * 800 + "1" + "}" * 800,
+        '{"a": 1}',
+        "[[1]]",
+        '"' + "x" * MAX_VALUES_BYTES + '"',
+    ],
+    ids=["deep-list", "deep-object", "object", "list-of-lists", "large"],
+)
+def test_values_that_are_not_plain_are_a_dead_letter_and_the_operator_goes_on(values: str) -> None:
+    async def story(intake: Intake) -> None:
+        (order,) = intake.world.open("run")
+        await intake.send(order, hostile(order, values))
+        assert not intake.task.done()
+        (letter,) = await intake.letters()
+        assert letter.failure.reason == "InvalidMessage"
+        assert (await intake.world.get("DynamoCheckpoint", "llm")).status.phase == "Creating"
+        started = msgspec.json.encode(report_on(order, TERMINAL["run"]))
+        await intake.send(order, started, TERMINAL["run"])
+        (pod,) = intake.world.cluster.page("Pod")
+        assert pod.status.phase == "Running"  # type: ignore[union-attr]
+
+    run(story)
+
+
+def test_a_report_of_another_subject_than_it_says_is_a_dead_letter() -> None:
+    async def story(intake: Intake) -> None:
+        (order,) = intake.world.open("run")
+        await intake.send(order, msgspec.json.encode(report_on(order, "started")), "failed")
+        (letter,) = await intake.letters()
+        assert "came on" in letter.failure.message
+
+    run(story)
+
+
+def test_a_report_for_an_object_that_is_gone_is_acknowledged_and_changes_nothing() -> None:
+    async def story(intake: Intake) -> None:
+        (order,) = intake.world.open("run")
+        gone = "00000000-0000-0000-0000-000000000009"
+        stray = msgspec.structs.replace(order, order=f"run-{gone}")
+        await intake.send(stray, msgspec.json.encode(report_on(stray, "started")), "started")
+        assert await intake.letters() == []
+        (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
+        assert not durable.pending
+
+    run(story)
+
+
+async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+    await world.answer_well(world.open("prepare")[0])
+    before = int((await world.content()).metadata.resource_version)
+    from snapshot_operator.runtime.cluster import key_of
+    from snapshot_operator.runtime.manager import Input
+
+    stored: list[Report] = []
+    reports = [report_on(save, "leased") for save in world.open("save")]
+    content = await world.content()
+    world.manager.take(
+        key_of(content),
+        *(Input(r, lambda r=r: stored.append(r)) for r in reports),  # type: ignore[misc]
+    )
+    assert stored == []
+    await world.settle()
+    assert stored == reports
+    after = int((await world.content()).metadata.resource_version)
+    assert after - before == 1
+
+
+async def test_a_lost_report_of_a_cleaning_order_delays_the_deletion_and_does_not_end_it() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    (stop,) = world.open("stop")
+    await world.report(stop, "accepted")
+    world.answered.add((stop.order, stop.attempt))  # Its `stopped` is lost with the stream.
+    await world.advance(stop.deadline.timestamp() - world.now - 1.0)
+    assert not world.open("stop")
+    await world.advance(2.0)
+    (again,) = world.open("stop")
+    assert again.attempt == 2
+    await world.answer_all()
+    assert not world.cluster.page("Pod")
+
+
+async def test_an_attempt_below_that_of_the_nodes_journal_is_raised_above_it() -> None:
+    """As after the store was restored from a backup."""
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+    (prepare,) = world.open("prepare")
+    superseded = Failure(reason="Superseded", message="older", values={"attempt": 7})
+    await world.report(prepare, "rejected", failure=superseded)
+    for abort in world.open("abort"):
+        await world.answer_well(abort)
+    (again,) = world.open("prepare")
+    assert again.attempt == 8
+    await world.answer_all()
+    found = await world.get("DynamoCheckpoint", "llm")
+    assert found.status.phase == "Ready"
+    await world.cluster.delete(found)
+    await world.settle()
+    (stop,) = world.open("stop")
+    stopped = Failure(reason="Superseded", message="older", values={"attempt": 3})
+    await world.report(stop, "rejected", failure=stopped)
+    (stop,) = world.open("stop")
+    assert stop.attempt == 4
