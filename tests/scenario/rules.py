@@ -50,6 +50,7 @@ from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SHARED
 from tests.scenario.worker import Saved, SimWorker
+from tests.support.rules import names_a_newer_attempt
 
 if TYPE_CHECKING:
     from tests.scenario.node import SimNode
@@ -177,7 +178,7 @@ class Rules:
                 self.fail("ended", f"the worker of pod {name} was ordered to stop")
 
     def _reported(self, report: Report) -> None:
-        if not report.is_terminal:
+        if not report.is_terminal or names_a_newer_attempt(report):
             return
         key = (report.node, report.service, report.order, report.attempt)
         build = self._world.node(report.node).build

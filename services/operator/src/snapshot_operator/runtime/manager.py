@@ -78,6 +78,7 @@ class Manager:
         self._controllers = {controller.kind: controller for controller in controllers}
         self._interpreter = interpreter
         self._now = now
+        self._started_at = now()
         self._metrics = metrics
         self._queue = WorkQueue(jitter)
         self._interests: dict[Key, frozenset[Interest]] = {}
@@ -184,8 +185,9 @@ class Manager:
             return Plan()
         uid = value.metadata.uid
         reports = [item.report for item in inputs if owner_uid(item.report) == uid]
-        orders = fold.fold_all(orders_of(value), reports, now) if reports else []
-        folded = _with_orders(value, orders) if reports and orders != orders_of(value) else value
+        known = orders_of(value)
+        orders = fold.fold_all(fold.resumed(known, self._started_at, now), reports, now)
+        folded = _with_orders(value, orders) if orders != known else value
         plan = controller.reconcile(controller.gather(read, folded), now)
         return rebased(plan, value, folded)
 
