@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.objects import KINDS, Kind
 from snapshot_shared.orders import TERMINAL, AgentOrder, AnyOrder, GmsOrder
-from snapshot_shared.steps import STEPS
+from snapshot_shared.steps import OWN_STEPS, STEPS
 
 PAGE = "messages.md"
 
@@ -28,16 +28,22 @@ Sizes are bytes, times seconds unless the name says otherwise. Who may send what
 SUBJECTS = {
     "report.v1": "`snap.report.<node>.<order>.<kind>`, stream `REPORTS`",
     "progress.v1": "`snap.progress.<node>.<order>`, stream `PROGRESS`",
-    "dead_letter.v1": "`snap.dead.<node>`, stream `DEAD`",
+    "dead_letter.v1": "`snap.dead.<node>` (of reports `snap.dead.operator`), stream `DEAD`",
     "presence.v1": "key `<node>` of the bucket `snap_nodes`",
     "span.v1": "`snap.span.<node>.<trace>`, stream `SPANS`",
 }
 
 ASKED = """\
 A request to the operator goes to `snap.api.<verb>`: `nats req snap.api.get '{"kind": "Pod"}'`. An
-agent asks for specs on `snap.api.template.<node>`, and people set the fault switch on
-`snap.rpc.<service>.<node>.sim`. Every reply has a `failure` or the fields of its success. Changes
-of objects are told on `snap.event.<plural>.<namespace or ->.<name>`.
+agent asks for specs on `snap.api.template.<node>`, and which of its pods are unknown on
+`snap.api.pods.<node>`; people set the fault switch on `snap.rpc.<service>.<node>.sim`. Every reply
+has a `failure` or the fields of its success. Changes of objects are announced on
+`snap.event.<plural>.<namespace or ->.<name>`.
+
+A request may say in two headers when it was sent (`Snapback-Asked-At`, seconds since the epoch) and
+for how many seconds its client waits (`Snapback-Within`). One that would change something and comes
+later than that is refused as `RequestExpired`. With a `uid` or a `resource_version` it concerns
+only what its sender has read, and is refused as `Conflict` when that has changed.
 """
 
 MEANINGS = {
@@ -61,7 +67,8 @@ MEANINGS = {
     "drivers": "the process drivers that this node has",
     "end_ns": "when it ended, in nanoseconds since the epoch",
     "error": "the reason, when it failed",
-    "exit_code": "how the container ended (`exited`)",
+    "exit_code": "how the pod ended (`exited`)",
+    "exit_codes": "how each container ended, by its name (`exited`)",
     "failure": "why it failed or was refused",
     "fence_token": "names the fence on the devices",
     "free_bytes": "free space below the artifact root",
@@ -111,7 +118,7 @@ MEANINGS = {
     "span_id": "the span",
     "standby": "start the worker waiting, to be restored",
     "start_ns": "when it began, in nanoseconds since the epoch",
-    "step": "the step, one of `steps.STEPS`",
+    "step": "the step, one of those of its verb",
     "steps": "how long each step took",
     "structure_hash": "hash of allocations and metadata, not of contents",
     "subject": "the subject it came on",
@@ -208,7 +215,10 @@ def _order(name: str, schema: Mapping[str, Any], nested: dict[str, Any]) -> Iter
         for service, union in (("agent", AgentOrder), ("gms", GmsOrder))
         if title in {message.__name__ for message in get_args(union)}
     ]
-    steps = ", ".join(f"`{step}`" for step in STEPS[verb])
+    steps = _listed(STEPS[verb])
+    for (of, driver), own_steps in OWN_STEPS.items():
+        if of == verb:
+            steps += f"; with `{driver}`: {_listed(own_steps)}"
     yield f"### {verb}\n"
     yield f"{_doc(definition)}\n"
     yield (
@@ -326,6 +336,10 @@ def _value(value: Any) -> str:
             return f"`{value}`"
 
 
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
 def _doc(definition: Mapping[str, Any]) -> str:
     text = definition.get("description", "")
     return re.sub(r"[ \t]*\n[ \t]*", " ", text.strip()).replace("  ", "\n\n")
@@ -334,7 +348,7 @@ def _doc(definition: Mapping[str, Any]) -> str:
 def _objects() -> str:
     rows = [
         "The mirror of every object, without its spec, is in the bucket `snap_objects` under",
-        "`<plural>.<namespace or ->.<name>`, and each change is told on `snap.event.<the same>`.",
+        "`<plural>.<namespace or ->.<name>`, each change is announced on `snap.event.<the same>`.",
         "",
         "| kind | version | what it is | key in the mirror | schema |",
         "|---|---|---|---|---|",

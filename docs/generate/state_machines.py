@@ -37,8 +37,9 @@ MACHINES: tuple[tuple[str, TransitionTable[Any, Any], Any, str, str], ...] = (
         Restore.PENDING,
         "shared/src/snapshot_shared/transitions.py",
         (
-            "Where the restore of one pod stands. Nothing is committed before everything is "
-            "loaded, and a failure\nforgets what was loaded first."
+            "Where one SnapshotRestore stands. Nothing is committed before everything is loaded, "
+            "and a failure\nforgets what was loaded first. What failed without touching the "
+            "worker, and may be tried again, goes\nback to Pending with the next attempt."
         ),
     ),
     (

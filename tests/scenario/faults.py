@@ -6,13 +6,16 @@ A fault is a value, so that a list of them can be printed, shortened and run aga
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from snapshot_shared import files
+from snapshot_operator.core import fold
+from snapshot_operator.core.plan import orders_of
+from snapshot_shared import files, subjects
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
 from tests.scenario.builds import BUILDS
@@ -44,8 +47,9 @@ class Fault(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """How a world is set up. `room` is how many orders fit into their stream, 0 for the usual.
 
-    `stale_s` is how late an operator may see what others wrote into the store, at most. `builds`
-    are the versions of the nodes.
+    `stale_s` is how late an operator may hear of what was written into the store, at most. One
+    operator is the active one by a lock of a file, or by a lease that can be lost. `builds` are the
+    versions of the nodes.
     """
 
     nodes: int = 2
@@ -57,6 +61,7 @@ class Settings(msgspec.Struct, frozen=True):
     store_errors: float = 0.0
     lost_news: float = 0.0
     stale_s: float = 0.0
+    lease: Literal["file", "lease"] = "file"
     builds: tuple[str, ...] = ("current",)
     latency_s: float = 0.002
     duplicates: float = 0.0
@@ -64,7 +69,8 @@ class Settings(msgspec.Struct, frozen=True):
     room: int = 0
     quarantine: Literal["incomplete", "all"] = "incomplete"
     habits: dict[str, Habits] = {}
-    applied: tuple[tuple[float, dict[str, Any]], ...] = ()
+    applied: tuple[tuple[Any, ...], ...] = ()
+    """When which manifests are applied together."""
     deleted: tuple[tuple[float, str, str], ...] = ()
     verified: tuple[tuple[float, str, str], ...] = ()
     aborted: tuple[tuple[float, str, str], ...] = ()
@@ -82,7 +88,7 @@ def settings_of(seed: int) -> Settings:
     nodes = rng.choice((2, 2, 3))
     is_bad = rng.random() < 0.5
     names = ["a", "b"][: rng.choice((1, 1, 2))]
-    applied: list[tuple[float, dict[str, Any]]] = []
+    applied: list[tuple[Any, ...]] = [*_together(seed)]
     deleted: list[tuple[float, str, str]] = []
     habits: dict[str, Habits] = {}
     for name in names:
@@ -106,6 +112,7 @@ def settings_of(seed: int) -> Settings:
         nodes=nodes,
         operators=2 if stale_s and stale.random() < 0.5 else operators,
         stale_s=stale_s,
+        lease=random.Random(f"lease {seed}").choice(("file", "lease")),
         builds=_builds(seed, nodes),
         rates=tuple(rng.choice((1.0, 1.0, 0.5, 2.0)) if is_bad else 1.0 for _ in range(nodes)),
         restart_s=rng.choice((0.2, 1.0, 10.0)),
@@ -124,6 +131,17 @@ def settings_of(seed: int) -> Settings:
         aborted=tuple(_aborts(seed, names)),
         cordoned=tuple(_cordons(seed, nodes)),
     )
+
+
+def _together(seed: int) -> Iterator[tuple[Any, ...]]:
+    """Have a worker, a snapshot of it and a restore from that applied at once, in any order."""
+    rng = random.Random(f"together {seed}")
+    if rng.random() < 0.2:
+        worker = restore_document("", "t", gpus=1)
+        del worker["metadata"]["annotations"]
+        documents = [worker, _snapshot("t", "t"), restore_document("t", "t-restored", gpus=1)]
+        rng.shuffle(documents)
+        yield rng.random() * 10, *documents
 
 
 def _builds(seed: int, nodes: int) -> tuple[str, ...]:
@@ -194,14 +212,22 @@ WEIGHTS = {
     "kill-worker": 1,
     "kill-transfer": 1,
     "poison": 1,
+    "hang": 4,
+    "apart": 2,
+    "operator-clock": 1,
+    "rewind": 1,
+    "hostile": 2,
+    "truncate": 1,
 }
 
 
 def _target(kind: str, rng: random.Random, settings: Settings) -> str:
     node = f"node-{rng.randrange(settings.nodes)}"
+    operator = f"operator-{rng.randrange(settings.operators)}"
     match kind:
+        case "hang" | "apart" | "operator-clock":
+            return operator
         case "crash" | "fuse" | "pause" | "partition":
-            operator = f"operator-{rng.randrange(settings.operators)}"
             return rng.choice((f"{node}/agent", f"{node}/agent", f"{node}/gms", operator))
         case (
             "power"
@@ -213,6 +239,7 @@ def _target(kind: str, rng: random.Random, settings: Settings) -> str:
             | "kill-worker"
             | "kill-transfer"
             | "poison"
+            | "hostile"
         ):
             return node
         case _:
@@ -241,7 +268,7 @@ def _snapshot(name: str, pod: str) -> dict[str, Any]:
         "apiVersion": "nvidia.com/v1alpha1",
         "kind": "Snapshot",
         "metadata": {"name": name, "namespace": "default"},
-        "spec": {"source": {"podRef": {"name": pod}}},
+        "spec": {"source": {"podRef": {"name": pod}}, "deadlineSeconds": 300},
     }
 
 
@@ -281,7 +308,82 @@ def _crash(world: World, fault: Fault) -> None:
 
 def _fuse(world: World, fault: Fault) -> None:
     if process := _process(world, fault.target):
-        process.fuse = 1 + int(fault.amount**2 * 2000)
+        process.fuse, process.blow = 1 + int(fault.amount**2 * 2000), process.kill
+
+
+def _hang(world: World, fault: Fault) -> None:
+    """Stop an operator wherever it is in its work, for longer than a lease lasts, or shorter."""
+    process = _process(world, fault.target)
+    if process is None:
+        return
+
+    def stop() -> None:
+        process.stop()
+        world.loop.in_world(2.0 + fault.amount * 40, process.resume)
+
+    process.fuse, process.blow = 1 + world.rng.randrange(400), stop
+
+
+def _apart(world: World, fault: Fault) -> None:
+    """Part an operator from the store and the lease; a file is always within reach."""
+    if world.settings.lease == "lease":
+        world.apart.add(fault.target)
+        world.loop.in_world(fault.amount**2 * 60, world.apart.discard, fault.target)
+
+
+def _operator_clock(world: World, fault: Fault) -> None:
+    """Set the clock of an operator wrong, by up to two hours."""
+    world.is_clock_wrong = True
+    machine = world.machines[int(fault.target.rpartition("-")[2])]
+    machine.jump += (fault.amount - 0.5) * 14400
+
+
+def _hostile(world: World, fault: Fault) -> None:
+    """Have a node report what nobody should believe about an order that it has."""
+    orders = [
+        item
+        for value in world.rules.present()
+        for item in orders_of(value)
+        if item.node == fault.target
+    ]
+    if not orders:
+        return
+    item = world.rng.choice(orders)
+    failure = {"reason": "Superseded", "message": "a lie", "retryable": True}
+    report = {
+        "type": "snapback.v1.report",
+        "order": item.order,
+        "attempt": item.attempt,
+        "n": 9,
+        "kind": "failed",
+        "node": item.node,
+        "service": item.service,
+        "at": 0.0,
+    }
+    values = world.rng.choice(_LIES)
+    data = json.dumps({**report, "failure": {**failure, "values": values}}).encode()
+    data = world.rng.choice((data, data, data, data[:-9], b"[" * 100_000, b"\xff" * 64))
+    subject = f"snap.report.{item.node}.{item.order}.failed"
+    world.rules.lies.add(data)
+    world.server.inject(subject, data)
+
+
+_LIES: tuple[dict[str, Any], ...] = (
+    *({"attempt": attempt} for attempt in (0, -5, 7, 999_999, 1_000_000, 2**62, 2**63, True, "9")),
+    {"attempt": [[[[[[[[1]]]]]]]]},
+    {"a": {"b": {"c": {}}}},
+    {"text": "x" * 10_000},
+    {"devices": list(range(5000))},
+)
+
+
+def _truncate(world: World, _: Fault) -> None:
+    """Lose the answers to orders that clean up which the operator has not seen."""
+    stream = world.server.streams.get(subjects.REPORTS)
+    for message in list(stream.messages.values()) if stream is not None else ():
+        order = message.subject.split(".")[3]
+        if order.partition("-")[0] in fold.CLEANING:
+            stream.delete(message.sequence)  # type: ignore[union-attr]
 
 
 def _pause(world: World, fault: Fault) -> None:
@@ -429,4 +531,10 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "kill-worker": _kill_worker,
     "kill-transfer": _kill_transfer,
     "poison": _poison,
+    "hang": _hang,
+    "apart": _apart,
+    "operator-clock": _operator_clock,
+    "rewind": lambda world, fault: world.rewind(fault),
+    "hostile": _hostile,
+    "truncate": _truncate,
 }

@@ -87,11 +87,12 @@ class World:
         limits: Limits = Limits(),  # noqa: B008 - an immutable value
         *,
         store: Any = None,
+        orders: MemoryOrders | None = None,
     ) -> None:
         self.now = 1_000_000.0
         self.store = store or SqliteStore(None, timestamp=lambda: timestamp(self.now)).open()
         self.cluster = Cluster(self.store, INDEXES)
-        self.orders = MemoryOrders()
+        self.orders = orders or MemoryOrders()
         self.spans = Spans(Telemetry("snap-operator", "operator", "0"), self.clock)
         self.interpreter = Interpreter(self.cluster, self.orders, self.spans)
         self.manager = Manager(

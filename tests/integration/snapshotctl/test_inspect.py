@@ -53,6 +53,10 @@ def _lines(ended: Ended) -> list[dict[str, str]]:
     return [json.loads(line) for line in ended.out.splitlines()]
 
 
+def _pods(cli: Cli) -> set[str]:
+    return {pod["metadata"]["name"] for pod in cli.ok("get", "pods", "-o", "json").value()}
+
+
 def _has(text: str, *wanted: str) -> None:
     """Each of these texts stands in the output, one after another."""
     at = 0
@@ -218,7 +222,7 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
 def test_what_does_not_fit_is_refused_before_anything_is_made(running: Cli, tmp_path: Path) -> None:
     file = tmp_path / "pod.yaml"
     file.write_text(_pod("stranger").replace("name: main", "name: other"))
-    before = running.ok("get", "pods", "-o", "json").value()
+    before = _pods(running)
     for words, code, answer in (
         (["restore", "nothing"], 3, "no checkpoint or snapshot is called nothing"),
         (["restore", "warm", "--container", "x"], 2, "warm holds container main, not x"),
@@ -228,7 +232,34 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(running: Cli, tmp_
     ):
         refused = running.run(*words)
         assert (refused.code, answer in refused.err) == (code, True), refused
-    assert len(running.ok("get", "pods", "-o", "json").value()) == len(before)
+    # Pods of other tests may be on their way out.
+    assert _pods(running) <= before
+
+
+def test_a_restore_is_an_object_that_can_be_looked_at_in_every_way(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("second", source="warm"))
+    running.ok("wait", "pod/second", "--timeout", "60s")
+    restores = running.ok("get", "restores", "-o", "json").value()
+    [found] = [item for item in restores if item["spec"]["podRef"]["name"] == "second"]
+    assert found["status"]["state"] == "Restored"
+    name = found["metadata"]["name"]
+    uid = running.ok("get", "pod/second", "-o", "json").value()["metadata"]["uid"]
+    assert (name, found["spec"]["source"]) == (f"restore-{uid}", "warm")
+    head, *_ = running.ok("get", "srestore", name).out.splitlines()
+    columns = ["NAME", "POD", "SOURCE", "STATE", "ATTEMPT", "NODE", "GPUS", "AGE"]
+    assert head.split() == columns
+    pod = running.ok("describe", "pod/second").out
+    _has(pod, "Restore:", name, "Orders of the restore:", f"load-{found['metadata']['uid']}-gpu-0")
+    _has(running.ok("describe", f"restore/{name}").out, "source:", "warm", "Orders:", "load-")
+    told = running.ok("explain", f"srestore/{name}").out
+    _has(told, "asked: restore container main of pod second from warm", "load gpu-0 loaded")
+    assert "load gpu-0 loaded" in running.ok("events", "pod/second").out
+    lines = running.ok("orders", "--all", "-o", "json").value()
+    assert "pod/second" in {line["owner"] for line in lines if line["verb"] == "load"}
+    traced = running.ok("trace", f"srestore/{name}", "-o", "json").value()
+    assert "order load" in {span["name"] for span in traced}
+    running.ok("delete", "pod", "second")
+    running.ok("wait", f"srestore/{name}", "--for", "delete", "--timeout", "60s")
 
 
 def test_an_interrupted_restore_says_that_it_goes_on(running: Cli) -> None:

@@ -18,8 +18,7 @@ async def two_operators() -> tuple[World, World, BlindStore]:
     await first.join(presence("node-1"))
     await first.apply(checkpoint_document())
     blind = BlindStore(first.store, ())
-    second = World(store=blind)
-    second.orders = first.orders
+    second = World(store=blind, orders=first.orders)
     await second.cluster.sync()
     second.is_synced = True
     return first, second, blind
@@ -89,3 +88,52 @@ async def test_a_pod_that_the_store_does_not_know_or_has_given_up_is_named_to_it
     assert isinstance(failed, Pod)
     assert failed.status.phase == "Failed"
     assert (await world.nodes.pods(request)).unknown == [pod.metadata.uid, stray]
+
+
+async def restarted(world: World) -> World:
+    """Return another operator on the same store, which has just started."""
+    other = World(store=BlindStore(world.store, ()), orders=world.orders)
+    other.answered = world.answered
+    other.now = world.now
+    other.manager._started_at = world.now
+    return other
+
+
+async def test_an_operator_that_was_away_hears_answers_before_it_calls_them_late() -> None:
+    first = World()
+    await first.join(presence("node-1"))
+    await first.apply(checkpoint_document())
+    await first.answer_well(first.open("run")[0])
+    (prepare,) = first.open("prepare")
+    first.now += 3000.0
+    second = await restarted(first)
+    await second.advance(10.0)
+    assert second.open("prepare") == [prepare]
+    assert not second.open("abort")
+    await second.answer_well(prepare)
+    assert second.open("dump")
+
+
+async def test_what_is_not_answered_after_a_restart_is_late_in_the_end() -> None:
+    first = World()
+    await first.join(presence("node-1"))
+    await first.apply(checkpoint_document())
+    await first.answer_well(first.open("run")[0])
+    first.now += 3000.0
+    second = await restarted(first)
+    await second.advance(16.0)
+    assert second.open("abort")
+
+
+async def test_a_clock_that_was_set_back_gives_no_order_more_than_its_whole_time() -> None:
+    first = World()
+    await first.join(presence("node-1"))
+    await first.apply(checkpoint_document(activeDeadlineSeconds=86400))
+    await first.answer_well(first.open("run")[0])
+    (prepare,) = first.open("prepare")
+    whole_s = (prepare.deadline - prepare.ordered_at).total_seconds()
+    second = await restarted(first)
+    second.now -= 7200.0
+    second.manager._started_at = second.now
+    await second.advance(whole_s + 1.0)
+    assert second.open("abort")

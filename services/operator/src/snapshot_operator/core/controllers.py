@@ -41,8 +41,8 @@ def _captures(value: SnapshotContent) -> list[str]:
 
 
 def _reading(value: SnapshotRestore) -> list[str]:
-    name = value.status.content_name
-    if not name or value.status.state in restore.ENDED:
+    name, has_place = value.status.content_name, bool(value.status.node_name)
+    if not name or not has_place or value.status.state in restore.ENDED:
         return []
     return [name, content.damaged_key(name)] if restore.has_found_damage(value) else [name]
 

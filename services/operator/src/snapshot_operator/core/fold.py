@@ -22,6 +22,8 @@ LOST = "lost"
 REST_S = 30.0
 """How long a cleaning order rests after its first failure, in seconds; it grows with each."""
 MAX_REST_S = 600.0
+ANSWER_GRACE_S = 15.0
+"""Added to an order's own budget before the operator gives up on the answer, in seconds."""
 
 
 def rank(state: str) -> int:
@@ -153,6 +155,31 @@ def failure_in(orders: Iterable[OrderStatus], now: float) -> Failure | None:
 def is_late(item: OrderStatus, now: float) -> bool:
     """Whether an order is unanswered and its deadline has passed."""
     return not is_answered(item) and now >= item.deadline.timestamp()
+
+
+def resumed(
+    orders: Sequence[OrderStatus], started_at: float, now: float
+) -> list[OrderStatus]:
+    """Return orders with the deadlines that an operator which started at a time judges them by.
+
+    While it was away it heard no answers, so that none is late before they could come in; and a
+    clock that was set back meanwhile gives no order more than its whole time again.
+    """
+    return [
+        item
+        if is_answered(item) or started_at <= item.ordered_at.timestamp() <= now
+        else _resumed(item, started_at)
+        for item in orders
+    ]
+
+
+def _resumed(item: OrderStatus, started_at: float) -> OrderStatus:
+    ordered_at, deadline = item.ordered_at.timestamp(), item.deadline.timestamp()
+    latest = started_at + deadline - ordered_at
+    judged_at = min(max(deadline, started_at + ANSWER_GRACE_S), latest)
+    return replace(
+        item, ordered_at=time_of(min(ordered_at, started_at)), deadline=time_of(judged_at)
+    )
 
 
 def next_deadline(orders: Iterable[OrderStatus], now: float) -> float | None:

@@ -16,8 +16,9 @@ def node(reader: Reader, name: str) -> Node | None:
 
 
 def all_nodes(reader: Reader) -> list[Node]:
-    """Return every Node."""
-    return [found for found in reader.by_index("nodes", "") if isinstance(found, Node)]
+    """Return every Node, in the order of their names: the order in which they came is chance."""
+    nodes = [found for found in reader.by_index("nodes", "") if isinstance(found, Node)]
+    return sorted(nodes, key=lambda found: found.metadata.name)
 
 
 def known(reader: Reader, names: Iterable[str]) -> frozenset[str]:

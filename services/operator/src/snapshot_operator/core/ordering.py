@@ -47,9 +47,6 @@ from snapshot_shared.orders import (
 )
 from snapshot_shared.spans import derived_context, parse_traceparent
 
-ANSWER_GRACE_S = 15.0
-"""Added to an order's own budget before the operator gives up on the answer, in seconds."""
-
 BUDGET_S = {
     "run": 60.0,
     "stop": 60.0,
@@ -80,7 +77,7 @@ def status_of(order: Order, service: Service, now: float, *, tries: int = 1) -> 
         service=service,
         payload=msgspec.Raw(encode_json(order)),
         ordered_at=time_of(now),
-        deadline=time_of(now + order.deadline_s + ANSWER_GRACE_S),
+        deadline=time_of(now + order.deadline_s + fold.ANSWER_GRACE_S),
         tries=tries,
     )
 

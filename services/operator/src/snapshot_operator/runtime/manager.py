@@ -78,6 +78,7 @@ class Manager:
         self._controllers = {controller.kind: controller for controller in controllers}
         self._interpreter = interpreter
         self._now = now
+        self._started_at = now()
         self._metrics = metrics
         self._queue = WorkQueue(jitter)
         self._interests: dict[Key, frozenset[Interest]] = {}
@@ -128,7 +129,8 @@ class Manager:
             while True:
                 await self._queue.filled.wait()
                 await self._turn()
-                await yield_turn()
+                if self._queue:
+                    await yield_turn()
         finally:
             self._queue.close()
             await end_all(*self._tasks)
@@ -142,8 +144,9 @@ class Manager:
 
     async def _turn(self) -> None:
         """Decide for a while; where too much is being carried out already, wait for some of it."""
-        until = time.perf_counter() + TURN_S
-        while time.perf_counter() < until:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TURN_S
+        while loop.time() < until:
             if len(self._tasks) >= MAX_AT_ONCE:
                 await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             key = self._queue.take()
@@ -182,8 +185,9 @@ class Manager:
             return Plan()
         uid = value.metadata.uid
         reports = [item.report for item in inputs if owner_uid(item.report) == uid]
-        orders = fold.fold_all(orders_of(value), reports, now) if reports else []
-        folded = _with_orders(value, orders) if reports and orders != orders_of(value) else value
+        known = orders_of(value)
+        orders = fold.fold_all(fold.resumed(known, self._started_at, now), reports, now)
+        folded = _with_orders(value, orders) if orders != known else value
         plan = controller.reconcile(controller.gather(read, folded), now)
         return rebased(plan, value, folded)
 

@@ -142,7 +142,11 @@ def get(
         bool, typer.Option("--all-namespaces", "-A", help="Show all namespaces.")
     ] = False,
 ) -> None:
-    """Show one object, or all of a kind."""
+    """Show one object, or all of a kind.
+
+    The kinds are dynamocheckpoints, snapshots, snapshotcontents, restores, jobs, pods and nodes.
+    A pod is Unknown while its node is silent: its worker may well run.
+    """
     tools: Tools = context.obj
 
     async def work() -> None:

@@ -192,8 +192,8 @@ def abort(
     """End a capture that is under way, now.
 
     The worker goes on, what was staged is removed, and the capture is Failed with the reason
-    Aborted and who asked. What is committed is not aborted any more; delete it. The restore of a
-    pod ends with the pod: snapshotctl delete pod NAME.
+    Aborted and who asked. What is committed is not aborted any more; delete it. A restore ends
+    with its pod: snapshotctl delete pod NAME.
     """
     tools: Tools = context.obj
 
