@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from snapshot_operator.core import capture, checkpoint, content, restore, snapshot
+from snapshot_operator.core import capture, checkpoint, content, restore, sharing, snapshot
 from snapshot_operator.core.plan import Plan, Reader
 from snapshot_shared.objects import Pod, SnapshotContent, SnapshotRestore
 
@@ -62,6 +62,7 @@ INDEXES = (
     Index("nodes", "Node", lambda _: ("",), by_change=True),
     Index("pods-by-owner", "Pod", _owners, by_change=True),
     Index("captures", "SnapshotContent", _captures),
+    Index("identities", "DynamoCheckpoint", sharing.identity_keys),
     Index("layouts", "SnapshotContent", content.layout_keys),
     Index("reading", "SnapshotRestore", _reading),
 )

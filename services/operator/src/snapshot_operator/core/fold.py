@@ -159,9 +159,7 @@ def is_late(item: OrderStatus, now: float) -> bool:
     return not is_answered(item) and now >= item.deadline.timestamp()
 
 
-def resumed(
-    orders: Sequence[OrderStatus], started_at: float, now: float
-) -> list[OrderStatus]:
+def resumed(orders: Sequence[OrderStatus], started_at: float, now: float) -> list[OrderStatus]:
     """Return orders with the deadlines that an operator which started at a time judges them by.
 
     While it was away it heard no answers, so that none is late before they could come in; and a
