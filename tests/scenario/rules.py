@@ -172,10 +172,11 @@ class Rules:
     def _stopped(self, order: StopOrder) -> None:
         """A worker is ended when its pod is deleted or has ended, and for no other reason."""
         pod = self._seen.get(order.owner)
-        if isinstance(pod, Pod) and pod.metadata.uid not in self._gone:
-            if not pod.metadata.deletion_timestamp and pod.status.phase not in FINISHED:
-                name = f"{pod.metadata.name} ({pod.status.phase})"
-                self.fail("ended", f"the worker of pod {name} was ordered to stop")
+        if not isinstance(pod, Pod) or pod.metadata.uid in self._gone:
+            return
+        if not pod.metadata.deletion_timestamp and pod.status.phase not in FINISHED:
+            name = f"{pod.metadata.name} ({pod.status.phase})"
+            self.fail("ended", f"the worker of pod {name} was ordered to stop")
 
     def _reported(self, report: Report) -> None:
         if not report.is_terminal or names_a_newer_attempt(report):
