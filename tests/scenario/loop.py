@@ -124,19 +124,16 @@ class Process:
         while self._at_exit:
             self._at_exit.pop(next(iter(self._at_exit)))()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it is neither ended nor stopped."""
+    def takes(self, handle: asyncio.Handle) -> bool:
+        """Whether a callback runs now; one that is stopped keeps it for later."""
+        if self.fuse is not None and self.is_alive and not self.is_stopped:
+            self.fuse -= 1
+            if self.fuse <= 0:
+                self.fuse = None
+                self.blow()
+        if self.is_stopped:
+            self.backlog.append(handle)
         return self.is_alive and not self.is_stopped
-
-    def burn(self) -> None:
-        """Count one callback of the fuse."""
-        if self.fuse is None:
-            return
-        self.fuse -= 1
-        if self.fuse <= 0:
-            self.fuse = None
-            self.blow()
 
     def stop(self) -> None:
         """Stop it, as SIGSTOP does."""
@@ -250,14 +247,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 continue
             context = handle._context  # type: ignore[attr-defined]
             process = context.get(CURRENT)
-            if process is not None:
-                if process.fuse is not None and process.is_running:
-                    process.burn()
-                if not process.is_alive:
-                    continue
-                if process.is_stopped:
-                    process.backlog.append(handle)
-                    continue
+            if process is not None and not process.takes(handle):
+                continue
             self.steps += 1
             try:
                 context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_operator.core.plan import orders_of
 from snapshot_operator.core.quarantine import damage_in
 from snapshot_operator.core.restore import ENDED
+from snapshot_operator.local.pods import holds_devices
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     QUARANTINE,
@@ -172,10 +173,11 @@ class Rules:
     def _stopped(self, order: StopOrder) -> None:
         """A worker is ended when its pod is deleted or has ended, and for no other reason."""
         pod = self._seen.get(order.owner)
-        if isinstance(pod, Pod) and pod.metadata.uid not in self._gone:
-            if not pod.metadata.deletion_timestamp and pod.status.phase not in FINISHED:
-                name = f"{pod.metadata.name} ({pod.status.phase})"
-                self.fail("ended", f"the worker of pod {name} was ordered to stop")
+        if not isinstance(pod, Pod) or pod.metadata.uid in self._gone:
+            return
+        if not pod.metadata.deletion_timestamp and pod.status.phase not in FINISHED:
+            name = f"{pod.metadata.name} ({pod.status.phase})"
+            self.fail("ended", f"the worker of pod {name} was ordered to stop")
 
     def _reported(self, report: Report) -> None:
         if not report.is_terminal or names_a_newer_attempt(report):
@@ -241,6 +243,7 @@ class Rules:
                 self._restore(before, value)
             case Pod(), Pod():
                 self._ended(before, value)
+                self._placed(before, value)
 
     def rewound(self, values: list[AnyObject]) -> None:
         """Know only what a store holds that was restored from an older copy."""
@@ -331,6 +334,18 @@ class Rules:
                     self.fail("ended", f"pod {name} failed with {home}, which is there")
         elif is_true(before.status.conditions, "Ready") and reason not in _OWN_ENDS:
             self.fail("ended", f"pod {name} served and failed: {reason} {after.status.message}")
+
+    def _placed(self, before: Pod, after: Pod) -> None:
+        """A device belongs to one pod until what that left there is forgotten."""
+        if before.status.node_name or not after.status.node_name:
+            return
+        taken = {device.uuid for device in after.status.devices}
+        for other in self.present():
+            if not isinstance(other, Pod) or other.metadata.uid == after.metadata.uid:
+                continue
+            if holds_devices(other) and taken & {device.uuid for device in other.status.devices}:
+                names = f"{after.metadata.name} and {other.metadata.name}"
+                self.fail("doubled", f"{names} have a device of {after.status.node_name}")
 
     def _failure(self, value: AnyObject) -> None:
         found = getattr(value.status, "failure", None)

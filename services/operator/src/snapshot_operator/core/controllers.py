@@ -14,11 +14,16 @@ from snapshot_shared.objects import Pod, SnapshotContent, SnapshotRestore
 
 
 class Controller(NamedTuple):
-    """How objects of a kind are decided about: what is read, and the pure decision over that."""
+    """How objects of a kind are decided about: what is read, and the pure decision over that.
+
+    `claims` says whether a plan takes what the plan for another object may take, too. One such plan
+    is carried out at a time; the next is decided when it is stored, and so sees what is taken.
+    """
 
     kind: str
     gather: Callable[[Reader, Any], Any]
     reconcile: Callable[[Any, float], Plan]
+    claims: Callable[[Plan], bool] = lambda _: False
 
 
 class Index(NamedTuple):

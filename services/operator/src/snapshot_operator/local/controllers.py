@@ -21,7 +21,7 @@ def _holders(pod: Pod) -> list[str]:
 CONTROLLERS = (
     *controllers.CONTROLLERS,
     Controller("Job", jobs.gather, jobs.reconcile),
-    Controller("Pod", pods.gather, pods.reconcile),
+    Controller("Pod", pods.gather, pods.reconcile, claims=pods.places),
 )
 
 INDEXES = (

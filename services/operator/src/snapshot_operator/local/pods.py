@@ -22,6 +22,7 @@ from snapshot_operator.core.plan import (
     Finalize,
     Plan,
     Reader,
+    SetStatus,
     Write,
     is_adopted,
     status_plan,
@@ -274,6 +275,17 @@ def _wait(pod: Pod, reason: str, message: str, now: float, *, is_kept: bool = Fa
         pod.status.conditions, pod, now, ("PodScheduled", False, reason, message)
     )
     return _plan(pod, replace(pod.status, conditions=waiting, reason=reason, message=message), now)
+
+
+def places(plan: Plan) -> bool:
+    """Whether a plan gives devices to a pod."""
+    return any(
+        isinstance(write, SetStatus)
+        and isinstance(write.old, Pod)
+        and isinstance(write.new, Pod)
+        and write.old.status.node_name != write.new.status.node_name
+        for write in plan.writes
+    )
 
 
 def _placed(view: PodView, placement: Placement, now: float) -> Plan:

@@ -86,6 +86,8 @@ class Manager:
         self._inbox: dict[Key, list[Input]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_full = False
+        self._claiming: Key | None = None
+        self._claimants: dict[Key, None] = {}
         self.reconciles = 0
         """How many decisions were made."""
         cluster.on_touch(self._touched)
@@ -168,6 +170,10 @@ class Manager:
             self._end(key, began, "failed")
             return
         self._wait_for(key, frozenset(read.interests) if value is not None else frozenset())
+        if plan.writes and self._must_wait(key, plan):
+            self._keep(key, inputs)
+            self._queue.done(key)
+            return
         if not plan.writes and not inputs:
             after_s = max(plan.wake_at - now, 0.0) + 0.01 if plan.wake_at is not None else None
             self._end(key, began, "unchanged", after_s=after_s)
@@ -175,6 +181,24 @@ class Manager:
         task = asyncio.create_task(self._carry_out(key, value, plan, inputs, read, began))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _must_wait(self, key: Key, plan: Plan) -> bool:
+        """Whether a plan claims something while another does; its object is woken after that."""
+        if not self._controllers[key.kind].claims(plan):
+            return False
+        if self._claiming is None:
+            self._claiming = key
+            return False
+        self._claimants[key] = None
+        return True
+
+    def _claimed(self, key: Key) -> None:
+        """Have those decided about again that could not claim anything meanwhile."""
+        if self._claiming == key:
+            self._claiming = None
+            claimants, self._claimants = self._claimants, {}
+            for waiting in claimants:
+                self._queue.add(waiting)
 
     def _decide(
         self, value: AnyObject | None, inputs: list[Input], read: Tracker, now: float
@@ -258,6 +282,7 @@ class Manager:
             self._inbox[key] = [*inputs, *self._inbox.get(key, [])]
 
     def _end(self, key: Key, began: float, outcome: str, *, after_s: float | None = None) -> None:
+        self._claimed(key)
         if outcome in ("changed", "unchanged"):
             self._queue.done(key, after_s=after_s)
         else:
