@@ -233,12 +233,12 @@ class SimBus(Bus):
             queue.put_nowait(self._heard(*message))
 
         subscription = Subscription(subject, "", take)
-        self._link.subscriptions.append(subscription)
+        self._link.subscribe(subscription)
         try:
             await self._settle()
             yield queue
         finally:
-            self._link.subscriptions.remove(subscription)
+            self._link.unsubscribe(subscription)
 
     def _heard(
         self,
@@ -334,7 +334,7 @@ class SimBus(Bus):
         def take(*message: Any) -> None:
             endpoint.take(self._heard(*message))
 
-        self._link.subscriptions.append(Subscription(subject, group, take))
+        self._link.subscribe(Subscription(subject, group, take))
 
 
 class _Acks:

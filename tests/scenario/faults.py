@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.scenario.loop import Process
     from tests.scenario.world import World
 
-FAULT_S = 60.0
+FAULT_S = 40.0
 """How long things go wrong, in seconds."""
 
 
@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     `stale_s` is how late an operator may hear of what was written into the store, at most. One
     operator is the active one by a lock of a file, or by a lease that can be lost. `builds` are the
-    versions of the nodes.
+    versions of the nodes. Without `mirrored` and `direct` a world does less, and so is faster.
     """
 
     nodes: int = 2
@@ -67,6 +67,8 @@ class Settings(msgspec.Struct, frozen=True):
     duplicates: float = 0.0
     lost_answers: float = 0.0
     room: int = 0
+    mirrored: bool = True
+    direct: bool = True
     quarantine: Literal["incomplete", "all"] = "incomplete"
     habits: dict[str, Habits] = {}
     applied: tuple[tuple[Any, ...], ...] = ()
@@ -96,15 +98,15 @@ def settings_of(seed: int) -> Settings:
         habits[name] = _habits(rng)
         for index in range(rng.choice((0, 1, 1, 2))):
             pod = f"{name}-restored-{index}"
-            applied.append((rng.random() * 40, _restore(pod, name, rng, nodes)))
+            applied.append((rng.random() * 30, _restore(pod, name, rng, nodes)))
             if rng.random() < 0.25:
-                deleted.append((10 + rng.random() * 60, "Pod", pod))
+                deleted.append((5 + rng.random() * 50, "Pod", pod))
         if rng.random() < 0.25:
             applied.append((5 + rng.random() * 30, _snapshot(f"{name}-again", name)))
         if rng.random() < 0.3:
-            deleted.append((2 + rng.random() * 70, "DynamoCheckpoint", name))
+            deleted.append((2 + rng.random() * 50, "DynamoCheckpoint", name))
         if rng.random() < 0.15:
-            deleted.append((2 + rng.random() * 70, "Snapshot", name))
+            deleted.append((2 + rng.random() * 50, "Snapshot", name))
     stale = random.Random(f"stale {seed}")
     stale_s = stale.choice((0.0, 0.0, 0.2, 3.0))
     operators = rng.choice((1, 1, 2))
@@ -123,6 +125,8 @@ def settings_of(seed: int) -> Settings:
         duplicates=rng.choice((0.0, 0.0, 0.1)),
         lost_answers=rng.choice((0.0, 0.0, 0.02)),
         room=random.Random(f"room {seed}").choice((0, 0, 0, 0, 2)),
+        mirrored=seed % 4 == 0,
+        direct=seed % 4 == 1,
         quarantine=random.Random(f"quarantine {seed}").choice(("incomplete", "all")),
         habits=habits,
         applied=tuple(applied),
@@ -171,7 +175,7 @@ def _verifications(seed: int, names: list[str]) -> Iterator[tuple[float, str, st
     rng = random.Random(f"verifications {seed}")
     for name in names:
         for _ in range(rng.choice((0, 0, 1, 3))):
-            yield 5 + rng.random() * 60, rng.choice(("DynamoCheckpoint", "Snapshot")), name
+            yield 5 + rng.random() * 40, rng.choice(("DynamoCheckpoint", "Snapshot")), name
 
 
 def faults_of(seed: int) -> list[Fault]:

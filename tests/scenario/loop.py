@@ -246,9 +246,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._advance(ready)
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if handle.cancelled():
+            if handle._cancelled:  # type: ignore[attr-defined]
                 continue
-            process = handle._context.get(CURRENT)  # type: ignore[attr-defined]
+            context = handle._context  # type: ignore[attr-defined]
+            process = context.get(CURRENT)
             if process is not None:
                 if process.fuse is not None and process.is_running:
                     process.burn()
@@ -258,7 +259,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     process.backlog.append(handle)
                     continue
             self.steps += 1
-            handle._run()
+            try:
+                context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - as Handle._run, which costs two calls more
+                message = f"Exception in callback {handle}"
+                self.call_exception_handler({"message": message, "exception": error})
             if self.after_step is not None:
                 self.after_step()
 

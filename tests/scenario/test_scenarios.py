@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from snapshot_agent.adapters.guards import MARGIN_S
-from snapshot_operator.domain.ordering import BUDGET_S, HOLD_S
+from snapshot_operator.core.ordering import BUDGET_S, HOLD_S
+from snapshot_operator.ports import Event
 from snapshot_shared.artifact import FileEntry
-from snapshot_shared.objects import AnyObject, SnapshotContent
+from snapshot_shared.objects import SnapshotContent
 from snapshot_shared.transitions import Capture
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of
 from tests.scenario.loop import CURRENT
@@ -99,7 +100,8 @@ def test_an_abort_without_room_for_its_tombstone_lets_the_worker_go_at_once(
             raise OSError(errno.ENOSPC, "no room")
         return write(fd, data)
 
-    def give_up(_: object, value: AnyObject) -> None:
+    def give_up(event: Event) -> None:
+        value = event.value
         if isinstance(value, SnapshotContent) and value.status.capture is Capture.STAGING:
             world.ask_to_delete(1.0, "Snapshot", "a")
 

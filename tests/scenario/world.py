@@ -24,7 +24,7 @@ from snapshot_operator.local.controllers import INDEXES
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event
 from snapshot_operator.runtime.cluster import Cluster
-from snapshot_operator.wiring import Environment
+from snapshot_operator.wiring import Environment, _encoded_schemas
 from snapshot_operator.wiring import serve as serve_operator
 from snapshot_shared import subjects
 from snapshot_shared.api import (
@@ -93,6 +93,7 @@ class World:
         self.epoch = EPOCH
         self.restart_s = settings.restart_s
         self.disk = SimDisk(lambda: owner_of(CURRENT.get()), mount=str(MOUNT))
+        self.disk.os.takes_direct = settings.direct
         self.rules = Rules(self)
         self.notes: list[str] = []
         self.has_flipped_bits = False
@@ -237,6 +238,7 @@ class World:
             new_id=self.new_uid,
             # No age protects anything here: what is known must be enough.
             policy=Policy(self.settings.quarantine, after_s=0.0),
+            is_mirrored=self.settings.mirrored,
         )
         await bus.connect_and_ensure()
         async with Candidate(self, process).held() as lost:
@@ -490,9 +492,15 @@ class _Server(SimServer):
         super().__init__()
         self._rules = rules
         self._room = room
+        self._has_schemas = False
 
     def ensure(self) -> None:
         super().ensure()
+        if not self._has_schemas:
+            # An operator has been here before: to put them there again takes it a second of work.
+            self._has_schemas = True
+            for key, schema in _encoded_schemas().items():
+                self.write(subjects.SCHEMAS_BUCKET, key, schema, {})
         if self._room:
             orders = self.streams[subjects.ORDERS]
             orders.config = orders.config.evolve(max_msgs=self._room)
