@@ -137,13 +137,18 @@ def settings_of(seed: int) -> Settings:
     )
 
 
+def together() -> list[dict[str, Any]]:
+    """Return a worker, a snapshot of it, and a pod that is restored from that."""
+    worker = restore_document("", "t", gpus=1)
+    del worker["metadata"]["annotations"]
+    return [worker, _snapshot("t", "t"), restore_document("t", "t-restored", gpus=1)]
+
+
 def _together(seed: int) -> Iterator[tuple[Any, ...]]:
-    """Have a worker, a snapshot of it and a restore from that applied at once, in any order."""
+    """In one world of five they are applied at once, in any order."""
     rng = random.Random(f"together {seed}")
     if rng.random() < 0.2:
-        worker = restore_document("", "t", gpus=1)
-        del worker["metadata"]["annotations"]
-        documents = [worker, _snapshot("t", "t"), restore_document("t", "t-restored", gpus=1)]
+        documents = together()
         rng.shuffle(documents)
         yield rng.random() * 10, *documents
 

@@ -20,6 +20,8 @@ LASTS_S = 15.0
 RENEW_S = 4.0
 GIVE_UP_S = 10.0
 """How long its holder goes on without a renewal that succeeded, in seconds."""
+ENDING_S = 0.01
+"""How long a write may take that was under way when the loss was noticed, in seconds."""
 LOOK_S = 0.5
 """The longest time that a look at the lease takes, in seconds."""
 
@@ -68,8 +70,9 @@ class Lease:
         return True
 
     def is_noticed(self, process: Process) -> bool:
-        """Whether a process knows that it is not the active one any more."""
-        return process in self._noticed
+        """Whether a process has had the time to end its work since it learned of its loss."""
+        at = self._noticed.get(process)
+        return at is not None and self._world.loop.now > at + ENDING_S
 
     def notice(self, process: Process) -> None:
         """Note that a process has learned that the lease is lost."""

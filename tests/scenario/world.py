@@ -71,6 +71,8 @@ SETTLE_S = 1800.0
 """How long after the last fault everything must be settled, in seconds of virtual time."""
 JUMPED_S = 10_000.0
 """How much longer that takes when the clock of an operator was wrong, in seconds."""
+REWOUND_S = 3600.0
+"""How much longer when the store has forgotten a capture, whose hold then ends by itself."""
 LOOK_S = 1.0
 AGAIN_S = 15.0
 """How often to look when nothing has changed, in seconds."""
@@ -410,7 +412,9 @@ class World:
 
     async def _settle(self) -> None:
         """Wait until nothing is left to do, and nothing is left behind."""
-        within_s = SETTLE_S + (JUMPED_S if self.is_clock_wrong else 0.0)
+        within_s = SETTLE_S
+        within_s += JUMPED_S if self.is_clock_wrong else 0.0
+        within_s += REWOUND_S if self.is_rewound else 0.0
         end = self.loop.now + within_s
         left: list[tuple[Kind, str]] = [("lost", "nothing was looked at")]
         seen, again_at = -1, 0.0
