@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -168,6 +168,10 @@ bench-operator: $(STAMP) ## Measure what the operator costs beside many objects 
 
 bench-sessions: $(STAMP) ## Measure calls of GMS sessions beside grpc.aio alone (ROUNDS=5)
 	$(BIN)/python -m tests.bench sessions --rounds $(or $(ROUNDS),5)
+
+bench-bus: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure orders and reports over NATS (ROUNDS=5, PEERS=1, JSON=file)
+	$(BIN)/python -m tests.bench.bus --rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
+		$(if $(PEERS),--peers .peers) $(if $(JSON),--json $(JSON))
 
 # Beside the environment and not in it: they are large, and no part of what is locked.
 .peers/.installed: tests/bench/peers.txt $(STAMP)

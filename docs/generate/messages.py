@@ -348,8 +348,7 @@ def _doc(definition: Mapping[str, Any]) -> str:
 def _objects() -> str:
     rows = [
         "The mirror of every object, without its spec, is in the bucket `snap_objects` under",
-        "`<plural>.<namespace or ->.<name>`, and each change is announced on",
-        "`snap.event.<the same>`.",
+        "`<plural>.<namespace or ->.<name>`, each change is announced on `snap.event.<the same>`.",
         "",
         "| kind | version | what it is | key in the mirror | schema |",
         "|---|---|---|---|---|",

@@ -218,7 +218,7 @@ async def test_a_worker_that_has_ended_cannot_be_dumped(
         await driver.stages[0].run(a_dump(source, part))
 
 
-async def test_a_dumped_worker_is_quiet_as_before_and_goes_on_when_it_is_told_to(
+async def test_a_dumped_worker_is_quiet_as_before_and_goes_on_when_its_capture_is_complete(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
     before = source.worker.process

@@ -15,14 +15,15 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from snapshot_operator.adapters.nats_bus import NatsOrders
+from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound, NotPermitted
 from snapshot_shared.ids import NodeName, OrderId, token
-from snapshot_shared.objects import OrderStatus
+from snapshot_shared.objects import OrderStatus, time_of
 from snapshot_shared.permissions import User, users_of
 from snapshotctl.adapters.nkeys import public_key
 from tests.support.keyed_server import KeyedServer, everything, keyed_server
@@ -306,9 +307,9 @@ async def test_an_order_that_an_acknowledgement_has_replaced_is_published_again(
         attempt=1,
         node=B,
         service="gms",
-        payload={"attempt": 1},
-        ordered_at=0.0,
-        deadline=1.0,
+        payload=msgspec.Raw(b'{"attempt": 1}'),
+        ordered_at=time_of(0.0),
+        deadline=time_of(1.0),
     )
     await orders.publish(order)
     async with asyncio.timeout(10), world.root.listening(waiting) as replaced:

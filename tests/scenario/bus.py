@@ -139,11 +139,13 @@ class SimBus(Bus):
         what = f"publish to {subject}"
         return int(await self._ask(what, self._server.publish, subject, payload, sent))
 
-    async def announce(self, subject: str, payload: bytes) -> None:
+    async def announce(self, subject: str, payload: bytes) -> bool:
         if self._link.session == 0:
             raise BusUnavailable("not connected yet")
-        if not self._connected.is_set() or self._link.faults.loses_request():
-            return
+        if not self._connected.is_set():
+            return False
+        if self._link.faults.loses_request():
+            return True
         link, session = self._link, self._link.session
 
         def arrive() -> None:
@@ -152,6 +154,7 @@ class SimBus(Bus):
                 self._server.inject(subject, payload)
 
         link.up(arrive)
+        return True
 
     async def last(self, stream: str, subject: str) -> tuple[int, bytes] | None:
         found = await self._try(lambda: self._server.stream(stream).last(subject))
@@ -230,12 +233,12 @@ class SimBus(Bus):
             queue.put_nowait(self._heard(*message))
 
         subscription = Subscription(subject, "", take)
-        self._link.subscriptions.append(subscription)
+        self._link.subscribe(subscription)
         try:
             await self._settle()
             yield queue
         finally:
-            self._link.subscriptions.remove(subscription)
+            self._link.unsubscribe(subscription)
 
     def _heard(
         self,
@@ -331,7 +334,7 @@ class SimBus(Bus):
         def take(*message: Any) -> None:
             endpoint.take(self._heard(*message))
 
-        self._link.subscriptions.append(Subscription(subject, group, take))
+        self._link.subscribe(Subscription(subject, group, take))
 
 
 class _Acks:

@@ -6,13 +6,16 @@ A fault is a value, so that a list of them can be printed, shortened and run aga
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from snapshot_shared import files
+from snapshot_operator.core import fold
+from snapshot_operator.core.plan import orders_of
+from snapshot_shared import files, subjects
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
 from tests.scenario.builds import BUILDS
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from tests.scenario.loop import Process
     from tests.scenario.world import World
 
-FAULT_S = 60.0
+FAULT_S = 40.0
 """How long things go wrong, in seconds."""
 
 
@@ -44,8 +47,9 @@ class Fault(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """How a world is set up. `room` is how many orders fit into their stream, 0 for the usual.
 
-    `stale_s` is how late an operator may see what others wrote into the store, at most. `builds`
-    are the versions of the nodes.
+    `stale_s` is how late an operator may hear of what was written into the store, at most. One
+    operator is the active one by a lock of a file, or by a lease that can be lost. `builds` are the
+    versions of the nodes. Without `mirrored` and `direct` a world does less, and so is faster.
     """
 
     nodes: int = 2
@@ -57,14 +61,18 @@ class Settings(msgspec.Struct, frozen=True):
     store_errors: float = 0.0
     lost_news: float = 0.0
     stale_s: float = 0.0
+    lease: Literal["file", "lease"] = "file"
     builds: tuple[str, ...] = ("current",)
     latency_s: float = 0.002
     duplicates: float = 0.0
     lost_answers: float = 0.0
     room: int = 0
+    mirrored: bool = True
+    direct: bool = True
     quarantine: Literal["incomplete", "all"] = "incomplete"
     habits: dict[str, Habits] = {}
-    applied: tuple[tuple[float, dict[str, Any]], ...] = ()
+    applied: tuple[tuple[Any, ...], ...] = ()
+    """When which manifests are applied together."""
     deleted: tuple[tuple[float, str, str], ...] = ()
     verified: tuple[tuple[float, str, str], ...] = ()
     aborted: tuple[tuple[float, str, str], ...] = ()
@@ -82,7 +90,7 @@ def settings_of(seed: int) -> Settings:
     nodes = rng.choice((2, 2, 3))
     is_bad = rng.random() < 0.5
     names = ["a", "b"][: rng.choice((1, 1, 2))]
-    applied: list[tuple[float, dict[str, Any]]] = []
+    applied: list[tuple[Any, ...]] = [*_together(seed)]
     deleted: list[tuple[float, str, str]] = []
     habits: dict[str, Habits] = {}
     for name in names:
@@ -90,15 +98,15 @@ def settings_of(seed: int) -> Settings:
         habits[name] = _habits(rng)
         for index in range(rng.choice((0, 1, 1, 2))):
             pod = f"{name}-restored-{index}"
-            applied.append((rng.random() * 40, _restore(pod, name, rng, nodes)))
+            applied.append((rng.random() * 30, _restore(pod, name, rng, nodes)))
             if rng.random() < 0.25:
-                deleted.append((10 + rng.random() * 60, "Pod", pod))
+                deleted.append((5 + rng.random() * 50, "Pod", pod))
         if rng.random() < 0.25:
             applied.append((5 + rng.random() * 30, _snapshot(f"{name}-again", name)))
         if rng.random() < 0.3:
-            deleted.append((2 + rng.random() * 70, "DynamoCheckpoint", name))
+            deleted.append((2 + rng.random() * 50, "DynamoCheckpoint", name))
         if rng.random() < 0.15:
-            deleted.append((2 + rng.random() * 70, "Snapshot", name))
+            deleted.append((2 + rng.random() * 50, "Snapshot", name))
     stale = random.Random(f"stale {seed}")
     stale_s = stale.choice((0.0, 0.0, 0.2, 3.0))
     operators = rng.choice((1, 1, 2))
@@ -106,6 +114,7 @@ def settings_of(seed: int) -> Settings:
         nodes=nodes,
         operators=2 if stale_s and stale.random() < 0.5 else operators,
         stale_s=stale_s,
+        lease=random.Random(f"lease {seed}").choice(("file", "lease")),
         builds=_builds(seed, nodes),
         rates=tuple(rng.choice((1.0, 1.0, 0.5, 2.0)) if is_bad else 1.0 for _ in range(nodes)),
         restart_s=rng.choice((0.2, 1.0, 10.0)),
@@ -116,6 +125,8 @@ def settings_of(seed: int) -> Settings:
         duplicates=rng.choice((0.0, 0.0, 0.1)),
         lost_answers=rng.choice((0.0, 0.0, 0.02)),
         room=random.Random(f"room {seed}").choice((0, 0, 0, 0, 2)),
+        mirrored=seed % 4 == 0,
+        direct=seed % 4 == 1,
         quarantine=random.Random(f"quarantine {seed}").choice(("incomplete", "all")),
         habits=habits,
         applied=tuple(applied),
@@ -124,6 +135,22 @@ def settings_of(seed: int) -> Settings:
         aborted=tuple(_aborts(seed, names)),
         cordoned=tuple(_cordons(seed, nodes)),
     )
+
+
+def together() -> list[dict[str, Any]]:
+    """Return a worker, a snapshot of it, and a pod that is restored from that."""
+    worker = restore_document("", "t", gpus=1)
+    del worker["metadata"]["annotations"]
+    return [worker, _snapshot("t", "t"), restore_document("t", "t-restored", gpus=1)]
+
+
+def _together(seed: int) -> Iterator[tuple[Any, ...]]:
+    """In one world of five they are applied at once, in any order."""
+    rng = random.Random(f"together {seed}")
+    if rng.random() < 0.2:
+        documents = together()
+        rng.shuffle(documents)
+        yield rng.random() * 10, *documents
 
 
 def _builds(seed: int, nodes: int) -> tuple[str, ...]:
@@ -153,7 +180,7 @@ def _verifications(seed: int, names: list[str]) -> Iterator[tuple[float, str, st
     rng = random.Random(f"verifications {seed}")
     for name in names:
         for _ in range(rng.choice((0, 0, 1, 3))):
-            yield 5 + rng.random() * 60, rng.choice(("DynamoCheckpoint", "Snapshot")), name
+            yield 5 + rng.random() * 40, rng.choice(("DynamoCheckpoint", "Snapshot")), name
 
 
 def faults_of(seed: int) -> list[Fault]:
@@ -194,14 +221,22 @@ WEIGHTS = {
     "kill-worker": 1,
     "kill-transfer": 1,
     "poison": 1,
+    "hang": 4,
+    "apart": 2,
+    "operator-clock": 1,
+    "rewind": 1,
+    "hostile": 2,
+    "truncate": 1,
 }
 
 
 def _target(kind: str, rng: random.Random, settings: Settings) -> str:
     node = f"node-{rng.randrange(settings.nodes)}"
+    operator = f"operator-{rng.randrange(settings.operators)}"
     match kind:
+        case "hang" | "apart" | "operator-clock":
+            return operator
         case "crash" | "fuse" | "pause" | "partition":
-            operator = f"operator-{rng.randrange(settings.operators)}"
             return rng.choice((f"{node}/agent", f"{node}/agent", f"{node}/gms", operator))
         case (
             "power"
@@ -213,6 +248,7 @@ def _target(kind: str, rng: random.Random, settings: Settings) -> str:
             | "kill-worker"
             | "kill-transfer"
             | "poison"
+            | "hostile"
         ):
             return node
         case _:
@@ -241,7 +277,7 @@ def _snapshot(name: str, pod: str) -> dict[str, Any]:
         "apiVersion": "nvidia.com/v1alpha1",
         "kind": "Snapshot",
         "metadata": {"name": name, "namespace": "default"},
-        "spec": {"source": {"podRef": {"name": pod}}},
+        "spec": {"source": {"podRef": {"name": pod}}, "deadlineSeconds": 300},
     }
 
 
@@ -281,7 +317,82 @@ def _crash(world: World, fault: Fault) -> None:
 
 def _fuse(world: World, fault: Fault) -> None:
     if process := _process(world, fault.target):
-        process.fuse = 1 + int(fault.amount**2 * 2000)
+        process.fuse, process.blow = 1 + int(fault.amount**2 * 2000), process.kill
+
+
+def _hang(world: World, fault: Fault) -> None:
+    """Stop an operator wherever it is in its work, for longer than a lease lasts, or shorter."""
+    process = _process(world, fault.target)
+    if process is None:
+        return
+
+    def stop() -> None:
+        process.stop()
+        world.loop.in_world(2.0 + fault.amount * 40, process.resume)
+
+    process.fuse, process.blow = 1 + world.rng.randrange(400), stop
+
+
+def _apart(world: World, fault: Fault) -> None:
+    """Part an operator from the store and the lease; a file is always within reach."""
+    if world.settings.lease == "lease":
+        world.apart.add(fault.target)
+        world.loop.in_world(fault.amount**2 * 60, world.apart.discard, fault.target)
+
+
+def _operator_clock(world: World, fault: Fault) -> None:
+    """Set the clock of an operator wrong, by up to two hours."""
+    world.is_clock_wrong = True
+    machine = world.machines[int(fault.target.rpartition("-")[2])]
+    machine.jump += (fault.amount - 0.5) * 14400
+
+
+def _hostile(world: World, fault: Fault) -> None:
+    """Have a node report what nobody should believe about an order that it has."""
+    orders = [
+        item
+        for value in world.rules.present()
+        for item in orders_of(value)
+        if item.node == fault.target
+    ]
+    if not orders:
+        return
+    item = world.rng.choice(orders)
+    failure = {"reason": "Superseded", "message": "a lie", "retryable": True}
+    report = {
+        "type": "snapback.v1.report",
+        "order": item.order,
+        "attempt": item.attempt,
+        "n": 9,
+        "kind": "failed",
+        "node": item.node,
+        "service": item.service,
+        "at": 0.0,
+    }
+    values = world.rng.choice(_LIES)
+    data = json.dumps({**report, "failure": {**failure, "values": values}}).encode()
+    data = world.rng.choice((data, data, data, data[:-9], b"[" * 100_000, b"\xff" * 64))
+    subject = f"snap.report.{item.node}.{item.order}.failed"
+    world.rules.lies.add(data)
+    world.server.inject(subject, data)
+
+
+_LIES: tuple[dict[str, Any], ...] = (
+    *({"attempt": attempt} for attempt in (0, -5, 7, 999_999, 1_000_000, 2**62, 2**63, True, "9")),
+    {"attempt": [[[[[[[[1]]]]]]]]},
+    {"a": {"b": {"c": {}}}},
+    {"text": "x" * 10_000},
+    {"devices": list(range(5000))},
+)
+
+
+def _truncate(world: World, _: Fault) -> None:
+    """Lose the answers to orders that clean up which the operator has not seen."""
+    stream = world.server.streams.get(subjects.REPORTS)
+    for message in list(stream.messages.values()) if stream is not None else ():
+        order = message.subject.split(".")[3]
+        if order.partition("-")[0] in fold.CLEANING:
+            stream.delete(message.sequence)  # type: ignore[union-attr]
 
 
 def _pause(world: World, fault: Fault) -> None:
@@ -429,4 +540,10 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "kill-worker": _kill_worker,
     "kill-transfer": _kill_transfer,
     "poison": _poison,
+    "hang": _hang,
+    "apart": _apart,
+    "operator-clock": _operator_clock,
+    "rewind": lambda world, fault: world.rewind(fault),
+    "hostile": _hostile,
+    "truncate": _truncate,
 }

@@ -3,7 +3,7 @@
 Every callback belongs to the simulated process that scheduled it, by a context variable. A process
 that is killed is never run again, not even its `finally` blocks, as after a SIGKILL; a process that
 is stopped keeps its callbacks until it goes on. There are no threads: what is handed to an executor
-runs in the loop, a little later.
+runs in the loop, at once or a little later.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Machine:
 
 
 class Process:
-    """One simulated process. Its tasks run until it is killed; `ended` tells its exit code."""
+    """One simulated process. Its tasks run until it is killed; `ended` tells its exit code.
+
+    With a `fuse` it runs that many callbacks more, and then `blow` is called.
+    """
 
     def __init__(self, loop: VirtualLoop, machine: Machine, name: str) -> None:
         self.loop = loop
@@ -82,6 +85,7 @@ class Process:
         self.is_alive = True
         self.is_stopped = False
         self.fuse: int | None = None
+        self.blow: Callable[[], None] = self.kill
         self.stopped_at = 0.0
         self.ended: asyncio.Future[int] = loop.create_future()
         self.backlog: deque[asyncio.Handle] = deque()
@@ -119,6 +123,20 @@ class Process:
         self.ended.set_result(code)
         while self._at_exit:
             self._at_exit.pop(next(iter(self._at_exit)))()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is neither ended nor stopped."""
+        return self.is_alive and not self.is_stopped
+
+    def burn(self) -> None:
+        """Count one callback of the fuse."""
+        if self.fuse is None:
+            return
+        self.fuse -= 1
+        if self.fuse <= 0:
+            self.fuse = None
+            self.blow()
 
     def stop(self) -> None:
         """Stop it, as SIGSTOP does."""
@@ -215,7 +233,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if not future.cancelled():
                     future.set_result(result)
 
-        self.call_later(self._rng.random() * EXECUTOR_S, run)
+        chance = self._rng.random()
+        if chance < 0.5:
+            self.call_later(chance * 2 * EXECUTOR_S, run)
+        else:
+            run()
         return future
 
     def _run_once(self) -> None:
@@ -224,22 +246,26 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._advance(ready)
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if handle.cancelled():
+            if handle._cancelled:  # type: ignore[attr-defined]
                 continue
-            process = handle._context.get(CURRENT)  # type: ignore[attr-defined]
+            context = handle._context  # type: ignore[attr-defined]
+            process = context.get(CURRENT)
             if process is not None:
+                if process.fuse is not None and process.is_running:
+                    process.burn()
                 if not process.is_alive:
                     continue
                 if process.is_stopped:
                     process.backlog.append(handle)
                     continue
-                if process.fuse is not None:
-                    process.fuse -= 1
-                    if process.fuse <= 0:
-                        process.kill()
-                        continue
             self.steps += 1
-            handle._run()
+            try:
+                context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - as Handle._run, which costs two calls more
+                message = f"Exception in callback {handle}"
+                self.call_exception_handler({"message": message, "exception": error})
             if self.after_step is not None:
                 self.after_step()
 

@@ -134,12 +134,22 @@ class Link:
         self.is_cut = False
         self.is_broken = False
         self.is_gone = False
-        self.subscriptions: list[Subscription] = []
+        self.subscriptions: tuple[Subscription, ...] = ()
         self.pulls: set[Pull] = set()
         self._on_change = on_change
         self._cuts = 0
         self._up_at = 0.0
         self._down_at = 0.0
+
+    def subscribe(self, subscription: Subscription) -> None:
+        """Hear what comes on some subjects."""
+        self.subscriptions += (subscription,)
+        self.server.forget_routes()
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Hear no more of it."""
+        self.subscriptions = tuple(item for item in self.subscriptions if item is not subscription)
+        self.server.forget_routes()
 
     @property
     def passes(self) -> bool:

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 MOUNT = Path("/sim")
 SHARED = MOUNT / "shared"
 SLOTS = 2
-INVENTORY_EVERY_S = 15.0
+INVENTORY_EVERY_S = 30.0
 AGAIN_S = 0.5
 """How long a service that ended stays away, at least, in seconds."""
 

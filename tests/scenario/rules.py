@@ -14,9 +14,11 @@ from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.handlers.captures import SLACK_S
 from snapshot_agent.ports import Worker
-from snapshot_operator.domain import fold
-from snapshot_operator.domain.ordering import BUDGET_S
-from snapshot_operator.domain.plan import orders_of
+from snapshot_operator.core import fold
+from snapshot_operator.core.ordering import BUDGET_S
+from snapshot_operator.core.plan import orders_of
+from snapshot_operator.core.quarantine import damage_in
+from snapshot_operator.core.restore import ENDED
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     QUARANTINE,
@@ -32,33 +34,40 @@ from snapshot_shared.journal import Journal
 from snapshot_shared.objects import (
     AnyObject,
     DynamoCheckpoint,
+    Node,
     Pod,
     Snapshot,
     SnapshotContent,
     SnapshotContentStatus,
+    SnapshotRestore,
     condition,
     is_true,
     kind_of,
 )
-from snapshot_shared.orders import AnyOrder, Order, Report
+from snapshot_shared.orders import AnyOrder, Order, Report, StopOrder
 from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SHARED
 from tests.scenario.worker import Saved, SimWorker
+from tests.support.rules import names_a_newer_attempt
 
 if TYPE_CHECKING:
     from tests.scenario.node import SimNode
     from tests.scenario.world import World
 
-Kind = Literal["lost", "doubled", "half", "stale", "frozen", "leaked", "defect"]
+Kind = Literal["lost", "doubled", "half", "stale", "frozen", "ended", "leaked", "defect"]
 """What a broken rule comes down to.
 
 Work that never ends or is forgotten; done twice; visible though not whole; an older attempt over a
-newer one; a worker that is kept from its work; something left behind; and anything else of ours.
+newer one; a worker that is kept from its work; one that is ended without a cause; something left
+behind; and anything else of ours.
 """
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+FINISHED = ("Succeeded", "Failed")
+_OWN_ENDS = ("ContainerExited", "DeadlineExceeded", "Superseded")
+"""Why a pod may fail that serves; the last is a lie about its start, which only a node can tell."""
 REASON = re.compile(r"^[A-Z][A-Za-z0-9]+$")
 FROZEN_S = BUDGET_S["dump"] + SLACK_S + 2 * MARGIN_S + 1.0
 """How long a worker may be stopped: the dump of an agent that hangs, and a margin."""
@@ -86,6 +95,10 @@ class Rules:
         self._attempts: dict[str, int] = {}
         self._seen: dict[str, AnyObject] = {}
         self._gone: set[str] = set()
+        self._terms: dict[str, int] = {}
+        self._looked = -1
+        self.lies: set[bytes] = set()
+        """Reports that no node has sent."""
         self._held: set[Process] = set()
         self._alone: dict[str, tuple[Process | None, float]] = {}
 
@@ -141,7 +154,7 @@ class Rules:
         with contextlib.suppress(InvalidMessage):
             if subject.startswith("snap.order."):
                 self._ordered(subject, decode_json(data, cast("type[Any]", AnyOrder)))
-            elif subject.startswith("snap.report."):
+            elif subject.startswith("snap.report.") and data not in self.lies:
                 self._reported(decode_json(data, Report))
 
     def _ordered(self, subject: str, order: Order) -> None:
@@ -153,9 +166,19 @@ class Rules:
         if order.attempt < newest:
             self.fail("stale", f"{which} went out over attempt {newest}")
         self._attempts[subject] = order.attempt
+        if isinstance(order, StopOrder):
+            self._stopped(order)
+
+    def _stopped(self, order: StopOrder) -> None:
+        """A worker is ended when its pod is deleted or has ended, and for no other reason."""
+        pod = self._seen.get(order.owner)
+        if isinstance(pod, Pod) and pod.metadata.uid not in self._gone:
+            if not pod.metadata.deletion_timestamp and pod.status.phase not in FINISHED:
+                name = f"{pod.metadata.name} ({pod.status.phase})"
+                self.fail("ended", f"the worker of pod {name} was ordered to stop")
 
     def _reported(self, report: Report) -> None:
-        if not report.is_terminal:
+        if not report.is_terminal or names_a_newer_attempt(report):
             return
         key = (report.node, report.service, report.order, report.attempt)
         build = self._world.node(report.node).build
@@ -173,7 +196,7 @@ class Rules:
         with contextlib.suppress(InvalidMessage):
             if subject.startswith("snap.order."):
                 self._acked_order(subject, decode_json(data, cast("type[Any]", AnyOrder)))
-            elif subject.startswith("snap.report."):
+            elif subject.startswith("snap.report.") and data not in self.lies:
                 self._acked_report(decode_json(data, Report))
 
     def _acked_order(self, subject: str, order: Order) -> None:
@@ -191,6 +214,9 @@ class Rules:
             if same and item.state == "ordered" and report.kind != "accepted":
                 # It ended before it was ordered, and is told again when the order arrives.
                 return
+        if self._world.is_rewound:
+            # What was in the store is not in its older copy, nor is what is acked on its way there.
+            return
         if owner not in self._gone and fold.fold(known, report, 0.0) is not None:
             self.fail("lost", f"{report.kind} of {report.order} was acked and is not in the store")
 
@@ -203,13 +229,44 @@ class Rules:
         if change == "DELETED":
             self._gone.add(value.metadata.uid)
             return
+        if before is not None and before.status != value.status:
+            self._written(value)
         self._failure(value)
         match before, value:
             case SnapshotContent(), SnapshotContent():
                 self._capture(before, value)
                 self._doubt(before, value)
-            case Pod(), Pod():
+                self._readers(before, value)
+            case SnapshotRestore(), SnapshotRestore():
                 self._restore(before, value)
+            case Pod(), Pod():
+                self._ended(before, value)
+
+    def rewound(self, values: list[AnyObject]) -> None:
+        """Know only what a store holds that was restored from an older copy."""
+        self._seen = {value.metadata.uid: value for value in values}
+        self._gone.clear()
+        self._terms.clear()
+        self._attempts.clear()
+
+    def present(self) -> Iterator[AnyObject]:
+        """Return what the store holds, oldest first."""
+        return (value for uid, value in self._seen.items() if uid not in self._gone)
+
+    def _written(self, value: AnyObject) -> None:
+        """Only the active operator writes a status, and none that another has taken over from."""
+        process = CURRENT.get()
+        if process is None:
+            return
+        uid, name = value.metadata.uid, f"{kind_of(value).name} {value.metadata.name}"
+        term = self._world.lease.active.get(process)
+        if term is None:
+            self.fail("doubled", f"{process} is not the active operator and wrote {name}")
+            return
+        newest = self._terms.setdefault(uid, term)
+        if term < newest and self._world.lease.is_noticed(process):
+            self.fail("doubled", f"{process} wrote {name} after another had taken over")
+        self._terms[uid] = max(term, newest)
 
     def _capture(self, before: SnapshotContent, after: SnapshotContent) -> None:
         name, old, new = after.metadata.name, before.status, after.status
@@ -238,19 +295,42 @@ class Rules:
         if is_new and not self.artifact_problem(after):
             self.fail("defect", f"{after.metadata.name} is in quarantine and whole")
 
-    def _restore(self, before: Pod, after: Pod) -> None:
-        old, new = before.status.restore, after.status.restore
-        if old is None and new is not None:
-            contents = [v for v in self._seen.values() if isinstance(v, SnapshotContent)]
-            source = next(c for c in contents if c.metadata.name == new.content_name)
-            if is_true(source.status.conditions, "Quarantined"):
-                self.fail("half", f"{after.metadata.name} began to restore what is in quarantine")
-        if old is None or new is None:
-            return
+    def _readers(self, before: SnapshotContent, after: SnapshotContent) -> None:
+        """Nothing new reads what is doubted, and nothing is forgotten while it reads."""
+        old, new = before.status.readers, after.status.readers
+        if set(new) - set(old) and is_true(after.status.conditions, "Quarantined"):
+            self.fail("half", f"{after.metadata.name} has new readers and is in quarantine")
+        for uid in set(old) - set(new):
+            reader = self._seen.get(uid)
+            if isinstance(reader, SnapshotRestore) and uid not in self._gone:
+                is_over = reader.status.state in ENDED or damage_in(reader.status.orders)
+                if not is_over:
+                    name = reader.metadata.name
+                    self.fail("lost", f"{after.metadata.name} has forgotten its reader {name}")
+
+    def _restore(self, before: SnapshotRestore, after: SnapshotRestore) -> None:
+        name, old, new = after.metadata.name, before.status, after.status
         if new.attempt < old.attempt:
-            self.fail("stale", f"{after.metadata.name}: the attempt of its restore fell")
+            self.fail("stale", f"{name}: the attempt went from {old.attempt} to {new.attempt}")
         if old.state is not new.state and not _leads(RESTORE, old.state, new.state):
-            self.fail("defect", f"{after.metadata.name}: {old.state} to {new.state}")
+            self.fail("defect", f"{name}: {old.state} to {new.state}")
+        if old.state is Restore.PENDING and new.state not in (Restore.PENDING, *ENDED):
+            read = (c for c in self.contents() if c.metadata.name == new.content_name)
+            if not any(after.metadata.uid in content.status.readers for content in read):
+                self.fail("half", f"{name} began and is no reader of {new.content_name}")
+
+    def _ended(self, before: Pod, after: Pod) -> None:
+        """A worker that serves fails by its own end, its limit or a deleted Node alone."""
+        if after.status.phase != "Failed" or before.status.phase == "Failed":
+            return
+        reason, name = after.status.reason, after.metadata.name
+        if reason == "NodeLost":
+            home = after.status.node_name
+            for value in self.present():
+                if isinstance(value, Node) and value.metadata.name == home:
+                    self.fail("ended", f"pod {name} failed with {home}, which is there")
+        elif is_true(before.status.conditions, "Ready") and reason not in _OWN_ENDS:
+            self.fail("ended", f"pod {name} served and failed: {reason} {after.status.message}")
 
     def _failure(self, value: AnyObject) -> None:
         found = getattr(value.status, "failure", None)
@@ -302,9 +382,7 @@ class Rules:
 
     def contents(self) -> Iterator[SnapshotContent]:
         """Give the contents that are in the store, oldest first."""
-        for uid, value in self._seen.items():
-            if isinstance(value, SnapshotContent) and uid not in self._gone:
-                yield value
+        return (value for value in self.present() if isinstance(value, SnapshotContent))
 
     def _set_aside(self) -> Iterator[tuple[str, ...]]:
         """Give the paths of what lies in quarantine, from the label down to generations."""
@@ -356,7 +434,9 @@ class Rules:
 
     def look(self) -> None:
         """Look at what time may break: nobody is frozen for too long, or held by nobody."""
-        self._quarantine()
+        if self._looked != self._world.disk.operations:
+            self._looked = self._world.disk.operations
+            self._quarantine()
         now = self._world.loop.now
         for worker in self._world.workers():
             process = worker.process
@@ -409,14 +489,32 @@ class Rules:
             case Pod():
                 if value.status.obligations:
                     yield f"owes {value.status.obligations}"
-                restore = value.status.restore
-                if restore and restore.state not in (Restore.RESTORED, Restore.FAILED):
-                    yield restore.state
+                if value.status.phase == "Unknown":
+                    yield "Unknown"
                 if value.status.phase == "Pending" and not self._world.may_wait(value):
                     yield "Pending"
+            case SnapshotRestore():
+                yield from self._unrestored(value)
+
+    def _unrestored(self, restore: SnapshotRestore) -> Iterator[str]:
+        """Say what a restore owes, or waits for, unless its pod may wait for ever, too."""
+        if restore.status.obligations:
+            yield f"owes {restore.status.obligations}"
+        pod = self._seen.get(restore.spec.pod_ref.uid)
+        if restore.status.state not in ENDED and not (
+            restore.status.state is Restore.PENDING
+            and isinstance(pod, Pod)
+            and self._world.may_wait(pod)
+        ):
+            yield restore.status.state
 
     def left_behind(self, values: list[AnyObject]) -> Iterator[tuple[Kind, str]]:
-        """Name what must not be there once everything is settled."""
+        """Name what must not be there once everything is settled.
+
+        What a store has forgotten that was restored from an older copy is left to people.
+        """
+        if self._world.is_rewound:
+            return
         pods = {value.metadata.uid: value for value in values if isinstance(value, Pod)}
         uids = {value.metadata.uid for value in values}
         for value in values:
@@ -493,11 +591,9 @@ def _shown(value: AnyObject) -> str:
     words = [kind_of(value).name, value.metadata.name.replace("snapshotcontent-", "")[:24]]
     words += [
         str(getattr(status, name))
-        for name in ("phase", "node_name", "capture")
+        for name in ("phase", "node_name", "capture", "state")
         if getattr(status, name, "")
     ]
-    if restore := getattr(status, "restore", None):
-        words.append(f"restore={restore.state}")
     if value.metadata.deletion_timestamp:
         words.append("deleting")
     words += [f"{item.order[:12]}/{item.attempt}={item.state}" for item in orders_of(value)]

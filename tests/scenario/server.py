@@ -45,6 +45,9 @@ class SimServer:
         self.is_stalled = False
         self.held: deque[Call] = deque()
         self._links: dict[object, Link] = {}
+        self._routes: dict[str, list[tuple[Link, Subscription]]] = {}
+        self._homes: dict[str, str | None] = {}
+        """By subject, the name of the stream that stores it."""
         self._stalls = 0
 
     # Time, in the server's own context.
@@ -149,12 +152,14 @@ class SimServer:
     def join(self, client: object, link: Link) -> None:
         """Know a client from now on."""
         self._links[client] = link
+        self.forget_routes()
         link.reach_out()
 
     def drop_client(self, client: object) -> None:
         """Forget a client that ended or crashed. What it had sent may still arrive."""
         link = self._links.pop(client, None)
         if link is not None:
+            self.forget_routes()
             link.is_gone = True
             link.is_open = False
 
@@ -189,13 +194,12 @@ class SimServer:
     def publish(self, subject: str, data: bytes, headers: Mapping[str, str]) -> int:
         """Store a message and tell who listens to its subject."""
         self.route(subject, data, headers)
-        for stream in self.streams.values():
-            if stream.has(subject):
-                sequence, message = stream.store(subject, data, headers, self.now)
-                if message is not None:
-                    for durable in stream.durables.values():
-                        self._feed(stream, durable)
-                return sequence
+        if (stream := self._stream_of(subject)) is not None:
+            sequence, message = stream.store(subject, data, headers, self.now)
+            if message is not None:
+                for durable in stream.durables.values():
+                    self._feed(stream, durable)
+            return sequence
         raise Refused(NO_STREAM, "no response from stream")
 
     def write(self, bucket: str, key: str, value: bytes, headers: Mapping[str, str]) -> int:
@@ -289,19 +293,44 @@ class SimServer:
         """Give a core message to those who listen; the number of them."""
         groups: dict[str, list[tuple[Link, Subscription]]] = {}
         count = 0
-        for link in self._links.values():
-            for subscription in link.subscriptions:
-                if not link.is_open or not matches(subscription.filter, subject):
-                    continue
-                count += 1
-                if subscription.group:
-                    groups.setdefault(subscription.group, []).append((link, subscription))
-                else:
-                    self._tell(link, subscription, subject, data, headers, respond)
+        for link, subscription in self._routes_of(subject):
+            if not link.is_open:
+                continue
+            count += 1
+            if subscription.group:
+                groups.setdefault(subscription.group, []).append((link, subscription))
+            else:
+                self._tell(link, subscription, subject, data, headers, respond)
         for members in groups.values():
             link, subscription = members[members[0][0].faults.choose(len(members))]
             self._tell(link, subscription, subject, data, headers, respond)
         return count
+
+    def _routes_of(self, subject: str) -> list[tuple[Link, Subscription]]:
+        """Return who listens to a subject; that is found once, until somebody comes or goes."""
+        found = self._routes.get(subject)
+        if found is None:
+            found = self._routes[subject] = [
+                (link, subscription)
+                for link in self._links.values()
+                for subscription in link.subscriptions
+                if matches(subscription.filter, subject)
+            ]
+        return found
+
+    def forget_routes(self) -> None:
+        """Find anew who listens to what."""
+        self._routes.clear()
+
+    def _stream_of(self, subject: str) -> Stream | None:
+        """Return the stream that stores what comes on a subject."""
+        if (name := self._homes.get(subject)) in self.streams:
+            return self.streams[name]
+        for name, stream in self.streams.items():
+            if stream.has(subject):
+                self._homes[subject] = name
+                return stream
+        return None
 
     def _tell(
         self,

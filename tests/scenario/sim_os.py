@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FIRST = 1_000_000
 MAX_LINKS = 40
+LONGEST = 255
+"""The most bytes of a name."""
 
 _numbers = itertools.count(FIRST)
 
@@ -52,6 +54,7 @@ class SimOs:
 
     def __init__(self, disk: SimDisk) -> None:
         self._disk = disk
+        self._mount = disk.mount.rstrip("/") + "/"
         self._table: dict[int, tuple[_Open, Owner]] = {}
         self._dead: set[int] = set()
         self.takes_direct = True
@@ -66,10 +69,9 @@ class SimOs:
     def _ours(self, path: Any, dir_fd: int | None = None) -> bool:
         if isinstance(path, int):
             return path >= FIRST
-        text = os.fsdecode(path)
+        text = path if isinstance(path, str) else os.fsdecode(path)
         if text.startswith("/"):
-            mount = self._disk.mount.rstrip("/")
-            return text == mount or text.startswith(mount + "/")
+            return f"{text}/".startswith(self._mount)
         return dir_fd is not None and dir_fd >= FIRST
 
     def opened(self, fd: int) -> _Open:
@@ -90,14 +92,14 @@ class SimOs:
 
     def _walk(self, path: Any, dir_fd: int | None, *, follow: bool) -> _Place:
         """Go along a path; what is missing at its end is no error, what is missing before is."""
-        text = os.fsdecode(path)
+        text = path if isinstance(path, str) else os.fsdecode(path)
         if "\0" in text:
             raise ValueError("embedded null byte")
         start = 1 if text.startswith("/") or dir_fd is None else self.opened(dir_fd).inode
         trail, names, links = [start], self._parts(text), 0
         place = _Place(start, ".", start)
         while names:
-            name = names.pop(0)
+            name = names.pop()
             place = self._step(trail, name, path)
             target = None if place.inode is None else self._disk.image[place.inode]
             if isinstance(target, str) and (names or follow):
@@ -106,7 +108,7 @@ class SimOs:
                     raise _error(errno.ELOOP, path)
                 if target.startswith("/"):
                     trail[:] = [1]
-                names = self._parts(target) + names
+                names += self._parts(target)
             elif names and name != "..":
                 if place.inode is None:
                     raise _error(errno.ENOENT, path)
@@ -119,17 +121,17 @@ class SimOs:
             above = trail[-2] if len(trail) > 1 else self._disk.parent(trail[-1])
             trail[:] = [*trail[:-2], above]
             return _Place(above, ".", above)
-        if len(os.fsencode(name)) > 255:
+        if len(name) > LONGEST // 4 and len(os.fsencode(name)) > LONGEST:
             raise _error(errno.ENAMETOOLONG, path)
         return _Place(trail[-1], name, entries.get(name))
 
     def _parts(self, path: str) -> list[str]:
-        """Cut a path into names; an absolute one must lie on this disk."""
+        """Cut a path into names, the last first; an absolute one must lie on this disk."""
         if path.startswith("/"):
             if not self._ours(path):
                 raise _error(errno.EXDEV, path)
-            path = path[len(self._disk.mount.rstrip("/")) :]
-        return [part for part in path.split("/") if part not in ("", ".")]
+            path = path[len(self._mount) - 1 :]
+        return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
     # Descriptors.
 
@@ -284,7 +286,7 @@ class SimOs:
 
     def fsync(self, fd: int) -> None:
         if fd < FIRST:
-            os.fsync(fd)
+            # The folder that holds the mount: the real disk has nothing to secure.
             return
         self._disk.sync(self.opened(fd).inode)
 

@@ -1,228 +1,141 @@
-"""The object store as one operator sees it: over a network, and later than it is written.
+"""The object store as one simulated operator reaches it: over a network, and with late events.
 
-Every kind is followed for itself, as the caches of the Kubernetes API are: an operator reads its
-own writes at once, and those of others up to `Settings.stale_s` later, several as one.
+What is written and read by name goes to the store that all share, and takes a moment. Events come
+later, as those of the caches of the Kubernetes API: each kind by its own time, an object's changes
+in their order, several of them as one, those of the process itself among them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
-from typing import TYPE_CHECKING, NamedTuple
+import contextvars
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from snapshot_operator.ports import Change, Listener
-from snapshot_shared.errors import Conflict, StoreBusy
+from snapshot_operator.ports import Event
+from snapshot_shared.errors import StoreBusy
 from snapshot_shared.objects import AnyObject, kind_of
+from tests.scenario.loop import CURRENT
 
 if TYPE_CHECKING:
     from tests.scenario.loop import Process
     from tests.scenario.world import World
 
-READS_THAT_TAKE_TIME = 0.1
-REMEMBERED = 64
-"""How many writes an operator that starts may not have heard of."""
+T = TypeVar("T")
 
-_Key = tuple[str, str]
-
-
-class Written(NamedTuple):
-    """One write: what it made of what was there before, in which version, and when."""
-
-    change: Change
-    value: AnyObject
-    before: AnyObject | None
-    version: int
-    at: float
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.value).name
-
-    @property
-    def key(self) -> _Key:
-        return _key(self.value)
+TRIP_S = 0.002
+"""The longest way to the store, or back from it, in seconds."""
+TIMEOUT_S = 2.0
+"""How long a call waits for a store that is out of reach, in seconds."""
+TOUCHED = "example.com/touched"
+"""The annotation that somebody else writes, so that the operator's next write is a conflict."""
 
 
-class History:
-    """What a store has told: its objects by kind, and its last writes."""
-
-    def __init__(self) -> None:
-        self.last: deque[Written] = deque(maxlen=REMEMBERED)
-        self.now: defaultdict[str, dict[_Key, AnyObject]] = defaultdict(dict)
-
-    def written(self, change: Change, value: AnyObject, version: int, at: float) -> Written:
-        """Remember a write."""
-        known, key = self.now[kind_of(value).name], _key(value)
-        written = Written(change, value, known.pop(key, None), version, at)
-        if change != "DELETED":
-            known[key] = value
-        self.last.append(written)
-        return written
-
-
-class StoreView:
-    """The `Cluster` port as one operator sees it: it reads what the store has told.
-
-    So reading costs nothing; `World.everything` compares that with what is really stored.
-    """
+class SimStore:
+    """The `Store` port of one operator process."""
 
     def __init__(self, world: World, process: Process) -> None:
+        """Use the store of a world; nothing is heard of it once the process has ended."""
         self._world = world
         self._process = process
-        self._listeners: list[Listener] = []
-        self._now = world.history.now
-        self._others = world.store.as_of()
-        self._hidden: dict[str, dict[_Key, Written]] = {}
-        """By kind, the first write of each object that is not seen yet."""
-        self._news: dict[str, dict[_Key, Written]] = {}
-        """By kind, the last write of each object that is not seen yet."""
-        self._since: dict[str, int] = {}
-        """By kind, the version as of which it is seen, where that is not the newest."""
-        self._has_shown = asyncio.Event()
-        if self._is_late:
-            first = world.loop.now - world.rng.random() * world.settings.stale_s
-            for written in world.history.last:
-                if written.at > first:
-                    self._hide(written)
+        self._listeners: list[Callable[[Event], None]] = []
+        self._late: dict[str, dict[str, Event]] = {}
+        """By kind, the last event of each uid that is not reported yet."""
+        self._touches = 0
+        world.stores[process] = self
+        process.at_exit(self, lambda: world.stores.pop(process))
 
-    @property
-    def _is_late(self) -> bool:
-        return bool(self._world.settings.stale_s) and not self._world.is_healed
-
-    def subscribe(self, listener: Listener) -> None:
+    def subscribe(self, listener: Callable[[Event], None]) -> None:
         self._listeners.append(listener)
 
-    def stored(self, written: Written, writer: Process | None) -> None:
-        """Take note of a write: of its own at once; of those of others late, or not at all."""
-        if writer is self._process:
-            self._show(written.kind)
-            self._tell(written)
+    def stored(self, event: Event) -> None:
+        """Take note of a change of the shared store, and report it later."""
+        kind = kind_of(event.value).name
+        is_first = kind not in self._late
+        self._late.setdefault(kind, {})[event.value.metadata.uid] = event
+        if is_first:
+            self._report_after(self._lag(), kind)
+
+    def _lag(self) -> float:
+        return self._world.rng.random() ** 2 * self._world.settings.stale_s
+
+    def _report_after(self, delay_s: float, kind: str) -> None:
+        context = contextvars.Context()
+        context.run(CURRENT.set, self._process)
+        context.run(self._world.loop.call_later, delay_s, self._report, kind)
+
+    def _report(self, kind: str) -> None:
+        if self._is_apart:
+            self._report_after(TIMEOUT_S, kind)
             return
-        self._others = written.version
-        if self._is_late:
-            self._hide(written)
+        for event in self._late.pop(kind).values():
+            for listener in self._listeners:
+                listener(event)
 
-    def _hide(self, written: Written) -> None:
-        world, kind = self._world, written.kind
-        if kind not in self._since:
-            self._since[kind] = written.version - 1
-            late_s = world.rng.random() ** 2 * world.settings.stale_s
-            world.loop.in_world(late_s, self._show, kind)
-        self._hidden.setdefault(kind, {}).setdefault(written.key, written)
-        self._news.setdefault(kind, {})[written.key] = written
+    @property
+    def _is_apart(self) -> bool:
+        return self._process.name in self._world.apart
 
-    def _show(self, kind: str) -> None:
-        """Catch up with what was written to the objects of a kind."""
-        self._since.pop(kind, None)
-        self._has_shown.set()
-        self._hidden.pop(kind, None)
-        for written in self._news.pop(kind, {}).values():
-            if self._process.is_alive:
-                self._tell(written)
+    async def _trip(self) -> None:
+        """Take the time of one way; half of them take none that is worth a turn of the loop."""
+        chance = self._world.rng.random()
+        if chance < 0.5:
+            await asyncio.sleep(chance * 2 * TRIP_S)
 
-    def _tell(self, written: Written) -> None:
-        for listener in self._listeners:
-            listener(written.change, written.value)
-
-    def catch_up_at_once(self) -> None:
-        """See everything."""
-        for kind in list(self._since):
-            self._show(kind)
-
-    def as_of(self) -> int:
-        return min(self._since.values(), default=self._world.store.as_of())
-
-    def others_since(self, as_of: int) -> bool:
-        return self._others > as_of
-
-    async def _look(self) -> None:
-        """Reading takes no time worth a turn of the loop, most of the time."""
-        if self._world.rng.random() < READS_THAT_TAKE_TIME:
-            await self._delay()
-
-    async def _delay(self) -> None:
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something in the shared store, a moment later. StoreBusy: it was not done."""
         world = self._world
-        await asyncio.sleep(world.rng.random() * 0.002)
-        if not world.is_healed and world.rng.random() < world.settings.store_errors:
-            raise StoreBusy("another operator writes")
+        try:
+            await self._trip()
+            if self._is_apart:
+                await asyncio.sleep(TIMEOUT_S)
+                raise StoreBusy("the store is out of reach")
+            if not world.is_healed and world.rng.random() < world.settings.store_errors:
+                raise StoreBusy("another process writes")
+            result = await work
+        finally:
+            work.close()
+        await self._trip()
+        return result
 
-    async def get(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
-        await self._look()
-        hidden = self._hidden.get(kind, {}).get((namespace or "", name))
-        if hidden is not None:
-            return hidden.before
-        return self._now[kind].get((namespace or "", name))
+    async def list(self, kind: str) -> list[AnyObject]:
+        return await self._call(self._world.store.list(kind))
 
-    async def by_uid(self, uid: str) -> AnyObject | None:
-        await self._look()
-        for kind in self._now:
-            for value in self._seen(kind).values():
-                if value.metadata.uid == uid:
-                    return value
-        return None
+    async def read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
+        return await self._call(self._world.store.read(kind, namespace, name))
 
-    async def list(
-        self, kind: str, namespace: str | None = None, *, after: str = "", limit: int = 100_000
-    ) -> list[AnyObject]:
-        await self._look()
-        found = {
-            "/".join(key): value
-            for key, value in self._seen(kind).items()
-            if namespace in (None, key[0])
-        }
-        return [found[name] for name in sorted(found) if name > after][:limit]
+    async def find(self, uid: str) -> AnyObject | None:
+        return await self._call(self._world.store.find(uid))
 
-    def _seen(self, kind: str) -> dict[_Key, AnyObject]:
-        """Give the objects of a kind as they are seen."""
-        if kind not in self._hidden:
-            return self._now[kind]
-        seen = dict(self._now[kind])
-        for key, written in self._hidden[kind].items():
-            seen.pop(key, None)
-            if written.before is not None:
-                seen[key] = written.before
-        return seen
+    async def create(self, value: AnyObject) -> AnyObject:
+        return await self._call(self._world.store.create(value))
 
-    async def catch_up(self) -> None:
-        newest = self._world.store.as_of()
-        while self.as_of() < newest:
-            self._has_shown.clear()
-            await self._has_shown.wait()
+    async def update_status(self, value: AnyObject) -> AnyObject:
+        await self._meddle(value)
+        return await self._call(self._world.store.update_status(value))
 
-    def _check(self, as_of: int | None) -> None:
-        if as_of is not None and self._others > as_of:
-            raise Conflict("another operator wrote since this was decided")
-
-    async def create(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
-        await self._delay()
-        self._check(as_of)
-        return await self._world.store.create(value)
-
-    async def update_status(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
-        await self._delay()
-        self._check(as_of)
+    async def _meddle(self, value: AnyObject) -> None:
+        """Have somebody else annotate the object first, by chance."""
         world = self._world
-        if not world.is_healed and world.rng.random() < world.settings.conflicts:
-            raise Conflict("somebody else wrote first")
-        return await self._world.store.update_status(value)
+        if world.is_healed or world.rng.random() >= world.settings.conflicts:
+            return
+        self._touches += 1
+        found = await world.store.find(value.metadata.uid)
+        if found is not None:
+            text = f"{self._process}-{self._touches}"
+            await world.store.annotate(found, TOUCHED, text)
 
-    async def update_spec(self, value: AnyObject, *, as_of: int | None = None) -> AnyObject:
-        await self._delay()
-        self._check(as_of)
-        return await self._world.store.update_spec(value)
+    async def update_spec(self, value: AnyObject) -> AnyObject:
+        return await self._call(self._world.store.update_spec(value))
 
-    async def delete(self, value: AnyObject, *, as_of: int | None = None) -> bool:
-        await self._delay()
-        self._check(as_of)
-        return await self._world.store.delete(value)
+    async def annotate(self, value: AnyObject, key: str, text: str) -> AnyObject:
+        return await self._call(self._world.store.annotate(value, key, text))
 
-    async def remove_finalizer(
-        self, value: AnyObject, finalizer: str, *, as_of: int | None = None
-    ) -> None:
-        await self._delay()
-        self._check(as_of)
-        await self._world.store.remove_finalizer(value, finalizer)
+    async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
+        return await self._call(self._world.store.add_finalizer(value, finalizer))
 
+    async def remove_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject | None:
+        return await self._call(self._world.store.remove_finalizer(value, finalizer))
 
-def _key(value: AnyObject) -> _Key:
-    return value.metadata.namespace or "", value.metadata.name
+    async def delete(self, value: AnyObject) -> AnyObject | None:
+        return await self._call(self._world.store.delete(value))

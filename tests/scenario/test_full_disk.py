@@ -174,6 +174,30 @@ def test_a_record_that_found_no_room_does_not_count() -> None:
         log.journal.close()
 
 
+def test_what_has_room_counts_though_it_was_handed_over_with_what_has_none() -> None:
+    log, disk = OlderJournal(), SimDisk()
+
+    async def hand_over() -> list[BaseException | None]:
+        assert log.journal is not None
+        large = [log.journal.write(*map(accepted, range(10, 40)))]
+        small = [log.journal.write(accepted(number)) for number in (3, 4)]
+        return await asyncio.gather(*large, *small, return_exceptions=True)
+
+    with mounted(disk):
+        log.prepare()
+        log.open()
+        assert log.journal is not None
+        disk.capacity = disk.used + 2000
+        refused, *others = run(hand_over())
+        assert isinstance(refused, NoSpace)
+        assert others == [None, None]
+        known = log.journal.ledger.entries
+        log.journal.close()
+        log.recover()
+        assert log.journal.ledger.entries.keys() == known.keys()
+        log.journal.close()
+
+
 def test_the_space_of_a_refused_capture_comes_back() -> None:
     _, service, disk = _refused_at(9000)
     with mounted(disk):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +13,18 @@ import msgspec
 import pytest
 
 from snapshot_agent.adapters.guards import MARGIN_S
-from snapshot_operator.domain.ordering import BUDGET_S, HOLD_S
+from snapshot_operator.core.ordering import BUDGET_S, HOLD_S
+from snapshot_operator.ports import Event
+from snapshot_operator.runtime.reports import MAX_COPY_BYTES
+from snapshot_shared import subjects
 from snapshot_shared.artifact import FileEntry
-from snapshot_shared.objects import AnyObject, SnapshotContent
+from snapshot_shared.codec import decode_json
+from snapshot_shared.ids import NodeName
+from snapshot_shared.objects import SnapshotContent
+from snapshot_shared.orders import DeadLetter
 from snapshot_shared.transitions import Capture
-from tests.scenario.faults import Fault, Settings, faults_of, settings_of
+from tests.scenario.faults import Fault, Settings, faults_of, settings_of, together
+from tests.scenario.lease import LASTS_S
 from tests.scenario.loop import CURRENT
 from tests.scenario.node import SimDriver
 from tests.scenario.rules import FROZEN_S
@@ -99,7 +107,8 @@ def test_an_abort_without_room_for_its_tombstone_lets_the_worker_go_at_once(
             raise OSError(errno.ENOSPC, "no room")
         return write(fd, data)
 
-    def give_up(_: object, value: AnyObject) -> None:
+    def give_up(event: Event) -> None:
+        value = event.value
         if isinstance(value, SnapshotContent) and value.status.capture is Capture.STAGING:
             world.ask_to_delete(1.0, "Snapshot", "a")
 
@@ -133,6 +142,103 @@ def test_an_operator_that_starts_with_an_old_view_of_the_store_leaves_nothing_be
     world = World(1, settings, crashes)
     assert world.run() == []
     assert world.rules.captures == 1
+
+
+@pytest.mark.parametrize("moment", range(600, 2400, 150))
+def test_a_leader_that_is_stopped_and_wakes_after_another_took_over_breaks_no_rule(
+    moment: int,
+) -> None:
+    settings = msgspec.structs.replace(CALM, operators=2, stale_s=0.2, lease="lease")
+    world = World(1, settings, [])
+
+    def stop() -> None:
+        assert world.lease.holder is not None
+        world.lease.holder.stop()
+        world.loop.in_world(LASTS_S + 5.0, world.lease.holder.resume)
+
+    world.loop.in_world(moment / 1000, stop)
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    assert any("has lost the lease" in note for note in world.notes)
+    assert len([note for note in world.notes if "is the active operator" in note]) == 2
+
+
+@pytest.mark.parametrize("writes", range(1, 60, 4))
+def test_an_operator_that_is_killed_between_two_of_its_writes_leaves_nothing_behind(
+    writes: int,
+) -> None:
+    world = World(1, msgspec.structs.replace(CALM, operators=2, restart_s=0.1), [])
+    left = [writes]
+
+    def count(_: Event) -> None:
+        left[0] -= 1
+        process = CURRENT.get()
+        if left[0] == 0 and process is not None:
+            world.loop.in_world(0.0, process.kill)
+
+    world.store.subscribe(count)
+    assert world.run() == []
+    assert world.rules.captures == 1
+
+
+def test_an_operator_that_wakes_carries_out_once_what_people_still_wait_for() -> None:
+    world = World(1, CALM, [])
+    at = CALM.applied[0][0]
+    operators = world.operators
+    world.loop.in_world(at, lambda: operators[0] and operators[0].stop())
+    world.loop.in_world(at + 30.0, lambda: operators[0] and operators[0].resume())
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    (added,) = [line for line in world.notes if "added DynamoCheckpoint a" in line]
+    assert float(added.split()[0]) > at + 30.0
+
+
+@pytest.mark.parametrize("hours", [-1.9, 1.9])
+def test_an_operator_whose_clock_is_set_while_it_works_ends_nothing(hours: float) -> None:
+    world = World(1, CALM, [Fault(1.1, "operator-clock", "operator-0", 0.5 + hours / 4)])
+    assert world.run() == []
+    assert world.rules.captures == 1
+
+
+def test_lies_of_a_node_end_no_operator_and_are_kept_for_people() -> None:
+    lies = [Fault(1.0 + i / 20, "hostile", f"node-{i % 2}") for i in range(80)]
+    world = World(1, CALM, lies)
+    assert world.run() == []
+    assert not any("operator-0" in note and "ended" in note for note in world.notes)
+    dead = world.server.streams[subjects.DEAD].select(subjects.dead(NodeName("operator")))
+    refused = {decode_json(letter.data, DeadLetter).payload for letter in dead}
+    assert refused
+    assert refused <= {data[:MAX_COPY_BYTES] for data in world.rules.lies}
+
+
+@pytest.mark.parametrize("tenth", range(10, 40, 3))
+def test_answers_about_cleaning_that_are_lost_are_asked_for_again(tenth: int) -> None:
+    losses = [Fault(tenth / 10 + i / 50, "truncate") for i in range(100)]
+    deleted = ((2.0, "DynamoCheckpoint", "a"), (25.0, "Pod", "b"))
+    world = World(1, msgspec.structs.replace(CALM, deleted=deleted), losses)
+    assert world.run() == []
+
+
+@pytest.mark.parametrize("copied", [0.2, 0.6, 0.9])
+@pytest.mark.parametrize("moment", [1200, 1300, 2000, 21_000, 22_000])
+def test_a_store_that_is_restored_from_an_older_copy_leaves_nothing_open(
+    moment: int, copied: float
+) -> None:
+    captured = checkpoint_document("a", podTemplateSpec=ONE_GPU, activeDeadlineSeconds=300)
+    settings = msgspec.structs.replace(CALM, applied=((0.5, captured), *CALM.applied[1:]))
+    world = World(1, settings, [Fault(moment / 1000, "rewind", amount=copied)])
+    assert world.run() == []
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_a_worker_a_snapshot_of_it_and_a_restore_are_applied_together(
+    order: tuple[int, ...],
+) -> None:
+    documents = together()
+    applied = ((0.5, *(documents[index] for index in order)),)
+    world = World(1, Settings(applied=applied), [])
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
 
 
 @pytest.mark.parametrize("builds", [("older", "newer"), ("newer", "older"), ("next", "newer")])

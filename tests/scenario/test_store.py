@@ -1,4 +1,4 @@
-"""The simulated view of a store: late where the port lets it be, and nowhere else."""
+"""The simulated way to the store, and to the lease: late where their ports let them be."""
 
 from __future__ import annotations
 
@@ -10,114 +10,187 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.controller import Controller, Interpreter
-from snapshot_operator.domain import ordering
-from snapshot_shared.errors import Conflict
-from snapshot_shared.manifests import parse
-from snapshot_shared.telemetry import Telemetry
+from snapshot_operator.local.controllers import INDEXES
+from snapshot_operator.ports import Event
+from snapshot_operator.runtime.cluster import Cluster
+from snapshot_shared.errors import Conflict, StoreBusy
 from tests.scenario.faults import Settings
+from tests.scenario.lease import LASTS_S, LOOK_S, Candidate
 from tests.scenario.loop import Machine, Process
-from tests.scenario.store import StoreView
+from tests.scenario.store import TIMEOUT_S, SimStore
 from tests.scenario.world import World
-from tests.support.objects import checkpoint, restore_document
-from tests.support.operator_world import MemoryOrders
+from tests.support.objects import checkpoint
 
 LATE_S = 3.0
 
 
 class Pair:
-    """Two operators' views of one store, each used by a process of its own."""
+    """Two operator processes with a way to one store each."""
 
-    def __init__(self) -> None:
-        self.world = World(1, Settings(stale_s=LATE_S), [])
-        self.mine = self.join()
-        self.theirs = self.join()
+    def __init__(self, settings: Settings) -> None:
+        self.world = World(1, settings, [])
+        self.mine, self.theirs = self.join("operator-0"), self.join("operator-1")
 
-    def join(self) -> StoreView:
-        view = StoreView(self.world, Process(self.world.loop, Machine("m"), "operator"))
-        self.world.views[view] = None
-        return view
+    def join(self, name: str) -> SimStore:
+        return SimStore(self.world, Process(self.world.loop, Machine("m"), name))
 
-    def on(self, view: StoreView, work: Coroutine[Any, Any, Any]) -> Any:
-        """Do something as the operator that has a view."""
-        return self.world.loop.run_until_complete(view._process.spawn(work))
+    def on(self, store: SimStore, work: Coroutine[Any, Any, Any]) -> Any:
+        """Do something as the process that a way to the store belongs to."""
+        return self.world.loop.run_until_complete(store._process.spawn(work))
+
+    def wait(self, seconds: float) -> None:
+        self.world.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def end(self) -> None:
+        self.world.loop.bury()
+        self.world.store.close()
+        self.world.loop.close()
+        gc.collect()
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair()
+    made = Pair(Settings(stale_s=LATE_S, lease="lease"))
     yield made
-    made.world.loop.bury()
-    made.world.store.close()
-    made.world.loop.close()
-    gc.collect()
+    made.end()
 
 
 def said(value: Any, message: str) -> Any:
     return replace(value, status=replace(value.status, message=message))
 
 
-def test_what_another_wrote_is_read_late_and_then_for_good(pair: Pair) -> None:
+def heard(store: SimStore) -> list[str]:
+    """Return the list that grows by what is reported to an operator."""
+    lines: list[str] = []
+
+    def take(event: Event) -> None:
+        lines.append(f"{event.change} {event.value.metadata.name}")
+
+    store.subscribe(take)
+    return lines
+
+
+def test_what_is_stored_is_read_and_listed_at_once(pair: Pair) -> None:
     first = pair.on(pair.mine, pair.mine.create(checkpoint()))
-    assert pair.on(pair.theirs, pair.theirs.by_uid(first.metadata.uid)) is None
-    assert pair.on(pair.theirs, pair.theirs.list("DynamoCheckpoint")) == []
-    pair.on(pair.theirs, pair.theirs.catch_up())
-    newer = pair.on(pair.mine, pair.mine.update_status(said(first, "newer")))
     assert pair.on(pair.theirs, pair.theirs.list("DynamoCheckpoint")) == [first]
-    pair.on(pair.theirs, asyncio.sleep(LATE_S))
-    assert pair.on(pair.theirs, pair.theirs.list("DynamoCheckpoint")) == [newer]
+    assert pair.on(pair.theirs, pair.theirs.find(first.metadata.uid)) == first
+    assert pair.on(pair.theirs, pair.theirs.read("DynamoCheckpoint", "default", "llm")) == first
 
 
-def test_what_an_operator_wrote_itself_it_reads_at_once(pair: Pair) -> None:
-    first = pair.on(pair.mine, pair.mine.create(checkpoint()))
-    assert pair.on(pair.mine, pair.mine.get("DynamoCheckpoint", "default", "llm")) == first
-
-
-def test_a_decision_on_a_late_view_is_a_conflict_until_it_has_caught_up(pair: Pair) -> None:
-    first = pair.on(pair.mine, pair.mine.create(checkpoint()))
-    pair.on(pair.theirs, pair.theirs.catch_up())
-    pair.on(pair.mine, pair.mine.create(checkpoint("another")))
-    as_of = pair.theirs.as_of()
-    assert pair.theirs.others_since(as_of)
-    with pytest.raises(Conflict):
-        pair.on(pair.theirs, pair.theirs.update_status(said(first, "old"), as_of=as_of))
-    pair.on(pair.theirs, pair.theirs.catch_up())
-    as_of = pair.theirs.as_of()
-    pair.on(pair.theirs, pair.theirs.update_status(said(first, "decided"), as_of=as_of))
-
-
-def test_changes_of_others_are_told_late_and_as_one(pair: Pair) -> None:
-    told: list[str] = []
-    pair.theirs.subscribe(lambda change, value: told.append(f"{change} {value.status.message}"))
+def test_events_come_late_to_the_writer_too_and_several_as_one(pair: Pair) -> None:
+    mine, theirs = heard(pair.mine), heard(pair.theirs)
     first = pair.on(pair.mine, pair.mine.create(checkpoint()))
     pair.on(pair.mine, pair.mine.update_status(said(first, "newer")))
-    assert told == []
-    pair.on(pair.theirs, asyncio.sleep(LATE_S))
-    assert told == ["MODIFIED newer"]
+    assert mine == theirs == []
+    pair.wait(LATE_S)
+    assert mine == theirs == ["MODIFIED llm"]
 
 
-def test_who_starts_may_not_have_heard_of_the_last_writes(pair: Pair) -> None:
-    seen = []
-    for number in range(20):
-        pair.on(pair.mine, pair.mine.create(checkpoint(f"c{number}")))
-        pair.on(pair.mine, asyncio.sleep(LATE_S / 3))
-        third = pair.join()
-        seen.append(len(pair.on(third, third.list("DynamoCheckpoint"))) > number)
-    assert True in seen
-    assert False in seen
+def test_memory_over_a_late_store_holds_its_own_writes(pair: Pair) -> None:
+    cluster = Cluster(pair.mine, INDEXES)
+    pair.on(pair.mine, cluster.sync())
+    first = pair.on(pair.mine, cluster.create(checkpoint()))
+    assert cluster.get("DynamoCheckpoint", "default", "llm") == first
 
 
-def test_a_sweep_leaves_orders_alone_that_another_operator_has_just_written(pair: Pair) -> None:
-    orders = MemoryOrders()
-    theirs = pair.theirs
-    interpreter = Interpreter(theirs, orders, Telemetry("snap-operator", "operator", "0"), float)
-    controller = Controller(theirs, orders, interpreter, float)
-    pod: Any = parse(restore_document("llm", "restored"))
-    pod = pair.on(pair.mine, pair.mine.create(pod))
-    order = ordering.run(pod, standby=True, trace="", now=0.0)
-    placed = replace(pod, status=replace(pod.status, node_name="node-1", orders=[order]))
-    pair.on(pair.mine, pair.mine.update_status(placed))
-    pair.on(pair.mine, orders.publish(order))
-    assert pair.on(theirs, theirs.list("Pod")) == []
-    pair.on(theirs, controller.sweep_once())
-    assert list(orders.stream) == [order.order]
+def test_memory_that_is_filled_anew_holds_what_others_wrote(pair: Pair) -> None:
+    first = pair.on(pair.theirs, pair.theirs.create(checkpoint()))
+    cluster = Cluster(pair.mine, INDEXES)
+    pair.on(pair.mine, cluster.sync())
+    assert cluster.get("DynamoCheckpoint", "default", "llm") == first
+
+
+def test_a_process_that_ended_hears_nothing_any_more(pair: Pair) -> None:
+    mine = heard(pair.mine)
+    pair.on(pair.theirs, pair.theirs.create(checkpoint()))
+    pair.mine._process.kill()
+    pair.wait(LATE_S)
+    assert mine == []
+    assert pair.mine not in pair.world.stores.values()
+
+
+def test_a_store_that_is_out_of_reach_is_busy_and_tells_nothing(pair: Pair) -> None:
+    mine = heard(pair.mine)
+    pair.world.apart.add("operator-0")
+    pair.on(pair.theirs, pair.theirs.create(checkpoint()))
+    with pytest.raises(StoreBusy):
+        pair.on(pair.mine, pair.mine.list("DynamoCheckpoint"))
+    pair.wait(LATE_S)
+    assert mine == []
+    pair.world.apart.clear()
+    pair.wait(LATE_S + TIMEOUT_S)
+    assert mine == ["ADDED llm"]
+
+
+def test_somebody_else_writes_first_where_conflicts_are_wanted() -> None:
+    pair = Pair(Settings(conflicts=1.0))
+    first = pair.on(pair.mine, pair.mine.create(checkpoint()))
+    with pytest.raises(Conflict):
+        pair.on(pair.mine, pair.mine.update_status(said(first, "newer")))
+    pair.end()
+
+
+class Holder:
+    """An operator process that holds the lease, or waits for it."""
+
+    def __init__(self, pair: Pair, process: Process) -> None:
+        self.process = process
+        self.is_active = self.has_lost = False
+        self.candidate = Candidate(pair.world, process)
+        process.spawn(self._hold())
+
+    async def _hold(self) -> None:
+        async with self.candidate.held() as lost:
+            self.is_active = True
+            await lost.wait()
+            self.has_lost = True
+
+
+def holders(pair: Pair) -> tuple[Holder, Holder]:
+    first = Holder(pair, pair.mine._process)
+    pair.wait(0.1)
+    second = Holder(pair, pair.theirs._process)
+    pair.wait(3 * LASTS_S)
+    assert (first.is_active, second.is_active) == (True, False)
+    return first, second
+
+
+def test_a_lease_is_lost_by_who_is_stopped_and_that_is_noticed_after_a_moment(pair: Pair) -> None:
+    first, second = holders(pair)
+    first.process.stop()
+    pair.wait(LASTS_S + LOOK_S)
+    assert second.is_active
+    first.process.resume()
+    assert not first.has_lost
+    pair.wait(2 * LOOK_S)
+    assert first.has_lost
+    assert not second.has_lost
+
+
+def test_a_lease_is_given_up_by_who_is_cut_off_before_another_has_it(pair: Pair) -> None:
+    first, second = holders(pair)
+    pair.world.apart.add("operator-0")
+    while not second.is_active:
+        pair.wait(0.1)
+    assert first.has_lost
+
+
+def test_a_lease_goes_on_for_a_while_after_the_end_of_its_holder(pair: Pair) -> None:
+    first, second = holders(pair)
+    first.process.kill()
+    pair.wait(1.0)
+    assert not second.is_active
+    pair.wait(LASTS_S + LOOK_S)
+    assert second.is_active
+
+
+def test_the_lock_of_a_file_goes_with_its_holder_and_stays_with_one_that_is_stopped() -> None:
+    pair = Pair(Settings(lease="file"))
+    first, second = holders(pair)
+    first.process.stop()
+    pair.wait(3 * LASTS_S)
+    assert not second.is_active
+    first.process.kill()
+    pair.wait(LOOK_S)
+    assert second.is_active
+    pair.end()

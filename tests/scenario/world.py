@@ -12,19 +12,24 @@ import json
 import logging
 import random
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from snapshot_agent.domain.spec import Launch
-from snapshot_operator.adapters.sqlite import SqliteCluster
-from snapshot_operator.domain.conditions import timestamp
-from snapshot_operator.domain.inventory import Policy
-from snapshot_operator.main import _serve as serve_operator
-from snapshot_operator.ports import Change
+from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.inventory import Policy
+from snapshot_operator.local.controllers import INDEXES
+from snapshot_operator.local.store import SqliteStore
+from snapshot_operator.ports import Event
+from snapshot_operator.runtime.cluster import Cluster
+from snapshot_operator.wiring import Environment, _encoded_schemas
+from snapshot_operator.wiring import serve as serve_operator
 from snapshot_shared import subjects
 from snapshot_shared.api import (
+    ASKED_AT,
+    WITHIN,
     AbortReply,
     AbortRequest,
     ApplyReply,
@@ -33,34 +38,48 @@ from snapshot_shared.api import (
     CordonRequest,
     DeleteReply,
     DeleteRequest,
+    GetReply,
+    GetRequest,
     VerifyReply,
     VerifyRequest,
+    age_headers,
 )
+from snapshot_shared.bus import REQUEST_S, Handler
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects import AnyObject, Pod
+from snapshot_shared.objects import KINDS, AnyObject, Pod
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
 from tests.scenario.bus import SeededFaults, SimBus, SimServer
 from tests.scenario.crash_rig import mounted
 from tests.scenario.disk import SimDisk
 from tests.scenario.faults import Fault, Settings, act
+from tests.scenario.lease import Candidate, Lease
 from tests.scenario.loop import CURRENT, Machine, Process, Quiet, VirtualLoop
 from tests.scenario.node import MOUNT, SimNode, owner_of
 from tests.scenario.rules import Kind, Rules
-from tests.scenario.store import History, StoreView
+from tests.scenario.store import SimStore
 from tests.scenario.worker import Habits, SimWorker
 
 log = logging.getLogger(__name__)
 
-KINDS = ("DynamoCheckpoint", "Job", "Snapshot", "SnapshotContent", "Pod")
+T = TypeVar("T")
+
 EPOCH = 1_800_000_000.0
 SETTLE_S = 1800.0
 """How long after the last fault everything must be settled, in seconds of virtual time."""
+JUMPED_S = 10_000.0
+"""How much longer that takes when the clock of an operator was wrong, in seconds."""
+REWOUND_S = 3600.0
+"""How much longer when the store has forgotten a capture, whose hold then ends by itself."""
 LOOK_S = 1.0
 AGAIN_S = 15.0
 """How often to look when nothing has changed, in seconds."""
+CHANGING = ("apply", "delete", "verify", "abort", "cordon")
+"""The requests of people that change something."""
+REFUSED = ("RequestExpired", "StoreBusy", "Conflict")
+"""Why a request was refused that is asked again, as a new one."""
 
 
 class World:
@@ -76,6 +95,7 @@ class World:
         self.epoch = EPOCH
         self.restart_s = settings.restart_s
         self.disk = SimDisk(lambda: owner_of(CURRENT.get()), mount=str(MOUNT))
+        self.disk.os.takes_direct = settings.direct
         self.rules = Rules(self)
         self.notes: list[str] = []
         self.has_flipped_bits = False
@@ -91,13 +111,19 @@ class World:
         self.network.lost_announcements = settings.lost_news
         self.server = _Server(self.rules, settings.room)
         self.buses: dict[str, SimBus] = {}
-        self.store = SqliteCluster(
+        self.store = SqliteStore(
             None, timestamp=lambda: timestamp(EPOCH + self.loop.now), new_uid=self.new_uid
-        )
+        ).open()
         self.store.subscribe(self._stored)
-        self.history = History()
-        self.views: dict[StoreView, None] = {}
+        self.stores: dict[Process, SimStore] = {}
+        self.apart: set[str] = set()
+        """The operators, by name, that reach neither the store nor the lease."""
+        self.lease = Lease(self)
         self.version = 0
+        self.is_rewound = False
+        self.is_clock_wrong = False
+        self._copies: dict[Fault, bytes] = {}
+        self.machines = [Machine(f"operator-{index}") for index in range(settings.operators)]
         self.operators: list[Process | None] = [None] * settings.operators
         self.nodes = [
             SimNode(
@@ -126,16 +152,18 @@ class World:
     def new_uid(self) -> str:
         return str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
 
-    def _stored(self, change: Change, value: AnyObject) -> None:
+    def _stored(self, event: Event) -> None:
         self.version += 1
-        self.rules.changed(change, value)
-        written = self.history.written(change, value, self.store.as_of(), self.loop.now)
-        for view in list(self.views):
-            view.stored(written, CURRENT.get())
+        self.rules.changed(event.change, event.value)
+        for store in list(self.stores.values()):
+            store.stored(event)
 
     def bus(self, name: str, process: Process, build: Build = CURRENT_BUILD) -> Any:
         """Connect a process; the server learns of its end."""
-        bus = self.buses[process.name] = BuildBus(self.server, name, faults=self.network)
+        return self._joined(BuildBus(self.server, name, faults=self.network), process, build)
+
+    def _joined(self, bus: BuildBus, process: Process, build: Build) -> BuildBus:
+        self.buses[process.name] = bus
         bus.build = build
         process.at_exit(bus, lambda: self.server.drop_client(bus))
         return bus
@@ -187,8 +215,7 @@ class World:
 
     def start_operator(self, index: int) -> None:
         """Start one operator; it is started again whenever it ends."""
-        machine = Machine(f"operator-{index}", rate=1.0)
-        process = Process(self.loop, machine, f"operator-{index}")
+        process = Process(self.loop, self.machines[index], f"operator-{index}")
         self.operators[index] = process
         delay = 0.5 + self.rng.random() * self.restart_s
         process.at_exit("again", lambda: self.loop.in_world(delay, self.start_operator, index))
@@ -196,49 +223,86 @@ class World:
         task.add_done_callback(lambda done: self.ended(process, done))
 
     async def _operator(self, process: Process) -> None:
+        """Be one operator: stand by until it is the active one, and serve while it is."""
+        machine = process.machine
         clocks = Clocks(
             lambda: self.loop.now,
-            lambda: EPOCH + self.loop.now + process.machine.jump,
-            process.machine.boot_id,
+            lambda: EPOCH + self.loop.now + machine.jump,
+            machine.boot_id,
         )
-        bus = self.bus(process.name, process)
-        view = StoreView(self, process)
-        self.views[view] = None
-        process.at_exit(view, lambda: self.views.pop(view, None))
-        await bus.connect()
-        await bus.ensure_assets()
-        telemetry = Telemetry("snap-operator", "operator", "0")
-        # No age protects anything here: what is known must be enough.
-        policy = Policy(self.settings.quarantine, after_s=0.0)
-        await serve_operator(asyncio.Event(), view, bus, telemetry, clocks, policy=policy)  # type: ignore[arg-type]
+        bus = _OperatorBus(self, process)
+        self._joined(bus, process, CURRENT_BUILD)
+        environment = Environment(
+            bus=bus,
+            telemetry=Telemetry("snap-operator", "operator", "0"),
+            clocks=clocks,
+            jitter=self.rng.random,
+            new_id=self.new_uid,
+            # No age protects anything here: what is known must be enough.
+            policy=Policy(self.settings.quarantine, after_s=0.0),
+            is_mirrored=self.settings.mirrored,
+        )
+        await bus.connect_and_ensure()
+        async with Candidate(self, process).held() as lost:
+            cluster = Cluster(SimStore(self, process), INDEXES)
+            await serve_operator(lost, cluster, environment)
+
+    def copy_store(self, fault: Fault) -> None:
+        """Copy the store, for a fault that brings it back later."""
+        self._copies[fault] = self.store._db.serialize()
+
+    def rewind(self, fault: Fault) -> None:
+        """Restore the store from an older copy of it, as people do: with no operator running."""
+        for operator in self.operators:
+            if operator is not None:
+                operator.kill()
+        self.store._db.deserialize(self._copies[fault])
+        self.is_rewound = True
+        self.version += 1
+        self.rules.rewound(self._everything())
 
     # People.
 
-    async def ask_for(self, verb: str, request: Any, reply: Any) -> Any:
-        """Ask the operator until it answers."""
+    async def ask_for(self, verb: str, request: Any, reply: Any, *refused: str) -> Any:
+        """Ask the operator until it answers, and again while it refuses for one of these reasons.
+
+        Each time is a new request: nobody waits for the earlier ones any more.
+        """
         while True:
+            headers = age_headers(EPOCH + self.loop.now, REQUEST_S)
             try:
-                data = await self.user.request(subjects.api(verb), encode_json(request))
-                return decode_json(data, reply)
+                data = await self.user.request(
+                    subjects.api(verb), encode_json(request), headers=headers
+                )
+                answer = decode_json(data, reply)
             except SnapbackError:
                 await asyncio.sleep(1.0)
+                continue
+            failure = answer.failure
+            if failure is None or failure.reason not in (*REFUSED, *refused):
+                return answer
+            await asyncio.sleep(5.0)
 
-    async def apply(self, document: dict[str, Any]) -> None:
-        """Apply one manifest."""
-        request = ApplyRequest(documents=[msgspec.Raw(json.dumps(document).encode())])
+    async def apply(self, *documents: dict[str, Any]) -> None:
+        """Apply manifests together."""
+        request = ApplyRequest(
+            documents=[msgspec.Raw(json.dumps(document).encode()) for document in documents]
+        )
         reply = await self.ask_for("apply", request, ApplyReply)
         if reply.failure is not None:
-            self.note(f"apply {document['metadata']['name']}: {reply.failure}")
+            names = ", ".join(document["metadata"]["name"] for document in documents)
+            self.note(f"apply {names}: {reply.failure}")
 
     async def delete(self, kind: str, name: str) -> None:
-        """Delete one object; a node may be deleted only when it has been away for long."""
+        """Delete the object that has this name now; a Node only when it has been away for long."""
         space = None if kind == "Node" else "default"
-        request = DeleteRequest(kind=kind, namespace=space, name=name)
-        again = ("StoreBusy", "Conflict", "Forbidden")
-        reply = await self.ask_for("delete", request, DeleteReply)
-        while reply.failure is not None and reply.failure.reason in again:
-            await asyncio.sleep(20.0)
-            reply = await self.ask_for("delete", request, DeleteReply)
+        reading = GetRequest(kind=kind, namespace=space, name=name)
+        found = await self.ask_for("get", reading, GetReply)
+        reply = found
+        if found.failure is None:
+            uid = found.items[0]["metadata"]["uid"]
+            request = DeleteRequest(kind=kind, namespace=space, name=name, uid=uid)
+            reply = await self.ask_for("delete", request, DeleteReply, "Forbidden")
         self.note(f"delete {kind} {name}: {reply.failure or 'ok'}")
 
     async def verify(self, kind: str, name: str) -> None:
@@ -262,9 +326,6 @@ class World:
     async def _cordon(self, node: str, *, unschedulable: bool) -> None:
         request = CordonRequest(node=node, unschedulable=unschedulable)
         reply = await self.ask_for("cordon", request, CordonReply)
-        while reply.failure is not None and reply.failure.reason != "NotFound":
-            await asyncio.sleep(1.0)
-            reply = await self.ask_for("cordon", request, CordonReply)
         self.note(f"cordon {node} {unschedulable}: {reply.failure or reply.changed}")
 
     # The run.
@@ -297,8 +358,8 @@ class World:
             self.people = Process(self.loop, Machine("desk"), "people")
             self.user = self.bus("people", self.people)
             await self.people.spawn(self.user.connect())
-            for at, document in self.settings.applied:
-                self._later(at, lambda d=document: self.apply(d))
+            for at, *documents in self.settings.applied:
+                self._later(at, lambda d=documents: self.apply(*d))
             for at, kind, name in self.settings.deleted:
                 self.ask_to_delete(at, kind, name)
             for at, kind, name in self.settings.verified:
@@ -309,6 +370,8 @@ class World:
                 self._later(begin, lambda n=node, e=end: self.cordon(n, e))
             for fault in self.faults:
                 self.loop.in_world(fault.at, act, self, fault)
+                if fault.kind == "rewind":
+                    self.loop.in_world(fault.at * fault.amount, self.copy_store, fault)
             await self._until(self.settings.fault_s)
             self.heal()
             await self._settle()
@@ -337,18 +400,22 @@ class World:
             self.server.heal(bus)
         self.disk.heal()
         self.is_healed = True
-        for view in self.views:
-            view.catch_up_at_once()
+        self.apart.clear()
+        for machine in self.machines:
+            machine.jump = 0.0
         for node in self.nodes:
             node.heal()
         for operator in self.operators:
             if operator is not None:
-                operator.resume()
                 operator.fuse = None
+                operator.resume()
 
     async def _settle(self) -> None:
         """Wait until nothing is left to do, and nothing is left behind."""
-        end = self.loop.now + SETTLE_S
+        within_s = SETTLE_S
+        within_s += JUMPED_S if self.is_clock_wrong else 0.0
+        within_s += REWOUND_S if self.is_rewound else 0.0
+        end = self.loop.now + within_s
         left: list[tuple[Kind, str]] = [("lost", "nothing was looked at")]
         seen, again_at = -1, 0.0
         while left and not self.is_over:
@@ -357,20 +424,69 @@ class World:
             if seen == self.version and self.loop.now < again_at:
                 continue
             seen, again_at = self.version, self.loop.now + AGAIN_S
-            values = await self.everything()
+            values = list(self.rules.present())
             left = [("lost", line) for line in self.rules.unsettled(values)]
             left = left or list(self.rules.left_behind(values))
             if self.loop.now > end:
                 for kind, line in left:
-                    self.rules.fail(kind, f"{SETTLE_S} s after the last fault: {line}")
+                    self.rules.fail(kind, f"{within_s} s after the last fault: {line}")
+        self._check_events()
 
-    async def everything(self) -> list[AnyObject]:
+    def _check_events(self) -> None:
+        """What the store has reported is what it holds."""
+        held = {value.metadata.uid: value for value in self._everything()}
+        if held != {value.metadata.uid: value for value in self.rules.present()}:
+            self.rules.fail("defect", "what was reported of the store is not what it holds")
+
+    def _everything(self) -> list[AnyObject]:
         """Read the whole store."""
-        found = [value for kind in KINDS for value in await self.store.list(kind)]
-        told = [value for kind in KINDS for _, value in sorted(self.history.now[kind].items())]
-        if found != told:
-            self.rules.fail("defect", "what was told of the store is not what it holds")
-        return found
+        return [value for kind in KINDS for value in _at_once(self.store.list(kind))]
+
+
+def _at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine returns that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError(f"{work} waits")
+
+
+class _OperatorBus(BuildBus):
+    """The bus of an operator; no request is carried out that its client does not wait for."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        super().__init__(world.server, process.name, faults=world.network)
+        self._world = world
+        self._process = process
+
+    async def serve(
+        self, name: str, version: str, metadata: Mapping[str, str], endpoints: Mapping[str, Handler]
+    ) -> None:
+        def watched(subject: str, handler: Handler) -> Handler:
+            async def answer(data: bytes, headers: Mapping[str, str]) -> bytes:
+                is_late = self._is_late(headers)
+                reply = await handler(data, headers)
+                if is_late and b'"failure":' not in reply:
+                    what = f"{self._process} carried out {subject} for nobody: {data!r}"
+                    self._world.rules.fail("stale", what)
+                return reply
+
+            return answer
+
+        changing = {subjects.api(verb) for verb in CHANGING}
+        watching = {
+            subject: watched(subject, handler) if subject in changing else handler
+            for subject, handler in endpoints.items()
+        }
+        await super().serve(name, version, metadata, watching)
+
+    def _is_late(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request has outlived its client's wait, as far as right clocks can say."""
+        if self._process.machine.jump:
+            return False
+        return EPOCH + self._world.loop.now > float(headers[ASKED_AT]) + float(headers[WITHIN])
 
 
 class _Server(SimServer):
@@ -380,9 +496,15 @@ class _Server(SimServer):
         super().__init__()
         self._rules = rules
         self._room = room
+        self._has_schemas = False
 
     def ensure(self) -> None:
         super().ensure()
+        if not self._has_schemas:
+            # An operator has been here before: to put them there again takes it a second of work.
+            self._has_schemas = True
+            for key, schema in _encoded_schemas().items():
+                self.write(subjects.SCHEMAS_BUCKET, key, schema, {})
         if self._room:
             orders = self.streams[subjects.ORDERS]
             orders.config = orders.config.evolve(max_msgs=self._room)

@@ -16,17 +16,18 @@ def pod_template(**container: Any) -> dict[str, Any]:
     return {"spec": {"containers": [{**main, **container}]}}
 
 
-def checkpoint(name: str = "llm", **job: Any) -> AnyObject:
-    return parse(checkpoint_document(name, **job))
+def checkpoint(name: str = "llm", *, model: str = "", **job: Any) -> AnyObject:
+    return parse(checkpoint_document(name, model=model, **job))
 
 
-def checkpoint_document(name: str = "llm", **job: Any) -> dict[str, Any]:
+def checkpoint_document(name: str = "llm", *, model: str = "", **job: Any) -> dict[str, Any]:
+    """Return a checkpoint of a model of its own, or of one that is given."""
     return {
         "apiVersion": "nvidia.com/v1alpha1",
         "kind": "DynamoCheckpoint",
         "metadata": {"name": name, "namespace": "default"},
         "spec": {
-            "identity": {"model": "example/model", "backendFramework": "vllm"},
+            "identity": {"model": model or f"example/{name}", "backendFramework": "vllm"},
             "job": {"podTemplateSpec": pod_template(), "sourcePolicy": "Resume", **job},
         },
     }

@@ -102,13 +102,21 @@ def doubled(reports: Iterable[Report]) -> list[str]:
     """
     values: dict[tuple[str, int], set[tuple[object, ...]]] = defaultdict(set)
     for report in reports:
-        if report.is_terminal:
+        if report.is_terminal and not names_a_newer_attempt(report):
             values[report.order, report.attempt].add(_value(report))
     return [
         f"{order}, attempt {attempt}: {sorted(map(str, found))}"
         for (order, attempt), found in values.items()
         if len(found) > 1
     ]
+
+
+def names_a_newer_attempt(report: Report) -> bool:
+    """Say whether a report ends nothing and only answers an order that has been overtaken."""
+    failure = report.failure
+    if report.kind != "rejected" or failure is None or failure.reason != "Superseded":
+        return False
+    return int(failure.values.get("attempt", 0)) > report.attempt
 
 
 def _value(report: Report) -> tuple[object, ...]:

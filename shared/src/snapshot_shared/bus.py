@@ -494,17 +494,20 @@ class Bus:
             sent["Nats-Msg-Id"] = message_id
         family = subjects.family(subject)
         with self._metrics.timed(instruments.PUBLISH_DURATION, family, counted=instruments.SENT):
-            stream = self.client.jetstream(timeout=REQUEST_S)
-            ack = await _translating(
-                stream.publish(subject, payload, headers=sent or None, timeout=REQUEST_S),
-                f"publish to {subject}",
+            return int(
+                await _translating(
+                    self.client.store(subject, payload, sent or None, REQUEST_S),
+                    f"publish to {subject}",
+                )
             )
-        return int(ack.seq)
 
-    async def announce(self, subject: str, payload: bytes) -> None:
-        """Send a core NATS message; nobody may be listening, and it may be lost."""
-        with contextlib.suppress(nats.errors.Error):
+    async def announce(self, subject: str, payload: bytes) -> bool:
+        """Send a core NATS message, which may be lost. Return whether it could be sent at all."""
+        try:
             await self.client.publish(subject, payload)
+        except nats.errors.Error:
+            return False
+        return True
 
     async def last(self, stream: str, subject: str) -> tuple[int, bytes] | None:
         """Read the newest message on a subject from the stream's leader, if there is one."""
@@ -625,20 +628,17 @@ class Bus:
             lambda count: self.client.ask_next(stream, durable, inbox, count, FETCH_S)
         )
 
-        async def take(message: Msg) -> None:
+        def take(message: Msg) -> None:
             if status := message_status(message):
                 _lapse(pull, status)
                 return
             self._metrics.add(instruments.CONSUMED, subjects.family(message.subject))
             pull.take(_delivery(message))
 
-        async def elect(_message: Msg) -> None:
-            pull.forget()
-
         subscriptions = [
-            await self.client.subscribe(inbox, cb=take),
+            await self.client.sink(inbox, take),
             # A new leader of the consumer has not heard of what was asked for.
-            await self.client.subscribe(subjects.elections(stream, durable), cb=elect),
+            await self.client.sink(subjects.elections(stream, durable), lambda _: pull.forget()),
         ]
         try:
             yield pull

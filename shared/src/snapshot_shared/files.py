@@ -270,7 +270,7 @@ def write_replacing(
 
 
 def own_by(fd: int, owner: tuple[int, int], mode: int) -> None:
-    """Give an open file or directory a uid and a gid, of which -1 changes none, and a mode."""
+    """Set uid and gid of an open file or directory (-1 changes neither), and its mode."""
     if owner != (-1, -1):
         os.fchown(fd, *owner)
     os.fchmod(fd, mode)

@@ -211,13 +211,17 @@ class DynamoCheckpointSpec(
 class DynamoCheckpointStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """What became of it. `phase` is only a column; the conditions decide."""
+    """What became of it. `phase` is only a column; the conditions decide.
+
+    `shares` names the checkpoint of the same identity whose artifact this is, if not its own.
+    """
 
     phase: Literal["Pending", "Creating", "Ready", "Failed"] = "Pending"
     checkpoint_id: str = field(name="checkpointID", default="")
     job_name: str = ""
     snapshot_name: str = ""
     content_name: str = ""
+    shares: str = ""
     created_at: str = ""
     message: str = ""
     bytes: Bytes = 0

@@ -568,8 +568,9 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "Superseded": Reason(
             "A higher attempt of the same order, or an abort, is known on the node.",
-            "An old message was delivered late.",
-            "Nothing is to be done; the newer attempt counts.",
+            "An old message was delivered late, or the operator's store is older than the node's "
+            "journal, as after it was restored from a backup.",
+            "Nothing is to be done: the newer attempt counts; `attempt` in the values names it.",
         ),
         "WrongNode": Reason(
             "The order names another node than the one that it reached.",

@@ -1,4 +1,4 @@
-"""Spans and logs. OpenTelemetry makes the spans; two ways lead out of the process.
+"""Spans and logs.
 
 Finished spans always go to the SPANS stream (so that a trace can be shown with no collector) and,
 when an OTLP endpoint is set, to it as well. Nothing ever waits for either.
@@ -18,35 +18,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
-from opentelemetry.trace import (
-    Link,
-    NonRecordingSpan,
-    Span,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
-from opentelemetry.trace import (
-    SpanContext as OtelContext,
-)
-from opentelemetry.trace import (
-    SpanKind as OtelKind,
-)
-
 from snapshot_shared import instruments, subjects
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import BusUnavailable, SnapbackError, failure_of
-from snapshot_shared.metrics import (
-    EXPORT_WITHIN_S,
-    OFF,
-    Metrics,
-    reason_of,
-    resource_attributes,
-)
+from snapshot_shared.errors import SnapbackError, failure_of
+from snapshot_shared.metrics import OFF, Metrics, reason_of
 from snapshot_shared.spans import SpanContext, SpanKind, SpanRecord, parse_traceparent
 
 if TYPE_CHECKING:
@@ -56,42 +31,27 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PRESET: contextvars.ContextVar[SpanContext | None] = contextvars.ContextVar(
-    "preset_span", default=None
-)
 _CURRENT: contextvars.ContextVar[str] = contextvars.ContextVar("traceparent", default="")
 _WORK: contextvars.ContextVar[tuple[str, int]] = contextvars.ContextVar("order", default=("", 0))
 MAX_WAITING_SPANS = 4096
+ERROR_TYPE = "error.type"
+"""The attribute of a failed span that names the reason, as OpenTelemetry calls it."""
 
 Attributes = Mapping[str, str | int | float | bool]
 
 
-class _Ids(IdGenerator):
-    """Random ids, except where the identity of a span has fixed them."""
+class _Outbox:
+    """Finished spans until they are published; the oldest give way."""
 
-    def generate_span_id(self) -> int:
-        preset = _PRESET.get()
-        return int(preset.span_id, 16) if preset else secrets.randbits(64) or 1
-
-    def generate_trace_id(self) -> int:
-        preset = _PRESET.get()
-        return int(preset.trace_id, 16) if preset else secrets.randbits(128) or 1
-
-
-class _Outbox(SpanProcessor):
-    """Keeps finished spans until somebody publishes them; the oldest give way."""
-
-    def __init__(self, service: str, node: str, metrics: Metrics) -> None:
-        self.service = service
-        self.node = node
+    def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.records: deque[SpanRecord] = deque(maxlen=MAX_WAITING_SPANS)
         self.filled = asyncio.Event()
 
-    def on_end(self, span: ReadableSpan) -> None:
+    def add(self, record: SpanRecord) -> None:
         if len(self.records) == MAX_WAITING_SPANS:
             self.metrics.add(instruments.SPANS_DROPPED, "too-many")
-        self.records.append(_record(span, self.service, self.node))
+        self.records.append(record)
         self.filled.set()
 
 
@@ -108,28 +68,14 @@ class Telemetry:
         metrics: Metrics = OFF,
     ) -> None:
         """Build the tracer; spans wait until `publish_to` runs."""
-        resource = Resource.create(resource_attributes(service, node, version))
         self.service = service
         self.node = node
-        self._provider = TracerProvider(
-            resource=resource, id_generator=_Ids(), shutdown_on_exit=False
-        )
-        self._outbox = _Outbox(service, node, metrics)
-        self._provider.add_span_processor(self._outbox)
+        self._outbox = _Outbox(metrics)
+        self._export = None
         if otlp_endpoint:
-            self._export_to(otlp_endpoint)
-        self._tracer = self._provider.get_tracer("snapback")
+            from snapshot_shared.otlp import SpanExport  # noqa: PLC0415 - costs start-up time
 
-    def _export_to(self, endpoint: str) -> None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415 - costs start-up time
-            OTLPSpanExporter,
-        )
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415 - as above
-
-        exporter = OTLPSpanExporter(
-            endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_WITHIN_S
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+            self._export = SpanExport(otlp_endpoint, service, node, version)
 
     @contextlib.contextmanager
     def span(
@@ -146,17 +92,22 @@ class Telemetry:
 
         `parent` is a traceparent; empty means the span around this block, if there is one.
         """
-        context = parse_traceparent(parent or _CURRENT.get())
-        span = self._start(name, context, identity, links, attributes, kind=kind)
-        own = _traceparent(span)
+        around = parse_traceparent(parent or _CURRENT.get())
+        own = _own_context(around, identity)
+        start_ns = time.time_ns()
+        found = dict(attributes or {})
+        failure = ""
         try:
-            with _set(_CURRENT, own):
-                yield own
+            with _set(_CURRENT, own.traceparent):
+                yield own.traceparent
         except BaseException as error:
-            _mark(span, error)
+            found[ERROR_TYPE] = reason_of(error)
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            failure = "cancelled" if is_cancelled else failure_of(error).message or "error"
             raise
         finally:
-            span.end()
+            times_ns = (start_ns, time.time_ns())
+            self._finish(name, own, around, times_ns, failure, found, links, kind)
 
     def record(
         self,
@@ -171,38 +122,39 @@ class Telemetry:
         error: str = "",
     ) -> None:
         """Record a span whose times are known already."""
-        span = self._start(
-            name, parse_traceparent(parent), identity, links, attributes, start_ns=start_ns
-        )
-        if error:
-            span.set_status(StatusCode.ERROR, error)
-        span.end(end_ns)
+        around = parse_traceparent(parent)
+        own = _own_context(around, identity)
+        found = dict(attributes or {})
+        self._finish(name, own, around, (start_ns, end_ns), error, found, links, "internal")
 
-    def _start(
+    def _finish(
         self,
         name: str,
-        parent: SpanContext | None,
-        identity: SpanContext | None,
+        own: SpanContext,
+        around: SpanContext | None,
+        times_ns: tuple[int, int],
+        error: str,
+        attributes: dict[str, str | int | float | bool],
         links: Sequence[str],
-        attributes: Attributes | None,
-        *,
-        start_ns: int | None = None,
-        kind: SpanKind = "internal",
-    ) -> Span:
-        around = set_span_in_context(NonRecordingSpan(_otel(parent))) if parent else None
-        contexts = [found for link in links if (found := parse_traceparent(link))]
-        token = _PRESET.set(identity)
-        try:
-            return self._tracer.start_span(
-                name,
-                context=around,
-                links=[Link(_otel(found)) for found in contexts],
-                attributes=dict(attributes or {}),
-                start_time=start_ns,
-                kind=OtelKind[kind.upper()],
-            )
-        finally:
-            _PRESET.reset(token)
+        kind: SpanKind,
+    ) -> None:
+        record = SpanRecord(
+            trace_id=own.trace_id,
+            span_id=own.span_id,
+            parent_id=around.span_id if around else "",
+            name=name,
+            service=self.service,
+            node=self.node,
+            start_ns=times_ns[0],
+            end_ns=times_ns[1],
+            error=error,
+            attributes=attributes,
+            links=[found.traceparent for link in links if (found := parse_traceparent(link))],
+            kind=kind,
+        )
+        self._outbox.add(record)
+        if self._export is not None:
+            self._export.add(record)
 
     async def publish_to(self, bus: Bus) -> None:
         """Send finished spans to the SPANS stream, for ever."""
@@ -218,14 +170,17 @@ class Telemetry:
             record = records.popleft()
             try:
                 subject = subjects.span(record.node, record.trace_id)
-                await bus.publish(subject, encode_json(record))
-            except (BusUnavailable, SnapbackError) as error:
-                self._outbox.metrics.add(instruments.SPANS_DROPPED, "not-published")
+                is_sent = await bus.announce(subject, encode_json(record))
+            except SnapbackError as error:
                 log.debug("span %s dropped: %s", record.name, error)
+                is_sent = False
+            if not is_sent:
+                self._outbox.metrics.add(instruments.SPANS_DROPPED, "not-published")
 
     def shutdown(self) -> None:
         """Send what OTLP still waits for."""
-        self._provider.shutdown()
+        if self._export is not None:
+            self._export.shutdown()
 
 
 @contextlib.contextmanager
@@ -251,50 +206,12 @@ def current_traceparent() -> str:
     return _CURRENT.get()
 
 
-def _otel(context: SpanContext) -> OtelContext:
-    return OtelContext(
-        int(context.trace_id, 16),
-        int(context.span_id, 16),
-        is_remote=True,
-        trace_flags=TraceFlags(TraceFlags.SAMPLED),
-    )
-
-
-def _traceparent(span: Span) -> str:
-    context = span.get_span_context()
-    return SpanContext(f"{context.trace_id:032x}", f"{context.span_id:016x}").traceparent
-
-
-def _mark(span: Span, error: BaseException) -> None:
-    if isinstance(error, asyncio.CancelledError):
-        span.set_attribute(ERROR_TYPE, reason_of(error))
-        span.set_status(StatusCode.ERROR, "cancelled")
-        return
-    failure = failure_of(error)
-    span.set_attribute(ERROR_TYPE, failure.reason)
-    span.set_status(StatusCode.ERROR, failure.message)
-
-
-def _record(span: ReadableSpan, service: str, node: str) -> SpanRecord:
-    context = span.context
-    parent = span.parent
-    failed = span.status.status_code is StatusCode.ERROR
-    return SpanRecord(
-        trace_id=f"{context.trace_id:032x}",
-        span_id=f"{context.span_id:016x}",
-        parent_id=f"{parent.span_id:016x}" if parent else "",
-        name=span.name,
-        service=service,
-        node=node,
-        start_ns=span.start_time or 0,
-        end_ns=span.end_time or 0,
-        error=(span.status.description or "error") if failed else "",
-        attributes=dict(span.attributes or {}),  # type: ignore[arg-type]
-        links=[
-            SpanContext(f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}").traceparent
-            for link in span.links
-        ],
-        kind=span.kind.name.lower(),  # type: ignore[arg-type]
+def _own_context(around: SpanContext | None, identity: SpanContext | None) -> SpanContext:
+    """Return the place of a new span: in the trace around it, with its identity if it has one."""
+    trace = around or identity
+    return SpanContext(
+        trace.trace_id if trace else secrets.token_hex(16),
+        identity.span_id if identity else secrets.token_hex(8),
     )
 
 

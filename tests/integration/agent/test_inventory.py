@@ -11,7 +11,7 @@ import pytest
 from snapshot_agent.adapters import presence
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.handlers.inventory import Counts, Inventory
-from snapshot_operator.domain.inventory import Policy, reply
+from snapshot_operator.core.inventory import Policy, reply
 from snapshot_shared import subjects
 from snapshot_shared.api import FoundGeneration, InventoryReply, Verdict
 from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST
@@ -253,7 +253,7 @@ async def test_an_agent_asks_the_operator_when_it_starts_and_tells_what_it_moved
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(presence, "EVERY_S", 0.2)
-    endpoint = World().api.endpoints()["inventory.*"]
+    endpoint = World().nodes.endpoints()["inventory.*"]
     await rig.bus.serve("snap-operator", "1.0.0", {}, {subjects.inventory(rig.node): endpoint})
     state = put(rig.root, "default", UID, "gen-1", "process", "state")
     os.utime(state.parents[1], (1.0, 1.0))

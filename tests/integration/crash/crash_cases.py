@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from snapshot_operator.domain.pods import holds_devices
+from snapshot_operator.local.pods import holds_devices
 from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotContent, is_true
 from snapshot_shared.steps import STEPS, VERBS_OF, Place
 from snapshotctl.domain.targets import Target

@@ -49,6 +49,9 @@ OTHER = UID.replace("1", "6")
 PART = f"default/{UID}/gen-1/gpu-0"
 PLACE = Place("default", UID, 1)
 
+# They share a server, which takes seconds to start.
+pytestmark = pytest.mark.xdist_group("object_storage")
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:

@@ -8,7 +8,14 @@ import pytest
 
 from snapshot_operator.core import fold
 from snapshot_operator.core.plan import orders_of
-from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotContent, is_true
+from snapshot_shared.objects import (
+    KINDS,
+    AnyObject,
+    DynamoCheckpoint,
+    Pod,
+    SnapshotContent,
+    is_true,
+)
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
@@ -51,7 +58,15 @@ async def deleting(world: World) -> None:
     await world.settle()
 
 
-STAGES = (warming_up, capturing, staging, captured, loading, restored, deleting)
+async def sharing(world: World) -> None:
+    """One checkpoint shares the artifact of another, and is restored from."""
+    await captured(world)
+    await world.apply(checkpoint_document("second", model="example/llm"))
+    await world.apply(restore_document("second", node="node-2"))
+    await world.answer_all()
+
+
+STAGES = (warming_up, capturing, staging, captured, loading, restored, deleting, sharing)
 
 
 @pytest.mark.parametrize("hidden", sorted(KINDS))
@@ -81,6 +96,7 @@ def shown(value: AnyObject) -> dict[str, Any]:
     status: Any = value.status
     return {
         "object": f"{type(value).__name__} {value.metadata.name}",
+        "ready": isinstance(value, DynamoCheckpoint) and value.status.phase == "Ready",
         "goes": value.metadata.deletion_timestamp,
         "finalizers": value.metadata.finalizers,
         "failed": is_true(status.conditions, "Failed")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_operator.core.fold import REST_S
 from snapshot_operator.runtime.reports import MAX_VALUES_BYTES, OPERATOR, Reports
 from snapshot_shared import subjects
 from snapshot_shared.errors import Failure
@@ -215,3 +216,18 @@ async def test_an_attempt_below_that_of_the_nodes_journal_is_raised_above_it() -
     await world.report(stop, "rejected", failure=stopped)
     (stop,) = world.open("stop")
     assert stop.attempt == 4
+
+
+@pytest.mark.parametrize("attempt", [999_999, 1_000_000, 2**62, 2**64 - 1])
+async def test_an_attempt_that_no_node_can_hold_is_not_taken_for_true(attempt: int) -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    while not world.open("release"):
+        await world.answer_well(world.open()[0])
+    (release,) = world.open("release")
+    superseded = Failure(reason="Superseded", message="older", values={"attempt": attempt})
+    await world.report(release, "rejected", failure=superseded)
+    await world.advance(REST_S)
+    (again,) = world.open("release")
+    assert again.attempt == release.attempt + 1

@@ -57,6 +57,19 @@ async def test_the_reader_is_registered_before_the_loads_and_keeps_the_artifact(
     assert not world.cluster.page("SnapshotContent")
 
 
+async def test_a_restore_that_has_no_place_yet_does_not_keep_what_is_deleted(world: World) -> None:
+    for name in ("one", "two"):
+        await world.apply(restore_document(name=name, node="node-2"))
+    await world.answer_all()
+    assert (await world.get("Pod", "two")).status.reason == "Unschedulable"
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    await world.answer_all()
+    assert not world.cluster.page("SnapshotContent")
+    pod = await world.get("Pod", "two")
+    assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
+
+
 async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(
     world: World,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_shared.errors import AlreadyExists, UnsupportedVersion
+from snapshot_shared.errors import AlreadyExists, StorageFailed, UnsupportedVersion
 from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt
 from snapshot_shared.ledger import Accepted, Began, Delivered, Ended, Reported, Tombstoned
 from snapshot_shared.orders import Report
@@ -52,6 +54,50 @@ async def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> Non
     (entry,) = again.ledger.unfinished()
     assert (entry.order, entry.open_step) == (ORDER, "freeze")
     again.close()
+
+
+async def test_records_that_are_handed_over_together_share_one_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    real = os.fdatasync
+
+    def sync(fd: int) -> None:
+        synced.append(fd)
+        real(fd)
+
+    journal = Journal.open(tmp_path, now=NOW)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    steps = [Began(order=ORDER, attempt=1, step=str(number)) for number in range(20)]
+    await asyncio.gather(journal.append(accepted()), *map(journal.append, steps))
+    assert len(synced) == 1
+    assert journal.ledger.entries[ORDER].began[-1] == "19"
+    journal.close()
+
+
+async def test_what_a_cancelled_caller_handed_over_is_written_and_counts(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    appending = asyncio.ensure_future(journal.append(accepted()))
+    await asyncio.sleep(0)
+    appending.cancel()
+    await journal.settled()
+    assert appending.cancelled()
+    assert ORDER in journal.ledger.entries
+    journal.close()
+    again = Journal.open(tmp_path, now=NOW)
+    assert ORDER in again.ledger.entries
+    again.close()
+
+
+async def test_a_record_that_comes_after_the_end_is_refused_and_written_nowhere(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path / "journal", now=NOW)
+    journal.close()
+    other = tmp_path / "other"
+    with other.open("wb"), pytest.raises(StorageFailed, match="the journal is closed"):
+        await journal.append(accepted())
+    assert other.read_bytes() == b""
 
 
 async def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:

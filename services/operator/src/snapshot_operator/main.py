@@ -109,9 +109,7 @@ async def serve(stop: asyncio.Event) -> None:
     lock = FileLock(settings.state_dir / "operator.lock")
     try:
         async with _http(settings, cluster, bus, clocks, metrics), metrics.running():
-            await until_stopped(stop, bus.connect_and_ensure())
-            if not stop.is_set():
-                await until_stopped(stop, _active(lock, store, cluster, environment))
+            await until_stopped(stop, _active(lock, store, cluster, environment))
     finally:
         with contextlib.suppress(BusUnavailable):
             await telemetry.flush(bus)
@@ -126,6 +124,7 @@ async def _active(
     """Wait to be the active operator, and serve for as long as this one is."""
     async with lock.held() as lost:
         store.open()
+        await environment.bus.connect_and_ensure()
         await serve_active(lost, cluster, environment)
 
 

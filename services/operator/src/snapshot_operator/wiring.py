@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import msgspec
 
@@ -42,7 +43,8 @@ NODE = "operator"
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator is given besides its objects: clocks, randomness and ids among it.
 
-    `jitter` returns a random number from 0 to 1, `new_id` an id that was never used.
+    `jitter` returns a random number from 0 to 1, `new_id` an id that was never used. `is_mirrored`
+    says whether the objects are copied into a bucket for people.
     """
 
     bus: Bus
@@ -53,6 +55,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     policy: Policy = Policy()
     metrics: Metrics = OFF
+    is_mirrored: bool = True
 
 
 def steady(clocks: Clocks) -> Callable[[], float]:
@@ -74,7 +77,7 @@ async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> No
     manager = Manager(cluster, CONTROLLERS, interpreter, now, given.jitter, metrics)
     sweep = Sweep(cluster, orders, manager, interpreter.unpublished, now, metrics)
     retention = Retention(cluster, given.limits, now)
-    announcer = Announcer(bus, given.new_id())
+    announcer = Announcer(bus, given.new_id(), is_mirroring=given.is_mirrored)
     cluster.subscribe(announcer.watcher)
     answers = (
         Api(cluster, retention, clocks.wall, given.new_id).endpoints()
@@ -100,11 +103,18 @@ async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> No
     )
 
 
+@cache
+def _encoded_schemas() -> dict[str, bytes]:
+    return {key: encode_json(schema) for key, schema in message_schemas().items()}
+
+
 async def _publish_schemas(bus: Bus) -> None:
     """Put the JSON Schema of every message where people find it, then wait for ever."""
-    for key, schema in message_schemas().items():
-        try:
-            await bus.put(subjects.SCHEMAS_BUCKET, key, encode_json(schema))
-        except BusUnavailable as error:
-            log.info("schema %s is not published: %s", key, error)
+    try:
+        known = await bus.entries(subjects.SCHEMAS_BUCKET)
+        for key, schema in _encoded_schemas().items():
+            if known.get(key) != schema:
+                await bus.put(subjects.SCHEMAS_BUCKET, key, schema)
+    except BusUnavailable as error:
+        log.info("the schemas of the messages are not published: %s", error)
     await asyncio.Event().wait()

@@ -1,4 +1,7 @@
-"""Decides for one DynamoCheckpoint: its Job, then its Snapshot, then what became of that."""
+"""Decides for one DynamoCheckpoint: its Job, then its Snapshot, then what became of that.
+
+Or, where another one of its identity captures, what became of the capture of that (`sharing`).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,14 @@ from snapshot_operator.core.plan import (
     is_adopted,
     status_plan,
 )
+from snapshot_operator.core.sharing import (
+    artifact_of,
+    conflict,
+    has_begun,
+    identity_hash,
+    owner_for,
+)
 from snapshot_shared.errors import Failure
-from snapshot_shared.identity import identity_hash as hash_of
 from snapshot_shared.objects import (
     DynamoCheckpoint,
     DynamoCheckpointStatus,
@@ -30,6 +39,7 @@ from snapshot_shared.objects import (
     Pod,
     PodSource,
     Snapshot,
+    SnapshotContent,
     SnapshotSource,
     SnapshotSpec,
     condition,
@@ -38,30 +48,44 @@ from snapshot_shared.objects import (
 
 
 class CheckpointView(NamedTuple):
-    """What a decision about a checkpoint reads. `pod` is the last pod of its Job."""
+    """What a decision about a checkpoint reads. `pod` is the last pod of its Job.
+
+    `owner` is the other checkpoint that captures for this one, if one does, and `shared` the
+    artifact that this one shares or may share: it is there and stays.
+    """
 
     checkpoint: DynamoCheckpoint
-    job: Job | None
-    pod: Pod | None
-    snapshot: Snapshot | None
+    job: Job | None = None
+    pod: Pod | None = None
+    snapshot: Snapshot | None = None
+    owner: DynamoCheckpoint | None = None
+    shared: SnapshotContent | None = None
 
 
 def gather(reader: Reader, checkpoint: DynamoCheckpoint) -> CheckpointView:
     """Read what a decision about a checkpoint depends on."""
     space, name = checkpoint.metadata.namespace, checkpoint.metadata.name
+    is_going, status = bool(checkpoint.metadata.deletion_timestamp), checkpoint.status
+    if status.shares and not is_going and (shared := artifact_of(reader, checkpoint)):
+        return CheckpointView(checkpoint, shared=shared)
     snapshot = reader.get("Snapshot", space, name)
-    is_over = checkpoint.status.phase in ("Ready", "Failed")
-    if is_over and not checkpoint.metadata.deletion_timestamp:
-        job, pod = None, None
-    else:
-        job = reader.get("Job", space, name)
-        pod = _pod_of(reader, job) if isinstance(job, Job) and snapshot is None else None
-    return CheckpointView(
-        checkpoint,
-        job if isinstance(job, Job) else None,
-        pod,
-        snapshot if isinstance(snapshot, Snapshot) else None,
-    )
+    view = CheckpointView(checkpoint, snapshot=snapshot if isinstance(snapshot, Snapshot) else None)
+    if _is_over(status) and not is_going:
+        return view
+    job = reader.get("Job", space, name)
+    view = view._replace(job=job if isinstance(job, Job) else None)
+    return view if is_going or view.snapshot is not None else _before_snapshot(reader, view)
+
+
+def _is_over(status: DynamoCheckpointStatus) -> bool:
+    return status.phase == "Failed" or (status.phase == "Ready" and not status.shares)
+
+
+def _before_snapshot(reader: Reader, view: CheckpointView) -> CheckpointView:
+    owner = owner_for(reader, view.checkpoint)
+    if owner is not None:
+        return view._replace(owner=owner, shared=artifact_of(reader, owner))
+    return view._replace(pod=_pod_of(reader, view.job)) if view.job is not None else view
 
 
 def _pod_of(reader: Reader, job: Job) -> Pod | None:
@@ -78,11 +102,6 @@ def _pod_of(reader: Reader, job: Job) -> Pod | None:
     )
 
 
-def identity_hash(checkpoint: DynamoCheckpoint) -> str:
-    """Return the id that equal identities share."""
-    return hash_of(checkpoint.spec.identity)
-
-
 def reconcile(view: CheckpointView, now: float) -> Plan:
     """Return the next step of a checkpoint. Same input, same plan."""
     checkpoint = view.checkpoint
@@ -91,29 +110,42 @@ def reconcile(view: CheckpointView, now: float) -> Plan:
         return delete_children(checkpoint, children)
     if not is_adopted(checkpoint):
         return Plan((Adopt(checkpoint),))
-    status = checkpoint.status
-    if status.phase == "Failed":
-        return NOTHING
-    if status.phase == "Ready":
+    if _is_over(checkpoint.status):
         return _captured(view, now)
-    base = replace(status, checkpoint_id=identity_hash(checkpoint), phase="Creating")
+    if view.shared is not None and view.owner is None:
+        return _mirrors(checkpoint, checkpoint.status, view.shared, now)
+    base = _undecided(checkpoint)
     if view.snapshot is not None:
         return _capturing(view, view.snapshot, base, now)
+    if view.owner is not None:
+        return _sharing(view, view.owner, base, now)
     return _before_capture(view, base, now)
+
+
+def _undecided(checkpoint: DynamoCheckpoint) -> DynamoCheckpointStatus:
+    """Return the status of a checkpoint without what it may have shared."""
+    base = replace(checkpoint.status, checkpoint_id=identity_hash(checkpoint), phase="Creating")
+    if not base.shares:
+        return base
+    return replace(base, shares="", snapshot_name="", content_name="", created_at="", bytes=0)
 
 
 def _captured(view: CheckpointView, now: float) -> Plan:
     """Mirror whether what was captured may be used; that it was captured stays true."""
     checkpoint, snapshot = view.checkpoint, view.snapshot
-    if snapshot is None or not owned_by(snapshot, checkpoint):
+    is_failed = checkpoint.status.phase == "Failed"
+    if is_failed or snapshot is None or not owned_by(snapshot, checkpoint):
         return NOTHING
     return _mirrors(checkpoint, checkpoint.status, snapshot, now)
 
 
 def _mirrors(
-    checkpoint: DynamoCheckpoint, base: DynamoCheckpointStatus, snapshot: Snapshot, now: float
+    checkpoint: DynamoCheckpoint,
+    base: DynamoCheckpointStatus,
+    captured: Snapshot | SnapshotContent,
+    now: float,
 ) -> Plan:
-    ready = condition(snapshot.status.conditions, "Ready")
+    ready = condition(captured.status.conditions, "Ready")
     if ready is None:
         return NOTHING
     rows = conditions.mirrored(checkpoint.status.conditions, checkpoint, now, ready)
@@ -140,9 +172,45 @@ def _capturing(
     return _mirrors(checkpoint, done, snapshot, now)
 
 
-def deadline_of(checkpoint: DynamoCheckpoint) -> float:
-    """Return when the artifact has to exist, in seconds since the epoch."""
-    created = conditions.seconds(checkpoint.metadata.creation_timestamp)
+def _sharing(
+    view: CheckpointView, owner: DynamoCheckpoint, base: DynamoCheckpointStatus, now: float
+) -> Plan:
+    """Share the artifact of the owner, wait for it, or say why that cannot be."""
+    checkpoint, job, lent = view.checkpoint, view.job, owner.status
+    message = f"checkpoint {owner.metadata.name} of the same identity is being captured"
+    if has_begun(checkpoint) or _is_running(job, checkpoint):
+        # Both began before they saw each other. The status is first: a Job that is deleted while
+        # the status names it counts as failed.
+        given_up = replace(base, job_name="", snapshot_name="", content_name="")
+        plan = _waits(checkpoint, given_up, "SharesIdentity", message, now)
+        ending = (Delete(job),) if job is not None and _is_running(job, checkpoint) else ()
+        return Plan((*plan.writes, *ending), relies_on=(owner,))
+    if failure := conflict(checkpoint, owner):
+        return _failed(checkpoint, base, failure, now)._replace(relies_on=(owner,))
+    if view.shared is None:
+        return _waits(checkpoint, base, "SharesIdentity", message, now)
+    shares = replace(
+        base,
+        phase="Ready",
+        shares=lent.shares or owner.metadata.name,
+        snapshot_name=lent.snapshot_name,
+        content_name=lent.content_name,
+        created_at=lent.created_at,
+        bytes=lent.bytes,
+    )
+    return _mirrors(checkpoint, shares, view.shared, now)
+
+
+def _is_running(job: Job | None, checkpoint: DynamoCheckpoint) -> bool:
+    return job is not None and owned_by(job, checkpoint) and not job.metadata.deletion_timestamp
+
+
+def deadline_of(checkpoint: DynamoCheckpoint, job: Job) -> float:
+    """Return when a worker has to have been captured, in seconds since the epoch.
+
+    It counts from the creation of its Job: a checkpoint may have shared an artifact before.
+    """
+    created = conditions.seconds(job.metadata.creation_timestamp)
     return created + checkpoint.spec.job.active_deadline_seconds
 
 
@@ -150,8 +218,9 @@ def deadline_of(checkpoint: DynamoCheckpoint) -> float:
 
 
 def _snapshot_gone(view: CheckpointView, _now: float) -> Failure | None:
-    name = view.checkpoint.status.snapshot_name
-    return gone("Snapshot", name) if name else None
+    status = view.checkpoint.status
+    is_own = status.snapshot_name and not status.shares
+    return gone("Snapshot", status.snapshot_name) if is_own else None
 
 
 def _job_gone(view: CheckpointView, _now: float) -> Failure | None:
@@ -177,7 +246,7 @@ def _job_failed(view: CheckpointView, _now: float) -> Failure | None:
 
 
 def _too_late(view: CheckpointView, now: float) -> Failure | None:
-    if now < deadline_of(view.checkpoint):
+    if view.job is None or now < deadline_of(view.checkpoint, view.job):
         return None
     limit = view.checkpoint.spec.job.active_deadline_seconds
     return Failure(
@@ -199,9 +268,13 @@ _ENDS: tuple[Callable[[CheckpointView, float], Failure | None], ...] = (
 
 def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: float) -> Plan:
     checkpoint, job, pod = view.checkpoint, view.job, view.pod
+    if job is not None and not base.job_name and owned_by(job, checkpoint):
+        if job.metadata.deletion_timestamp:
+            message = "the worker that was given up for an older checkpoint is being ended"
+            return _waits(checkpoint, base, "WorkerEnding", message, now)
+        base = replace(base, job_name=job.metadata.name)
     if failure := next((found for check in _ENDS if (found := check(view, now))), None):
-        is_ours = job is not None and owned_by(job, checkpoint)
-        going = [Delete(job)] if job and is_ours and not job.metadata.deletion_timestamp else []
+        going = [Delete(job)] if job is not None and _is_running(job, checkpoint) else []
         is_late = failure.reason == "DeadlineExceeded"
         return _failed(checkpoint, base, failure, now, *(going if is_late else []))
     if job is None:
@@ -209,10 +282,10 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         return _status(checkpoint, named, Create(_job(checkpoint)))
     if pod is None or not is_true(pod.status.conditions, "Ready"):
         reason, message = _pod_wait(pod)
-        at = deadline_of(checkpoint)
+        at = deadline_of(checkpoint, job)
         return _waits(checkpoint, base, reason, message, now, wake_at=at)
     named = replace(base, snapshot_name=checkpoint.metadata.name)
-    return _status(checkpoint, named, Create(_snapshot(checkpoint, pod, now)))
+    return _status(checkpoint, named, Create(_snapshot(checkpoint, job, pod, now)))
 
 
 def _pod_wait(pod: Pod | None) -> tuple[str, str]:
@@ -274,7 +347,7 @@ def _job(checkpoint: DynamoCheckpoint) -> Job:
     )
 
 
-def _snapshot(checkpoint: DynamoCheckpoint, pod: Pod, now: float) -> Snapshot:
+def _snapshot(checkpoint: DynamoCheckpoint, job: Job, pod: Pod, now: float) -> Snapshot:
     """Return the snapshot of the worker; what is left of the checkpoint's time is its own."""
     spec = checkpoint.spec.job
     source = PodSource(
@@ -286,6 +359,6 @@ def _snapshot(checkpoint: DynamoCheckpoint, pod: Pod, now: float) -> Snapshot:
             source=SnapshotSource(pod_ref=source),
             source_policy=spec.source_policy,
             deletion_policy=checkpoint.spec.deletion_policy,
-            deadline_seconds=max(1, int(deadline_of(checkpoint) - now)),
+            deadline_seconds=max(1, int(deadline_of(checkpoint, job) - now)),
         ),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from snapshot_operator.core import capture, checkpoint, content, restore, snapshot
+from snapshot_operator.core import capture, checkpoint, content, restore, sharing, snapshot
 from snapshot_operator.core.plan import Plan, Reader
 from snapshot_shared.objects import Pod, SnapshotContent, SnapshotRestore
 
@@ -41,8 +41,8 @@ def _captures(value: SnapshotContent) -> list[str]:
 
 
 def _reading(value: SnapshotRestore) -> list[str]:
-    name = value.status.content_name
-    if not name or value.status.state in restore.ENDED:
+    name, has_place = value.status.content_name, bool(value.status.node_name)
+    if not name or not has_place or value.status.state in restore.ENDED:
         return []
     return [name, content.damaged_key(name)] if restore.has_found_damage(value) else [name]
 
@@ -62,6 +62,7 @@ INDEXES = (
     Index("nodes", "Node", lambda _: ("",), by_change=True),
     Index("pods-by-owner", "Pod", _owners, by_change=True),
     Index("captures", "SnapshotContent", _captures),
+    Index("identities", "DynamoCheckpoint", sharing.identity_keys),
     Index("layouts", "SnapshotContent", content.layout_keys),
     Index("reading", "SnapshotRestore", _reading),
 )

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.errors import Failure, UnsupportedVersion
 from snapshot_shared.objects import OrderStatus, time_of
-from snapshot_shared.orders import SCHEMAS, TERMINAL, Report
+from snapshot_shared.orders import MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
 
 _RANKS = {"ordered": 0, "accepted": 1, "leased": 2}
 _TERMINAL_RANK = 10
@@ -22,6 +22,8 @@ LOST = "lost"
 REST_S = 30.0
 """How long a cleaning order rests after its first failure, in seconds; it grows with each."""
 MAX_REST_S = 600.0
+MAX_CLAIM = MAX_ATTEMPT // 2
+"""The highest attempt that a node is believed to know of an order."""
 ANSWER_GRACE_S = 15.0
 """Added to an order's own budget before the operator gives up on the answer, in seconds."""
 
@@ -157,9 +159,7 @@ def is_late(item: OrderStatus, now: float) -> bool:
     return not is_answered(item) and now >= item.deadline.timestamp()
 
 
-def resumed(
-    orders: Sequence[OrderStatus], started_at: float, now: float
-) -> list[OrderStatus]:
+def resumed(orders: Sequence[OrderStatus], started_at: float, now: float) -> list[OrderStatus]:
     """Return orders with the deadlines that an operator which started at a time judges them by.
 
     While it was away it heard no answers, so that none is late before they could come in; and a
@@ -235,12 +235,16 @@ def due_at(item: OrderStatus) -> float | None:
 
 
 def superseding(item: OrderStatus) -> int:
-    """Return the attempt that the node holds against this one, if it refused it for that; or 0."""
+    """Return the attempt that the node holds against this one, if it refused it for that; or 0.
+
+    A claim that leaves no room for later attempts is no reason: an order with a number above
+    MAX_ATTEMPT could not be stored.
+    """
     failure = item.final.failure if item.final is not None else None
     if failure is None or failure.reason != "Superseded":
         return 0
     known = failure.values.get("attempt", 0)
-    return known if isinstance(known, int) and known >= item.attempt else 0
+    return known if isinstance(known, int) and item.attempt <= known <= MAX_CLAIM else 0
 
 
 def next_attempt(item: OrderStatus) -> int:

@@ -15,6 +15,7 @@ from snapshot_operator.core import fold
 from snapshot_shared.objects import (
     AnyObject,
     DynamoCheckpoint,
+    Job,
     OrderStatus,
     Pod,
     SnapshotContent,
@@ -91,10 +92,15 @@ Write = Create | SetStatus | Delete | Adopt | Finalize
 
 
 class Plan(NamedTuple):
-    """The writes in their order, and the time (seconds since the epoch) of the next decision."""
+    """The writes in their order, and the time (seconds since the epoch) of the next decision.
+
+    `relies_on` are other objects that have to be stored still as they were read: what is known of
+    them may be late.
+    """
 
     writes: tuple[Write, ...] = ()
     wake_at: float | None = None
+    relies_on: tuple[AnyObject, ...] = ()
 
 
 NOTHING = Plan()
@@ -147,20 +153,21 @@ def orders_of(value: AnyObject | None) -> list[OrderStatus]:
 
 
 def is_final(plan: Plan) -> bool:
-    """Whether a plan cannot be taken back: it deletes, forgets, fails or gives something up.
+    """Whether a plan cannot be taken back, or is costly to.
 
-    If such a plan rests on the absence of an object, that is confirmed first: what is read from
-    memory may be late.
+    It deletes, forgets, fails or gives something up, or starts a worker. If such a plan rests on
+    the absence of an object, that is confirmed first: what is read from memory may be late.
     """
     return any(
         isinstance(write, Delete | Finalize)
+        or (isinstance(write, Create) and isinstance(write.value, Job))
         or (isinstance(write, SetStatus) and _gives_up(write.old, write.new))
         for write in plan.writes
     )
 
 
 def _gives_up(old: AnyObject, new: AnyObject) -> bool:
-    if _has_failed(new) and not _has_failed(old):
+    if (_has_failed(new) and not _has_failed(old)) or _takes_back(old, new):
         return True
     if any(item.verb == "delete" for item in new_orders(old, new)):
         return True
@@ -178,6 +185,14 @@ def _has_failed(value: AnyObject) -> bool:
             return value.status.state in (Restore.DROPPING, Restore.FAILED)
         case _:
             return is_true(status.conditions, "Failed")
+
+
+def _takes_back(old: AnyObject, new: AnyObject) -> bool:
+    """Whether a checkpoint is not Ready any more, or gives its own capture up."""
+    if not isinstance(old, DynamoCheckpoint) or not isinstance(new, DynamoCheckpoint):
+        return False
+    was_ready = old.status.phase == "Ready" and new.status.phase != "Ready"
+    return was_ready or bool(old.status.job_name and not new.status.job_name)
 
 
 def _lost(value: AnyObject) -> int:

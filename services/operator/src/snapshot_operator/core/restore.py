@@ -301,31 +301,39 @@ def _moved(
 
 
 def _pending(view: RestoreView, now: float) -> Plan:
-    """Name a content, wait to be registered as its reader, and for the pod to be placed."""
+    """Name a content, wait for the pod to be placed, then to be registered as a reader.
+
+    One that has no place yet is no reader: it may wait for ever, and would keep the artifact.
+    """
     restore, status, content = view.restore, view.restore.status, view.content
     if not status.content_name:
         if content is None or view.missing:
             return _waits(restore, "WaitingForSnapshot", view.missing, now)
         return _plan(restore, replace(status, content_name=content.metadata.name), now)
-    if content is None or restore.metadata.uid not in content.status.readers:
-        return _unregistered(view, now)
+    is_registered = content is not None and restore.metadata.uid in content.status.readers
+    if not is_registered and (again := _unreadable(view, now)) is not None:
+        return again
     pod = view.pod
     if pod is None or not pod.status.node_name:
         return _waits(restore, "WaitingForPod", "the pod is not placed on a node yet", now)
+    if status.node_name != pod.status.node_name:
+        return _plan(restore, replace(status, node_name=pod.status.node_name), now)
+    if content is None or not is_registered:
+        message = f"{status.content_name} has not registered this restore as a reader yet"
+        return _waits(restore, "WaitingForSnapshot", message, now)
     if view.is_full:
         return _waits(restore, backpressure.REASON, backpressure.MESSAGE, now)
     return _begin(restore, pod, content, now)
 
 
-def _unregistered(view: RestoreView, now: float) -> Plan:
-    """Wait for the registration, or look for another content where this one takes no readers."""
+def _unreadable(view: RestoreView, now: float) -> Plan | None:
+    """Look for another content where this one takes no readers; None where it may."""
     restore, content = view.restore, view.content
     if content is None or content.metadata.deletion_timestamp:
         return _plan(restore, replace(restore.status, content_name=""), now)
     if refusal := quarantine.refusal(content, restore.spec.source):
         return _fail(restore, refusal, now)
-    message = f"{content.metadata.name} has not registered this restore as a reader yet"
-    return _waits(restore, "WaitingForSnapshot", message, now)
+    return None
 
 
 def _begin(restore: SnapshotRestore, pod: Pod, content: SnapshotContent, now: float) -> Plan:

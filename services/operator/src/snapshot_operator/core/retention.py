@@ -8,10 +8,10 @@ from typing import NamedTuple
 import msgspec
 
 from snapshot_operator.core import capture, quarantine
-from snapshot_operator.core.checkpoint import identity_hash
 from snapshot_operator.core.conditions import seconds
 from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.restore import ENDED, source_of
+from snapshot_operator.core.sharing import identity_hash
 from snapshot_shared.objects import (
     AnyObject,
     DynamoCheckpoint,
@@ -70,12 +70,16 @@ class Verdict(NamedTuple):
 
 
 class _Artifact(NamedTuple):
-    """A captured artifact, who stands for it, and what it is interchangeable with."""
+    """A captured artifact, who stands for it, and what it is interchangeable with.
+
+    `names` are what a pod may name to be restored from it: its own, and those that share it.
+    """
 
     value: DynamoCheckpoint | Snapshot
     snapshot: Snapshot
     content: SnapshotContent
     identity: str
+    names: frozenset[str]
 
     @property
     def namespace(self) -> str:
@@ -157,16 +161,22 @@ def _artifacts(holdings: Holdings) -> Iterable[_Artifact]:
         (checkpoint.metadata.namespace, checkpoint.metadata.name): checkpoint
         for checkpoint in holdings.checkpoints
     }
+    sharers: dict[str, set[str]] = {}
+    for checkpoint in holdings.checkpoints:
+        if checkpoint.status.shares:
+            named = sharers.setdefault(checkpoint.status.content_name, set())
+            named.add(checkpoint.metadata.name)
     for snapshot in holdings.snapshots:
         content = contents.get(snapshot.status.bound_snapshot_content_name or "")
         if content is None or not _is_kept(snapshot, content):
             continue
+        names = frozenset({snapshot.metadata.name, *sharers.get(content.metadata.name, ())})
         owner = checkpoints.get((snapshot.metadata.namespace, snapshot.metadata.name))
         if owner is None or not owned_by(snapshot, owner):
             identity = f"pod/{snapshot.spec.source.pod_ref.name}"
-            yield _Artifact(snapshot, snapshot, content, identity)
+            yield _Artifact(snapshot, snapshot, content, identity, names)
         elif not owner.metadata.deletion_timestamp:
-            yield _Artifact(owner, snapshot, content, identity_hash(owner))
+            yield _Artifact(owner, snapshot, content, identity_hash(owner), names)
 
 
 def _is_kept(snapshot: Snapshot, content: SnapshotContent) -> bool:
@@ -181,7 +191,6 @@ def _is_usable(artifact: _Artifact) -> bool:
 def _need(artifact: _Artifact, pods: _Pods) -> str:
     """Return who needs an artifact, or nothing."""
     content, status = artifact.content, artifact.content.status
-    names = {artifact.snapshot.metadata.name, artifact.value.metadata.name}
     is_under_way = not capture.is_settled(content) or status.verifications > status.verified
     has_worker = content.spec.source.pod_ref.uid in pods.running
     needs = {
@@ -190,7 +199,7 @@ def _need(artifact: _Artifact, pods: _Pods) -> str:
         "it is in quarantine": quarantine.is_quarantined(content),
         "its deletionPolicy is Retain": content.spec.deletion_policy == "Retain",
         "a pod asks to be restored from it": any(
-            (artifact.namespace, name) in pods.asked for name in names
+            (artifact.namespace, name) in pods.asked for name in artifact.names
         ),
         "its worker runs, and would end with the checkpoint": has_worker
         and isinstance(artifact.value, DynamoCheckpoint),

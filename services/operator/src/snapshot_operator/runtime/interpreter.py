@@ -21,7 +21,7 @@ from snapshot_operator.core.plan import (
     orders_of,
 )
 from snapshot_operator.ports import OrderBus
-from snapshot_operator.runtime.cluster import Cluster, Key, Tracker
+from snapshot_operator.runtime.cluster import Cluster, Key, Tracker, key_of
 from snapshot_operator.runtime.spans import Spans
 from snapshot_shared import instruments
 from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Stale(Conflict):
-    """A plan rested on the absence of an object that is there."""
+    """A plan rested on an absence or a value that the store does not confirm."""
 
 
 class Interpreter:
@@ -57,12 +57,16 @@ class Interpreter:
     ) -> None:
         """Do the writes in their order; the first conflict ends it, for the plan is stale then.
 
-        A plan that cannot be taken back is first confirmed in each absence that it has `read`:
-        Stale when one does not hold. `stored` is called when all writes are durable, before orders
-        are published.
+        A plan that cannot be taken back is first confirmed in each absence that it has `read`, and
+        any plan in what it relies on: Stale when that does not hold. `stored` is called when all
+        writes are durable, before orders are published.
         """
         if read is not None and is_final(plan):
             await self._confirm(read)
+        for value in plan.relies_on:
+            await self._cluster.refresh(value)
+            if self._cluster.at(key_of(value)) is not value:
+                raise Stale(f"{kind_of(value).name} {value.metadata.name} has changed")
         published: list[OrderStatus] = []
         changed: list[tuple[AnyObject, AnyObject]] = []
         for write in plan.writes:

@@ -129,7 +129,8 @@ class Manager:
             while True:
                 await self._queue.filled.wait()
                 await self._turn()
-                await yield_turn()
+                if self._queue:
+                    await yield_turn()
         finally:
             self._queue.close()
             await end_all(*self._tasks)
@@ -143,8 +144,9 @@ class Manager:
 
     async def _turn(self) -> None:
         """Decide for a while; where too much is being carried out already, wait for some of it."""
-        until = time.perf_counter() + TURN_S
-        while time.perf_counter() < until:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TURN_S
+        while loop.time() < until:
             if len(self._tasks) >= MAX_AT_ONCE:
                 await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             key = self._queue.take()

@@ -121,9 +121,10 @@ class NatsOrders:
 class Announcer:
     """Publishes every change on `snap.event.…` and keeps the mirror for people up to date."""
 
-    def __init__(self, bus: Bus, source: str = "") -> None:
-        """Use a connected bus; `source` names this process."""
+    def __init__(self, bus: Bus, source: str = "", *, is_mirroring: bool = True) -> None:
+        """Use a connected bus; `source` names this process. The mirror may be left out."""
         self._bus = bus
+        self._is_mirroring = is_mirroring
         self._source = source
         self._changes: dict[str, tuple[Change, AnyObject]] = {}
         self._filled = asyncio.Event()
@@ -155,7 +156,7 @@ class Announcer:
         event = ObjectEvent(type=change, object=shown, source=self._source)
         subject = subjects.event(kind.plural, meta.namespace, meta.name)
         await self._bus.announce(subject, encode_json(event))
-        if not self._bus.is_connected:
+        if not self._is_mirroring or not self._bus.is_connected:
             return
         key = subjects.object_key(kind.plural, meta.namespace, meta.name)
         if change == "DELETED":

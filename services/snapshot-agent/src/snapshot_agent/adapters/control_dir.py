@@ -143,7 +143,7 @@ def _opened(where: Places) -> Iterator[int]:
 
 
 def hand_over(fd: int, access: Access, mode: int) -> None:
-    """Give what a descriptor is open on the owner that its container needs, and a mode."""
+    """Set the owner that a container needs, and a mode, on what a descriptor is open on."""
     own_by(fd, (access.uid, access.gid), mode)
 
 

@@ -29,7 +29,7 @@ async def size(worker: Worker) -> int:
 async def freeze(worker: Worker) -> None:
     """Stop every thread of the worker and return when all have stopped."""
     done: set[tuple[int, int]] = set()
-    # A process forks until it has stopped: look again until nobody new is found.
+    # A process forks until it has stopped: look again until no new one is found.
     while fresh := [m for m in _members(worker) if (m.pid, m.start) not in done]:
         for member in fresh:
             procfs.send(member, signal.SIGSTOP)

@@ -184,7 +184,7 @@ class _Staging:
             worker=hold.worker,
             attempt=hold.attempt,
             deadline=machine.clocks.monotonic() + ctx.remaining_s(),
-            progress=self._tell,
+            progress=self._progress,
         )
         self._stage_name = ""
 
@@ -250,7 +250,7 @@ class _Staging:
             worker = await succeed(self._dump.worker.process)
         self._holds.succeed(self._hold, worker)
 
-    async def _tell(self, done: int) -> None:
+    async def _progress(self, done: int) -> None:
         await self._ctx.progress(PROCESS, self._stage_name, done, self._total)
 
     async def _stage(self, prepared: Entry) -> None:

@@ -51,7 +51,7 @@ SIBLINGS_GRACE_S = 5.0
 """What the other containers get when one of their pod has failed, in seconds."""
 
 DISCARD_GRACE_S = 5.0
-"""What a pod gets to end that nobody knows any more, in seconds."""
+"""What a pod gets to end that is no object any more, in seconds."""
 
 END_MARGIN_S = 15.0
 """What an ending takes besides the grace period, in seconds."""

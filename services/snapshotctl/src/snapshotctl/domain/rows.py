@@ -78,6 +78,8 @@ def _checkpoint(item: DynamoCheckpoint) -> tuple[str, ...]:
     # Why it failed, or why what was captured may not be used.
     is_ended = status.phase in ("Ready", "Failed")
     why = ready.reason if is_ended and ready is not None and ready.status == "False" else ""
+    if status.shares and not why:
+        why = f"shares {status.shares}"
     phase = f"{status.phase} ({why})" if why else status.phase
     return (phase, item.spec.identity.model, status.snapshot_name or "-", size)
 

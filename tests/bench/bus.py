@@ -1,0 +1,446 @@
+"""How soon an order begins and is answered, and how many orders a second are carried out.
+
+`python -m tests.bench.bus` starts a nats-server and a process for each contender, which take turns
+in every round. The status is 1 when a goal is missed, and 2 when a request makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.files import opened
+from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
+from snapshot_shared.orders import ArtifactRef, Report, VerifyOrder
+from snapshot_shared.tasks import end_all
+from tests.bench.bus_server import CONTENDERS, ECHO, SERVICE, TOGETHER, node_of, stamp
+from tests.bench.machine import Watch, describe
+from tests.bench.results import NOISE, OTHERS, Judged, Rows, Verdict, spread, with_section
+from tests.support.nats_server import running_nats_server
+
+TITLE = "Orders and reports"
+BEGINS, BACK = 2.5, 4.0
+"""How many times a request over core NATS an order may take to begin, and to be answered."""
+A_SECOND = 3000
+OVER_PEER = 1.3
+PEER = "faststream"
+REQUEST, BEGIN, ANSWER, FSYNC = "request and reply", "order → begins", "order → report", "fdatasync"
+WAIT_S = 60.0
+RECORDS_BYTES = 700
+"""About what one write of the journal holds for one order."""
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds by row and share of the calls; orders a second, and CPU-seconds of one, by contender.
+
+    There is one value a round.
+    """
+
+    machine: dict[str, str]
+    calls: int
+    orders: int
+    seconds: Rows
+    a_second: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+    others: float
+
+
+class Server(NamedTuple):
+    """A contender that runs."""
+
+    name: str
+    process: subprocess.Popen[str]
+
+    def cpu(self) -> float:
+        """Give the processor-seconds that it has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Orders:
+    """Orders to verify an artifact, each with an id of its own."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def next(self, node: NodeName) -> tuple[str, bytes]:
+        """Give the subject and the bytes of one more."""
+        self._made += 1
+        owner = Uid(f"00000000-0000-0000-0000-{self._made:012x}")
+        name = order_id("verify", owner)
+        order = VerifyOrder(
+            order=name,
+            attempt=1,
+            node=node,
+            owner=owner,
+            deadline_s=60.0,
+            artifact=ArtifactRef(
+                namespace="default",
+                content_uid=owner,
+                generation=1,
+                root_digest="sha256:" + "0" * 64,
+            ),
+        )
+        return subjects.order(node, SERVICE, OrderId(name)), encode_json(order)
+
+
+async def measure(
+    folder: Path, peers: Path | None, rounds: int, calls: int, orders: int
+) -> Results:
+    """Let all contenders take turns in every round."""
+    machine, watch = describe(folder), Watch()
+    seconds: Rows = {}
+    a_second: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    made = Orders()
+    async with running_nats_server(folder / "nats") as nats_server:
+        bus = await Bus(nats_server.url, "bench").connect()
+        await bus.ensure_assets()
+        client = await nats.connect(nats_server.url)
+        with contextlib.ExitStack() as stack:
+            servers = [
+                stack.enter_context(_server(name, nats_server.url, folder, peers))
+                for name in CONTENDERS
+                if name != PEER or _has_peer(peers)
+            ]
+            await _warm_up(client, servers, made)
+            for number in range(rounds):
+                _say(f"round {number + 1} of {rounds}")
+                # To and fro, so that none always follows the one that uses the processors most.
+                turns = servers[:: -1 if number % 2 else 1]
+                await _latencies(
+                    bus, client, folder, made, calls, seconds, forwards=number % 2 == 0
+                )
+                for server in turns:
+                    before = server.cpu()
+                    took = await _together(client, node_of(server.name), made, orders)
+                    a_second.setdefault(server.name, []).append(orders / took)
+                    cpu.setdefault(server.name, []).append((server.cpu() - before) / orders)
+                    await _empty(client)
+        await client.close()
+        await bus.close()
+    return Results(
+        machine=machine,
+        calls=calls,
+        orders=orders,
+        seconds=seconds,
+        a_second=a_second,
+        cpu=cpu,
+        others=watch.others(),
+    )
+
+
+def _has_peer(peers: Path | None) -> bool:
+    return find_spec(PEER) is not None or (peers is not None and (peers / PEER).is_dir())
+
+
+@contextlib.contextmanager
+def _server(name: str, url: str, folder: Path, peers: Path | None) -> Iterator[Server]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.bench.bus_server", name, url, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "BENCH_PEERS": str(peers.absolute()) if peers else ""},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline().strip() != "ready":
+            raise RuntimeError(f"{name} did not start")
+        yield Server(name, process)
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+
+
+async def _warm_up(client: Client, servers: Sequence[Server], made: Orders) -> None:
+    for server in servers:
+        await _together(client, node_of(server.name), made, TOGETHER)
+    await _empty(client)
+
+
+async def _empty(client: Client) -> None:
+    """Take the messages of a turn away, so that every turn finds the same streams."""
+    for stream in (subjects.ORDERS, subjects.REPORTS, subjects.SPANS):
+        await client.jetstream().purge_stream(stream)
+
+
+# One order at a time.
+
+
+async def _latencies(
+    bus: Bus,
+    client: Client,
+    folder: Path,
+    made: Orders,
+    calls: int,
+    seconds: Rows,
+    *,
+    forwards: bool,
+) -> None:
+    requests = _requests(client, made, calls)
+    if forwards:
+        found = {REQUEST: await requests, **await _answers(bus, made, calls)}
+    else:
+        found = {**await _answers(bus, made, calls), REQUEST: await requests}
+    found[FSYNC] = _fsyncs(folder, calls)
+    for name, times in found.items():
+        for share in (50, 99):
+            row = seconds.setdefault(f"{name}, p{share}", {})
+            row.setdefault("snapback", []).append(sorted(times)[(calls - 1) * share // 100])
+
+
+async def _requests(client: Client, made: Orders, calls: int) -> list[float]:
+    """Send what an order is as a request over core NATS, which comes back as it is."""
+    times = []
+    for _ in range(calls):
+        _, data = made.next(node_of("snapback"))
+        begin = time.perf_counter()
+        await client.request(ECHO, data, timeout=WAIT_S)
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+async def _answers(bus: Bus, made: Orders, calls: int) -> dict[str, list[float]]:
+    """Publish orders as the operator does, and take their reports as it does."""
+    begins: list[float] = []
+    answers: list[float] = []
+    async with _reports(bus) as ended:
+        for _ in range(calls):
+            subject, data = made.next(node_of("snapback"))
+            published = stamp()
+            await bus.publish(subject, data, expected_last=0)
+            begun, heard = await asyncio.wait_for(ended.get(), WAIT_S)
+            begins.append((begun - published) / 1e6)
+            answers.append((heard - published) / 1e6)
+    return {BEGIN: begins, ANSWER: answers}
+
+
+@asynccontextmanager
+async def _reports(bus: Bus) -> AsyncIterator[asyncio.Queue[tuple[int, int]]]:
+    """Collect when each order began and when its last report came, in microseconds."""
+    ended: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+
+    async def follow() -> None:
+        filter_ = _reports_of(node_of("snapback"))
+        async with aclosing(bus.consume(subjects.REPORTS, "operator", filter_)) as source:
+            async for delivery in source:
+                report = decode_json(delivery.data, Report)
+                if report.is_terminal:
+                    ended.put_nowait((report.bytes, stamp()))
+                await delivery.ack()
+
+    following = asyncio.ensure_future(follow())
+    try:
+        yield ended
+    finally:
+        await end_all(following)
+
+
+def _reports_of(node: NodeName) -> str:
+    return f"snap.report.{subjects.token(node)}.*.*"
+
+
+def _fsyncs(folder: Path, calls: int) -> list[float]:
+    """Append to a file of the same disk, as the journal does, without anything around it."""
+    times = []
+    path = folder / "fsyncs"
+    with opened(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)) as fd:
+        for _ in range(calls):
+            begin = time.perf_counter()
+            os.write(fd, bytes(RECORDS_BYTES))
+            os.fdatasync(fd)
+            times.append(time.perf_counter() - begin)
+    return times
+
+
+# Many at a time.
+
+
+async def _together(client: Client, node: NodeName, made: Orders, count: int) -> float:
+    """Give the seconds until so many orders are answered, with 100 of them under way.
+
+    Orders go out and reports are heard as cheaply as can be, for the processes share a machine.
+    """
+    waiting = [made.next(node) for _ in range(count)]
+    waiting.reverse()
+    left = count
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def publish() -> None:
+        if waiting:
+            await client.publish(*waiting.pop(), reply=acks)
+
+    async def hear(message: Msg) -> None:
+        nonlocal left
+        if message.subject.endswith(".verified"):
+            left -= 1
+            await publish()
+            if not left:
+                done.set_result(None)
+
+    async def check(message: Msg) -> None:
+        if b'"error"' in message.data and not done.done():
+            done.set_exception(RuntimeError(message.data.decode()))
+
+    acks = client.new_inbox()
+    heard = [
+        await client.subscribe(_reports_of(node), cb=hear),
+        await client.subscribe(acks, cb=check),
+    ]
+    await client.flush()
+    begin = time.perf_counter()
+    for _ in range(TOGETHER):
+        await publish()
+    await asyncio.wait_for(done, WAIT_S)
+    took = time.perf_counter() - begin
+    for each in heard:
+        await each.unsubscribe()
+    return took
+
+
+# What was wanted of it.
+
+
+def judged(results: Results) -> list[Judged]:
+    """Compare with every goal. What a noisy machine may have brought about is inconclusive."""
+    request = results.seconds[f"{REQUEST}, p99"]["snapback"]
+    found = []
+    for row, most in ((BEGIN, BEGINS), (ANSWER, BACK)):
+        ours = results.seconds[f"{row}, p99"]["snapback"]
+        ratio = median(ours) / median(request)
+        verdict = _verdict(ratio <= most, results.others, ours, request)
+        of = f"{REQUEST}, p99"
+        found.append(
+            Judged("orders", f"{row}, p99", of, f"≤ {most:g} x", f"{ratio:.2f} x", verdict)
+        )
+    row, ours = f"{TOGETHER} under way", results.a_second["snapback"]
+    found.append(
+        Judged(
+            "orders",
+            row,
+            "orders a second",
+            f"≥ {A_SECOND:,}",
+            f"{median(ours):,.0f}",
+            _verdict(median(ours) >= A_SECOND, results.others, ours),
+        )
+    )
+    wanted = f"≥ {OVER_PEER:g} x"
+    if not (peer := results.a_second.get(PEER)):
+        return [*found, Judged("orders", row, PEER, wanted, "", "not measured")]
+    ratio = median(ours) / median(peer)
+    verdict = _verdict(ratio >= OVER_PEER, results.others, ours, peer)
+    if verdict == "met" and results.others > OTHERS:
+        # A peer that needs more of the processors suffers more from others.
+        verdict = "inconclusive"
+    return [*found, Judged("orders", row, PEER, wanted, f"{ratio:.2f} x", verdict)]
+
+
+def _verdict(is_met: bool, others: float, *samples: list[float]) -> Verdict:
+    if is_met:
+        return "met"
+    is_noisy = others > OTHERS or max(map(spread, samples)) > NOISE
+    return "inconclusive" if is_noisy else "missed"
+
+
+def section(results: Results) -> str:
+    """Write the section of the page about a run, in Markdown."""
+    return "\n".join(_lines(results)) + "\n"
+
+
+def _lines(results: Results) -> Iterator[str]:
+    rounds = len(results.a_second["snapback"])
+    yield f"## {TITLE}\n"
+    yield (
+        f"Written by `make bench-bus`: {rounds} rounds, contenders in turn, medians. All\n"
+        "processes are on one machine with one nats-server. `snapback` is the courier with its\n"
+        "journal on the disk, its runner and its spans; an order has one step. It fsyncs before\n"
+        "the ack and before the step, so two fsyncs come before a step begins. The others decode\n"
+        "the same orders with msgspec, ack them, publish the same two reports and keep no\n"
+        f"journal. One order at a time: percentiles of {results.calls:,} calls by one clock; the\n"
+        "request over core NATS has the bytes of an order and comes back as it is. A turn with\n"
+        f"{TOGETHER} under way is {results.orders:,} orders. Others took {results.others:.0%} of\n"
+        f"the processors; above {OTHERS:.0%}, or where samples spread, a missed goal is\n"
+        "inconclusive, and so is every ratio to a peer above it. The machine:\n"
+    )
+    yield from (f"- {key}: {value}" for key, value in results.machine.items())
+    yield "\n| row | against | goal | found | |\n|---|---|---|---|---|"
+    for line in judged(results):
+        yield f"| {line.row} | {line.what} | {line.wanted} | {line.found} | {line.verdict} |"
+    yield "\n| one at a time | µs (median) | fastest … slowest |\n|---|---|---|"
+    for row, contenders in results.seconds.items():
+        samples = contenders["snapback"]
+        ends = f"{min(samples) * 1e6:,.0f} … {max(samples) * 1e6:,.0f}"
+        yield f"| {row} | {median(samples) * 1e6:,.0f} | {ends} |"
+    yield f"\n| {TOGETHER} under way | orders a second | slowest … fastest | µs of CPU an order |"
+    yield "|---|---|---|---|"
+    for name, speeds in results.a_second.items():
+        ends = f"{min(speeds):,.0f} … {max(speeds):,.0f}"
+        cost = f"{median(results.cpu[name]) * 1e6:,.0f}"
+        yield f"| {name} | {median(speeds):,.0f} | {ends} | {cost} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.bus", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=500, help="one at a time, a round (500)")
+    parser.add_argument("--orders", type=int, default=3000, help="a turn of a contender (3000)")
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
+    parser.add_argument("--peers", type=Path, help="a folder in which pip has installed faststream")
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--page", type=Path, help="the page with a section about it")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.calls < 100 or arguments.orders < TOGETHER:
+        parser.error(
+            f"--rounds is {arguments.rounds}, --calls {arguments.calls} and --orders "
+            f"{arguments.orders}: one round, 100 calls and {TOGETHER} orders are the least"
+        )
+    for name in ("folder", "peers"):
+        folder = getattr(arguments, name)
+        if folder is not None and not folder.is_dir():
+            parser.error(f"--{name} {folder}: there is no such folder")
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as path:
+        results = asyncio.run(
+            measure(
+                Path(path), arguments.peers, arguments.rounds, arguments.calls, arguments.orders
+            )
+        )
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    if arguments.page:
+        page = arguments.page.read_text() if arguments.page.exists() else "# Benchmarks\n"
+        arguments.page.write_text(with_section(page, section(results)))
+    print(section(results))
+    return 1 if any(line.verdict == "missed" for line in judged(results)) else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(130)

@@ -1,0 +1,372 @@
+"""Checkpoints of one identity in a namespace: one captures, the others share, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from snapshot_shared.api import RetentionRequest
+from snapshot_shared.objects import DynamoCheckpoint, SnapshotContent, condition, is_true
+from tests.support.blind_store import BlindStore
+from tests.support.objects import checkpoint_document, pod_template, presence, restore_document
+from tests.support.operator_world import World
+
+MODEL = "example/shared"
+
+
+def document(name: str, *, gms: bool = True, **job: Any) -> dict[str, Any]:
+    """Return a checkpoint of the identity that all have here."""
+    found = checkpoint_document(name, model=MODEL, **job)
+    if not gms:
+        found["spec"]["gpuMemoryService"] = {"enabled": False}
+    return found
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await world.join(presence("node-1", gpus=4), presence("node-2", gpus=4))
+    return world
+
+
+async def apply(world: World, *names: str) -> None:
+    """Apply one checkpoint after another, the first a second older than the next."""
+    for name in names:
+        await world.apply(document(name))
+        world.now += 1
+
+
+async def status(world: World, name: str) -> Any:
+    return (await world.get("DynamoCheckpoint", name)).status
+
+
+async def standing(world: World, name: str) -> tuple[str, str]:
+    """Return the phase of a checkpoint, and the reason of its condition Ready."""
+    found = await status(world, name)
+    ready = condition(found.conditions, "Ready")
+    return found.phase, ready.reason if ready is not None else ""
+
+
+async def delete(world: World, kind: str, name: str) -> None:
+    await world.cluster.delete(await world.get(kind, name))
+    await world.settle()
+
+
+def jobs(world: World) -> list[str]:
+    return [job.metadata.name for job in world.cluster.page("Job")]
+
+
+def contents(world: World) -> list[SnapshotContent]:
+    return [v for v in world.cluster.page("SnapshotContent") if isinstance(v, SnapshotContent)]
+
+
+async def test_a_second_checkpoint_waits_for_the_first_and_shares_its_artifact(
+    world: World,
+) -> None:
+    await apply(world, "first", "second")
+    assert jobs(world) == ["first"]
+    assert await standing(world, "second") == ("Creating", "SharesIdentity")
+    assert "first" in (await status(world, "second")).message
+    await world.answer_all()
+    mine, other = await status(world, "second"), await status(world, "first")
+    assert (mine.phase, mine.shares, other.shares) == ("Ready", "first", "")
+    assert is_true(mine.conditions, "Ready")
+    assert (mine.content_name, mine.snapshot_name, mine.bytes) == (
+        other.content_name,
+        other.snapshot_name,
+        other.bytes,
+    )
+    assert len(contents(world)) == 1
+
+
+async def test_one_that_comes_after_the_capture_shares_it_at_once(world: World) -> None:
+    await apply(world, "first")
+    await world.answer_all()
+    await apply(world, "second")
+    assert (await status(world, "second")).phase == "Ready"
+    assert not world.open()
+
+
+@pytest.mark.parametrize("order", [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")])
+async def test_of_those_that_are_applied_in_one_request_one_captures_for_all(
+    world: World, order: tuple[str, ...]
+) -> None:
+    await world.apply(*(document(name) for name in order))
+    await world.answer_all()
+    found = [await status(world, name) for name in ("a", "b", "c")]
+    assert [item.phase for item in found] == ["Ready"] * 3
+    assert [item.shares for item in found] == ["", "a", "a"]
+    assert len(contents(world)) == 1
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+async def test_the_one_that_has_begun_stays_the_owner_whatever_its_name(
+    world: World, order: tuple[str, str]
+) -> None:
+    for name in order:
+        await world.apply(document(name))
+    await world.answer_all()
+    first, second = order
+    assert (await status(world, second)).shares == first
+    assert len(contents(world)) == 1
+
+
+async def test_other_identities_and_other_namespaces_share_nothing(world: World) -> None:
+    elsewhere = document("first")
+    elsewhere["metadata"]["namespace"] = "other"
+    await world.apply(document("first"), elsewhere, checkpoint_document("unlike"))
+    await world.answer_all()
+    assert len(contents(world)) == 3
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "spec.job.podTemplateSpec": {"podTemplateSpec": pod_template(args=["--seed", "1"])},
+    "spec.job.targetContainerName": {"targetContainerName": "other"},
+    "spec.gpuMemoryService": {"gms": False},
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+async def test_a_different_worker_of_one_identity_is_refused_with_both_names_and_the_field(
+    world: World, field: str
+) -> None:
+    template = pod_template()
+    template["spec"]["containers"].append({"name": "other", "command": ["beside"]})
+    first, second = {"podTemplateSpec": template}, {"podTemplateSpec": template, **DIFFERENT[field]}
+    await world.apply(document("first", **first))
+    await world.apply(document("second", **second))
+    assert await standing(world, "second") == ("Failed", "IdentityConflict")
+    message = (await status(world, "second")).conditions[0].message
+    assert all(text in message for text in ("first", "second", field, "extraParameters"))
+    assert jobs(world) == ["first"]
+    await world.answer_all()
+    assert (await status(world, "first")).phase == "Ready"
+
+
+async def test_policies_and_deadlines_may_differ(world: World) -> None:
+    second = document("second", sourcePolicy="Terminate", activeDeadlineSeconds=7, backoffLimit=2)
+    second["spec"]["deletionPolicy"] = "Retain"
+    await world.apply(document("first"))
+    await world.apply(second)
+    await world.answer_all()
+    assert (await status(world, "second")).shares == "first"
+
+
+async def test_when_the_owner_fails_the_next_oldest_captures_for_the_rest(world: World) -> None:
+    await apply(world, "first", "second", "third")
+    await world.fail(world.open("run")[0], "CommandNotFound")
+    assert (await status(world, "first")).phase == "Failed"
+    assert jobs(world) == ["first", "second"]
+    assert "second" in (await status(world, "third")).message
+    await world.answer_all()
+    assert (await status(world, "second")).shares == ""
+    assert (await status(world, "third")).shares == "second"
+    assert len(contents(world)) == 1
+
+
+async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(
+    world: World,
+) -> None:
+    await apply(world, "first", "second")
+    await delete(world, "DynamoCheckpoint", "first")
+    await world.answer_all()
+    assert await world.get("DynamoCheckpoint", "first") is None
+    found = await status(world, "second")
+    assert (found.phase, found.shares) == ("Ready", "")
+
+
+async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_again(
+    world: World,
+) -> None:
+    await apply(world, "first", "second", "third")
+    await world.answer_all()
+    lent = (await status(world, "second")).content_name
+    world.now += 10_000
+    await delete(world, "DynamoCheckpoint", "first")
+    for name in ("second", "third"):
+        found = await status(world, name)
+        assert (found.phase, found.content_name, found.bytes, found.shares) == (
+            "Creating",
+            "",
+            0,
+            "",
+        )
+    await world.answer_all()
+    second, third = await status(world, "second"), await status(world, "third")
+    assert (second.phase, second.shares, third.phase, third.shares) == (
+        "Ready",
+        "",
+        "Ready",
+        "second",
+    )
+    assert second.content_name != lent
+    assert [content.metadata.name for content in contents(world)] == [second.content_name]
+
+
+async def test_a_ready_owner_whose_artifact_is_gone_owns_no_more(world: World) -> None:
+    await apply(world, "first", "second")
+    await world.answer_all()
+    await delete(world, "Snapshot", "first")
+    await world.answer_all()
+    await apply(world, "third")
+    await world.answer_all()
+    found = await status(world, "second")
+    assert (found.phase, found.shares) == ("Ready", "")
+    assert (await status(world, "third")).shares == "second"
+
+
+async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World) -> None:
+    await apply(world, "first", "second")
+    await world.answer_all()
+    await delete(world, "DynamoCheckpoint", "second")
+    assert await world.get("DynamoCheckpoint", "second") is None
+    assert not world.open()
+    assert (await status(world, "first")).phase == "Ready"
+    assert contents(world)[0].metadata.deletion_timestamp is None
+
+
+async def test_damage_of_the_artifact_is_shown_by_all_that_share_it(world: World) -> None:
+    await apply(world, "first", "second")
+    await world.answer_all()
+    await world.apply(restore_document("first", node="node-2"))
+    await world.answer_well(world.open("run")[0])
+    await world.fail(world.open("load")[0], "ArtifactCorrupt")
+    await world.answer_all()
+    assert await standing(world, "first") == ("Ready", "ArtifactCorrupt")
+    assert await standing(world, "second") == ("Ready", "ArtifactCorrupt")
+
+
+async def test_a_pod_is_restored_from_a_checkpoint_that_shares(world: World) -> None:
+    await apply(world, "first", "second")
+    await world.apply(restore_document("second"))
+    assert (await world.restore("restored")).status.content_name == ""
+    await world.answer_all()
+    found = (await world.restore("restored")).status
+    assert (found.state, found.content_name) == (
+        "Restored",
+        (await status(world, "first")).content_name,
+    )
+
+
+async def test_a_shared_artifact_counts_once_and_stays_while_a_sharer_is_asked_for(
+    world: World,
+) -> None:
+    await apply(world, "first", "second")
+    await world.answer_all()
+    (found,) = (await world.api.retention(RetentionRequest())).artifacts
+    assert (found.name, found.content) == ("first", contents(world)[0].metadata.name)
+
+
+# What memory shows may be late, and two may begin side by side.
+
+
+async def blind_to_each_other(world: World) -> tuple[World, BlindStore]:
+    """Return a second operator whose checkpoint has begun beside one that it does not see."""
+    await apply(world, "first")
+    blind = BlindStore(world.store, {"DynamoCheckpoint"})
+    second = World(store=blind)
+    second.now = world.now
+    second.orders.history += world.orders.history
+    await apply(second, "second")
+    assert jobs(second) == ["first", "second"]
+    return second, blind
+
+
+async def test_two_that_began_unseen_by_each_other_end_with_one_artifact(world: World) -> None:
+    second, blind = await blind_to_each_other(world)
+    await blind.show()
+    await second.settle()
+    assert await standing(second, "second") == ("Creating", "SharesIdentity")
+    await second.answer_all()
+    assert jobs(second) == ["first"]
+    assert (await status(second, "second")).shares == "first"
+    assert len(contents(second)) == 1
+
+
+async def test_one_that_gave_up_captures_after_its_worker_has_ended_when_the_owner_goes(
+    world: World,
+) -> None:
+    second, blind = await blind_to_each_other(world)
+    await blind.show()
+    await second.settle()
+    await delete(second, "DynamoCheckpoint", "first")
+    assert await standing(second, "second") == ("Creating", "WorkerEnding")
+    await second.answer_all()
+    found = await status(second, "second")
+    assert (found.phase, found.shares) == ("Ready", "")
+
+
+async def test_one_whose_capture_is_under_way_goes_on_beside_the_owner(world: World) -> None:
+    second, blind = await blind_to_each_other(world)
+    await second.answer_well(second.open("run")[1])
+    assert (await status(second, "second")).snapshot_name == "second"
+    await blind.show()
+    await second.settle()
+    await second.answer_all()
+    found = [await status(second, name) for name in ("first", "second")]
+    assert [(item.phase, item.shares) for item in found] == [("Ready", "")] * 2
+
+
+async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet(
+    world: World,
+) -> None:
+    await apply(world, "first", "second")
+    await world.answer_all()
+    blind = BlindStore(world.store, {"SnapshotContent"})
+    late = World(store=blind)
+    late.now = world.now
+    await apply(late, "third")
+    await late.advance(1.0)
+    assert jobs(late) == ["first"]
+    assert (await status(late, "second")).phase == "Ready"
+    await late.advance(1.0)
+    assert (await status(late, "third")).shares == "first"
+
+
+async def test_a_conflict_with_an_owner_that_has_failed_unseen_refuses_nothing(
+    world: World,
+) -> None:
+    await apply(world, "first")
+    blind = BlindStore(world.store, ())
+    late = World(store=blind)
+    late.now = world.now
+    await late.cluster.sync()
+    late.is_synced = True
+    blind.hidden.add("DynamoCheckpoint")
+    await delete(world, "DynamoCheckpoint", "first")
+    await late.apply(document("second", podTemplateSpec=pod_template(args=["--seed", "1"])))
+    assert (await status(late, "second")).phase != "Failed"
+    await late.advance(1.0)
+    assert (await status(late, "second")).job_name == "second"
+
+
+async def test_a_checkpoint_that_stopped_between_its_job_and_its_status_owns_the_job(
+    world: World,
+) -> None:
+    update = world.store.update_status
+
+    async def stopped(value: Any) -> Any:
+        if isinstance(value, DynamoCheckpoint) and value.status.job_name:
+            raise ConnectionError("stopped")
+        return await update(value)
+
+    world.store.update_status = stopped
+    await apply(world, "first")
+    world.store.update_status = update
+    assert (await status(world, "first")).job_name == ""
+    await world.advance(1.0)
+    assert (await status(world, "first")).job_name == "first"
+    await apply(world, "a-second")
+    await world.answer_all()
+    assert (await status(world, "a-second")).shares == "first"
+
+
+async def test_one_more_that_shares_costs_the_same_beside_many(world: World) -> None:
+    costs = []
+    for count in (2, 40):
+        await apply(world, *(f"llm-{len(costs)}-{number}" for number in range(count)))
+        before = world.manager.reconciles
+        await apply(world, f"one-more-{count}")
+        costs.append(world.manager.reconciles - before)
+    assert costs[0] == costs[1]

@@ -1,0 +1,121 @@
+"""What the order book promises, without a bus."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.errors import SourceExited, Superseded
+from snapshot_shared.ids import NodeName, Uid, order_id
+from snapshot_shared.journal import Journal
+from snapshot_shared.ledger import Entry
+from snapshot_shared.order_book import OrderBook, Result
+from snapshot_shared.orders import DeleteOrder
+
+NODE = NodeName("node-1")
+OWNER = Uid("00000000-0000-0000-0000-000000000001")
+NOW = 2_000_000_000.0
+
+
+def order(attempt: int = 1) -> DeleteOrder:
+    return DeleteOrder(
+        order=order_id("delete", OWNER),
+        attempt=attempt,
+        node=NODE,
+        owner=OWNER,
+        deadline_s=20.0,
+        namespace="default",
+        content_uid=OWNER,
+        generation=1,
+    )
+
+
+def opened(folder: Path) -> OrderBook:
+    journal = Journal.open(folder, now=NOW)
+    clocks = Clocks(lambda: 0.0, lambda: NOW, "boot")
+    return OrderBook(node=NODE, service="agent", journal=journal, clocks=clocks)
+
+
+@pytest.fixture
+async def book(tmp_path: Path) -> AsyncIterator[OrderBook]:
+    book = opened(tmp_path)
+    yield book
+    await book.drain()
+    book.journal.close()
+
+
+async def deleted(_entry: Entry) -> Result:
+    return {"bytes": 7}
+
+
+def kinds(book: OrderBook) -> list[tuple[str, int]]:
+    found = []
+    while not book.outbox.empty():
+        report = book.outbox.get_nowait()
+        found.append((report.kind, report.n))
+    return found
+
+
+async def test_an_order_is_known_once_it_is_accepted_and_a_repeat_has_its_reports(
+    book: OrderBook,
+) -> None:
+    assert book.answers(order()) is None
+    await book.accept(order())
+    book.start(order(), deleted)
+    found = [await asyncio.wait_for(book.outbox.get(), 5) for _ in range(2)]
+    assert [(report.kind, report.n) for report in found] == [("accepted", 1), ("deleted", 2)]
+    assert book.answers(order()) == found
+
+
+async def test_reports_of_one_order_that_are_made_together_have_numbers_of_their_own(
+    book: OrderBook,
+) -> None:
+    await book.accept(order())
+    (entry,) = book.journal.ledger.entries.values()
+    await asyncio.gather(*(book.report(entry, "leased") for _ in range(5)))
+    assert kinds(book) == [("accepted", 1), *(("leased", number) for number in range(2, 7))]
+
+
+async def test_of_two_ends_that_come_together_the_first_counts(book: OrderBook) -> None:
+    await book.accept(order())
+    (entry,) = book.journal.ledger.entries.values()
+    await asyncio.gather(
+        book.report(entry, "deleted", bytes=7), book.fail(entry, SourceExited("gone"))
+    )
+    assert kinds(book) == [("accepted", 1), ("deleted", 2)]
+
+
+async def test_what_was_not_delivered_is_in_the_outbox_of_the_next_start(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    await first.accept(order())
+    (entry,) = first.journal.ledger.entries.values()
+    await first.report(entry, "deleted")
+    first.delivered([first.outbox.get_nowait()])
+    await first.drain()
+    first.journal.close()
+    second = opened(tmp_path)
+    assert kinds(second) == [("deleted", 2)]
+    second.journal.close()
+
+
+async def test_a_lower_attempt_is_answered_with_the_highest_known_and_changes_nothing(
+    book: OrderBook,
+) -> None:
+    await book.accept(order(attempt=7))
+    (answer,) = book.answers(order(attempt=1)) or []
+    assert (answer.kind, answer.attempt) == ("rejected", 1)
+    assert answer.failure is not None
+    assert answer.failure == Superseded(answer.failure.message, attempt=7).to_failure()
+    assert [entry.attempt for entry in book.journal.ledger.entries.values()] == [7]
+    assert book.answers(order(attempt=8)) is None
+
+
+def test_the_order_book_needs_no_nats() -> None:
+    imported = "import sys, snapshot_shared.order_book; sys.exit('nats' in sys.modules)"
+    subprocess.run([sys.executable, "-c", imported], check=True)
