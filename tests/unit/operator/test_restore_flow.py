@@ -206,8 +206,10 @@ async def test_devices_of_a_silent_node_are_kept_and_its_worker_serves_on_when_i
     await world.see(absent_s=100.0)
     one = await world.get("Pod", "one")
     assert (one.status.phase, one.status.reason) == ("Unknown", "NodeSilent")
+    assert not is_true(one.status.conditions, "Ready")
     assert not world.open("stop")
     await world.join(lost)
+    assert is_true((await world.get("Pod", "one")).status.conditions, "Ready")
     await world.apply(restore_document(name="two", node="node-2"))
     assert (await world.get("Pod", "one")).status.phase == "Running"
     assert (await world.get("Pod", "two")).status.phase == "Pending"
