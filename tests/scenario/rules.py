@@ -415,7 +415,12 @@ class Rules:
                 todo += [(*path, name) for name in found]
 
     def _quarantine(self) -> None:
-        """What a content knows, or may yet write, is never moved away from it."""
+        """What a content knows, or may yet write, is never moved away from it.
+
+        An older copy of the store may bring one back whose artifact was moved after it had gone.
+        """
+        if self._world.is_rewound:
+            return
         known = {content.metadata.uid: content for content in self.contents()}
         for _, namespace, uid, folder in self._set_aside():
             content = known.get(uid)

@@ -24,7 +24,7 @@ from snapshot_operator.local.controllers import INDEXES
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event
 from snapshot_operator.runtime.cluster import Cluster
-from snapshot_operator.wiring import Environment, _encoded_schemas
+from snapshot_operator.wiring import Environment, encoded_schemas
 from snapshot_operator.wiring import serve as serve_operator
 from snapshot_shared import subjects
 from snapshot_shared.api import (
@@ -503,7 +503,7 @@ class _Server(SimServer):
         if not self._has_schemas:
             # An operator has been here before: to put them there again takes it a second of work.
             self._has_schemas = True
-            for key, schema in _encoded_schemas().items():
+            for key, schema in encoded_schemas().items():
                 self.write(subjects.SCHEMAS_BUCKET, key, schema, {})
         if self._room:
             orders = self.streams[subjects.ORDERS]

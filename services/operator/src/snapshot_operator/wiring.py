@@ -104,7 +104,8 @@ async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> No
 
 
 @cache
-def _encoded_schemas() -> dict[str, bytes]:
+def encoded_schemas() -> dict[str, bytes]:
+    """Return the JSON Schema of every message, by its key in the bucket."""
     return {key: encode_json(schema) for key, schema in message_schemas().items()}
 
 
@@ -112,7 +113,7 @@ async def _publish_schemas(bus: Bus) -> None:
     """Put the JSON Schema of every message where people find it, then wait for ever."""
     try:
         known = await bus.entries(subjects.SCHEMAS_BUCKET)
-        for key, schema in _encoded_schemas().items():
+        for key, schema in encoded_schemas().items():
             if known.get(key) != schema:
                 await bus.put(subjects.SCHEMAS_BUCKET, key, schema)
     except BusUnavailable as error:
