@@ -24,6 +24,7 @@ from snapshot_shared.objects import (
     Pod,
     Snapshot,
     SnapshotContent,
+    SnapshotRestore,
     condition,
     is_true,
     kind_of,
@@ -63,18 +64,24 @@ def _why_unsettled(value: AnyObject) -> str:
             return _owing(value) or _without_reason(value)
         case Pod():
             return _pod_unsettled(value)
+        case SnapshotRestore():
+            return _restore_unsettled(value)
         case _:
             return ""
+
+
+def _restore_unsettled(restore: SnapshotRestore) -> str:
+    status = restore.status
+    if status.state in (Restore.RESTORED, Restore.FAILED):
+        return _owing(restore)
+    orders = ", ".join(f"{item.order}/{item.attempt} {item.state}" for item in status.orders)
+    return f"restore {status.state}: {orders}"
 
 
 def _pod_unsettled(pod: Pod) -> str:
     status = pod.status
     if status.phase == "Failed" and not status.reason:
         return "failed without a reason"
-    restore = status.restore
-    if restore is not None and restore.state not in (Restore.RESTORED, Restore.FAILED):
-        orders = ", ".join(f"{item.order}/{item.attempt} {item.state}" for item in status.orders)
-        return f"restore {restore.state}: {orders}"
     if status.phase == "Running" and not is_true(status.conditions, "Ready"):
         return "runs and is not ready"
     if status.phase == "Pending":

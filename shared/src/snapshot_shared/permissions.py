@@ -155,6 +155,7 @@ def _operator() -> Allowed:
         f"{_API}.STREAM.MSG.GET.{subjects.ORDERS}",
         f"{_API}.STREAM.MSG.DELETE.{subjects.ORDERS}",
         f"{_API}.DIRECT.GET.{nodes}",
+        f"{_API}.DIRECT.GET.{subjects.stream_of_bucket(subjects.SCHEMAS_BUCKET)}",
         *_consumer(subjects.REPORTS, "operator", "snap.report.>"),
         # For the page.
         "snap.rpc.gms.*.status",

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from snapshot_shared.instruments import TABLE, Shape
-from snapshot_shared.objects import Pod, SnapshotContent, is_true
+from snapshot_shared.objects import Pod, SnapshotContent, SnapshotRestore, is_true
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import Place, all_names
 from snapshotctl.handlers.traces import trace_of
@@ -70,7 +70,9 @@ async def _play(cluster: LiveCluster, collector: Collector) -> Run:
             )
             exposed = await _exposed_with_objects(cluster)
             traces = {
-                trace_of(value) for value in values if isinstance(value, Pod | SnapshotContent)
+                trace_of(value)
+                for value in values
+                if isinstance(value, Pod | SnapshotContent | SnapshotRestore)
             }
             spans = [span for trace in traces for span in await session.client.spans(trace)]
             await session.arm(NODES[0], Place("agent", "dump", "copy-state"), "fail")
