@@ -29,7 +29,7 @@ from gms.arena import HUGE_PAGE
 from gms.domain.tasks import LOAD_THREADS
 from gms.domain.transfer import CHUNK_BYTES
 from snapshot_shared.files import opened
-from snapshot_shared.objects import AnyObject, Pod, is_true
+from snapshot_shared.objects import AnyObject, Pod, is_true, restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters.worker_socket import SocketWorkers
 from tests.bench.gms import huge_pages, raw_transfer
@@ -156,7 +156,9 @@ class Bench:
         await self._answered(TARGET, restored.metadata.uid)
         restore = time.monotonic() - begin
         restored = await _until(session, "Pod", f"{name}-restored", _is_ready)
-        later = await _spans(session, restored.status.restore.traceparent, set(RESTORE_STEPS))
+        name_of_restore = restore_name(restored.metadata.uid)
+        made = find(await session.objects(), "SnapshotRestore", name_of_restore)
+        later = await _spans(session, made.status.traceparent, set(RESTORE_STEPS))
         await self._remove(session, name)
         own = sum(part.bytes for part in content.status.committed.parts if part.part == "process")
         pause_from, pause_to = pause(spans)

@@ -29,7 +29,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b\d\d:\d\d:\d\d\b"), "12:00:00"),
     (re.compile(r"\b20\d\d-\d\d-\d\d\b"), "2026-01-01"),
     (re.compile(r"\b[0-9a-f]{8}…"), "1a2b3c4d…"),
-    (re.compile(r"(?<=:00)\.(\d{3})\d*\b"), ".000"),
+    (re.compile(r"(?<=:00)\.(\d{3})\d*(?=\b|Z)"), ".000"),
     (re.compile(r'("(?:at|deadline|endedAt|\w+_at)": ?)\d{10}(\.\d+)?'), r"\g<1>1767268800.0"),
     (re.compile(r"(\d{10})\.\d{4,7}\b"), "1767268800.0"),
     (re.compile(r"nats://127\.0\.0\.1:\d+"), "nats://127.0.0.1:4222"),
@@ -78,7 +78,7 @@ def _content_of(shell: Shell, name: str) -> str:
     return next(
         str(item["metadata"]["uid"])
         for item in items
-        if any(owner["name"] == name for owner in item["metadata"].get("ownerReferences", ()))
+        if item["spec"]["snapshotRef"]["name"] == name
     )
 
 

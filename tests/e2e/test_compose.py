@@ -46,7 +46,14 @@ def _checkpoint(name: str) -> str:
 def _pod_of(cluster: Compose, checkpoint: str) -> Any:
     found = cluster.object("dynamocheckpoint", checkpoint)
     job = cluster.object("job", found["status"]["jobName"])
-    return cluster.object("pod", job["status"]["podName"])
+    pods = json.loads(cluster.ctl("get", "pods", "-o", "json"))
+    [pod] = [
+        pod
+        for pod in pods
+        for owner in pod["metadata"].get("ownerReferences", ())
+        if owner["uid"] == job["metadata"]["uid"]
+    ]
+    return pod
 
 
 def _remove(cluster: Compose, checkpoint: str) -> None:

@@ -109,6 +109,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Orders of this attempt are with the node of the pod.",
             "Wait, and watch the parts: `snapshotctl watch pod/NAME`.",
         ),
+        "SharesIdentity": Reason(
+            "The checkpoint starts no worker: another one of its identity is being captured.",
+            "In a namespace the oldest checkpoint of an identity captures for all; `spec.identity` "
+            "says what the others may share.",
+            "Wait; it is Ready when that one is, and captures itself when that one fails or is "
+            "deleted. `snapshotctl identity -f FILE` prints the identity of a manifest.",
+        ),
         "SourcePodNotFound": Reason(
             "There is no pod of the name that the snapshot gives.",
             "It is not applied yet, the name is misspelt, or the pod is in another namespace. The "
@@ -147,6 +154,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "captured yet, or being deleted.",
             "List what there is in the pod's namespace: `snapshotctl get dynamocheckpoints`.",
         ),
+        "WorkerEnding": Reason(
+            "The checkpoint waits until a worker of its own has ended, to start another one.",
+            "It had begun beside an older checkpoint of its identity, gave its worker up for that, "
+            "and has to capture by itself after all, as that one has failed or is deleted.",
+            "Wait; `snapshotctl get pods` shows the worker.",
+        ),
         "WorkerStarting": Reason(
             "The worker runs and is not ready for a snapshot yet.",
             "It loads weights or warms up, and has not written `ready-for-snapshot`.",
@@ -178,6 +191,14 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The capture was not confirmed in time, and the agent let the worker go on.",
             "The operator or NATS was away for longer than the hold deadline.",
             "Look whether the operator answers: `snapshotctl nodes`; then take a new snapshot.",
+        ),
+        "IdentityConflict": Reason(
+            "Another checkpoint of the namespace has the same identity and another worker.",
+            "Checkpoints of one identity share one artifact, so `spec.job.podTemplateSpec`, "
+            "`spec.job.targetContainerName` and `spec.gpuMemoryService` have to be equal. The "
+            "message names the checkpoint and the field.",
+            "Make the field equal, or tell the two apart by `spec.identity.extraParameters`; then "
+            "`snapshotctl delete dynamocheckpoint NAME`, and apply it again.",
         ),
         "InvalidTargetContainer": Reason(
             "The pod has no container of that name.",

@@ -318,16 +318,17 @@ def test_artifacts_are_listed_shown_compared_and_judged(running: Cli) -> None:
 def test_what_is_over_the_limits_is_named_first_and_goes_when_that_is_asked(cli: Cli) -> None:
     cli.environment["SNAPBACK_KEEP_COUNT"] = "1"
     cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
+    cli.ok("apply", "-f", "-", stdin=_pod("source"))
     for name in ("old", "new"):
-        cli.ok(*CAPTURE, "--checkpoint-id", name, stdin=_pod("source"))
+        cli.ok("checkpoint", "source", "--checkpoint-id", name)
     judged = cli.ok("artifacts", "gc", "--dry-run", "-o", "json").value()["artifacts"]
     # The operator's own sweep may have been quicker.
     if len(judged) == 2:
         going = {item["name"]: item["why"] for item in judged if item["goes"]}
         assert going == {"old": "the namespace holds 2 artifacts, the limit is 1"}
     cli.ok("artifacts", "gc")
-    cli.ok("wait", "dynamocheckpoint/old", "--for", "delete", "--timeout", "60s") if cli.run(
-        "get", "dynamocheckpoint/old"
+    cli.ok("wait", "snapshot/old", "--for", "delete", "--timeout", "60s") if cli.run(
+        "get", "snapshot/old"
     ).code == 0 else None
     left = cli.ok("artifacts", "gc", "--dry-run").out
     _has(left, "limits a namespace: count 1", "stays", "new", "0 of 1 artifacts")

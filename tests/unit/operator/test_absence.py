@@ -59,9 +59,10 @@ async def deleting(world: World) -> None:
 
 
 async def sharing(world: World) -> None:
-    """One checkpoint shares the artifact of another, and is restored from."""
+    """Two checkpoints share the artifact of another, and one is restored from."""
     await captured(world)
-    await world.apply(checkpoint_document("second", model="example/llm"))
+    for name in ("second", "third"):
+        await world.apply(checkpoint_document(name, model="example/llm"))
     await world.apply(restore_document("second", node="node-2"))
     await world.answer_all()
 

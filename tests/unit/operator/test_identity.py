@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from snapshot_shared.api import RetentionRequest
-from snapshot_shared.objects import DynamoCheckpoint, SnapshotContent, condition, is_true
+from snapshot_shared.objects import AnyObject, DynamoCheckpoint, SnapshotContent, condition, is_true
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, pod_template, presence, restore_document
 from tests.support.operator_world import World
@@ -311,17 +311,32 @@ async def test_one_whose_capture_is_under_way_goes_on_beside_the_owner(world: Wo
 async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet(
     world: World,
 ) -> None:
-    await apply(world, "first", "second")
+    await apply(world, "first")
     await world.answer_all()
-    blind = BlindStore(world.store, {"SnapshotContent"})
-    late = World(store=blind)
+    late = World(store=BlindStore(world.store, {"Snapshot", "SnapshotContent"}))
     late.now = world.now
-    await apply(late, "third")
+    await apply(late, "second")
     await late.advance(1.0)
     assert jobs(late) == ["first"]
-    assert (await status(late, "second")).phase == "Ready"
+    assert (await status(late, "second")).shares == "first"
+
+
+async def test_ready_is_not_taken_back_for_an_artifact_that_is_not_seen_yet(world: World) -> None:
+    await apply(world, "first", "second", "third")
+    await world.answer_all()
+    late = World(store=BlindStore(world.store, {"Snapshot", "SnapshotContent"}))
+    late.now = world.now
+    seen: list[str] = []
+
+    def watch(_old: AnyObject | None, new: AnyObject | None) -> None:
+        if isinstance(new, DynamoCheckpoint):
+            seen.append(new.status.phase)
+
+    late.cluster.subscribe(watch)
     await late.advance(1.0)
-    assert (await status(late, "third")).shares == "first"
+    await late.advance(1.0)
+    assert seen == ["Ready"] * 3
+    assert jobs(late) == ["first"]
 
 
 async def test_a_conflict_with_an_owner_that_has_failed_unseen_refuses_nothing(

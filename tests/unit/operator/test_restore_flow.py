@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_shared.objects import OrderStatus, is_true
+from snapshot_shared.errors import StoreBusy
+from snapshot_shared.objects import AnyObject, SnapshotContent, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
@@ -73,19 +74,21 @@ async def test_a_restore_that_has_no_place_yet_does_not_keep_what_is_deleted(wor
 async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(
     world: World,
 ) -> None:
-    content = await world.content()
-    registered: list[bool] = []
-    publish = world.orders.publish
+    update = world.store.update_status
 
-    async def seen(order: OrderStatus) -> None:
-        if order.verb == "load":
-            registered.append(bool((await world.content()).status.readers))
-        await publish(order)
+    async def unregistered(value: AnyObject) -> AnyObject:
+        if isinstance(value, SnapshotContent):
+            raise StoreBusy("another process has the object store open and writes")
+        return await update(value)
 
-    world.orders.publish = seen  # type: ignore[method-assign]
-    assert content.status.readers == []
+    world.store.update_status = unregistered
     await world.apply(restore_document())
-    assert registered == [True, True]
+    assert (await world.content()).status.readers == []
+    assert not world.open("load")
+    world.store.update_status = update
+    await world.advance(1.0)
+    assert (await world.content()).status.readers
+    assert len(world.open("load")) == 2
 
 
 async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: World) -> None:
@@ -203,8 +206,10 @@ async def test_devices_of_a_silent_node_are_kept_and_its_worker_serves_on_when_i
     await world.see(absent_s=100.0)
     one = await world.get("Pod", "one")
     assert (one.status.phase, one.status.reason) == ("Unknown", "NodeSilent")
+    assert not is_true(one.status.conditions, "Ready")
     assert not world.open("stop")
     await world.join(lost)
+    assert is_true((await world.get("Pod", "one")).status.conditions, "Ready")
     await world.apply(restore_document(name="two", node="node-2"))
     assert (await world.get("Pod", "one")).status.phase == "Running"
     assert (await world.get("Pod", "two")).status.phase == "Pending"

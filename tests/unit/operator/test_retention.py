@@ -38,7 +38,7 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture, Restore
-from tests.support.objects import checkpoint, checkpoint_document, presence, restore_document
+from tests.support.objects import checkpoint, presence, restore_document
 from tests.support.operator_world import DIGEST, World
 
 NOW = 10_000_000.0
@@ -241,7 +241,7 @@ def test_what_a_pod_asks_for_stays_until_it_has_it(
 
 
 def owned(name: str, content: SnapshotContent) -> tuple[DynamoCheckpoint, Snapshot]:
-    value = checkpoint(name)
+    value = checkpoint(name, model="example/one")
     assert isinstance(value, DynamoCheckpoint)
     value = replace(value, metadata=replace(value.metadata, uid=derived_uid("checkpoint", name)))
     owner = OwnerReference(
@@ -271,24 +271,51 @@ def test_a_checkpoint_goes_as_a_whole_and_not_before_its_worker_has_ended(
     assert all(isinstance(item.value, DynamoCheckpoint) for item in gone)
 
 
-async def test_a_checkpoint_over_the_limit_is_deleted_with_its_artifact_and_the_log_says_why(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_artifact_stays_while_a_pod_asks_for_a_checkpoint_that_shares_it() -> None:
+    found = contents("a", "b")
+    pairs = [owned(content.spec.snapshot_ref.name, content) for content in found]
+    sharer = pairs[0][0]
+    shared = replace(sharer.status, shares="a", content_name=found[0].metadata.name)
+    sharer = replace(sharer, metadata=replace(sharer.metadata, name="sharer"), status=shared)
+    checkpoints = [sharer, *(c for c, _ in pairs)]
+    snapshots = [s for _, s in pairs]
+    for source, expected in (("other", ["a"]), ("sharer", [])):
+        holdings = Holdings(checkpoints, snapshots, found, [asking(source)])
+        gone = let_go(holdings, Limits(count=1), NOW)
+        assert [item.value.metadata.name for item in gone] == expected
+
+
+async def captured_twice() -> World:
+    """Return a world that may keep one artifact, with two of one pod."""
     world = World(Limits(count=1))
-    await world.join(presence("node-1", gpus=4))
+    await world.join(presence("node-1"))
+    worker = restore_document(name="worker")
+    del worker["metadata"]["annotations"]
+    await world.apply(worker)
     for name in ("old", "new"):
-        await world.apply(checkpoint_document(name, sourcePolicy="Terminate"))
-        await world.answer_all()
-        run = next(o for o in reversed(world.orders.history) if o.verb == "run")
-        await world.report(run, "exited", exit_code=0)
+        await world.apply(
+            {
+                "apiVersion": "nvidia.com/v1alpha1",
+                "kind": "Snapshot",
+                "metadata": {"name": name},
+                "spec": {"source": {"podRef": {"name": "worker"}}},
+            }
+        )
         await world.answer_all()
         world.now += 60
+    return world
+
+
+async def test_a_snapshot_over_the_limit_is_deleted_with_its_artifact_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = await captured_twice()
     with caplog.at_level(logging.WARNING):
         await world.retention.run()
-    assert "DynamoCheckpoint default/old: the namespace holds 2 artifacts" in caplog.text
+    assert "Snapshot default/old: the namespace holds 2 artifacts" in caplog.text
     await world.settle()
     await world.answer_all()
-    assert [c.metadata.name for c in world.cluster.page("DynamoCheckpoint")] == ["new"]
+    assert [c.metadata.name for c in world.cluster.page("Snapshot")] == ["new"]
     assert (await world.content()).spec.snapshot_ref.name == "new"
     assert [o.verb for o in world.orders.history if o.verb == "delete"] == ["delete"]
     caplog.clear()
@@ -297,26 +324,18 @@ async def test_a_checkpoint_over_the_limit_is_deleted_with_its_artifact_and_the_
 
 
 async def test_the_answer_says_what_goes_and_can_have_it_done() -> None:
-    world = World(Limits(count=1))
-    await world.join(presence("node-1", gpus=4))
-    for name in ("old", "new"):
-        await world.apply(checkpoint_document(name, sourcePolicy="Terminate"))
-        await world.answer_all()
-        run = next(o for o in reversed(world.orders.history) if o.verb == "run")
-        await world.report(run, "exited", exit_code=0)
-        await world.answer_all()
-        world.now += 60
+    world = await captured_twice()
     told = await world.api.retention(RetentionRequest())
     assert told.limits == {"count": 1}
     assert {item.name: item.goes for item in told.artifacts} == {"old": True, "new": False}
     assert (await world.api.retention(RetentionRequest(namespace="other"))).artifacts == []
-    assert len(world.cluster.page("DynamoCheckpoint")) == 2
+    assert len(world.cluster.page("Snapshot")) == 2
 
     done = await world.api.retention(RetentionRequest(run=True))
     assert [item.name for item in done.artifacts] == ["new"]
     await world.settle()
     await world.answer_all()
-    assert [c.metadata.name for c in world.cluster.page("DynamoCheckpoint")] == ["new"]
+    assert [c.metadata.name for c in world.cluster.page("Snapshot")] == ["new"]
 
 
 def test_limits_are_read_from_the_environment_and_are_off_without() -> None:

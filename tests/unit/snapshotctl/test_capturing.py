@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_shared.errors import InvalidManifest, NotEligible, SnapbackError
+from snapshot_shared.identity import identity_hash
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects import HOSTNAME_LABEL, RESTORE_FROM, DynamoCheckpoint
@@ -82,8 +83,18 @@ def test_a_checkpoint_of_a_manifest_is_one_that_the_operator_takes() -> None:
     assert found.spec.job.pod_template_spec.metadata.labels == {"a": "b"}
     assert found.spec.job.source_policy == "Terminate"
     assert found.spec.identity.backend_framework == "sglang"
-    named = capturing.checkpoint_of(_manifest(), "main", "vllm", "mine", "ns").value
-    assert named["metadata"]["name"] == "mine"
+
+
+def test_a_checkpoint_of_a_manifest_under_another_name_shares_nothing_with_the_first() -> None:
+    found = [
+        parse(capturing.checkpoint_of(_manifest(), "main", "vllm", name, "ns").value)
+        for name in (None, "mine", "yours")
+    ]
+    assert [value.metadata.name for value in found] == ["w", "mine", "yours"]
+    identities = {
+        identity_hash(value.spec.identity) for value in found if isinstance(value, DynamoCheckpoint)
+    }
+    assert len(identities) == 3
 
 
 @pytest.mark.parametrize(

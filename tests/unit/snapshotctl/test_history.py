@@ -115,10 +115,17 @@ def test_an_event_is_one_flat_value_without_what_is_empty() -> None:
     }
 
 
-def test_the_name_of_a_content_is_cut_for_lists() -> None:
-    name = f"snapshotcontent/snapshotcontent-{UID}"
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        (f"snapshotcontent/snapshotcontent-{UID}", f"content {UID[:8]}…"),
+        (f"snapshotrestore/restore-{UID}", f"restore {UID[:8]}…"),
+        ("snapshot/restore-it", "snapshot/restore-it"),
+    ],
+)
+def test_a_name_that_holds_a_whole_uid_is_cut_for_lists(name: str, where: str) -> None:
     [item] = history.history([], [report(SEAL, "accepted")], [], {UID: name})
-    assert (item.object, item.where) == (name, f"content {UID[:8]}…")
+    assert (item.object, item.where) == (name, where)
 
 
 def _linked(value: AnyObject, root: AnyObject) -> list[str]:

@@ -60,6 +60,12 @@ def _shown(table: Table) -> dict[str, str]:
         (
             "DynamoCheckpoint",
             {"identity": IDENTITY, "job": {"podTemplateSpec": {"spec": POD_SPEC}}},
+            {"phase": "Ready", "shares": "llm", "snapshotName": "llm"},
+            {"PHASE": "Ready (shares llm)", "SNAPSHOT": "llm"},
+        ),
+        (
+            "DynamoCheckpoint",
+            {"identity": IDENTITY, "job": {"podTemplateSpec": {"spec": POD_SPEC}}},
             {
                 "phase": "Failed",
                 "conditions": [{"type": "Ready", "status": "False", "reason": "Aborted"}],

@@ -48,6 +48,7 @@ from snapshot_shared.objects import (
     SnapshotContent,
     SnapshotRestore,
     condition,
+    is_true,
 )
 from snapshot_shared.orders import DeviceRef, DropOrder, VectorEntry, order_in
 from snapshot_shared.transitions import Restore
@@ -320,8 +321,15 @@ def _running(view: PodView, now: float) -> Plan:
     status = _followed(view, now)
     if is_silent(view.home) and status.phase not in FINISHED:
         message = f"node {pod.status.node_name} is silent: its worker may well run"
-        status = replace(status, phase="Unknown", reason="NodeSilent", message=message)
+        status = _unknown(pod, status, message, now)
     return _plan(pod, status, now, wake_at=_active_until(pod))
+
+
+def _unknown(pod: Pod, status: PodStatus, message: str, now: float) -> PodStatus:
+    rows = status.conditions
+    if is_true(rows, "Ready"):
+        rows = conditions.with_truth(rows, pod, now, "Ready", "Unknown", "NodeSilent", message)
+    return replace(status, phase="Unknown", reason="NodeSilent", message=message, conditions=rows)
 
 
 def _followed(view: PodView, now: float) -> PodStatus:

@@ -127,18 +127,25 @@ def snapshot_of(pod: Pod, target: str, name: str | None) -> Document:
 def checkpoint_of(
     pod: PodManifest, target: str, engine: Framework, name: str | None, namespace: str
 ) -> Document:
-    """Write the DynamoCheckpoint that starts, captures and ends the worker of a manifest."""
+    """Write the DynamoCheckpoint that starts, captures and ends the worker of a manifest.
+
+    A name of its own is part of the identity: what is asked for is one more capture, and no share
+    in an earlier one of the same manifest.
+    """
     meta = pod.value["metadata"]
     template: dict[str, Any] = {"spec": pod.value["spec"]}
     told = {key: meta[key] for key in ("labels", "annotations") if key in meta}
     if told:
         template["metadata"] = told
+    identity: dict[str, Any] = {"model": pod.name, "backendFramework": engine}
+    if name:
+        identity["extraParameters"] = {"checkpointID": name}
     value = {
         "apiVersion": GROUP,
         "kind": "DynamoCheckpoint",
         "metadata": {"name": name or pod.name, "namespace": namespace},
         "spec": {
-            "identity": {"model": pod.name, "backendFramework": engine},
+            "identity": identity,
             "job": {
                 "podTemplateSpec": template,
                 "targetContainerName": target,

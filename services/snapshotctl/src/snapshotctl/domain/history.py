@@ -29,7 +29,9 @@ _WHOLE = ("capture", "restoration")
 _SILENT = (("Failed", "False"), ("Lost", "False"), ("Quarantined", "False"))
 """What goes without saying."""
 
-_CONTENT = re.compile(r"snapshotcontent/snapshotcontent-([0-9a-f]{8})[0-9a-f-]{28}")
+_DERIVED = re.compile(
+    r"snapshot(content|restore)/(?:snapshotcontent|restore)-([0-9a-f]{8})[0-9a-f-]{28}"
+)
 _RANKS = {"object": 0, "order": 1, "report": 2, "span": 3, "condition": 4}
 
 
@@ -63,8 +65,8 @@ class Happening(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Whose it is, short enough for a line: the name of a content holds a whole uid."""
-        return formats.plain(_CONTENT.sub(r"content \1…", self.object))
+        """Whose it is, short enough for a line: names of contents and restores hold a whole uid."""
+        return formats.plain(_DERIVED.sub(r"\1 \2…", self.object))
 
     def value(self) -> dict[str, Any]:
         """Give what a program reads: an RFC 3339 time, and what is known."""
