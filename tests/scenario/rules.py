@@ -160,6 +160,8 @@ class Rules:
                 self._reported(decode_json(data, Report))
 
     def _ordered(self, subject: str, order: Order) -> None:
+        if self._world.has_just_rewound:
+            return
         owner, which = order.owner, f"{order.order} attempt {order.attempt}"
         known = [(item.order, item.attempt) for item in orders_of(self._seen.get(owner))]
         if owner not in self._gone and (order.order, order.attempt) not in known:
