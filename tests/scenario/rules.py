@@ -253,6 +253,7 @@ class Rules:
         self._seen = {value.metadata.uid: value for value in values}
         self._gone.clear()
         self._terms.clear()
+        self._served.clear()
         self._attempts.clear()
 
     def present(self) -> Iterator[AnyObject]:

@@ -510,10 +510,11 @@ class _Server(SimServer):
     def ensure(self) -> None:
         super().ensure()
         if not self._has_schemas:
-            # An operator has been here before: to put them there again takes it a second of work.
+            # An operator has been here before, so that the first of this world need not put them.
             self._has_schemas = True
+            bucket = subjects.SCHEMAS_BUCKET
             for key, schema in encoded_schemas().items():
-                self.write(subjects.SCHEMAS_BUCKET, key, schema, {})
+                self.streams[f"KV_{bucket}"].store(f"$KV.{bucket}.{key}", schema, {}, self.now)
         if self._room:
             orders = self.streams[subjects.ORDERS]
             orders.config = orders.config.evolve(max_msgs=self._room)
