@@ -260,7 +260,7 @@ def _checkpoint(name: str, rng: random.Random) -> dict[str, Any]:
         name,
         podTemplateSpec=pod_template(resources={"limits": {"nvidia.com/gpu": _gpus(rng)}}),
         sourcePolicy=rng.choice(("Resume", "Resume", "Terminate")),
-        activeDeadlineSeconds=300,
+        activeDeadlineSeconds=rng.choice((120, 120, 300)),
     )
     document["spec"]["deletionPolicy"] = rng.choice(("Delete", "Delete", "Retain"))
     return document
@@ -277,7 +277,7 @@ def _snapshot(name: str, pod: str) -> dict[str, Any]:
         "apiVersion": "nvidia.com/v1alpha1",
         "kind": "Snapshot",
         "metadata": {"name": name, "namespace": "default"},
-        "spec": {"source": {"podRef": {"name": pod}}, "deadlineSeconds": 300},
+        "spec": {"source": {"podRef": {"name": pod}}, "deadlineSeconds": 120},
     }
 
 

@@ -97,6 +97,7 @@ class Rules:
         self._seen: dict[str, AnyObject] = {}
         self._gone: set[str] = set()
         self._terms: dict[str, int] = {}
+        self._served: set[str] = set()
         self._looked = -1
         self.lies: set[bytes] = set()
         """Reports that no node has sent."""
@@ -159,6 +160,8 @@ class Rules:
                 self._reported(decode_json(data, Report))
 
     def _ordered(self, subject: str, order: Order) -> None:
+        if self._world.has_just_rewound:
+            return
         owner, which = order.owner, f"{order.order} attempt {order.attempt}"
         known = [(item.order, item.attempt) for item in orders_of(self._seen.get(owner))]
         if owner not in self._gone and (order.order, order.attempt) not in known:
@@ -250,6 +253,7 @@ class Rules:
         self._seen = {value.metadata.uid: value for value in values}
         self._gone.clear()
         self._terms.clear()
+        self._served.clear()
         self._attempts.clear()
 
     def present(self) -> Iterator[AnyObject]:
@@ -324,6 +328,8 @@ class Rules:
 
     def _ended(self, before: Pod, after: Pod) -> None:
         """A worker that serves fails by its own end, its limit or a deleted Node alone."""
+        if is_true(after.status.conditions, "Ready"):
+            self._served.add(after.metadata.uid)
         if after.status.phase != "Failed" or before.status.phase == "Failed":
             return
         reason, name = after.status.reason, after.metadata.name
@@ -332,7 +338,7 @@ class Rules:
             for value in self.present():
                 if isinstance(value, Node) and value.metadata.name == home:
                     self.fail("ended", f"pod {name} failed with {home}, which is there")
-        elif is_true(before.status.conditions, "Ready") and reason not in _OWN_ENDS:
+        elif after.metadata.uid in self._served and reason not in _OWN_ENDS:
             self.fail("ended", f"pod {name} served and failed: {reason} {after.status.message}")
 
     def _placed(self, before: Pod, after: Pod) -> None:

@@ -73,6 +73,8 @@ JUMPED_S = 10_000.0
 """How much longer that takes when the clock of an operator was wrong, in seconds."""
 REWOUND_S = 3600.0
 """How much longer when the store has forgotten a capture, whose hold then ends by itself."""
+IN_FLIGHT_S = 1.0
+"""How long a message may be on its way that was sent before the store was restored, in seconds."""
 LOOK_S = 1.0
 AGAIN_S = 15.0
 """How often to look when nothing has changed, in seconds."""
@@ -121,6 +123,7 @@ class World:
         self.lease = Lease(self)
         self.version = 0
         self.is_rewound = False
+        self.rewound_at = -IN_FLIGHT_S
         self.is_clock_wrong = False
         self._copies: dict[Fault, bytes] = {}
         self.machines = [Machine(f"operator-{index}") for index in range(settings.operators)]
@@ -135,6 +138,11 @@ class World:
             for index in range(settings.nodes)
         ]
         self._worker_habits: dict[str, Habits] = {}
+
+    @property
+    def has_just_rewound(self) -> bool:
+        """Whether messages may arrive that were sent before the store was restored."""
+        return self.loop.now < self.rewound_at + IN_FLIGHT_S
 
     def node(self, name: str) -> SimNode:
         """Find a node."""
@@ -258,6 +266,7 @@ class World:
                 operator.kill()
         self.store._db.deserialize(self._copies[fault])
         self.is_rewound = True
+        self.rewound_at = self.loop.now
         self.version += 1
         self.rules.rewound(self._everything())
 
@@ -501,10 +510,11 @@ class _Server(SimServer):
     def ensure(self) -> None:
         super().ensure()
         if not self._has_schemas:
-            # An operator has been here before: to put them there again takes it a second of work.
+            # An operator has been here before, so that the first of this world need not put them.
             self._has_schemas = True
+            bucket = subjects.SCHEMAS_BUCKET
             for key, schema in encoded_schemas().items():
-                self.write(subjects.SCHEMAS_BUCKET, key, schema, {})
+                self.streams[f"KV_{bucket}"].store(f"$KV.{bucket}.{key}", schema, {}, self.now)
         if self._room:
             orders = self.streams[subjects.ORDERS]
             orders.config = orders.config.evolve(max_msgs=self._room)

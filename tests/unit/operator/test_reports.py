@@ -11,6 +11,7 @@ import pytest
 from snapshot_operator.core.fold import REST_S
 from snapshot_operator.runtime.reports import MAX_VALUES_BYTES, OPERATOR, Reports
 from snapshot_shared import subjects
+from snapshot_shared.api import VerifyRequest
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects import OrderStatus
@@ -231,3 +232,19 @@ async def test_an_attempt_that_no_node_can_hold_is_not_taken_for_true(attempt: i
     await world.advance(REST_S)
     (again,) = world.open("release")
     assert again.attempt == release.attempt + 1
+
+
+@pytest.mark.parametrize("attempt", [True, "7", 7.0, [7], None])
+async def test_an_attempt_that_is_no_number_does_not_end_a_verification(attempt: object) -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    content = await world.content()
+    await world.api.verify(VerifyRequest(kind="SnapshotContent", name=content.metadata.name))
+    await world.settle()
+    (verify,) = world.open("verify")
+    superseded = Failure(reason="Superseded", message="older", values={"attempt": attempt})
+    await world.report(verify, "rejected", failure=superseded)
+    status = (await world.content()).status
+    assert (status.verifications, status.verified, status.obligations) == (1, 1, [])

@@ -72,3 +72,20 @@ async def test_what_cleans_up_is_published_before_other_orders_that_are_missing(
     with pytest.raises(BusUnavailable):
         await world.sweep.once()
     assert set(world.orders.stream) == aborts
+
+
+async def test_an_order_that_is_answered_during_a_sweep_does_not_go_out_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = await captured_elsewhere()
+    (prepare,) = world.open("prepare")
+    world.orders.stream.clear()
+    measure = world.orders.fill
+
+    async def while_it_is_answered() -> float:
+        await world.fail(prepare, "WorkerExited")
+        return await measure()
+
+    monkeypatch.setattr(world.orders, "fill", while_it_is_answered)
+    await world.sweep.once()
+    assert prepare.order not in world.orders.stream

@@ -244,7 +244,9 @@ def superseding(item: OrderStatus) -> int:
     if failure is None or failure.reason != "Superseded":
         return 0
     known = failure.values.get("attempt", 0)
-    return known if isinstance(known, int) and item.attempt <= known <= MAX_CLAIM else 0
+    # True is an int, and could not be stored as one.
+    is_number = isinstance(known, int) and not isinstance(known, bool)
+    return known if is_number and item.attempt <= known <= MAX_CLAIM else 0
 
 
 def next_attempt(item: OrderStatus) -> int:

@@ -92,7 +92,8 @@ class Sweep:
                 await self._orders.remove(subject)
         await self._measure()
         for order in sorted(unanswered, key=lambda order: order.verb not in fold.CLEANING):
-            await self._publish_again(order, published)
+            if self._is_awaited(order):
+                await self._publish_again(order, published)
         self._swept = time.monotonic()
         self.swept_at = self._now()
 
@@ -104,6 +105,12 @@ class Sweep:
             return True
         mine = [item for item in orders_of(owner) if item.order == order_id]
         return all(fold.is_answered(item) for item in mine)
+
+    def _is_awaited(self, order: OrderStatus) -> bool:
+        """Whether an order is unanswered still; the sweep itself takes its time."""
+        key = (order.order, order.attempt)
+        mine = orders_of(self._cluster.by_uid(owner_of(check_order_id(order.order))))
+        return any((i.order, i.attempt) == key and not fold.is_answered(i) for i in mine)
 
     async def _measure(self) -> None:
         self.fill = await self._orders.fill()
