@@ -162,6 +162,8 @@ async def test_a_restored_pod_is_its_own_trace(world: World) -> None:
     await world.join(presence("node-3", capacity=8 * GIB))
     await world.apply(restore_document())
     content = await world.content()
+    pod = await world.get("Pod", "restored")
+    assert pod.status.traceparent == (await world.restore("restored")).status.traceparent
     own, source = (await world.restore("restored")).status.traceparent, content.status.traceparent
     assert own.split("-")[1] != source.split("-")[1]
 

@@ -31,6 +31,7 @@ from snapshot_operator.core.restore import (
     ENDED,
     RESTORED,
     is_reading,
+    restoration_span,
     restore_for,
     restore_name,
     source_of,
@@ -153,8 +154,10 @@ def _plan(
 
 
 def _trace(view: PodView) -> str:
+    """Return the span that a pod's orders belong to: that of its restore, if it has one."""
     own = view.pod.metadata.annotations.get(TRACEPARENT, "")
-    return view.pod.status.traceparent or own
+    asked = restoration_span(view.restore) if view.restore is not None else own
+    return view.pod.status.traceparent or asked
 
 
 # Why a pod ends although its containers have not: the first of these that holds.
@@ -297,7 +300,7 @@ def _placed(view: PodView, placement: Placement, now: float) -> Plan:
         devices=placement.devices,
         reason="",
         message="",
-        traceparent=pod.metadata.annotations.get(TRACEPARENT, ""),
+        traceparent=_trace(view),
         container_statuses=[ContainerStatus(name=c.name) for c in pod.spec.containers],
         conditions=conditions.with_conditions(
             pod.status.conditions,
