@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from snapshot_operator.runtime.cluster import key_of
 from snapshot_operator.runtime.manager import Input
-from snapshot_shared.api import PodsRequest
+from snapshot_shared.api import PodsRequest, TemplateRequest
 from snapshot_shared.objects import Pod
 from snapshot_shared.orders import Report
 from tests.support.blind_store import BlindStore
@@ -69,6 +71,22 @@ async def test_a_pod_that_is_not_seen_yet_is_not_given_up() -> None:
     (pod,) = first.cluster.page("Pod")
     request = PodsRequest(node="node-1", pods=[pod.metadata.uid])
     assert (await second.nodes.pods(request)).unknown == []
+
+
+async def test_the_template_of_a_pod_whose_placement_is_not_seen_yet_is_given() -> None:
+    first = World()
+    await first.apply(checkpoint_document())
+    blind = BlindStore(first.store, ())
+    second = World(store=blind)
+    await second.cluster.sync()
+    blind.hidden.add("Pod")
+    await first.join(presence("node-1"))
+    (pod,) = first.cluster.page("Pod")
+    meta = pod.metadata
+    request = TemplateRequest(
+        node="node-1", namespace=meta.namespace or "", name=meta.name, uid=meta.uid
+    )
+    assert (await second.nodes.template(request)).spec == msgspec.to_builtins(pod.spec)
 
 
 async def test_a_pod_that_the_store_does_not_know_or_has_given_up_is_named_to_its_node() -> None:

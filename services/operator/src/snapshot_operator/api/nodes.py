@@ -55,9 +55,15 @@ class NodeApi:
         }
 
     async def template(self, request: TemplateRequest) -> TemplateReply:
-        """Return the spec of a pod that was placed on the node."""
-        value = self._cluster.get("Pod", request.namespace, request.name)
-        if not isinstance(value, Pod) or value.metadata.uid != request.uid:
+        """Return the spec of a pod that was placed on the node.
+
+        A refusal ends the pod, and so is never given on what memory may not have seen yet.
+        """
+        value = self._cluster.by_uid(request.uid)
+        if not isinstance(value, Pod) or value.status.node_name != request.node:
+            value = await self._cluster.find(request.uid)
+        named = (request.namespace, request.name)
+        if not isinstance(value, Pod) or (value.metadata.namespace, value.metadata.name) != named:
             raise StalePodReference(f"pod {request.name} with uid {request.uid} is gone")
         if value.status.node_name != request.node:
             raise Forbidden(f"pod {request.name} is not placed on {request.node}")
