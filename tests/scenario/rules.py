@@ -36,6 +36,7 @@ from snapshot_shared.objects import (
     AnyObject,
     DynamoCheckpoint,
     Node,
+    OrderStatus,
     Pod,
     Snapshot,
     SnapshotContent,
@@ -496,13 +497,25 @@ class Rules:
             name = f"{kind_of(value).name} {value.metadata.name}"
             if value.metadata.deletion_timestamp:
                 found.append(f"{name} is being deleted")
+            unanswered = [item for item in orders_of(value) if not fold.is_answered(item)]
+            forgotten = {item.verb for item in unanswered if self._is_forgotten(item)}
             found += [
-                f"{name} awaits {order.order} attempt {order.attempt}"
-                for order in orders_of(value)
-                if not fold.is_answered(order)
+                f"{name} awaits {item.order} attempt {item.attempt}"
+                for item in unanswered
+                if item.verb not in forgotten
             ]
+            if owed := set(getattr(value.status, "obligations", ())) - forgotten:
+                found.append(f"{name} owes {', '.join(sorted(owed))}")
             found += [f"{name}: {why}" for why in self._pending(value)]
         return found
+
+    def _is_forgotten(self, item: OrderStatus) -> bool:
+        """Whether the answer to an order may have been in the store that an older copy replaced.
+
+        What cleans up is ordered again; the rest ends with its deadline, and stays unanswered.
+        """
+        is_over = item.verb not in fold.CLEANING and fold.is_late(item, self._world.wall)
+        return self._world.is_rewound and is_over
 
     def _pending(self, value: AnyObject) -> Iterator[str]:
         match value:
@@ -513,8 +526,6 @@ class Rules:
             case Snapshot() if not value.status.bytes and not _is_decided(value.status.conditions):
                 yield "neither ready nor failed"
             case Pod():
-                if value.status.obligations:
-                    yield f"owes {value.status.obligations}"
                 if value.status.phase == "Unknown":
                     yield "Unknown"
                 if value.status.phase == "Pending" and not self._world.may_wait(value):
@@ -523,9 +534,7 @@ class Rules:
                 yield from self._unrestored(value)
 
     def _unrestored(self, restore: SnapshotRestore) -> Iterator[str]:
-        """Say what a restore owes, or waits for, unless its pod may wait for ever, too."""
-        if restore.status.obligations:
-            yield f"owes {restore.status.obligations}"
+        """Say what a restore waits for, unless its pod may wait for ever, too."""
         pod = self._seen.get(restore.spec.pod_ref.uid)
         if restore.status.state not in ENDED and not (
             restore.status.state is Restore.PENDING
@@ -643,8 +652,6 @@ def _leads(table: Any, before: Any, after: Any) -> bool:
 def _awaited(status: SnapshotContentStatus) -> Iterator[str]:
     if status.capture not in (Capture.READY, Capture.FAILED):
         yield status.capture
-    if status.obligations:
-        yield f"owes {status.obligations}"
     if status.verified < status.verifications:
         yield "is to be verified"
 

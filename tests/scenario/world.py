@@ -114,7 +114,7 @@ class World:
         self.server = _Server(self.rules, settings.room)
         self.buses: dict[str, SimBus] = {}
         self.store = SqliteStore(
-            None, timestamp=lambda: timestamp(EPOCH + self.loop.now), new_uid=self.new_uid
+            None, timestamp=lambda: timestamp(self.wall), new_uid=self.new_uid
         ).open()
         self.store.subscribe(self._stored)
         self.stores: dict[Process, SimStore] = {}
@@ -138,6 +138,11 @@ class World:
             for index in range(settings.nodes)
         ]
         self._worker_habits: dict[str, Habits] = {}
+
+    @property
+    def wall(self) -> float:
+        """The time of a clock that is right, in seconds since the epoch."""
+        return EPOCH + self.loop.now
 
     @property
     def has_just_rewound(self) -> bool:
@@ -278,7 +283,7 @@ class World:
         Each time is a new request: nobody waits for the earlier ones any more.
         """
         while True:
-            headers = age_headers(EPOCH + self.loop.now, REQUEST_S)
+            headers = age_headers(self.wall, REQUEST_S)
             try:
                 data = await self.user.request(
                     subjects.api(verb), encode_json(request), headers=headers
@@ -495,7 +500,7 @@ class _OperatorBus(BuildBus):
         """Whether a request has outlived its client's wait, as far as right clocks can say."""
         if self._process.machine.jump:
             return False
-        return EPOCH + self._world.loop.now > float(headers[ASKED_AT]) + float(headers[WITHIN])
+        return self._world.wall > float(headers[ASKED_AT]) + float(headers[WITHIN])
 
 
 class _Server(SimServer):
