@@ -48,6 +48,8 @@ def scene(shell: Shell) -> None:
     for name, node in NODES.items():
         text = example.replace("demo-llm", name).replace("nvidia.com/gpu: 2", "nvidia.com/gpu: 1")
         text = text.replace("hostname: node-1", f"hostname: {node}")
+        # Another model, or it would share the artifact of demo-llm.
+        text = text.replace("model: example/integer-network", f"model: example/{name}")
         (shell.root / f"{name}.yaml").write_text(text, encoding="utf-8")
     _typed(shell, "snapshotctl sim fail node-2 --at write")
     _typed(shell, "snapshotctl apply -f demo-broken.yaml")

@@ -202,21 +202,25 @@ class Shell:
             start_new_session=True,
         ) as running:
             assert running.stdout is not None
-            # Some say that they listen, with --raw they do not.
-            ready, _, _ = select.select([running.stdout], [], [], LISTENS_S)
-            said = os.read(running.stdout.fileno(), 65536) if ready else b""
-            if meanwhile:
-                other = self.type(meanwhile, timeout_s=timeout_s)
-                assert other.code == 0, f"{meanwhile}\n{other.text}"
-            os.killpg(running.pid, signal.SIGINT)
             try:
-                rest, _ = running.communicate(timeout=STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(running.pid, signal.SIGKILL)
-                rest, _ = running.communicate()
-                # That commands of others end at ctrl-C is not ours to prove.
-                if command.startswith("snapshotctl"):
-                    raise
+                # Some say that they listen, with --raw they do not.
+                ready, _, _ = select.select([running.stdout], [], [], LISTENS_S)
+                said = os.read(running.stdout.fileno(), 65536) if ready else b""
+                if meanwhile:
+                    other = self.type(meanwhile, timeout_s=timeout_s)
+                    assert other.code == 0, f"{meanwhile}\n{other.text}"
+                os.killpg(running.pid, signal.SIGINT)
+                try:
+                    rest, _ = running.communicate(timeout=STOP_S)
+                except subprocess.TimeoutExpired:
+                    os.killpg(running.pid, signal.SIGKILL)
+                    rest, _ = running.communicate()
+                    # That commands of others end at ctrl-C is not ours to prove.
+                    if command.startswith("snapshotctl"):
+                        raise
+            finally:
+                if running.poll() is None:
+                    os.killpg(running.pid, signal.SIGKILL)
         return Said(0, (said + rest).decode("utf-8", "replace"))
 
     def _recall(self) -> str:
