@@ -21,6 +21,7 @@ from snapshot_shared.orders import (
     Bytes,
     DeviceRef,
     Digest,
+    Driver,
     Label,
     Name,
     PartResult,
@@ -195,6 +196,7 @@ class CheckpointJobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
     backoff_limit: Annotated[int, Meta(ge=0, le=100)] = 0
     source_policy: SourcePolicy = "Terminate"
+    driver: Driver = "cooperative"
 
 
 class DynamoCheckpointSpec(
@@ -265,6 +267,7 @@ class SnapshotSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 
     source: SnapshotSource
     source_policy: SourcePolicy = "Resume"
+    driver: Driver = "cooperative"
     deletion_policy: Literal["Delete", "Retain"] = "Delete"
     deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
 
@@ -313,6 +316,7 @@ class SnapshotContentSpec(
     snapshot_ref: SnapshotRef
     source: ContentSource
     source_policy: SourcePolicy = "Resume"
+    driver: Driver = "cooperative"
     deletion_policy: Literal["Delete", "Retain"] = "Delete"
     deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
 
@@ -398,8 +402,8 @@ class SnapshotRestoreStatus(
 ):
     """A restore's progress. `attempt` is its fencing token, `retries` counts those after the first.
 
-    `content_name` asks that content to register this restore as a reader; `artifact`, `node_name`
-    and `devices` are fixed when an attempt begins.
+    `content_name` asks that content to register this restore as a reader; `artifact`, `driver`,
+    `node_name` and `devices` are fixed when an attempt begins.
     """
 
     state: Restore = Restore.PENDING
@@ -407,6 +411,7 @@ class SnapshotRestoreStatus(
     retries: int = 0
     content_name: str = ""
     artifact: ArtifactRef | None = None
+    driver: Driver = "cooperative"
     node_name: str = ""
     devices: list[DeviceRef] = []
     started_at: datetime | None = None

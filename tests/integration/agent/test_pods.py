@@ -163,6 +163,7 @@ async def test_a_failed_container_ends_the_others_of_its_pod(rig: Rig) -> None:
         exited = await rig.answer(order, "exited")
         ended = (await rig.status())["pods"][0]["ended"]
     assert exited.exit_code == 7
+    assert exited.exit_codes == ended
     assert ended == {"main": 7, "sidecar": 128 + signal.SIGTERM}
 
 

@@ -194,6 +194,21 @@ async def test_a_worker_that_exits_before_it_is_ready_fails_the_checkpoint_with_
     assert "exit code 3" in found.status.message
 
 
+async def test_each_container_keeps_its_own_exit_code_and_one_that_is_not_known_has_none(
+    world: World,
+) -> None:
+    document = checkpoint_document()
+    spec = document["spec"]["job"]["podTemplateSpec"]["spec"]
+    spec["containers"] += [{"name": name, "command": ["beside"]} for name in ("left", "right")]
+    await world.apply(document)
+    (run,) = world.open("run")
+    await world.report(run)
+    await world.report(run, "exited", exit_code=3, exit_codes={"main": 3, "left": 143})
+    (pod,) = world.cluster.page("Pod")
+    codes = {found.name: found.exit_code for found in pod.status.container_statuses}
+    assert codes == {"main": 3, "left": 143, "right": None}
+
+
 async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_ended(
     world: World,
 ) -> None:

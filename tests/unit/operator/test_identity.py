@@ -122,6 +122,7 @@ async def test_other_identities_and_other_namespaces_share_nothing(world: World)
 
 DIFFERENT: dict[str, dict[str, Any]] = {
     "spec.job.podTemplateSpec": {"podTemplateSpec": pod_template(args=["--seed", "1"])},
+    "spec.job.driver": {"driver": "respawn"},
     "spec.job.targetContainerName": {"targetContainerName": "other"},
     "spec.gpuMemoryService": {"gms": False},
 }

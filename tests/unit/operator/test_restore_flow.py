@@ -29,6 +29,30 @@ async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World)
     assert (await world.content()).status.readers == []
 
 
+async def test_the_driver_of_a_checkpoint_is_that_of_every_order_of_its_capture_and_restore(
+    world: World,
+) -> None:
+    before = len(world.orders.history)
+    await world.apply(checkpoint_document("again", driver="respawn"))
+    await world.answer_all()
+    await world.join(presence("node-3"))
+    await world.apply(restore_document(source="again"))
+    await world.answer_all()
+    assert (await world.restore("restored")).status.state is Restore.RESTORED
+    orders = [payload(order) for order in world.orders.history[before:]]
+    driven = [order for order in orders if "driver" in order]
+    verbs = {"prepare", "dump", "release", "restore"}
+    assert {found["order"].partition("-")[0] for found in driven} == verbs
+    assert {found["driver"] for found in driven} == {"respawn"}
+
+
+async def test_the_driver_of_a_capture_is_that_of_its_abort(world: World) -> None:
+    await world.apply(checkpoint_document("again", driver="respawn"))
+    await world.answer_well(world.open("run")[0])
+    await world.advance(3601.0)
+    assert {payload(order)["driver"] for order in world.open("abort")} == {"respawn"}
+
+
 async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:
     await world.apply(restore_document(node="node-2"))
     assert sorted(order.verb for order in world.open()) == ["load", "load", "run"]

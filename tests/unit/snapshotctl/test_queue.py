@@ -13,7 +13,7 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects import OrderStatus, Pod, time_of
-from snapshot_shared.orders import DeadLetter, Progress, Report, StepTime
+from snapshot_shared.orders import DeadLetter, DumpOrder, PodRef, Progress, Report, StepTime
 from snapshot_shared.spans import SpanRecord, order_context
 from snapshot_shared.steps import STEPS
 from snapshotctl.domain import queue
@@ -155,6 +155,24 @@ def test_the_step_of_an_order_follows_the_last_that_ended_or_is_the_one_that_mov
 ) -> None:
     found = queue.moving(told, [Owned(pod(), TRACED)], spans)
     assert found.get((TRACED.order, 2)) == step
+
+
+def test_the_step_of_an_order_is_one_of_those_that_its_driver_has() -> None:
+    order = DumpOrder(
+        order=TRACED.order,
+        attempt=2,
+        node="node.1",
+        owner=UID,
+        deadline_s=60.0,
+        traceparent=TRACEPARENT,
+        driver="respawn",
+        pod=PodRef(namespace="default", name="llm", uid=UID, container="main"),
+        content_uid=UID,
+        vector=[],
+    )
+    item = replace(TRACED, payload=msgspec.Raw(encode_json(order)))
+    found = queue.moving([], [Owned(pod(), item)], [span("freeze"), span("copy-state")])
+    assert found == {(TRACED.order, 2): "replace"}
 
 
 def test_only_the_traces_of_orders_at_work_are_read() -> None:

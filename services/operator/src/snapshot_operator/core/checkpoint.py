@@ -358,6 +358,7 @@ def _snapshot(checkpoint: DynamoCheckpoint, job: Job, pod: Pod, now: float) -> S
         spec=SnapshotSpec(
             source=SnapshotSource(pod_ref=source),
             source_policy=spec.source_policy,
+            driver=spec.driver,
             deletion_policy=checkpoint.spec.deletion_policy,
             deadline_seconds=max(1, int(deadline_of(checkpoint, job) - now)),
         ),

@@ -211,6 +211,7 @@ def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> O
         devices=source.devices,
         fence_token=fence_token(content, attempt),
         hold_s=HOLD_S,
+        driver=content.spec.driver,
         **_common("prepare", content.metadata.uid, attempt, source.node_name, trace),
     )
     return status_of(order, "agent", now)
@@ -233,6 +234,7 @@ def stage(
             pod=source_ref(content),
             content_uid=uid,
             vector=vector,
+            driver=content.spec.driver,
             **_common("dump", uid, attempt, source.node_name, trace),
         )
     ]
@@ -274,6 +276,7 @@ def release(content: SnapshotContent, trace: str, now: float) -> OrderStatus:
         pod=source_ref(content),
         content_uid=content.metadata.uid,
         policy=content.spec.source_policy,
+        driver=content.spec.driver,
         **_common("release", content.metadata.uid, content.status.attempt, source.node_name, trace),
     )
     return status_of(order, "agent", now)
@@ -285,6 +288,7 @@ def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) ->
     details: dict[str, Any] = {
         "pod": source_ref(content),
         "content_uid": uid,
+        "driver": content.spec.driver,
         "fence_token": fence_token(content, attempt),
         "devices": [device.uuid for device in source.devices],
         "why": why[:4096],
@@ -425,6 +429,7 @@ def restore(value: SnapshotRestore, artifact: ArtifactRef, trace: str, now: floa
             container=target.container,
         ),
         devices=value.status.devices,
+        driver=value.status.driver,
         **_of_restore("restore", value, trace),
     )
     return status_of(order, "agent", now)

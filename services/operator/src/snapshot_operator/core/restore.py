@@ -347,6 +347,7 @@ def _begin(restore: SnapshotRestore, pod: Pod, content: SnapshotContent, now: fl
         status,
         attempt=attempt,
         artifact=ordering.artifact_ref(content, committed),
+        driver=content.spec.driver,
         node_name=pod.status.node_name,
         devices=pod.status.devices,
         started_at=status.started_at or time_of(now),

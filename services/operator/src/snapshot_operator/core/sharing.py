@@ -111,6 +111,7 @@ def _difference(checkpoint: DynamoCheckpoint, owner: DynamoCheckpoint) -> str:
             mine.job.target_container_name,
             other.job.target_container_name,
         ),
+        "spec.job.driver": (mine.job.driver, other.job.driver),
         "spec.gpuMemoryService": (mine.gpu_memory_service, other.gpu_memory_service),
     }
     return next((name for name, (one, two) in fields.items() if one != two), "")

@@ -187,6 +187,7 @@ def _content(snapshot: Snapshot, pod: Pod, now: float) -> SnapshotContent:
                 devices=pod.status.devices,
             ),
             source_policy=snapshot.spec.source_policy,
+            driver=snapshot.spec.driver,
             deletion_policy=snapshot.spec.deletion_policy,
             deadline_seconds=max(1, int(deadline_of(snapshot) - now)),
         ),

@@ -382,7 +382,12 @@ def _exited(pod: Pod, run: OrderStatus, now: float) -> PodStatus:
         reason="Completed" if code == 0 else "ContainerExited",
         message=message,
         container_statuses=[
-            replace(found, state="terminated", ready=False, exit_code=codes.get(found.name, code))
+            replace(
+                found,
+                state="terminated",
+                ready=False,
+                exit_code=codes.get(found.name) if codes else code,
+            )
             for found in status.container_statuses
         ],
         conditions=conditions.with_conditions(

@@ -278,7 +278,10 @@ class Pods:
         shown = "an unknown exit code" if code is None else f"exit code {code}"
         log_path = pod.workers[name].places.log
         message = f"container {name} ended with {shown}; its log is {log_path}"
-        await self._orders.report(pod.entry, "exited", exit_code=code, message=message)
+        codes = {key: each for key, each in pod.codes.items() if each is not None}
+        await self._orders.report(
+            pod.entry, "exited", exit_code=code, exit_codes=codes, message=message
+        )
 
     async def _tell_ready(self, pod: RunningPod) -> None:
         appears = self._machine.control.appears

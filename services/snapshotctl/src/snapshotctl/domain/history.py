@@ -16,12 +16,12 @@ from snapshot_shared.ids import OrderId, owner_of, verb_of
 from snapshot_shared.objects import AnyObject, Condition, OrderStatus, condition
 from snapshot_shared.orders import Report
 from snapshot_shared.spans import SpanRecord
-from snapshot_shared.steps import STEPS
+from snapshot_shared.steps import STEPS, names
 from snapshotctl.domain import formats
 from snapshotctl.domain.kin import orders_of, reference
 from snapshotctl.domain.rows import Table
 
-_STEPS = frozenset(step for steps in STEPS.values() for step in steps)
+_STEPS = frozenset(step for verb in STEPS for step in names(verb))
 FORGET_ATTEMPT = 1000
 """From here on attempts number the ways to end a pod, not tries."""
 

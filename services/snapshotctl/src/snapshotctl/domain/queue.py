@@ -20,9 +20,16 @@ from snapshot_shared.objects import (
     SnapshotRestore,
     kind_of,
 )
-from snapshot_shared.orders import DeadLetter, Progress, Report, envelope_of
+from snapshot_shared.orders import (
+    DeadLetter,
+    Progress,
+    Report,
+    driver_of,
+    envelope_of,
+    order_in,
+)
 from snapshot_shared.spans import SpanRecord, order_context, parse_traceparent
-from snapshot_shared.steps import STEPS
+from snapshot_shared.steps import STEPS, table
 from snapshotctl.domain import formats
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.rows import Table
@@ -134,7 +141,10 @@ def moving(
     for _, item in owned:
         context = order_context(_trace(item), item.order, item.attempt)
         over = ended.get(context.span_id, set()) if context else set()
-        left = [step for step in STEPS.get(item.verb, ()) if step not in over]
+        order = order_in(item.payload)
+        driver = driver_of(order) if order else None
+        steps = table(item.verb, driver) if item.verb in STEPS else ()
+        left = [step for step in steps if step not in over]
         if over and left:
             found[item.order, item.attempt] = left[0]
     for told in progress:
