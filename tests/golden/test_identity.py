@@ -21,7 +21,7 @@ LLAMA = IdentitySpec(model="meta-llama/Llama-2-7b-hf", backend_framework="vllm")
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
 def test_an_identity_is_hashed_as_go_writes_it(vector: dict[str, Any]) -> None:
     identity = msgspec.convert(vector["identity"], IdentitySpec)
-    assert canonical_json(identity) == vector["hashed"]
+    assert canonical_json(identity).decode() == vector["hashed"]
     assert identity_hash(identity) == vector["hash"]
 
 

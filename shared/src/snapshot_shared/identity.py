@@ -8,32 +8,34 @@ GPU memory service, the pod template and the metadata are no part of it.
 from __future__ import annotations
 
 import hashlib
-import json
+
+import msgspec
 
 from snapshot_shared.objects import IdentitySpec
 
 HASH_DIGITS = 16
 # Go escapes what HTML or JavaScript would read, although JSON need not; only strings hold these.
-_GO_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+_GO_ESCAPES = [(each.encode(), f"\\u{ord(each):04x}".encode()) for each in "<>&\u2028\u2029"]
 
 
 def identity_hash(identity: IdentitySpec) -> str:
     """Return the hash of an identity: 16 lower-case hex digits."""
-    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:HASH_DIGITS]
+    return hashlib.sha256(canonical_json(identity)).hexdigest()[:HASH_DIGITS]
 
 
-def canonical_json(identity: IdentitySpec) -> str:
+def canonical_json(identity: IdentitySpec) -> bytes:
     """Return the text that is hashed: compact JSON, parallel sizes written out, the rest if set."""
     fields = {
         "model": identity.model,
         "backendFramework": identity.backend_framework,
-        "dynamoVersion": identity.dynamo_version or None,
+        "dynamoVersion": identity.dynamo_version,
         "tensorParallelSize": identity.tensor_parallel_size or 1,
         "pipelineParallelSize": identity.pipeline_parallel_size or 1,
-        "dtype": identity.dtype or None,
-        "maxModelLen": identity.max_model_len or None,
-        "extraParameters": dict(sorted(identity.extra_parameters.items())) or None,
+        "dtype": identity.dtype,
+        "maxModelLen": identity.max_model_len,
+        "extraParameters": dict(sorted(identity.extra_parameters.items())),
     }
-    given = {name: value for name, value in fields.items() if value is not None}
-    text = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
-    return text.translate(_GO_ESCAPES)
+    text = msgspec.json.encode({name: value for name, value in fields.items() if value})
+    for character, escape in _GO_ESCAPES:
+        text = text.replace(character, escape)
+    return text

@@ -18,6 +18,9 @@ from snapshot_shared.objects import KINDS, AnyObject
 MAX_REMEMBERED = 10_000
 """How many deleted uids are remembered, so that a late event cannot bring one back."""
 
+GARBAGE_EVERY = 10_000
+"""After how many new containers, less those freed, cycles are looked for."""
+
 
 class Key(NamedTuple):
     """Which object: its kind, namespace (empty for cluster-scoped ones) and name."""
@@ -72,6 +75,9 @@ class Cluster:
         finally:
             gc.enable()
         gc.freeze()
+        # An object is freed when a later version takes its place: it is a tree, with no cycles. The
+        # default, a look after 700 new ones, takes as long as decoding them and finds nothing.
+        gc.set_threshold(GARBAGE_EVERY)
 
     def subscribe(self, watcher: Watcher) -> None:
         """Report every change of an object as it becomes visible here."""

@@ -69,5 +69,5 @@ def _identified(document: Document) -> Identified:
         name if isinstance(name, str) and name else document.where,
         namespace if isinstance(namespace, str) else None,
         identity_hash(identity),
-        canonical_json(identity),
+        canonical_json(identity).decode(),
     )
