@@ -103,6 +103,7 @@ MEANINGS = {
     "pod": "the pod",
     "policy": "what becomes of the worker after its capture",
     "product": "the model of the device",
+    "proven": "what a verified artifact holds: its parts, the vector and the process driver",
     "quarantined": "how many unknown directories it has moved into quarantine",
     "quiesce_s": "how long the worker may take to become quiet",
     "ready_s": "how long to wait for the worker to be ready",

@@ -385,12 +385,12 @@ async def test_a_program_that_does_not_come_back_fails_the_dump_at_its_deadline(
     respawn: ProcessDriver, node: Node, part: int
 ) -> None:
     source = node.start("source", ["sh", "-c", "sleep 600", "sh"])
-    dump = replace(a_dump(source, part), deadline=time.monotonic() + 0.3)
+    dump = a_dump(source, part)
     *before, last = respawn.stages
     for stage in before:
         await stage.run(dump)
     with pytest.raises(DeadlineExceeded, match="did not become quiet"):
-        await last.run(dump)
+        await last.run(replace(dump, deadline=time.monotonic() + 0.3))
 
 
 async def test_a_worker_that_was_restored_can_be_dumped_and_restored_again(

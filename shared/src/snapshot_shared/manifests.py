@@ -20,6 +20,7 @@ from snapshot_shared.objects import (
     Kind,
     ObjectMeta,
     Pod,
+    Snapshot,
     gpus_wanted,
 )
 from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Report
@@ -227,6 +228,11 @@ def _rule_problems(value: AnyObject) -> Iterator[tuple[str, str]]:
                     "spec.job.targetContainerName",
                     f"{target!r} is no container of the template (found {', '.join(names)})",
                 )
+        case Snapshot():
+            source = value.spec.source
+            if (source.pod_ref is None) == (source.artifact is None):
+                found = "both" if source.pod_ref else "neither"
+                yield "spec.source", f"exactly one of podRef and artifact is needed, found {found}"
         case _:
             return
 

@@ -18,6 +18,7 @@ from msgspec import Meta, field
 from snapshot_shared.errors import Failure, NotFound
 from snapshot_shared.orders import (
     ArtifactRef,
+    Attempt,
     Bytes,
     DeviceRef,
     Digest,
@@ -38,6 +39,8 @@ RESTORE_FROM = "nvidia.com/restore-from"
 """Annotation of a Pod: `<snapshot or checkpoint>` in the same namespace to restore from."""
 TRACEPARENT = "nvidia.com/traceparent"
 """Annotation that carries the trace in which an object was applied."""
+SNAPSHOT_UID = "nvidia.com/snapshot-uid"
+"""Label of a SnapshotContent, which is in no namespace and so has no owner: whose it is."""
 ABORT = "nvidia.com/abort"
 """Annotation of a SnapshotContent: who wants its capture to end now."""
 VERIFY = "nvidia.com/verify"
@@ -256,10 +259,23 @@ class PodSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     )
 
 
-class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Where a snapshot comes from."""
+class ArtifactSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """An artifact that was retained: no content has its files below the artifact root any more.
 
-    pod_ref: PodSource
+    It lies in `<namespace>/<contentUID>/gen-<generation>`; `root_digest` is the SHA-256 of the root
+    manifest there.
+    """
+
+    content_uid: UidStr = field(name="contentUID")
+    generation: Attempt
+    root_digest: Digest
+
+
+class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Where a snapshot comes from: a running pod, or an artifact that exists. One of them."""
+
+    pod_ref: PodSource | None = None
+    artifact: ArtifactSource | None = None
 
 
 class SnapshotSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -299,13 +315,14 @@ class SnapshotRef(msgspec.Struct, frozen=True, kw_only=True):
     uid: UidStr
 
 
-class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The captured pod, its node and its devices, fixed at binding."""
+class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The captured pod, its node and its devices, fixed at binding; or an artifact that exists."""
 
-    pod_ref: PodSource
     namespace: Label
-    node_name: Name
+    pod_ref: PodSource | None = None
+    node_name: Name | None = None
     devices: list[DeviceRef] = []
+    artifact: ArtifactSource | None = None
 
 
 class SnapshotContentSpec(
@@ -329,6 +346,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     bytes: Bytes
     parts: list[PartResult]
     vector: list[VectorEntry]
+    driver: Driver = "cooperative"
 
 
 class SnapshotContentStatus(
@@ -378,6 +396,12 @@ class SnapshotContent(
     metadata: ObjectMeta
     spec: SnapshotContentSpec
     status: SnapshotContentStatus = SnapshotContentStatus()
+
+    @property
+    def artifact_uid(self) -> str:
+        """The uid that its files lie under: its own, or that of the content that made them."""
+        artifact = self.spec.source.artifact
+        return self.metadata.uid if artifact is None else artifact.content_uid
 
 
 class RestoreTarget(msgspec.Struct, frozen=True, kw_only=True):

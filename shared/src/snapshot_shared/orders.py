@@ -93,6 +93,15 @@ class PartResult(msgspec.Struct, frozen=True, kw_only=True):
     digest: Digest
 
 
+class Proven(msgspec.Struct, frozen=True, kw_only=True):
+    """What an artifact holds, as its root manifest says; all of it was read."""
+
+    bytes: Bytes
+    parts: Annotated[list[PartResult], Meta(max_length=64)]
+    vector: Annotated[list[VectorEntry], Meta(max_length=64)]
+    driver: Driver
+
+
 class ArtifactRef(msgspec.Struct, frozen=True, kw_only=True):
     """A committed artifact: which generation of which content, and the proof."""
 
@@ -392,6 +401,7 @@ class Report(
     vector: list[VectorEntry] = []
     part: PartResult | None = None
     root_digest: Digest | None = None
+    proven: Proven | None = None
     bytes: Bytes = 0
     generation: int | None = None
     exit_code: int | None = None

@@ -78,6 +78,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Orders of this attempt are with the node of the worker.",
             "Wait, and watch the parts: `snapshotctl watch NAME`.",
         ),
+        "Importing": Reason(
+            "A node reads all bytes of the artifact that the Snapshot names.",
+            "Nothing is restored from what was not compared with its digests once.",
+            "Wait, and watch it: `snapshotctl watch NAME`.",
+        ),
         "NoNode": Reason(
             "No node is ready to read or to remove the artifact.",
             "Every node is without presence; any ready node would do.",
@@ -328,6 +333,14 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Something else already stands where this artifact has to go.",
             "A folder of the same content and generation was left or made by hand.",
             "Look at the path in the message and move it away; then take a new snapshot.",
+        ),
+        "ArtifactInUse": Reason(
+            "The artifact that a Snapshot names in `spec.source.artifact` belongs to a "
+            "SnapshotContent that is still there.",
+            "The checkpoint or snapshot that captured it was not deleted, or another Snapshot has "
+            "imported it.",
+            "Restore from the one that has it, which the message names; or delete that one with "
+            "`deletionPolicy: Retain` and apply the Snapshot again.",
         ),
         "ArtifactMissing": Reason(
             "A part, a file or a manifest of the artifact is not there.",

@@ -63,6 +63,7 @@ class CaptureEvent(StrEnum):
     FAILED = "failed"
     ABORTED = "aborted"
     RETRY = "retry"
+    IMPORTED = "imported"
 
 
 CAPTURE = TransitionTable[Capture, CaptureEvent](
@@ -70,6 +71,7 @@ CAPTURE = TransitionTable[Capture, CaptureEvent](
     {
         (Capture.PENDING, CaptureEvent.BEGIN): Capture.PREPARING,
         (Capture.PENDING, CaptureEvent.FAILED): Capture.FAILED,
+        (Capture.PENDING, CaptureEvent.IMPORTED): Capture.READY,
         (Capture.PREPARING, CaptureEvent.PREPARED): Capture.STAGING,
         (Capture.PREPARING, CaptureEvent.FAILED): Capture.ABORTING,
         (Capture.STAGING, CaptureEvent.STAGED): Capture.SEALING,

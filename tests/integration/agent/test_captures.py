@@ -386,6 +386,12 @@ async def test_an_artifact_is_verified_whole_and_a_flipped_bit_is_named(rig: Rig
         report = await rig.carry_out(verify)
         assert report.kind == "verified"
         assert report.bytes > 9 * 1024 * 1024
+        assert report.proven is not None
+        assert report.proven.bytes == report.bytes
+        assert report.proven.driver == "cooperative"
+        assert [(part.part, part.bytes) for part in report.proven.parts] == [
+            ("process", report.bytes)
+        ]
 
         with (rig.generation(content) / "process" / "weights.bin").open("r+b") as file:
             file.seek(8 * 1024 * 1024 + 5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core.content import content_name
 from snapshot_operator.core.restore import restore_for
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
@@ -235,12 +234,12 @@ def test_a_change_belongs_to_an_object_and_to_whom_owns_it() -> None:
     assert not news.is_of({derived_uid("x", "3")})
 
 
-def test_a_content_belongs_to_the_snapshot_of_which_it_has_the_name() -> None:
+def test_a_content_belongs_to_the_snapshot_that_its_label_names() -> None:
     snapshot = derived_uid("snapshot", "snap")
-    meta = replace(stories.content().metadata, name=content_name(snapshot))
-    assert kin.owners_of(KINDS["SnapshotContent"], meta) == {snapshot}
+    meta = replace(stories.content().metadata, labels={"nvidia.com/snapshot-uid": snapshot})
+    assert kin.owners_of(meta) == {snapshot}
     restore = stories.restore(of="worker")
-    owners = kin.owners_of(KINDS["SnapshotRestore"], restore.metadata)
+    owners = kin.owners_of(restore.metadata)
     assert owners == {derived_uid("pod", "worker")}
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.core import fold, inventory
+from snapshot_operator.core.content import import_name
 from snapshot_operator.core.ordering import template_digest
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared import subjects
@@ -27,7 +28,7 @@ from snapshot_shared.api import (
 from snapshot_shared.bus import ASKED
 from snapshot_shared.errors import Forbidden, StalePodReference
 from snapshot_shared.ids import NodeName, check_node
-from snapshot_shared.objects import Pod, SnapshotContent
+from snapshot_shared.objects import AnyObject, Pod, SnapshotContent
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +76,15 @@ class NodeApi:
 
         A content that memory does not hold is looked for in the store: what it has is not moved.
         """
-        known = {item.content_uid for item in request.generations}
-        for uid in known:
-            if self._cluster.by_uid(uid) is None:
-                await self._cluster.find(uid)
-        found = (self._cluster.by_uid(uid) for uid in known)
-        contents = [value for value in found if isinstance(value, SnapshotContent)]
+        found: dict[str, AnyObject | None] = {}
+        for item in request.generations:
+            uid = item.content_uid
+            if uid not in found:
+                found[uid] = self._cluster.by_uid(uid) or await self._cluster.find(uid)
+            if found[uid] is None:
+                name = import_name(item.namespace, uid, item.generation)
+                found[name] = await self._cluster.look("SnapshotContent", None, name)
+        contents = [value for value in found.values() if isinstance(value, SnapshotContent)]
         return inventory.reply(request.generations, contents, self._policy)
 
     async def pods(self, request: PodsRequest) -> PodsReply:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
+from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.plan import Plan, status_plan
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects import (
@@ -136,7 +137,7 @@ def step(view: ContentView, now: float) -> Plan:
     end = end_of(view, now)
     match content.status.capture:
         case Capture.PENDING if end:
-            return _given_up(content, end, now)
+            return given_up(content, end, now)
         case Capture.PENDING:
             return _begin(view, now)
         case Capture.ABORTING:
@@ -195,6 +196,8 @@ def _source_ended(view: ContentView, _now: float) -> Failure | None:
     if content.status.capture not in needed or is_staged:
         return None
     source = content.spec.source.pod_ref
+    if source is None:
+        return None
     if pod is None or pod.metadata.uid != source.uid:
         return Failure(
             reason="SourcePodGone",
@@ -230,13 +233,6 @@ def deadline_of(content: SnapshotContent) -> float:
 
 
 # Why a capture does not begin yet: the first of these that holds.
-
-
-class Wait(NamedTuple):
-    """A reason and a message for people."""
-
-    reason: str
-    message: str
 
 
 def _cordoned(view: ContentView) -> Wait | None:
@@ -311,7 +307,7 @@ def _is_queued_behind(content: SnapshotContent, rivals: Iterable[SnapshotContent
     )
 
 
-def _given_up(content: SnapshotContent, failure: Failure, now: float) -> Plan:
+def given_up(content: SnapshotContent, failure: Failure, now: float) -> Plan:
     """End a capture of which nothing is under way."""
     rows = conditions.failed(content.status.conditions, content, now, failure)
     ended = moved(content, CaptureEvent.FAILED, failure=failure, conditions=rows)
@@ -363,7 +359,8 @@ def _parents(
     source, name = content.spec.source, content.spec.snapshot_ref.name
 
     def closeness(other: SnapshotContent) -> tuple[bool, str, str]:
-        is_kin = other.spec.source.pod_ref == source.pod_ref or other.spec.snapshot_ref.name == name
+        is_worker = source.pod_ref is not None and other.spec.source.pod_ref == source.pod_ref
+        is_kin = is_worker or other.spec.snapshot_ref.name == name
         return is_kin, other.metadata.creation_timestamp, other.metadata.name
 
     found: dict[str, ArtifactRef] = {}
@@ -444,6 +441,7 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
         bytes=total,
         parts=sorted(parts, key=lambda part: part.part),
         vector=content.status.vector,
+        driver=content.spec.driver,
     )
     rows = conditions.captured(content.status.conditions, content, committed, now)
     status = moved(content, CaptureEvent.SEALED, committed=committed, conditions=rows)

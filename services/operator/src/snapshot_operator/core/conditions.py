@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects import AnyObject, Committed, Condition, set_condition
 
 Truth = Literal["True", "False", "Unknown"]
+
+
+class Wait(NamedTuple):
+    """Why something cannot begin yet: the reason and the message of a condition."""
+
+    reason: str
+    message: str
 
 
 def timestamp(now: float) -> str:

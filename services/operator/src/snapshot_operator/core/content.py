@@ -10,8 +10,17 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from snapshot_operator.core import backpressure, capture, conditions, fold, ordering, quarantine
+from snapshot_operator.core import (
+    backpressure,
+    capture,
+    conditions,
+    fold,
+    importing,
+    ordering,
+    quarantine,
+)
 from snapshot_operator.core.capture import UNDER_WAY, ContentView, content_plan
+from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.nodes import all_nodes, known, node, reading_node, unusable_for_new_work
 from snapshot_operator.core.plan import (
     NOTHING,
@@ -21,10 +30,12 @@ from snapshot_operator.core.plan import (
     Reader,
     is_adopted,
 )
+from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects import (
     VERIFY,
     OrderStatus,
     Pod,
+    Snapshot,
     SnapshotContent,
     SnapshotContentStatus,
     SnapshotRestore,
@@ -49,10 +60,10 @@ def gather(reader: Reader, content: SnapshotContent) -> ContentView:
     others = {uid: reader.by_uid(uid) for uid in status.readers if uid not in present}
     return ContentView(
         content,
-        home=node(reader, source.node_name) if is_pending else None,
+        home=node(reader, source.node_name) if is_pending and source.node_name else None,
         known=known(reader, unanswered),
         nodes=all_nodes(reader) if chooses else (),
-        rivals=_contents(reader.by_index("captures", capture_key(content))) if is_pending else (),
+        rivals=_rivals(reader, content) if is_pending else (),
         parents=_parents(reader, content),
         readers=[*reading, *_restores(others.values())],
         gone=frozenset(uid for uid, found in others.items() if found is None),
@@ -64,6 +75,8 @@ def gather(reader: Reader, content: SnapshotContent) -> ContentView:
 def _may_choose_a_node(content: SnapshotContent) -> bool:
     """Whether a generation is to be removed, or the artifact to be read."""
     status = content.status
+    if status.capture is Capture.PENDING:
+        return content.spec.source.artifact is not None
     is_over = status.capture is Capture.FAILED or content.metadata.deletion_timestamp
     asked = content.metadata.annotations.get(VERIFY, "") != status.verify_request
     return bool((is_over and status.generations) or asked or status.verifications > status.verified)
@@ -73,8 +86,15 @@ def _source(reader: Reader, content: SnapshotContent) -> Pod | None:
     if content.status.capture not in (Capture.PENDING, Capture.PREPARING, Capture.STAGING):
         return None
     ref = content.spec.source.pod_ref
+    if ref is None:
+        return None
     found = reader.get("Pod", content.spec.source.namespace, ref.name, ref.uid or "")
     return found if isinstance(found, Pod) else None
+
+
+def _rivals(reader: Reader, content: SnapshotContent) -> list[SnapshotContent]:
+    found = (reader.by_index("captures", key) for key in capture_keys(content))
+    return [value for values in found for value in _contents(values)]
 
 
 def _parents(reader: Reader, content: SnapshotContent) -> list[SnapshotContent]:
@@ -94,10 +114,10 @@ def _restores(values: Iterable[object]) -> list[SnapshotRestore]:
     return [value for value in values if isinstance(value, SnapshotRestore)]
 
 
-def capture_key(content: SnapshotContent) -> str:
-    """Return what unsettled captures of one container share."""
-    source = content.spec.source
-    return f"{source.pod_ref.uid}/{source.pod_ref.containers[0]}"
+def capture_keys(content: SnapshotContent) -> list[str]:
+    """Return what unsettled captures of one container share; nothing for an import."""
+    pod = content.spec.source.pod_ref
+    return [f"{pod.uid}/{pod.containers[0]}"] if pod is not None else []
 
 
 def damaged_key(name: str) -> str:
@@ -137,7 +157,10 @@ def reconcile(view: ContentView, now: float) -> Plan:
         return capture.step(view, now)
     if content.metadata.deletion_timestamp:
         return _deletion(view, now)
+    artifact = content.spec.source.artifact
     match status.capture:
+        case Capture.PENDING if artifact is not None:
+            return importing.step(view, artifact, _reader(view), now)
         case Capture.READY:
             return _ready(view, now)
         case Capture.FAILED:
@@ -196,17 +219,23 @@ def may_be_read(content: SnapshotContent) -> bool:
 def _ready(view: ContentView, now: float) -> Plan:
     """Order the release first, then the verifications that were asked for."""
     content, status = view.content, view.content.status
-    if not fold.find(status.orders, "release"):
+    if _is_held(content):
         order = ordering.release(content, status.traceparent, now)
         return content_plan(content, replace(status, orders=[*status.orders, order]), now)
     checked = quarantine.verification(quarantine.asked(content), _reader(view), now)
     return content_plan(content, checked, now)
 
 
-def _reader(view: ContentView) -> str | quarantine.Wait:
+def _is_held(content: SnapshotContent) -> bool:
+    """Whether the captured worker still waits to be let go; an import has none."""
+    is_capture = content.spec.source.artifact is None
+    return is_capture and not fold.find(content.status.orders, "release")
+
+
+def _reader(view: ContentView) -> str | Wait:
     if view.is_full:
-        return quarantine.Wait(backpressure.REASON, backpressure.MESSAGE)
-    wait = quarantine.Wait("NoNode", "no node is ready to read the artifact, and not cordoned")
+        return Wait(backpressure.REASON, backpressure.MESSAGE)
+    wait = Wait("NoNode", "no node is ready to read the artifact, and not cordoned")
     usable = [found for found in view.nodes if not unusable_for_new_work(found)]
     return reading_node(usable, view.content.spec.source.node_name) or wait
 
@@ -233,7 +262,7 @@ def _is_owed(content: SnapshotContent, now: float) -> bool:
 def _deletion(view: ContentView, now: float) -> Plan:
     """End a content: the worker is let go, readers end, the artifact is removed."""
     content, status = view.content, view.content.status
-    if status.capture is Capture.READY and not fold.find(status.orders, "release"):
+    if status.capture is Capture.READY and _is_held(content):
         order = ordering.release(content, status.traceparent, now)
         return content_plan(content, replace(status, orders=[*status.orders, order]), now)
     owed = [
@@ -292,6 +321,18 @@ def _delete_of(content: SnapshotContent, generation: int) -> OrderStatus | None:
     return None
 
 
-def content_name(snapshot_uid: str) -> str:
-    """Return the name of the content of a snapshot."""
-    return f"snapshotcontent-{snapshot_uid}"[:63]
+def content_name(snapshot: Snapshot) -> str:
+    """Return the name of the content of a snapshot.
+
+    That of an import is made of the artifact, so that one content at most can have its files.
+    """
+    artifact = snapshot.spec.source.artifact
+    if artifact is None:
+        return f"snapshotcontent-{snapshot.metadata.uid}"
+    space = snapshot.metadata.namespace or "default"
+    return import_name(space, artifact.content_uid, artifact.generation)
+
+
+def import_name(namespace: str, content_uid: str, generation: int) -> str:
+    """Return the name of the content that imports a generation."""
+    return f"snapshotcontent-{derived_uid(namespace, f'{content_uid}/gen-{generation}')}"

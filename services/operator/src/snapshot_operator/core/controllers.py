@@ -42,7 +42,7 @@ class Index(NamedTuple):
 
 
 def _captures(value: SnapshotContent) -> list[str]:
-    return [] if capture.is_settled(value) else [content.capture_key(value)]
+    return [] if capture.is_settled(value) else content.capture_keys(value)
 
 
 def _reading(value: SnapshotRestore) -> list[str]:

@@ -35,16 +35,18 @@ def reply(
     found: Sequence[FoundGeneration], contents: Iterable[SnapshotContent], policy: Policy
 ) -> InventoryReply:
     """Judge what an agent has listed, by the contents that were in the store after that."""
-    by_uid = {content.metadata.uid: content for content in contents}
+    by_uid: dict[str, list[SnapshotContent]] = {}
+    for content in contents:
+        by_uid.setdefault(content.artifact_uid, []).append(content)
     return InventoryReply(
-        verdicts=[_verdict(item, by_uid.get(item.content_uid), policy) for item in found],
+        verdicts=[_verdict(item, by_uid.get(item.content_uid, ()), policy) for item in found],
         others="quarantine" if policy.mode == "all" else "tell",
         after_s=policy.after_s,
     )
 
 
-def _verdict(item: FoundGeneration, content: SnapshotContent | None, policy: Policy) -> Verdict:
-    is_known = content is not None and _may_hold(content, item)
+def _verdict(item: FoundGeneration, contents: Iterable[SnapshotContent], policy: Policy) -> Verdict:
+    is_known = any(_may_hold(content, item) for content in contents)
     if is_known or item.age_s < policy.after_s:
         return "keep"
     is_wanted = policy.mode == "all" or (policy.mode == "incomplete" and not item.sealed)
@@ -55,4 +57,6 @@ def _may_hold(content: SnapshotContent, item: FoundGeneration) -> bool:
     """Say whether a generation is that of an attempt; there may be more until the capture ends."""
     if item.namespace != content.spec.source.namespace:
         return False
+    if content.spec.source.artifact is not None:
+        return item.generation == content.spec.source.artifact.generation
     return content.status.capture not in _OVER or item.generation <= content.status.attempt

@@ -38,7 +38,7 @@ def unusable_for_new_work(found: Node) -> str:
     return "is cordoned" if found.spec.unschedulable else ""
 
 
-def reading_node(nodes: Iterable[Node], home: str) -> str | None:
+def reading_node(nodes: Iterable[Node], home: str | None) -> str | None:
     """Return a node that can be ordered to read or remove an artifact, `home` before others."""
     ready = sorted(
         found.metadata.name

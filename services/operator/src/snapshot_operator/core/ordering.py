@@ -10,8 +10,10 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_shared.codec import digest, encode_json
+from snapshot_shared.errors import Internal
 from snapshot_shared.ids import Uid, order_id
 from snapshot_shared.objects import (
+    ArtifactSource,
     Committed,
     OrderStatus,
     Pod,
@@ -148,14 +150,23 @@ def pod_ref(pod: Pod, container: str) -> PodRef:
 
 
 def source_ref(content: SnapshotContent) -> PodRef:
-    """Name the pod that a content captures."""
+    """Name the pod that a content captures. Internal for an import, which captures none."""
     source = content.spec.source
+    if source.pod_ref is None:
+        raise Internal(f"{content.metadata.name} captures no pod")
     return PodRef(
         namespace=source.namespace,
         name=source.pod_ref.name,
         uid=source.pod_ref.uid or "",
         container=source.pod_ref.containers[0],
     )
+
+
+def source_node(content: SnapshotContent) -> str:
+    """Return the node of the pod that a content captures. Internal for an import."""
+    if content.spec.source.node_name is None:
+        raise Internal(f"{content.metadata.name} captures no pod")
+    return content.spec.source.node_name
 
 
 def fence_token(content: SnapshotContent, attempt: int) -> str:
@@ -212,7 +223,7 @@ def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> O
         fence_token=fence_token(content, attempt),
         hold_s=HOLD_S,
         driver=content.spec.driver,
-        **_common("prepare", content.metadata.uid, attempt, source.node_name, trace),
+        **_common("prepare", content.metadata.uid, attempt, source_node(content), trace),
     )
     return status_of(order, "agent", now)
 
@@ -235,12 +246,12 @@ def stage(
             content_uid=uid,
             vector=vector,
             driver=content.spec.driver,
-            **_common("dump", uid, attempt, source.node_name, trace),
+            **_common("dump", uid, attempt, source_node(content), trace),
         )
     ]
     for entry in vector:
         if entry.layout is not None:
-            common = _common("save", uid, attempt, source.node_name, trace, entry.part)
+            common = _common("save", uid, attempt, source_node(content), trace, entry.part)
             orders.append(
                 SaveOrder(
                     namespace=source.namespace,
@@ -264,20 +275,23 @@ def seal(content: SnapshotContent, parts: list[PartResult], trace: str, now: flo
         pod=source_ref(content),
         vector=content.status.vector,
         parts=parts,
-        **_common("seal", content.metadata.uid, content.status.attempt, source.node_name, trace),
+        **_common(
+            "seal", content.metadata.uid, content.status.attempt, source_node(content), trace
+        ),
     )
     return status_of(order, "agent", now)
 
 
 def release(content: SnapshotContent, trace: str, now: float) -> OrderStatus:
     """Let the worker go on, or end it."""
-    source = content.spec.source
     order = ReleaseOrder(
         pod=source_ref(content),
         content_uid=content.metadata.uid,
         policy=content.spec.source_policy,
         driver=content.spec.driver,
-        **_common("release", content.metadata.uid, content.status.attempt, source.node_name, trace),
+        **_common(
+            "release", content.metadata.uid, content.status.attempt, source_node(content), trace
+        ),
     )
     return status_of(order, "agent", now)
 
@@ -293,10 +307,10 @@ def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) ->
         "devices": [device.uuid for device in source.devices],
         "why": why[:4096],
     }
-    common = _common("abort", uid, attempt, source.node_name, trace)
+    common = _common("abort", uid, attempt, source_node(content), trace)
     found = [status_of(AbortOrder(**common, **details), "agent", now)]
     if source.devices:
-        common = _common("abort", uid, attempt, source.node_name, trace, "gms")
+        common = _common("abort", uid, attempt, source_node(content), trace, "gms")
         found.append(status_of(AbortOrder(**common, **details), "gms", now))
     return found
 
@@ -313,30 +327,35 @@ def delete(
     attempt = fold.next_attempt(last) if last else 1
     order = DeleteOrder(
         namespace=content.spec.source.namespace,
-        content_uid=uid,
+        content_uid=content.artifact_uid,
         generation=generation,
         **_common("delete", uid, attempt, node, trace, f"gen-{generation}"),
     )
     return status_of(order, "agent", now, tries=last.tries + 1 if last else 1)
 
 
-def artifact_ref(content: SnapshotContent, committed: Committed) -> ArtifactRef:
-    """Name the committed artifact of a content."""
+def artifact_ref(content: SnapshotContent, proof: Committed | ArtifactSource) -> ArtifactRef:
+    """Name the artifact of a content, committed or to be imported."""
     return ArtifactRef(
         namespace=content.spec.source.namespace,
-        content_uid=content.metadata.uid,
-        generation=committed.generation,
-        root_digest=committed.root_digest,
+        content_uid=content.artifact_uid,
+        generation=proof.generation,
+        root_digest=proof.root_digest,
     )
 
 
 def verify(
-    content: SnapshotContent, committed: Committed, node: str, now: float, *, attempt: int
+    content: SnapshotContent,
+    proof: Committed | ArtifactSource,
+    node: str,
+    now: float,
+    *,
+    attempt: int,
 ) -> OrderStatus:
-    """Read all of a committed artifact."""
+    """Read all of an artifact."""
     trace = content.status.traceparent
     order = VerifyOrder(
-        artifact=artifact_ref(content, committed),
+        artifact=artifact_ref(content, proof),
         **_common("verify", content.metadata.uid, attempt, node, trace),
     )
     return status_of(order, "agent", now)

@@ -155,15 +155,22 @@ def orders_of(value: AnyObject | None) -> list[OrderStatus]:
 def is_final(plan: Plan) -> bool:
     """Whether a plan cannot be taken back, or is costly to.
 
-    It deletes, forgets, fails or gives something up, or starts a worker. If such a plan rests on
-    the absence of an object, that is confirmed first: what is read from memory may be late.
+    It deletes, forgets, fails or gives something up, starts a worker or takes an artifact. If such
+    a plan rests on the absence of an object, that is confirmed first: what is read from memory may
+    be late.
     """
     return any(
         isinstance(write, Delete | Finalize)
-        or (isinstance(write, Create) and isinstance(write.value, Job))
+        or (isinstance(write, Create) and _is_costly(write.value))
         or (isinstance(write, SetStatus) and _gives_up(write.old, write.new))
         for write in plan.writes
     )
+
+
+def _is_costly(made: AnyObject) -> bool:
+    """Whether an object starts a worker, or takes an artifact that another may have yet."""
+    is_import = isinstance(made, SnapshotContent) and made.spec.source.artifact is not None
+    return isinstance(made, Job) or is_import
 
 
 def _gives_up(old: AnyObject, new: AnyObject) -> bool:

@@ -8,11 +8,11 @@ after the last damage was found, and that found none, lifts the quarantine.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from snapshot_operator.core import conditions, fold, ordering
+from snapshot_operator.core.conditions import Wait
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects import (
     VERIFY,
@@ -32,13 +32,6 @@ DAMAGE = frozenset({"ArtifactCorrupt", "ArtifactMissing", "ArtifactError"})
 
 _READING = ("load", "restore", "verify")
 _LATE = "AgentUnresponsive"
-
-
-class Wait(NamedTuple):
-    """Why a verification cannot begin yet."""
-
-    reason: str
-    message: str
 
 
 def is_quarantined(content: SnapshotContent) -> bool:

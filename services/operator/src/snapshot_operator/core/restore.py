@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.core.content import content_name
 from snapshot_operator.core.nodes import known
+from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.plan import (
     FINALIZER,
     NOTHING,
@@ -162,11 +163,10 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
 def _content_of(
     reader: Reader, snapshot: AnyObject | None, checkpoint: AnyObject | None
 ) -> SnapshotContent | None:
-    name = ""
     if isinstance(snapshot, Snapshot):
-        name = content_name(snapshot.metadata.uid)
-    elif isinstance(checkpoint, DynamoCheckpoint):
-        name = checkpoint.status.content_name
+        found = reader.get("SnapshotContent", None, content_name(snapshot))
+        return found if isinstance(found, SnapshotContent) and owned_by(found, snapshot) else None
+    name = checkpoint.status.content_name if isinstance(checkpoint, DynamoCheckpoint) else ""
     found = reader.get("SnapshotContent", None, name) if name else None
     return found if isinstance(found, SnapshotContent) else None
 
@@ -347,7 +347,7 @@ def _begin(restore: SnapshotRestore, pod: Pod, content: SnapshotContent, now: fl
         status,
         attempt=attempt,
         artifact=ordering.artifact_ref(content, committed),
-        driver=content.spec.driver,
+        driver=committed.driver,
         node_name=pod.status.node_name,
         devices=pod.status.devices,
         started_at=status.started_at or time_of(now),

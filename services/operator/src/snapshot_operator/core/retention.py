@@ -173,10 +173,17 @@ def _artifacts(holdings: Holdings) -> Iterable[_Artifact]:
         names = frozenset({snapshot.metadata.name, *sharers.get(content.metadata.name, ())})
         owner = checkpoints.get((snapshot.metadata.namespace, snapshot.metadata.name))
         if owner is None or not owned_by(snapshot, owner):
-            identity = f"pod/{snapshot.spec.source.pod_ref.name}"
-            yield _Artifact(snapshot, snapshot, content, identity, names)
+            yield _Artifact(snapshot, snapshot, content, _source_of(snapshot), names)
         elif not owner.metadata.deletion_timestamp:
             yield _Artifact(owner, snapshot, content, identity_hash(owner), names)
+
+
+def _source_of(snapshot: Snapshot) -> str:
+    """Return what artifacts that were taken by name are interchangeable with."""
+    source = snapshot.spec.source
+    if source.pod_ref is not None:
+        return f"pod/{source.pod_ref.name}"
+    return f"artifact/{source.artifact.content_uid if source.artifact else ''}"
 
 
 def _is_kept(snapshot: Snapshot, content: SnapshotContent) -> bool:
@@ -192,7 +199,8 @@ def _need(artifact: _Artifact, pods: _Pods) -> str:
     """Return who needs an artifact, or nothing."""
     content, status = artifact.content, artifact.content.status
     is_under_way = not capture.is_settled(content) or status.verifications > status.verified
-    has_worker = content.spec.source.pod_ref.uid in pods.running
+    pod = content.spec.source.pod_ref
+    has_worker = pod is not None and pod.uid in pods.running
     needs = {
         f"it is being restored by {len(status.readers)} pods": bool(status.readers),
         "its capture or a verification is under way": is_under_way,

@@ -20,11 +20,13 @@ from snapshot_operator.core.plan import (
     is_adopted,
     status_plan,
 )
-from snapshot_shared.errors import Failure
+from snapshot_shared.errors import Failure, Internal
 from snapshot_shared.objects import (
+    SNAPSHOT_UID,
     ContentSource,
     ObjectMeta,
     Pod,
+    PodSource,
     Snapshot,
     SnapshotContent,
     SnapshotContentSpec,
@@ -37,20 +39,39 @@ _FINISHED = ("Succeeded", "Failed")
 
 
 class SnapshotView(NamedTuple):
-    """What a decision about a snapshot reads."""
+    """What a decision about a snapshot reads.
+
+    `maker` is the content that made the artifact which is to be imported, while it is there.
+    """
 
     snapshot: Snapshot
     pod: Pod | None
     content: SnapshotContent | None
+    maker: SnapshotContent | None = None
+
+    @property
+    def source(self) -> PodSource:
+        """The pod that is to be captured. Internal for an import, which captures none."""
+        found = self.snapshot.spec.source.pod_ref
+        if found is None:
+            raise Internal(f"snapshot {self.snapshot.metadata.name} captures no pod")
+        return found
 
 
 def gather(reader: Reader, snapshot: Snapshot) -> SnapshotView:
-    """Read what a decision about a snapshot depends on: the pod only until it is bound."""
-    found = reader.get("SnapshotContent", None, content_name(snapshot.metadata.uid))
+    """Read what a decision about a snapshot depends on: its source only until it is bound."""
+    found = reader.get("SnapshotContent", None, content_name(snapshot))
     content = found if isinstance(found, SnapshotContent) else None
     if content is not None or snapshot.status.bound_snapshot_content_name:
         return SnapshotView(snapshot, None, content)
-    pod = reader.get("Pod", snapshot.metadata.namespace, snapshot.spec.source.pod_ref.name)
+    source = snapshot.spec.source
+    if source.artifact is not None:
+        maker = reader.by_uid(source.artifact.content_uid)
+        return SnapshotView(
+            snapshot, None, None, maker if isinstance(maker, SnapshotContent) else None
+        )
+    name = source.pod_ref.name if source.pod_ref is not None else ""
+    pod = reader.get("Pod", snapshot.metadata.namespace, name)
     return SnapshotView(snapshot, pod if isinstance(pod, Pod) else None, None)
 
 
@@ -63,12 +84,12 @@ def reconcile(view: SnapshotView, now: float) -> Plan:
         return Plan((Adopt(snapshot),))
     if is_true(snapshot.status.conditions, "Failed"):
         return NOTHING
-    if content is not None:
+    if content is not None and (owned_by(content, snapshot) or not snapshot.spec.source.artifact):
         return _mirror(snapshot, content, now)
     if snapshot.status.bound_snapshot_content_name:
         failure = gone("SnapshotContent", snapshot.status.bound_snapshot_content_name)
         return _failed(snapshot, failure, now)
-    return _bind(view, now)
+    return _import(view, now) if snapshot.spec.source.artifact else _bind(view, now)
 
 
 def deadline_of(snapshot: Snapshot) -> float:
@@ -81,7 +102,7 @@ def deadline_of(snapshot: Snapshot) -> float:
 
 
 def _other_incarnation(view: SnapshotView, _now: float) -> Failure | None:
-    source, pod = view.snapshot.spec.source.pod_ref, view.pod
+    source, pod = view.source, view.pod
     if pod is None or source.uid is None or source.uid == pod.metadata.uid:
         return None
     return Failure(
@@ -106,7 +127,7 @@ def _ended(view: SnapshotView, _now: float) -> Failure | None:
 def _no_such_container(view: SnapshotView, _now: float) -> Failure | None:
     if view.pod is None:
         return None
-    wanted = view.snapshot.spec.source.pod_ref.containers[0]
+    wanted = view.source.containers[0]
     names = [container.name for container in view.pod.spec.containers]
     if wanted in names:
         return None
@@ -121,7 +142,7 @@ def _no_such_container(view: SnapshotView, _now: float) -> Failure | None:
 def _too_late(view: SnapshotView, now: float) -> Failure | None:
     if now < deadline_of(view.snapshot):
         return None
-    source, limit = view.snapshot.spec.source.pod_ref, view.snapshot.spec.deadline_seconds
+    source, limit = view.source, view.snapshot.spec.deadline_seconds
     if view.pod is None:
         return Failure(
             reason="SourcePodNotFound",
@@ -146,8 +167,7 @@ _ENDS: tuple[Callable[[SnapshotView, float], Failure | None], ...] = (
 
 
 def _bind(view: SnapshotView, now: float) -> Plan:
-    snapshot, pod = view.snapshot, view.pod
-    source = snapshot.spec.source.pod_ref
+    snapshot, pod, source = view.snapshot, view.pod, view.source
     if failure := next((found for check in _ENDS if (found := check(view, now))), None):
         return _failed(snapshot, failure, now)
     if pod is None:
@@ -156,9 +176,13 @@ def _bind(view: SnapshotView, now: float) -> Plan:
     if pod.status.phase == "Unknown" or not is_true(pod.status.conditions, "Ready"):
         message = f"pod {source.name} is not ready for a snapshot yet"
         return _waits(snapshot, "WaitingForPod", message, now)
-    content = _content(snapshot, pod, now)
-    status = replace(snapshot.status, bound_snapshot_content_name=content.metadata.name)
-    return status_plan(snapshot, replace(snapshot, status=status), Create(content))
+    bound = ContentSource(
+        pod_ref=replace(source, uid=pod.metadata.uid),
+        namespace=snapshot.metadata.namespace or "default",
+        node_name=pod.status.node_name,
+        devices=pod.status.devices,
+    )
+    return _bound(snapshot, bound, now)
 
 
 def _waits(snapshot: Snapshot, reason: str, message: str, now: float) -> Plan:
@@ -167,31 +191,59 @@ def _waits(snapshot: Snapshot, reason: str, message: str, now: float) -> Plan:
     return status_plan(snapshot, replace(snapshot, status=status), wake_at=deadline_of(snapshot))
 
 
-def _content(snapshot: Snapshot, pod: Pod, now: float) -> SnapshotContent:
-    """Return the content of a snapshot; what is left of the snapshot's time is its own."""
-    space = snapshot.metadata.namespace or "default"
-    return SnapshotContent(
+def _import(view: SnapshotView, now: float) -> Plan:
+    """Bind a snapshot to a content of its own, once no other one has the files."""
+    snapshot, holder = view.snapshot, view.content or view.maker
+    if holder is None and now < deadline_of(snapshot):
+        space = snapshot.metadata.namespace or "default"
+        source = ContentSource(namespace=space, artifact=snapshot.spec.source.artifact)
+        return _bound(snapshot, source, now)
+    if holder is None:
+        limit = snapshot.spec.deadline_seconds
+        failure = Failure(
+            reason="DeadlineExceeded",
+            message=f"the import did not begin within deadlineSeconds ({limit})",
+            values={"deadlineSeconds": limit},
+            next_step="apply it again, or raise spec.deadlineSeconds",
+        )
+        return _failed(snapshot, failure, now)
+    name = holder.metadata.name
+    if now < deadline_of(snapshot):
+        message = f"SnapshotContent {name} has the artifact; its snapshot has to be deleted before"
+        return _waits(snapshot, "ArtifactInUse", message, now)
+    owner = holder.spec.snapshot_ref
+    failure = Failure(
+        reason="ArtifactInUse",
+        message=f"SnapshotContent {name} has the artifact",
+        values={"content": name},
+        next_step=f"restore from {owner.name} in namespace {owner.namespace}, or delete that with "
+        "deletionPolicy Retain and apply this one again",
+    )
+    return _failed(snapshot, failure, now)
+
+
+def _bound(snapshot: Snapshot, source: ContentSource, now: float) -> Plan:
+    """Plan the content of a snapshot; what is left of the snapshot's time is its own."""
+    content = SnapshotContent(
         metadata=ObjectMeta(
-            name=content_name(snapshot.metadata.uid),
+            name=content_name(snapshot),
             finalizers=[FINALIZER],
+            labels={SNAPSHOT_UID: snapshot.metadata.uid},
             annotations=traced(snapshot),
         ),
         spec=SnapshotContentSpec(
             snapshot_ref=SnapshotRef(
-                namespace=space, name=snapshot.metadata.name, uid=snapshot.metadata.uid
+                namespace=source.namespace, name=snapshot.metadata.name, uid=snapshot.metadata.uid
             ),
-            source=ContentSource(
-                pod_ref=replace(snapshot.spec.source.pod_ref, uid=pod.metadata.uid),
-                namespace=space,
-                node_name=pod.status.node_name,
-                devices=pod.status.devices,
-            ),
+            source=source,
             source_policy=snapshot.spec.source_policy,
             driver=snapshot.spec.driver,
             deletion_policy=snapshot.spec.deletion_policy,
             deadline_seconds=max(1, int(deadline_of(snapshot) - now)),
         ),
     )
+    status = replace(snapshot.status, bound_snapshot_content_name=content.metadata.name)
+    return status_plan(snapshot, replace(snapshot, status=status), Create(content))
 
 
 def _mirror(snapshot: Snapshot, content: SnapshotContent, now: float) -> Plan:

@@ -179,6 +179,13 @@ class Cluster:
             self._apply("DELETED", known)
         return True
 
+    async def look(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
+        """Return an object, of the store itself if memory has none; it is visible here then."""
+        key = Key(kind, namespace or "", name)
+        if self.at(key) is None:
+            await self.confirm_gone(key)
+        return self.at(key)
+
     async def find(self, uid: str) -> AnyObject | None:
         """Return the object with a uid as the store has it; it is visible here from then on."""
         found = await self._store.find(uid)

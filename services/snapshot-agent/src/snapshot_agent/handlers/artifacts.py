@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import get_args
 
 from snapshot_agent.domain.sealing import check_part, check_plan, check_proven, root_manifest
 from snapshot_agent.ports import Machine, Orders, Place
-from snapshot_shared.artifact import PartManifest, RootManifest
+from snapshot_shared.artifact import PartManifest, RootManifest, RootPart
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import ArtifactError
 from snapshot_shared.ids import Uid, order_id
-from snapshot_shared.orders import ArtifactRef, DeleteOrder, SealOrder, VerifyOrder
+from snapshot_shared.orders import (
+    ArtifactRef,
+    DeleteOrder,
+    Driver,
+    PartResult,
+    Proven,
+    SealOrder,
+    VectorEntry,
+    VerifyOrder,
+)
 from snapshot_shared.runner import Step
 
 
@@ -69,9 +79,10 @@ class Artifacts:
     async def verify(self, order: VerifyOrder, ctx: OrderContext) -> Result:
         """Read every byte of an artifact."""
         counted = 0
+        proven: Proven | None = None
 
         async def read_all() -> None:
-            nonlocal counted
+            nonlocal counted, proven
             ref = order.artifact
             root = await self._machine.generations.read_root(ref)
             for manifest in await proven_parts(self._machine, ref, root):
@@ -84,10 +95,11 @@ class Artifacts:
                 with naming(manifest.part):
                     await self._machine.artifacts.check_bytes(place, manifest, tell)
                 counted += manifest.bytes
+            proven = proven_by(root)
 
         async with self._slots:
             await ctx.steps("verify", [Step("read-all", read_all, order.deadline_s)])
-        return {"bytes": counted}
+        return {"bytes": counted, "proven": proven}
 
 
 @contextlib.contextmanager
@@ -98,6 +110,26 @@ def naming(part: str) -> Iterator[None]:
     except ArtifactError as error:
         error.values.setdefault("part", part)
         raise
+
+
+def proven_by(root: RootManifest) -> Proven:
+    """Return what an operator that has never heard of an artifact needs to restore from it."""
+    known: tuple[Driver, ...] = get_args(Driver)
+    return Proven(
+        bytes=root.bytes,
+        parts=[PartResult(part=row.part, bytes=row.bytes, digest=row.digest) for row in root.parts],
+        vector=[
+            VectorEntry(part=row.part, ordinal=_ordinal(row), layout=row.layout)
+            for row in root.parts
+        ],
+        # What names none of them is older than the drivers were.
+        driver=next((driver for driver in known if driver == root.facts.driver), "cooperative"),
+    )
+
+
+def _ordinal(row: RootPart) -> int | None:
+    """Return the worker's number of the device whose memory a part holds."""
+    return None if row.kind == "process" else int(row.part.removeprefix("gpu-"))
 
 
 async def proven_parts(

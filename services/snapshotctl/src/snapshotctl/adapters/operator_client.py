@@ -406,7 +406,7 @@ def _one_news(delivery: Delivery) -> News:
     meta = told.metadata
     kind = find_kind(told.kind)
     target = Target(kind, meta.namespace, meta.name)
-    return Changed(event.type, target, meta.uid, owners_of(kind, meta))
+    return Changed(event.type, target, meta.uid, owners_of(meta))
 
 
 async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:

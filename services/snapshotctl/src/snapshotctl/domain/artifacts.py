@@ -56,7 +56,8 @@ class Artifact(NamedTuple):
     def identity(self) -> str:
         """What it is interchangeable with."""
         if self.checkpoint is None:
-            return f"pod {self.content.spec.source.pod_ref.name}"
+            pod = self.content.spec.source.pod_ref
+            return f"pod {pod.name}" if pod else "imported"
         return self.checkpoint.spec.identity.model
 
     @property
@@ -64,8 +65,13 @@ class Artifact(NamedTuple):
         """Where it lies below the artifact root of its node."""
         committed = self.content.status.committed
         generation = committed.generation if committed else 0
-        space, uid = self.content.spec.snapshot_ref.namespace, self.content.metadata.uid
+        space, uid = self.content.spec.snapshot_ref.namespace, self.content.artifact_uid
         return f"{self.root}/{space}/{uid}/gen-{generation}"
+
+    @property
+    def node(self) -> str:
+        """The node on which it was captured, or the one that has read it for an import."""
+        return node_of(self.content)
 
     def value(self) -> dict[str, Any]:
         """Give what a program reads."""
@@ -78,7 +84,7 @@ class Artifact(NamedTuple):
             "bytes": committed.bytes if committed else 0,
             "generation": committed.generation if committed else 0,
             "rootDigest": committed.root_digest if committed else "",
-            "node": self.content.spec.source.node_name,
+            "node": self.node,
             "folder": self.folder,
             "identity": self.identity,
             "created": self.content.metadata.creation_timestamp,
@@ -96,6 +102,12 @@ class Manifests(NamedTuple):
     parts: Sequence[PartManifest]
 
 
+def node_of(content: SnapshotContent) -> str:
+    """Return the node on which an artifact was captured, or that has read it for an import."""
+    reads = (item.node for item in content.status.orders if item.verb == "verify")
+    return content.spec.source.node_name or next(reads, "")
+
+
 def artifacts(
     contents: Iterable[SnapshotContent],
     checkpoints: Iterable[DynamoCheckpoint],
@@ -111,7 +123,7 @@ def artifacts(
         reference = content.spec.snapshot_ref
         owner = owners.get((reference.namespace, reference.name))
         is_ours = owner is not None and owner.status.content_name == content.metadata.name
-        root = roots.get(content.spec.source.node_name, "")
+        root = roots.get(node_of(content), "")
         found.append(Artifact(content, owner if is_ours else None, root))
     return sorted(found, key=lambda a: a.content.metadata.creation_timestamp, reverse=True)
 
@@ -139,7 +151,7 @@ def table(found: Sequence[Artifact], now: float) -> Table:
             artifact.name,
             formats.size(committed.bytes) if committed else "-",
             f"gen-{committed.generation}" if committed else "-",
-            content.spec.source.node_name,
+            artifact.node,
             artifact.identity,
             formats.age_of(content.metadata.creation_timestamp, now),
             str(len(content.status.readers)),

@@ -172,10 +172,10 @@ class Captured(NamedTuple):
     @property
     def container(self) -> str | None:
         """The container that was captured."""
-        if self.content is not None:
-            return self.content.spec.source.pod_ref.containers[0]
-        if self.snapshot is not None:
-            return self.snapshot.spec.source.pod_ref.containers[0]
+        known = self.content or self.snapshot
+        if known is not None:
+            pod = known.spec.source.pod_ref
+            return pod.containers[0] if pod is not None else None
         return self.checkpoint.spec.job.target_container_name if self.checkpoint else None
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from snapshot_shared.objects import (
     KINDS,
     RESTORE_FROM,
+    SNAPSHOT_UID,
     AnyObject,
     DynamoCheckpoint,
     Job,
-    Kind,
     Node,
     ObjectMeta,
     OrderStatus,
@@ -83,15 +83,13 @@ class Changed(NamedTuple):
         return self.uid in uids or any(owner in uids for owner in self.owners)
 
 
-def owners_of(kind: Kind, meta: ObjectMeta) -> frozenset[str]:
+def owners_of(meta: ObjectMeta) -> frozenset[str]:
     """Return the uids of what an object belongs to.
 
-    A content has no owner, for it belongs to no namespace; its name is that of its snapshot's uid.
+    A content has no owner, for it belongs to no namespace; a label names its snapshot.
     """
-    owners = [owner.uid for owner in meta.owner_references]
-    if kind.name == "SnapshotContent":
-        owners.append(meta.name.removeprefix("snapshotcontent-"))
-    return frozenset(owners)
+    named = [meta.labels[SNAPSHOT_UID]] if SNAPSHOT_UID in meta.labels else []
+    return frozenset([*(owner.uid for owner in meta.owner_references), *named])
 
 
 def reference(value: AnyObject) -> str:
@@ -151,18 +149,19 @@ def _links(value: AnyObject, root: AnyObject) -> list[Target]:
         case Job():
             return _pods_of(value, root, space)
         case Snapshot():
+            pod = value.spec.source.pod_ref
             return [
-                *_named("Pod", space, value.spec.source.pod_ref.name),
+                *_named("Pod", space, pod.name if pod else ""),
                 *_named("SnapshotContent", None, value.status.bound_snapshot_content_name or ""),
             ]
         case SnapshotContent():
             source = value.spec.source
-            return _named("Pod", source.namespace, source.pod_ref.name)
+            return _named("Pod", source.namespace, source.pod_ref.name if source.pod_ref else "")
         case Pod() if value is root and is_restored(value):
             return _named("SnapshotRestore", space, restore_name(value.metadata.uid))
         case SnapshotRestore():
-            pod = value.spec.pod_ref.name if value is root else ""
-            return [*_named("Pod", space, pod), *_restored_from(value, space)]
+            name = value.spec.pod_ref.name if value is root else ""
+            return [*_named("Pod", space, name), *_restored_from(value, space)]
         case _:
             return []
 
@@ -204,7 +203,9 @@ def is_strange(value: AnyObject, members: Sequence[AnyObject]) -> bool:
     if isinstance(root, SnapshotRestore):
         return value.metadata.uid != root.spec.pod_ref.uid
     wanted = [
-        found.spec.source.pod_ref.uid for found in members if isinstance(found, SnapshotContent)
+        found.spec.source.pod_ref.uid
+        for found in members
+        if isinstance(found, SnapshotContent) and found.spec.source.pod_ref is not None
     ]
     is_try = any(isinstance(found, Job) and owns(found, value) for found in members)
     return bool(wanted) and value.metadata.uid not in wanted and not is_try

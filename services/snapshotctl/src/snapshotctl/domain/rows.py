@@ -87,7 +87,7 @@ def _checkpoint(item: DynamoCheckpoint) -> tuple[str, ...]:
 def _snapshot(item: Snapshot) -> tuple[str, ...]:
     status = item.status
     return (
-        item.spec.source.pod_ref.name,
+        item.spec.source.pod_ref.name if item.spec.source.pod_ref else "(imported)",
         _truth(is_true(status.conditions, "Ready")),
         status.bound_snapshot_content_name or "-",
         formats.size(status.bytes) if status.bytes else "-",
@@ -101,7 +101,7 @@ def _content(item: SnapshotContent) -> tuple[str, ...]:
     return (
         f"{status.capture.value} (Quarantined)" if is_quarantined else status.capture.value,
         str(status.attempt),
-        item.spec.source.node_name,
+        item.spec.source.node_name or "-",
         f"{item.spec.snapshot_ref.namespace}/{item.spec.snapshot_ref.name}",
         formats.size(committed.bytes) if committed else "-",
         f"gen-{committed.generation}" if committed else "-",

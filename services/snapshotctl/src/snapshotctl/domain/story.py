@@ -11,6 +11,7 @@ from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import (
     RESTORE_FROM,
     AnyObject,
+    ArtifactSource,
     Condition,
     DynamoCheckpoint,
     Job,
@@ -85,13 +86,15 @@ def asked(value: AnyObject) -> str:
         case Snapshot():
             source = value.spec.source.pod_ref
             after = "goes on" if value.spec.source_policy == "Resume" else "ends"
+            if source is None:
+                return f"import {_artifact(value.spec.source.artifact)}"
             return f"capture container {source.containers[0]} of pod {source.name}; then it {after}"
         case SnapshotContent():
             origin, owner = value.spec.source, value.spec.snapshot_ref
-            return (
-                f"capture pod {origin.namespace}/{origin.pod_ref.name} on {origin.node_name} for "
-                f"snapshot {owner.namespace}/{owner.name}"
-            )
+            pod, end = origin.pod_ref, f"for snapshot {owner.namespace}/{owner.name}"
+            if pod is None:
+                return f"import {_artifact(origin.artifact)} {end}"
+            return f"capture pod {origin.namespace}/{pod.name} on {origin.node_name} {end}"
         case Pod():
             wanted = value.metadata.annotations.get(RESTORE_FROM)
             what = f"restore a worker from {wanted}" if wanted else "run a worker"
@@ -106,6 +109,10 @@ def asked(value: AnyObject) -> str:
         case Node():
             gpus = len(value.status.devices)
             return f"serve {_gpus(gpus)}" + ("; no new pods" if value.spec.unschedulable else "")
+
+
+def _artifact(source: ArtifactSource | None) -> str:
+    return f"artifact {source.content_uid}/gen-{source.generation}" if source else "an artifact"
 
 
 def _gpus(count: int) -> str:

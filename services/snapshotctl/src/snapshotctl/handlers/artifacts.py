@@ -73,8 +73,7 @@ async def show(
         screen.line("Files", strong=True)
         screen.table(artifacts.files_table(manifests), indent="  ")
         return
-    node = artifact.content.spec.source.node_name
-    screen.note(f"its files cannot be read from here; run this on {node} to see them")
+    screen.note(f"its files cannot be read from here; run this on {artifact.node} to see them")
 
 
 def _lines(artifact: Artifact, now: float) -> list[tuple[str, str]]:
@@ -82,11 +81,12 @@ def _lines(artifact: Artifact, now: float) -> list[tuple[str, str]]:
     committed, meta = content.status.committed, content.metadata
     held = condition(content.status.conditions, "Quarantined")
     damage = held.message if held and held.status == "True" else ""
-    source, age = content.spec.source, formats.age_of(meta.creation_timestamp, now)
+    pod, age = content.spec.source.pod_ref, formats.age_of(meta.creation_timestamp, now)
+    origin = f"from pod {pod.name} on {artifact.node}" if pod else "from what was on disk"
     lines = [
         ("content", meta.name),
         ("identity", artifact.identity),
-        ("captured", f"{age} ago, from pod {source.pod_ref.name} on {source.node_name}"),
+        ("captured" if pod else "imported", f"{age} ago, {origin}"),
         ("folder", artifact.folder),
         ("root digest", committed.root_digest if committed else ""),
         ("readers", ", ".join(content.status.readers) or "none"),
@@ -124,10 +124,9 @@ async def diff(
 def _readable(files: Files, artifact: Artifact) -> Manifests:
     manifests = files.manifests(artifact)
     if manifests is None:
-        node = artifact.content.spec.source.node_name
         raise NotEligible(
             f"the manifests of {artifact.name} cannot be read from here: {artifact.folder}",
-            next_step=f"run this on {node}, or where its artifact root is mounted",
+            next_step=f"run this on {artifact.node}, or where its artifact root is mounted",
         )
     return manifests
 
@@ -169,7 +168,7 @@ async def _artifact(operator: Operator, targets: Sequence[Target]) -> Artifact:
         )
     owner = content.spec.snapshot_ref
     checkpoint = await operator.get(Target(KINDS["DynamoCheckpoint"], owner.namespace, owner.name))
-    node = await operator.get(Target(KINDS["Node"], None, content.spec.source.node_name))
+    node = await operator.get(Target(KINDS["Node"], None, artifacts.node_of(content)))
     [artifact] = artifacts.artifacts(
         [content],
         [checkpoint] if isinstance(checkpoint, DynamoCheckpoint) else [],

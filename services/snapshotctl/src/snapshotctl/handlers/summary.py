@@ -105,7 +105,7 @@ def _show_artifact(stage: Stage, content: SnapshotContent) -> None:
     if committed is None:
         raise DemoFailed(f"{content.metadata.name} names no committed generation")
     artifacts = stage.cluster.handle.artifacts
-    folder = Path(content.spec.source.namespace) / content.metadata.uid
+    folder = Path(content.spec.source.namespace) / content.artifact_uid
     stage.screen.line("  artifact:")
     stage.screen.line(f"    {artifacts / folder / f'gen-{committed.generation}'}")
     stage.screen.line(f"    {committed.bytes} bytes ({formats.size(committed.bytes)})")

@@ -1,0 +1,255 @@
+"""An artifact that was retained and is named again: read as a whole, then like one captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_operator.core.content import import_name
+from snapshot_shared.api import FoundGeneration, InventoryRequest
+from snapshot_shared.errors import InvalidManifest
+from snapshot_shared.objects import KINDS, OrderStatus, SnapshotContent, condition, is_true
+from snapshot_shared.orders import Proven
+from snapshot_shared.transitions import Capture, Restore
+from tests.support.blind_store import BlindStore
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World, payload
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"))
+    return world
+
+
+async def retained(world: World, **job: Any) -> SnapshotContent:
+    """Capture a worker and delete its checkpoint; return the content as it was."""
+    document = checkpoint_document("first", **job)
+    document["spec"]["deletionPolicy"] = "Retain"
+    await world.apply(document)
+    await world.answer_all()
+    made: SnapshotContent = await world.content()
+    await delete(world, "DynamoCheckpoint", "first")
+    await world.answer_all()
+    assert not world.cluster.all("SnapshotContent")
+    assert "delete" not in {order.verb for order in world.orders.history}
+    return made
+
+
+async def delete(world: World, kind: str, name: str) -> None:
+    await world.cluster.delete(await world.get(kind, name))
+    await world.settle()
+
+
+def naming(made: SnapshotContent, name: str = "again", **spec: Any) -> dict[str, Any]:
+    assert made.status.committed is not None
+    artifact = {
+        "contentUID": made.metadata.uid,
+        "generation": made.status.committed.generation,
+        "rootDigest": made.status.committed.root_digest,
+    }
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name},
+        "spec": {"source": {"artifact": artifact}, **spec},
+    }
+
+
+def proof_of(made: SnapshotContent) -> Proven:
+    known = made.status.committed
+    assert known is not None
+    return Proven(bytes=known.bytes, parts=known.parts, vector=known.vector, driver=known.driver)
+
+
+async def imported(world: World, made: SnapshotContent, **spec: Any) -> None:
+    await world.apply(naming(made, **spec))
+    (order,) = world.open("verify")
+    await world.report(order, proven=proof_of(made))
+
+
+async def ready(world: World, name: str = "again") -> tuple[bool, str, str]:
+    found = condition((await world.get("Snapshot", name)).status.conditions, "Ready")
+    assert found is not None
+    return found.status == "True", found.reason, found.message
+
+
+async def failed(world: World, name: str = "again") -> str:
+    snapshot = await world.get("Snapshot", name)
+    assert is_true(snapshot.status.conditions, "Failed")
+    return (await ready(world, name))[1]
+
+
+async def test_a_retained_artifact_that_is_named_again_is_restored_from(world: World) -> None:
+    made = await retained(world)
+    await imported(world, made)
+    content = await world.content()
+    assert content.status.committed == made.status.committed
+    assert (content.status.capture, (await ready(world))[0]) == (Capture.READY, True)
+    assert is_true(content.status.conditions, "Verified")
+    await world.apply(restore_document(source="again"))
+    await world.answer_all()
+    assert (await world.restore("restored")).status.state is Restore.RESTORED
+    read = [payload(order) for order in world.orders.history if "artifact" in payload(order)]
+    named = {(found["artifact"]["content_uid"], found["artifact"]["generation"]) for found in read}
+    assert named == {(made.metadata.uid, 1)}
+
+
+async def test_the_driver_of_its_restores_is_that_of_the_artifact(world: World) -> None:
+    await imported(world, await retained(world, driver="respawn"))
+    await world.apply(restore_document(source="again"))
+    await world.answer_all()
+    (order,) = [order for order in world.orders.history if order.verb == "restore"]
+    assert payload(order)["driver"] == "respawn"
+
+
+async def test_an_import_orders_nothing_but_to_read(world: World) -> None:
+    made = await retained(world)
+    before = len(world.orders.history)
+    await imported(world, made)
+    await world.advance(60.0)
+    assert [order.verb for order in world.orders.history[before:]] == ["verify"]
+
+
+async def test_an_import_waits_while_the_content_that_made_it_is_there(world: World) -> None:
+    document = checkpoint_document("first")
+    document["spec"]["deletionPolicy"] = "Retain"
+    await world.apply(document)
+    await world.answer_all()
+    made = await world.content()
+    await world.apply(naming(made))
+    assert (await ready(world))[1] == "ArtifactInUse"
+    assert made.metadata.name in (await ready(world))[2]
+    await delete(world, "DynamoCheckpoint", "first")
+    await world.answer_all()
+    (order,) = [order for order in world.orders.history if order.verb == "verify"]
+    assert payload(order)["artifact"]["content_uid"] == made.metadata.uid
+
+
+async def test_one_of_two_imports_has_the_artifact_and_the_other_fails_at_its_deadline(
+    world: World,
+) -> None:
+    made = await retained(world)
+    await imported(world, made)
+    await world.apply(naming(made, "other", deadlineSeconds=100))
+    assert (await ready(world, "other"))[1] == "ArtifactInUse"
+    await world.apply(restore_document(source="other"))
+    await world.advance(101.0)
+    assert await failed(world, "other") == "ArtifactInUse"
+    assert (await world.restore("restored")).status.state is Restore.FAILED
+    assert (await ready(world))[0]
+
+
+async def test_an_import_takes_what_another_has_given_up(world: World) -> None:
+    made = await retained(world)
+    await imported(world, made, deletionPolicy="Retain")
+    await world.apply(naming(made, "other"))
+    await delete(world, "Snapshot", "again")
+    (order,) = world.open("verify")
+    await world.report(order, proven=proof_of(made))
+    assert (await ready(world, "other"))[0]
+
+
+@pytest.mark.parametrize("reason", ["ArtifactCorrupt", "ArtifactMissing"])
+async def test_what_is_damaged_or_missing_fails_the_import_and_nothing_is_removed(
+    world: World, reason: str
+) -> None:
+    made = await retained(world)
+    await world.apply(naming(made))
+    await world.fail(world.open("verify")[0], reason)
+    assert await failed(world) == reason
+    await delete(world, "Snapshot", "again")
+    assert not world.cluster.all("SnapshotContent")
+    assert "delete" not in {order.verb for order in world.orders.history}
+
+
+@pytest.mark.parametrize(("policy", "removed"), [("Delete", True), ("Retain", False)])
+async def test_its_deletion_removes_the_files_that_it_names_unless_they_are_retained(
+    world: World, policy: str, removed: bool
+) -> None:
+    made = await retained(world)
+    await imported(world, made, deletionPolicy=policy)
+    await delete(world, "Snapshot", "again")
+    orders = [payload(order) for order in world.orders.history if order.verb == "delete"]
+    assert [order["content_uid"] for order in orders] == [made.metadata.uid] * removed
+    await world.answer_all()
+    assert not world.cluster.all("SnapshotContent")
+
+
+async def test_an_answer_that_does_not_say_what_it_holds_fails_the_import(world: World) -> None:
+    await world.apply(naming(await retained(world)))
+    await world.report(world.open("verify")[0])
+    assert await failed(world) == "InvalidReport"
+
+
+async def test_another_node_reads_when_the_first_is_gone(world: World) -> None:
+    made = await retained(world)
+    await world.apply(naming(made))
+    (first,) = world.open("verify")
+    del world.present[first.node]
+    await world.see(absent_s=95.0)
+    await world.cluster.delete(world.cluster.get("Node", None, first.node))
+    await world.settle()
+    second: OrderStatus = world.open("verify")[-1]
+    assert (second.node, second.attempt) == ("node-2", 2)
+    await world.report(second, proven=proof_of(made))
+    assert (await ready(world))[0]
+
+
+async def test_an_import_with_no_node_to_read_it_says_so_and_ends_at_its_deadline(
+    world: World,
+) -> None:
+    made = await retained(world)
+    world.present.clear()
+    await world.see(absent_s=95.0)
+    await world.apply(naming(made, deadlineSeconds=100))
+    assert (await ready(world))[1] == "NoNode"
+    await world.advance(101.0)
+    assert await failed(world) == "DeadlineExceeded"
+
+
+async def test_an_import_does_not_begin_on_what_memory_has_not_seen_yet() -> None:
+    first = World()
+    await first.join(presence("node-1"))
+    await first.apply(checkpoint_document("first"))
+    await first.answer_all()
+    made = await first.content()
+    late = World(store=BlindStore(first.store, set(KINDS) - {"Node"}), orders=first.orders)
+    late.now = first.now
+    await late.cluster.sync()
+    late.is_synced = True
+    await late.apply(naming(made))
+    await late.advance(10.0)
+    assert (await ready(late))[1] == "ArtifactInUse"
+    assert len(await first.store.list("SnapshotContent")) == 1
+
+
+async def test_what_an_import_has_is_not_moved_into_quarantine(world: World) -> None:
+    made = await retained(world)
+    await imported(world, made)
+    found = FoundGeneration(
+        namespace="default", content_uid=made.metadata.uid, generation=1, age_s=1e9
+    )
+    other = replace(found, generation=2)
+    reply = await world.nodes.inventory(InventoryRequest(node="node-1", generations=[found, other]))
+    assert reply.verdicts == ["keep", "quarantine"]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [({}, "neither"), ({"podRef": {"name": "w"}, "artifact": None}, "both")],
+)
+async def test_a_snapshot_has_one_source(world: World, source: dict[str, Any], found: str) -> None:
+    document = naming(await retained(world))
+    artifact = document["spec"]["source"]["artifact"]
+    document["spec"]["source"] = {k: v or artifact for k, v in source.items()}
+    with pytest.raises(InvalidManifest, match=f"spec.source: exactly one.*{found}"):
+        await world.apply(document)
+
+
+def test_the_same_uid_in_another_namespace_is_another_artifact() -> None:
+    assert import_name("one", "uid", 1) != import_name("two", "uid", 1)
+    assert import_name("one", "uid", 1) != import_name("one", "uid", 2)
