@@ -16,12 +16,12 @@ from tests.scenario.streams import Stored
 
 UNKNOWN = "added_later"
 _YOUNG = {
-    "snapback.v1.report": ("steps", "message", "traceparent", "schema"),
+    "snapback.v1.report": ("steps", "message", "traceparent", "schema", "exit_codes", "proven"),
     "snapback.v1.presence": ("schemas", "criu", "free_bytes", "slots"),
 }
 """By type, the optional fields that an older build does not send."""
 _YOUNG_OF_ORDERS = ("traceparent", "not_after", "schema")
-_FREE = ("values", "value")
+_FREE = ("values", "value", "exit_codes")
 """Fields whose keys mean something, so that none may be added."""
 
 
