@@ -93,8 +93,10 @@ def settings_of(seed: int) -> Settings:
     applied: list[tuple[Any, ...]] = [*_together(seed)]
     deleted: list[tuple[float, str, str]] = []
     habits: dict[str, Habits] = {}
+    alike = _alike(seed)
     for name in names:
-        applied.append((rng.random() * 3, _checkpoint(name, rng)))
+        checkpoint = _checkpoint(name, rng)
+        applied.append((rng.random() * 3, alike(checkpoint)))
         habits[name] = _habits(rng)
         for index in range(rng.choice((0, 1, 1, 2))):
             pod = f"{name}-restored-{index}"
@@ -264,6 +266,24 @@ def _checkpoint(name: str, rng: random.Random) -> dict[str, Any]:
     )
     document["spec"]["deletionPolicy"] = rng.choice(("Delete", "Delete", "Retain"))
     return document
+
+
+def _alike(seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """In one world of four all checkpoints have one identity; in some of them, other workers."""
+    rng = random.Random(f"alike {seed}")
+    is_alike, has_other_worker = rng.random() < 0.25, rng.random() < 0.3
+
+    def alike(checkpoint: dict[str, Any]) -> dict[str, Any]:
+        spec = checkpoint["spec"]
+        if is_alike:
+            spec["identity"]["model"] = "example/alike"
+        if is_alike and not has_other_worker:
+            spec["job"]["podTemplateSpec"] = pod_template(
+                resources={"limits": {"nvidia.com/gpu": 1}}
+            )
+        return checkpoint
+
+    return alike
 
 
 def _restore(name: str, source: str, rng: random.Random, nodes: int) -> dict[str, Any]:
