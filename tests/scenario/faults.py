@@ -76,6 +76,8 @@ class Settings(msgspec.Struct, frozen=True):
     deleted: tuple[tuple[float, str, str], ...] = ()
     verified: tuple[tuple[float, str, str], ...] = ()
     aborted: tuple[tuple[float, str, str], ...] = ()
+    imported: tuple[tuple[float, float], ...] = ()
+    """When somebody notes what is captured, and when one of that is named again."""
     cordoned: tuple[tuple[float, float, str], ...] = ()
     """When a node is cordoned, and when it is uncordoned again."""
 
@@ -135,6 +137,7 @@ def settings_of(seed: int) -> Settings:
         deleted=tuple(deleted),
         verified=tuple(_verifications(seed, names)),
         aborted=tuple(_aborts(seed, names)),
+        imported=tuple(_imports(seed)),
         cordoned=tuple(_cordons(seed, nodes)),
     )
 
@@ -168,6 +171,13 @@ def _aborts(seed: int, names: list[str]) -> Iterator[tuple[float, str, str]]:
     for name in names:
         if rng.random() < 0.2:
             yield rng.random() * 20, rng.choice(("DynamoCheckpoint", "Snapshot")), name
+
+
+def _imports(seed: int) -> Iterator[tuple[float, float]]:
+    rng = random.Random(f"imports {seed}")
+    if rng.random() < 0.3:
+        noted = 5 + rng.random() * 30
+        yield noted, noted + rng.random() * 30
 
 
 def _cordons(seed: int, nodes: int) -> Iterator[tuple[float, float, str]]:

@@ -286,10 +286,10 @@ class Rules:
             self.fail("defect", f"{name}: {old.capture} to {new.capture}")
         if old.committed is None and new.committed is not None:
             self.captures += 1
-            if new.committed.generation != new.attempt:
-                self.fail(
-                    "stale", f"{name}: generation {new.committed.generation} of {new.attempt}"
-                )
+            imported = after.spec.source.artifact
+            wanted = new.attempt if imported is None else imported.generation
+            if new.committed.generation != wanted:
+                self.fail("stale", f"{name}: generation {new.committed.generation} of {wanted}")
             self._verify(after)
 
     def _doubt(self, before: SnapshotContent, after: SnapshotContent) -> None:
@@ -377,7 +377,7 @@ class Rules:
         assert committed is not None
         path = "/".join(
             generation_path(
-                content.spec.source.namespace, content.metadata.uid, committed.generation
+                content.spec.source.namespace, content.artifact_uid, committed.generation
             )
         )
         try:
@@ -428,14 +428,16 @@ class Rules:
         """
         if self._world.is_rewound:
             return
-        known = {content.metadata.uid: content for content in self.contents()}
+        known = {content.artifact_uid: content for content in self.contents()}
         for _, namespace, uid, folder in self._set_aside():
             content = known.get(uid)
             if content is None or content.spec.source.namespace != namespace:
                 continue
             number = int(folder.removeprefix("gen-"))
             is_over = content.status.capture in (Capture.READY, Capture.FAILED)
-            if number <= content.status.attempt or not is_over:
+            imported = content.spec.source.artifact
+            may_write = imported is None and (number <= content.status.attempt or not is_over)
+            if may_write or (imported is not None and imported.generation == number):
                 self.fail("lost", f"{folder} of {content.metadata.name} was moved into quarantine")
 
     def _unknown_left(self) -> Iterator[tuple[Kind, str]]:

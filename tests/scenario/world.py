@@ -48,7 +48,7 @@ from snapshot_shared.bus import REQUEST_S, Handler
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects import KINDS, AnyObject, Pod
+from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotContent
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
 from tests.scenario.bus import SeededFaults, SimBus, SimServer
@@ -61,6 +61,7 @@ from tests.scenario.node import MOUNT, SimNode, owner_of
 from tests.scenario.rules import Kind, Rules
 from tests.scenario.store import SimStore
 from tests.scenario.worker import Habits, SimWorker
+from tests.support.objects import restore_document
 
 log = logging.getLogger(__name__)
 
@@ -331,6 +332,19 @@ class World:
         reply = await self.ask_for("abort", request, AbortReply)
         self.note(f"abort {kind} {name}: {reply.failure or reply.capture}")
 
+    async def import_(self, at: float) -> None:
+        """Note what is captured; name the first of it again at a time, and restore from it."""
+        reading = GetRequest(kind="SnapshotContent")
+        found = await self.ask_for("get", reading, GetReply)
+        captured = [
+            content
+            for content in (decode_json(encode_json(i), SnapshotContent) for i in found.items)
+            if content.status.committed is not None
+        ]
+        await asyncio.sleep(max(at - self.loop.now, 0.0))
+        for content in captured[:1]:
+            await self.apply(_naming(content), restore_document("imported", "from-import", gpus=1))
+
     async def cordon(self, node: str, until: float) -> None:
         """Let nothing new begin on a node until a time, or as long as the operator is not there."""
         await self._cordon(node, unschedulable=True)
@@ -372,16 +386,7 @@ class World:
             self.people = Process(self.loop, Machine("desk"), "people")
             self.user = self.bus("people", self.people)
             await self.people.spawn(self.user.connect())
-            for at, *documents in self.settings.applied:
-                self._later(at, lambda d=documents: self.apply(*d))
-            for at, kind, name in self.settings.deleted:
-                self.ask_to_delete(at, kind, name)
-            for at, kind, name in self.settings.verified:
-                self._later(at, lambda k=kind, n=name: self.verify(k, n))
-            for at, kind, name in self.settings.aborted:
-                self._later(at, lambda k=kind, n=name: self.abort(k, n))
-            for begin, end, node in self.settings.cordoned:
-                self._later(begin, lambda n=node, e=end: self.cordon(n, e))
+            self._people_act()
             for fault in self.faults:
                 self.loop.in_world(fault.at, act, self, fault)
                 if fault.kind == "rewind":
@@ -389,6 +394,21 @@ class World:
             await self._until(self.settings.fault_s)
             self.heal()
             await self._settle()
+
+    def _people_act(self) -> None:
+        """Have people do what they do, each at its time."""
+        for at, *documents in self.settings.applied:
+            self._later(at, lambda d=documents: self.apply(*d))
+        for at, kind, name in self.settings.deleted:
+            self.ask_to_delete(at, kind, name)
+        for at, kind, name in self.settings.verified:
+            self._later(at, lambda k=kind, n=name: self.verify(k, n))
+        for at, kind, name in self.settings.aborted:
+            self._later(at, lambda k=kind, n=name: self.abort(k, n))
+        for noted, named in self.settings.imported:
+            self._later(noted, lambda n=named: self.import_(n))
+        for begin, end, node in self.settings.cordoned:
+            self._later(begin, lambda n=node, e=end: self.cordon(n, e))
 
     def _later(self, delay_s: float, make: Callable[[], Any]) -> None:
         self.loop.in_world(delay_s, lambda: self.people.spawn(make()))
@@ -533,3 +553,24 @@ class _Server(SimServer):
         super().ack(name, durable, sequence)
         if message := self.stream(name).messages.get(sequence):
             self._rules.acked(message.subject, message.data)
+
+
+def _naming(content: SnapshotContent) -> dict[str, Any]:
+    """Return a snapshot that imports the artifact of a content, and leaves it when it goes."""
+    committed = content.status.committed
+    assert committed is not None
+    artifact = {
+        "contentUID": content.metadata.uid,
+        "generation": committed.generation,
+        "rootDigest": committed.root_digest,
+    }
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": "imported", "namespace": "default"},
+        "spec": {
+            "source": {"artifact": artifact},
+            "deletionPolicy": "Retain",
+            "deadlineSeconds": 120,
+        },
+    }

@@ -161,6 +161,8 @@ async def test_what_is_damaged_or_missing_fails_the_import_and_nothing_is_remove
     await world.apply(naming(made))
     await world.fail(world.open("verify")[0], reason)
     assert await failed(world) == reason
+    status = (await world.content()).status
+    assert status.verifications == status.verified
     await delete(world, "Snapshot", "again")
     assert not world.cluster.all("SnapshotContent")
     assert "delete" not in {order.verb for order in world.orders.history}

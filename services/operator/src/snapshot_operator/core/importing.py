@@ -50,7 +50,6 @@ def _begin(
     changed = replace(
         begun.status,
         orders=fold.replaced(status.orders, order),
-        verifications=attempt,
         conditions=conditions.pending(status.conditions, content, now, "Importing", message),
     )
     return content_plan(content, changed, now, wake_at=wake_at)
@@ -87,6 +86,7 @@ def _imported(
         CaptureEvent.IMPORTED,
         committed=committed,
         generations=[artifact.generation],
+        verifications=item.attempt,
         verified=item.attempt,
         conditions=conditions.captured(rows, content, committed, now),
     )
