@@ -310,6 +310,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "An order of the restore ended badly.",
             "See which one: `snapshotctl explain pod/NAME`; then delete the pod and restore again.",
         ),
+        "SnapshotGone": Reason(
+            "What the pod shall be restored from was deleted while its worker waited for it.",
+            "Somebody deleted the snapshot or checkpoint after the pod had got its place.",
+            "Name another snapshot in `nvidia.com/restore-from`, or start the worker cold.",
+        ),
         "SnapshotFailed": Reason(
             "What the pod shall be restored from has failed itself.",
             "The capture of that snapshot or checkpoint ended badly; its own reason follows in "

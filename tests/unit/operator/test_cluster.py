@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -99,6 +100,27 @@ async def test_a_live_read_of_what_is_gone_takes_it_out_of_memory(seen: Seen) ->
     assert seen.cluster.get(KIND, "default", "llm") == stored
     assert await seen.cluster.confirm_gone(key_of(stored))
     assert seen.cluster.get(KIND, "default", "llm") is None
+
+
+async def test_what_came_while_the_store_was_read_is_there(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, has_read, may_answer = checkpoint("one"), asyncio.Event(), asyncio.Event()
+
+    async def read(*key: Any) -> AnyObject | None:
+        found = await SqliteStore.read(seen.store._store, *key)
+        has_read.set()
+        await may_answer.wait()
+        return found
+
+    monkeypatch.setattr(seen.store, "read", read)
+    asking = asyncio.create_task(seen.cluster.confirm_gone(key_of(value)))
+    await has_read.wait()
+    made = await seen.cluster.create(value)
+    may_answer.set()
+    assert await asking is False
+    assert seen.cluster.at(key_of(value)) == made
+    assert seen.cluster.by_uid(made.metadata.uid) == made
 
 
 async def test_an_incarnation_is_gone_when_another_one_has_its_name(seen: Seen) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from snapshot_shared.errors import StoreBusy
 from snapshot_shared.objects import AnyObject, SnapshotContent, is_true
@@ -51,6 +52,19 @@ async def test_the_driver_of_a_capture_is_that_of_its_abort(world: World) -> Non
     await world.answer_well(world.open("run")[0])
     await world.advance(3601.0)
     assert {payload(order)["driver"] for order in world.open("abort")} == {"respawn"}
+
+
+async def test_a_pod_waits_for_its_source_only_until_it_has_a_place(world: World) -> None:
+    await world.apply(restore_document(source="to-come"))
+    assert (await world.restore("restored")).status.state is Restore.PENDING
+    # Its source was there when it was placed, and was deleted before the restore was a reader.
+    pod = await world.get("Pod", "restored")
+    placed = replace(pod, status=replace(pod.status, node_name="node-2"))
+    await world.cluster.update_status(placed)
+    await world.settle()
+    restore = await world.restore("restored")
+    assert restore.status.state is Restore.FAILED
+    assert restore.status.failure.reason == "SnapshotGone"
 
 
 async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:

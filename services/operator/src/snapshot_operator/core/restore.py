@@ -150,7 +150,17 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
             )
         )
     if snapshot is None and checkpoint is None:
-        return view._replace(missing=f"no snapshot or checkpoint is called {name}")
+        missing = f"no snapshot or checkpoint is called {name}"
+        if pod is None or not pod.status.node_name:
+            return view._replace(missing=missing)
+        # There was one when the pod got its place. It would hold that for nothing.
+        return view._replace(
+            refusal=Failure(
+                reason="SnapshotGone",
+                message=f"{missing} any more",
+                next_step="name another snapshot or start the worker cold",
+            )
+        )
     if content is None:
         return view._replace(missing=f"{name} has no content yet")
     if content.metadata.deletion_timestamp:

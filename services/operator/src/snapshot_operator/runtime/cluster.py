@@ -171,13 +171,15 @@ class Cluster:
 
         What is found instead is visible here from then on.
         """
+        before = self.at(key)
         found = await self._store.read(key.kind, key.namespace or None, key.name)
         if found is not None:
             self._written(found)
-            return bool(uid) and found.metadata.uid != uid
-        if (known := self.at(key)) is not None:
-            self._apply("DELETED", known)
-        return True
+        elif before is not None and self.at(key) is before:
+            self._apply("DELETED", before)
+        # What has come while the store was read is not denied by that.
+        now = found or self.at(key)
+        return now is None or (bool(uid) and now.metadata.uid != uid)
 
     async def look(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
         """Return an object, of the store itself if memory has none; it is visible here then."""
