@@ -344,8 +344,9 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "SnapshotContent that is still there.",
             "The checkpoint or snapshot that captured it was not deleted, or another Snapshot has "
             "imported it.",
-            "Restore from the one that has it, which the message names; or delete that one with "
-            "`deletionPolicy: Retain` and apply the Snapshot again.",
+            "Restore from the one that has it, which the message names. If that says "
+            "`deletionPolicy: Retain`, you may delete it and apply this one again; otherwise the "
+            "files would go with it.",
         ),
         "ArtifactMissing": Reason(
             "A part, a file or a manifest of the artifact is not there.",

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.content import import_name
-from snapshot_shared.api import FoundGeneration, InventoryRequest
-from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.objects import KINDS, OrderStatus, SnapshotContent, condition, is_true
+from snapshot_operator.core.retention import Holdings, Limits, judged
+from snapshot_operator.local.store import SqliteStore
+from snapshot_shared.api import FoundGeneration, InventoryRequest, VerifyRequest
+from snapshot_shared.errors import InvalidManifest, NotEligible
+from snapshot_shared.objects import (
+    KINDS,
+    AnyObject,
+    OrderStatus,
+    SnapshotContent,
+    condition,
+    is_true,
+)
 from snapshot_shared.orders import Proven
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.blind_store import BlindStore
@@ -141,6 +151,81 @@ async def test_one_of_two_imports_has_the_artifact_and_the_other_fails_at_its_de
     assert await failed(world, "other") == "ArtifactInUse"
     assert (await world.restore("restored")).status.state is Restore.FAILED
     assert (await ready(world))[0]
+
+
+async def test_of_imports_that_wait_together_one_goes_on_and_the_other_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = world.store
+
+    async def slow(value: AnyObject) -> AnyObject:
+        await asyncio.sleep(0)
+        return await SqliteStore.create(store, value)
+
+    document = checkpoint_document("first")
+    document["spec"]["deletionPolicy"] = "Retain"
+    await world.apply(document)
+    await world.answer_all()
+    made = await world.content()
+    await world.apply(naming(made, "one"), naming(made, "two"))
+    monkeypatch.setattr(store, "create", slow)
+    await delete(world, "DynamoCheckpoint", "first")
+    for order in world.open("stop") + world.open("drop"):
+        await world.answer_well(order)
+    (order,) = world.open("verify")
+    await world.report(order, proven=proof_of(made))
+    reasons = sorted([(await ready(world, name))[1] for name in ("one", "two")])
+    assert reasons == ["ArtifactInUse", "Captured"]
+
+
+async def test_who_has_lost_a_content_of_the_same_name_stands_for_it_no_more(world: World) -> None:
+    made = await retained(world)
+    await imported(world, made, deletionPolicy="Retain")
+    await world.apply(naming(made, "other"))
+    await world.cluster.delete(await world.content())
+    await world.settle()
+    await world.report(world.open("verify")[0], proven=proof_of(made))
+    assert (await ready(world, "other"))[0]
+    assert await failed(world) == "SnapshotContentDeleted"
+    with pytest.raises(NotEligible):
+        await world.api.verify(VerifyRequest(kind="Snapshot", name="again"))
+    verdicts = judged(Holdings.of(world.cluster.all), Limits(count=1), world.now)
+    assert [verdict.value.metadata.name for verdict in verdicts] == ["other"]
+
+
+@pytest.mark.parametrize(("policy", "may_delete"), [("Delete", False), ("Retain", True)])
+async def test_nobody_is_told_to_delete_what_would_take_the_files_with_it(
+    world: World, policy: str, may_delete: bool
+) -> None:
+    made = await retained(world)
+    await imported(world, made, deletionPolicy=policy)
+    await world.apply(naming(made, "other", deadlineSeconds=100))
+    assert "delete" not in (await ready(world, "other"))[2]
+    await world.advance(101.0)
+    _, _, message = await ready(world, "other")
+    assert "restore from again" in message
+    assert ("delete that" in message) is may_delete
+
+
+async def test_a_uid_of_another_namespace_tells_nothing_of_its_content(world: World) -> None:
+    await world.apply(checkpoint_document("first"))
+    await world.answer_all()
+    document = naming(await world.content())
+    document["metadata"]["namespace"] = "elsewhere"
+    await world.apply(document)
+    (order,) = world.open("verify")
+    assert payload(order)["artifact"]["namespace"] == "elsewhere"
+
+
+async def test_a_reading_that_may_go_well_the_next_time_is_tried_again(world: World) -> None:
+    made = await retained(world)
+    await world.apply(naming(made, deadlineSeconds=86400))
+    for attempt in (1, 2):
+        (order,) = world.open("verify")
+        assert (order.attempt, payload(order)["deadline_s"]) == (attempt, 86400)
+        await world.fail(order, "DeadlineExceeded", retryable=True)
+    await world.fail(world.open("verify")[0], "DeadlineExceeded", retryable=True)
+    assert await failed(world) == "DeadlineExceeded"
 
 
 async def test_an_import_takes_what_another_has_given_up(world: World) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_operator.api.answering import Endpoint, answering
+from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.retention import Verdict
 from snapshot_operator.runtime.cluster import Cluster, key_of
 from snapshot_operator.runtime.upkeep import Retention
@@ -203,7 +204,12 @@ class Api:
                 name = value.metadata.name
         found = self._cluster.get("SnapshotContent", None, name) if name else None
         kind = kind_of(value).name
-        if not isinstance(found, SnapshotContent) or found.status.committed is None:
+        is_its_own = not isinstance(value, Snapshot) or owned_by(found, value)
+        if (
+            not isinstance(found, SnapshotContent)
+            or found.status.committed is None
+            or not is_its_own
+        ):
             raise NotEligible(
                 f"{kind} {value.metadata.name} holds no captured artifact",
                 next_step="name a checkpoint, snapshot or content that is Ready",

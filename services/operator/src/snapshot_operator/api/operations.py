@@ -9,6 +9,7 @@ from typing import NamedTuple
 from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.api.objects import check_uid
 from snapshot_operator.core import interventions
+from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.plan import orders_of
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster
@@ -137,7 +138,8 @@ class Operations:
                     next_step=f"end it with: snapshotctl delete {kind.short} {name}",
                 )
         found = self._cluster.get("SnapshotContent", None, content_name or "-")
-        if not isinstance(found, SnapshotContent):
+        is_its_own = not isinstance(value, Snapshot) or owned_by(found, value)
+        if not isinstance(found, SnapshotContent) or not is_its_own:
             raise NotEligible(
                 f"no capture of {kind.name} {name} is under way",
                 next_step=f"to give it up: snapshotctl delete {kind.short} {name}",

@@ -12,7 +12,13 @@ from snapshot_operator.core.capture import ContentView, content_plan
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.plan import Plan
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import ArtifactSource, Committed, OrderStatus, SnapshotContent
+from snapshot_shared.objects import (
+    ArtifactSource,
+    Committed,
+    OrderStatus,
+    SnapshotContent,
+    time_of,
+)
 from snapshot_shared.transitions import CaptureEvent
 
 
@@ -23,8 +29,10 @@ def step(view: ContentView, artifact: ArtifactSource, node: str | Wait, now: flo
         return capture.given_up(content, end, now)
     last = next(reversed(fold.find(status.orders, "verify")), None)
     if last is None or last.state == fold.LOST or fold.superseding(last):
-        return _begin(content, artifact, node, last, now)
+        return _begin(content, artifact, node, last, now, retries=status.retries)
     if failure := fold.failure_in([last], now):
+        if failure.retryable and status.retries < capture.MAX_RETRIES:
+            return _begin(content, artifact, node, last, now, retries=status.retries + 1)
         return capture.given_up(content, failure, now)
     if not fold.succeeded(last):
         return content_plan(content, status, now, wake_at=capture.deadline_of(content))
@@ -37,18 +45,24 @@ def _begin(
     node: str | Wait,
     last: OrderStatus | None,
     now: float,
+    *,
+    retries: int,
 ) -> Plan:
     status, wake_at = content.status, capture.deadline_of(content)
     if isinstance(node, Wait):
         rows = conditions.pending(status.conditions, content, now, node.reason, node.message)
         return content_plan(content, replace(status, conditions=rows), now, wake_at=wake_at)
     attempt = fold.next_attempt(last) if last else 1
-    trace = capture.capture_span(content, attempt)
-    begun = replace(content, status=replace(status, traceparent=trace))
-    order = ordering.verify(begun, artifact, node, now, attempt=attempt)
+    trace = capture.capture_span(content, status.attempt)
+    begun = replace(
+        content,
+        status=replace(status, traceparent=trace, started_at=status.started_at or time_of(now)),
+    )
+    order = ordering.verify(begun, artifact, node, now, attempt=attempt, budget_s=wake_at - now)
     message = f"{node} reads all bytes of the artifact"
     changed = replace(
         begun.status,
+        retries=retries,
         orders=fold.replaced(status.orders, order),
         conditions=conditions.pending(status.conditions, content, now, "Importing", message),
     )

@@ -1,7 +1,8 @@
 """Whose the generations are that lie below an artifact root.
 
 The agent lists its root first and the store is read after that. A content is in the store before
-anything of it is on a disk, and its uid never comes again; so what is unknown now stays unknown.
+anything of it is on a disk, and its uid never comes again; so what is unknown now stays unknown,
+unless somebody imports it: an artifact that is named while an agent moves it is missing then.
 Only age speaks for what a store does not know: the store may be another one than that of the
 artifacts, or have been lost.
 """

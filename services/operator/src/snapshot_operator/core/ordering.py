@@ -351,13 +351,13 @@ def verify(
     now: float,
     *,
     attempt: int,
+    budget_s: float = 0.0,
 ) -> OrderStatus:
-    """Read all of an artifact."""
+    """Read all of an artifact; within `budget_s` seconds where that is more than the usual."""
     trace = content.status.traceparent
-    order = VerifyOrder(
-        artifact=artifact_ref(content, proof),
-        **_common("verify", content.metadata.uid, attempt, node, trace),
-    )
+    common = _common("verify", content.metadata.uid, attempt, node, trace)
+    common["deadline_s"] = max(common["deadline_s"], budget_s)
+    order = VerifyOrder(artifact=artifact_ref(content, proof), **common)
     return status_of(order, "agent", now)
 
 

@@ -339,7 +339,8 @@ def _pending(view: RestoreView, now: float) -> Plan:
 def _unreadable(view: RestoreView, now: float) -> Plan | None:
     """Look for another content where this one takes no readers; None where it may."""
     restore, content = view.restore, view.content
-    if content is None or content.metadata.deletion_timestamp:
+    # A content that is named is captured, unless it is another one of the same name.
+    if content is None or content.metadata.deletion_timestamp or not content.status.committed:
         return _plan(restore, replace(restore.status, content_name=""), now)
     if refusal := quarantine.refusal(content, restore.spec.source):
         return _fail(restore, refusal, now)

@@ -168,7 +168,7 @@ def _artifacts(holdings: Holdings) -> Iterable[_Artifact]:
             named.add(checkpoint.metadata.name)
     for snapshot in holdings.snapshots:
         content = contents.get(snapshot.status.bound_snapshot_content_name or "")
-        if content is None or not _is_kept(snapshot, content):
+        if content is None or not owned_by(content, snapshot) or not _is_kept(snapshot, content):
             continue
         names = frozenset({snapshot.metadata.name, *sharers.get(content.metadata.name, ())})
         owner = checkpoints.get((snapshot.metadata.namespace, snapshot.metadata.name))

@@ -67,9 +67,11 @@ def gather(reader: Reader, snapshot: Snapshot) -> SnapshotView:
     source = snapshot.spec.source
     if source.artifact is not None:
         maker = reader.by_uid(source.artifact.content_uid)
-        return SnapshotView(
-            snapshot, None, None, maker if isinstance(maker, SnapshotContent) else None
-        )
+        space = snapshot.metadata.namespace or "default"
+        # A uid of another namespace names other files than those of its content.
+        if not isinstance(maker, SnapshotContent) or maker.spec.source.namespace != space:
+            maker = None
+        return SnapshotView(snapshot, None, None, maker)
     name = source.pod_ref.name if source.pod_ref is not None else ""
     pod = reader.get("Pod", snapshot.metadata.namespace, name)
     return SnapshotView(snapshot, pod if isinstance(pod, Pod) else None, None)
@@ -207,17 +209,17 @@ def _import(view: SnapshotView, now: float) -> Plan:
             next_step="apply it again, or raise spec.deadlineSeconds",
         )
         return _failed(snapshot, failure, now)
-    name = holder.metadata.name
+    owner, name = holder.spec.snapshot_ref, holder.metadata.name
+    message = f"SnapshotContent {name} of snapshot {owner.name} has the artifact"
     if now < deadline_of(snapshot):
-        message = f"SnapshotContent {name} has the artifact; its snapshot has to be deleted before"
         return _waits(snapshot, "ArtifactInUse", message, now)
-    owner = holder.spec.snapshot_ref
+    is_kept = holder.spec.deletion_policy == "Retain"
+    advice = "; or delete that, which leaves the artifact, and apply this again" if is_kept else ""
     failure = Failure(
         reason="ArtifactInUse",
-        message=f"SnapshotContent {name} has the artifact",
-        values={"content": name},
-        next_step=f"restore from {owner.name} in namespace {owner.namespace}, or delete that with "
-        "deletionPolicy Retain and apply this one again",
+        message=message,
+        values={"content": name, "snapshot": owner.name},
+        next_step=f"restore from {owner.name}{advice}",
     )
     return _failed(snapshot, failure, now)
 
@@ -242,6 +244,9 @@ def _bound(snapshot: Snapshot, source: ContentSource, now: float) -> Plan:
             deadline_seconds=max(1, int(deadline_of(snapshot) - now)),
         ),
     )
+    if source.artifact is not None:
+        # The name may have been taken meanwhile, by another import of the same.
+        return Plan((Create(content),), deadline_of(snapshot))
     status = replace(snapshot.status, bound_snapshot_content_name=content.metadata.name)
     return status_plan(snapshot, replace(snapshot, status=status), Create(content))
 

@@ -88,9 +88,10 @@ class Spans:
         failure = new.status.failure
         size = new.status.committed.bytes if new.status.committed else 0
         began = _began(new.status.started_at, self._now())
-        self._metrics.add(instruments.CAPTURE_IO, by=size)
-        lasted = max(self._now() - began, 0.0)
-        self._metrics.record(instruments.CAPTURE_DURATION, lasted, _reason(failure))
+        if new.spec.source.artifact is None:
+            self._metrics.add(instruments.CAPTURE_IO, by=size)
+            lasted = max(self._now() - began, 0.0)
+            self._metrics.record(instruments.CAPTURE_DURATION, lasted, _reason(failure))
         self._telemetry.record(
             "capture",
             parent=trace_parent(new),
