@@ -70,7 +70,7 @@ T = TypeVar("T")
 EPOCH = 1_800_000_000.0
 SETTLE_S = 1800.0
 """How long after the last fault everything must be settled, in seconds of virtual time."""
-JUMPED_S = 10_000.0
+JUMPED_S = 30_000.0
 """How much longer that takes when the clock of an operator was wrong, in seconds."""
 REWOUND_S = 3600.0
 """How much longer when the store has forgotten a capture, whose hold then ends by itself."""

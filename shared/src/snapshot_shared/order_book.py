@@ -27,6 +27,7 @@ from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import TERMINAL, Order, Report, Service
 from snapshot_shared.spans import order_context
 from snapshot_shared.steps import VERBS_OF
+from snapshot_shared.tasks import yield_turn
 from snapshot_shared.telemetry import working_on
 
 log = logging.getLogger(__name__)
@@ -168,16 +169,12 @@ class OrderBook:
         entry = self.journal.ledger.entries.get(order_id)
         if task is None or entry is None or entry.attempt > attempt:
             return False
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await _cancelled(task)
         return True
 
     async def drain(self) -> None:
         """Cancel what runs and wait until its compensation is over and journalled."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancelled(*self._tasks.values())
         await self.journal.settled()
 
     # Tombstones.
@@ -277,3 +274,12 @@ class OrderBook:
 def _ignore(done: asyncio.Future[None]) -> None:
     if not done.cancelled():
         done.exception()
+
+
+async def _cancelled(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks and wait for their ends."""
+    # One that is cancelled before its first step does nothing at all, and reports nothing.
+    await yield_turn()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -54,8 +54,15 @@ async def test_the_driver_of_a_capture_is_that_of_its_abort(world: World) -> Non
     assert {payload(order)["driver"] for order in world.open("abort")} == {"respawn"}
 
 
-async def test_a_pod_waits_for_its_source_only_until_it_has_a_place(world: World) -> None:
-    await world.apply(restore_document(source="to-come"))
+@pytest.mark.parametrize("source", ["to-come", "llm"])
+async def test_a_pod_waits_for_its_source_only_until_it_has_a_place(
+    world: World, source: str
+) -> None:
+    await world.cluster.delete(await world.get("Snapshot", "llm"))
+    await world.settle()
+    await world.answer_all()
+    assert not world.cluster.all("SnapshotContent")
+    await world.apply(restore_document(source=source))
     assert (await world.restore("restored")).status.state is Restore.PENDING
     # Its source was there when it was placed, and was deleted before the restore was a reader.
     pod = await world.get("Pod", "restored")

@@ -73,6 +73,17 @@ async def test_an_order_is_known_once_it_is_accepted_and_a_repeat_has_its_report
     assert book.answers(order()) == found
 
 
+@pytest.mark.parametrize("ends", ["cancel", "drain"])
+async def test_an_order_that_is_ended_before_it_could_begin_is_reported_all_the_same(
+    book: OrderBook, ends: str
+) -> None:
+    await book.accept(order())
+    book.start(order(), deleted)
+    await (book.cancel(order().order, 1) if ends == "cancel" else book.drain())
+    found = [(await asyncio.wait_for(book.outbox.get(), 5)).kind for _ in range(2)]
+    assert found in (["accepted", "failed"], ["accepted", "deleted"])
+
+
 async def test_reports_of_one_order_that_are_made_together_have_numbers_of_their_own(
     book: OrderBook,
 ) -> None:

@@ -149,18 +149,18 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
                 next_step="take a new snapshot or start the worker cold",
             )
         )
-    if snapshot is None and checkpoint is None:
-        missing = f"no snapshot or checkpoint is called {name}"
-        if pod is None or not pod.status.node_name:
-            return view._replace(missing=missing)
-        # There was one when the pod got its place. It would hold that for nothing.
+    has_place = pod is not None and pod.status.node_name
+    if content is None and has_place and not _may_be_captured(snapshot, checkpoint):
+        # It was captured when the pod got its place. It would hold that for nothing.
         return view._replace(
             refusal=Failure(
                 reason="SnapshotGone",
-                message=f"{missing} any more",
+                message=f"what was captured as {name} is deleted",
                 next_step="name another snapshot or start the worker cold",
             )
         )
+    if snapshot is None and checkpoint is None:
+        return view._replace(missing=f"no snapshot or checkpoint is called {name}")
     if content is None:
         return view._replace(missing=f"{name} has no content yet")
     if content.metadata.deletion_timestamp:
@@ -168,6 +168,12 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
     if content.status.committed is None:
         return view._replace(missing=f"{name} is not captured yet")
     return view._replace(refusal=quarantine.refusal(content, name))
+
+
+def _may_be_captured(snapshot: AnyObject | None, checkpoint: AnyObject | None) -> bool:
+    """Whether a source that has no content now may get one."""
+    is_open = isinstance(checkpoint, DynamoCheckpoint) and checkpoint.status.phase != "Ready"
+    return snapshot is not None or is_open
 
 
 def _content_of(
