@@ -108,7 +108,9 @@ def test_what_went_through_windows_comes_back_through_windows(
         windowed.read_files(
             folder, plans(), moved.files, [], threads=threads, advance=lambda _: None
         )
-    assert target.values() == values()
+    # To show how so many bytes differ would take minutes.
+    is_same = target.values() == values()
+    assert is_same
     source.range.release()
     target.range.release()
 

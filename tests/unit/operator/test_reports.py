@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from snapshot_operator.core.fold import REST_S
+from snapshot_operator.core.fold import REST_S, fold
 from snapshot_operator.runtime.reports import MAX_VALUES_BYTES, OPERATOR, Reports
 from snapshot_shared import subjects
 from snapshot_shared.api import VerifyRequest
@@ -149,6 +150,31 @@ def test_a_report_for_an_object_that_is_gone_is_acknowledged_and_changes_nothing
         assert not durable.pending
 
     run(story)
+
+
+def test_a_report_is_acknowledged_when_its_effect_is_stored_and_not_before() -> None:
+    async def story(intake: Intake) -> None:
+        (order,) = intake.world.open("run")
+        subject = subjects.report(NodeName(order.node), OrderId(order.order), "started")
+        await intake.bus.publish(subject, msgspec.json.encode(report_on(order, "started")))
+        await asyncio.sleep(1.0)
+        (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
+        assert durable.pending
+        await intake.world.settle()
+        await asyncio.sleep(1.0)
+        assert not durable.pending
+
+    run(story)
+
+
+async def test_a_report_of_another_attempt_than_the_current_one_changes_nothing() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    (order,) = world.open("run")
+    for attempt in (order.attempt - 1, order.attempt + 1):
+        assert fold([order], report_on(replace(order, attempt=attempt), "started"), 0.0) is None
+    assert fold([order], report_on(order, "started"), 0.0) is not None
 
 
 async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
