@@ -77,7 +77,10 @@ class Pod:
             return []
 
     def beats(self) -> str:
-        return (self.home / "beats").read_text()
+        try:
+            return (self.home / "beats").read_text()
+        except FileNotFoundError:
+            return ""
 
     def pid(self, journal: Path) -> int:
         """The process that the worker has now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,8 +206,9 @@ def children() -> set[int]:
     """The children of this process, in which the service runs, and its threads."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        words = (task / "children").read_text().split()
-        found |= {int(pid) for pid in words}
+        # A thread may have ended since it was listed.
+        with contextlib.suppress(FileNotFoundError):
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
 
 
