@@ -439,6 +439,22 @@ async def test_reports_that_a_wiped_server_forgot_are_told_again_after_the_recon
     assert desk.handler.log == ["tombstone", "remove"]
 
 
+async def test_life_signs_that_a_deleted_stream_took_along_are_told_again_unasked(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("snapshot_shared.courier.LIFE_SIGNS_EVERY_S", 0.2)
+    async with desk.courier() as courier:
+        await desk.send(order())
+        await desk.reports("deleted")
+        (entry,) = courier.book.journal.ledger.entries.values()
+        await courier.book.report(entry, "exited", exit_code=1)
+        await desk.reports("exited")
+        await desk.bus.client.jetstream().delete_stream(subjects.REPORTS)
+        await desk.bus.ensure_assets()
+        found = await desk.reports("exited")
+    assert [report.kind for report in found] == ["exited"]
+
+
 async def _crash_while(desk: Desk, blocked: asyncio.Event) -> None:
     """Take an order and vanish as SIGKILL would leave it: only what is on disk remains."""
     snapshot: bytes

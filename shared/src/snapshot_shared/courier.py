@@ -32,7 +32,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import OrderId, owner_of, short_hash, verb_of
 from snapshot_shared.ledger import Entry, Noted
-from snapshot_shared.order_book import OrderBook, Result
+from snapshot_shared.order_book import LIFE_SIGNS, OrderBook, Result
 from snapshot_shared.orders import (
     FIRST_SCHEMA,
     SCHEMAS,
@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 0.5
 RETELL_S = 3600.0
 """How old an order's last report may be to be published again after a reconnection, in seconds."""
+LIFE_SIGNS_EVERY_S = 600.0
+"""How often the life signs of the last two such periods are published again, in seconds."""
 MAX_REPORTS = 64
 """How many reports are published at a time."""
 
@@ -376,16 +378,22 @@ class Courier:
         return None
 
     async def _retell(self) -> None:
-        """After a reconnection report again what was reported lately.
+        """After a reconnection report again what was reported lately, and life signs regularly.
 
         A server that lost its store has lost reports that it had acknowledged, perhaps before
-        the operator had read them. To fold one twice changes nothing.
+        the operator had read them. Most are asked for again, with their orders; the life signs of
+        a pod that was started are not. To fold a report twice changes nothing.
         """
         again = self.bus.reconnections()
         while True:
-            await again.wait()
-            again.clear()
-            self.book.queue_since(self.book.clocks.wall() - RETELL_S)
+            try:
+                await asyncio.wait_for(again.wait(), LIFE_SIGNS_EVERY_S)
+            except TimeoutError:
+                since = self.book.clocks.wall() - 2 * LIFE_SIGNS_EVERY_S
+                self.book.queue_since(since, LIFE_SIGNS)
+            else:
+                again.clear()
+                self.book.queue_since(self.book.clocks.wall() - RETELL_S)
 
     async def _publish(self, report: Report, *, again: str = "") -> None:
         payload = encode_json(report)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -38,8 +38,8 @@ FULL_S = 0.5
 Result = Mapping[str, Any]
 """Fields of the terminal report besides the ones that every report has."""
 
-_AFTER_THE_END = ("ready", "exited")
-"""Reports about a worker that runs on after its order has ended."""
+LIFE_SIGNS = frozenset({"ready", "exited"})
+"""Kinds of reports about a worker that runs on after its order has ended."""
 
 
 class OrderBook:
@@ -209,7 +209,7 @@ class OrderBook:
     async def _report(self, entry: Entry, kind: str, fields: Mapping[str, Any]) -> None:
         unwritten = self._unwritten.setdefault((entry.order, entry.attempt), [])
         has_ended = entry.terminal is not None or any(each.is_terminal for each in unwritten)
-        if has_ended and kind not in _AFTER_THE_END:
+        if has_ended and kind not in LIFE_SIGNS:
             return
         number = len(entry.reports) + len(unwritten) + 1
         report = self._report_of(entry.order, entry.attempt, number, kind, fields)
@@ -264,11 +264,14 @@ class OrderBook:
             record = Delivered(order=report.order, attempt=report.attempt, n=report.n)
             self.journal.write(record).add_done_callback(_ignore)
 
-    def queue_since(self, wall: float) -> None:
-        """Put all reports of orders that reported since then into the outbox once more."""
+    def queue_since(self, wall: float, kinds: Container[str] | None = None) -> None:
+        """Put reports of orders that reported since then into the outbox once more.
+
+        All their reports, or those of some kinds.
+        """
         for entry in self.journal.ledger.entries.values():
             if entry.reports and entry.reports[-1].at >= wall:
-                self._queue(entry.reports)
+                self._queue(each for each in entry.reports if kinds is None or each.kind in kinds)
 
 
 def _ignore(done: asyncio.Future[None]) -> None:
