@@ -59,10 +59,10 @@ class JournalCorrupt(SnapbackError):
 class _Group:
     """Records that are written all or none, and the future of who handed them over."""
 
-    def __init__(self, records: Sequence[Record], data: bytes, done: asyncio.Future[None]) -> None:
+    def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
-        self.data = data
-        self.done = done
+        self.data = b"".join(map(_line, records))
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def accept(self) -> None:
         if not self.done.done():
@@ -82,6 +82,7 @@ class Journal:
         self._lock = lock
         self._in_use = threading.Lock()
         self._waiting: list[_Group] = []
+        self._later: list[_Group] = []
         self._writer: asyncio.Task[None] | None = None
         self._broken: StorageFailed | None = None
         self._breaks = asyncio.Event()
@@ -131,15 +132,25 @@ class Journal:
         What is handed over while the disk is busy shares the next write and its fsync. Records
         lie in the journal in the order of the calls.
         """
-        data = b"".join(map(_line, records))
-        group = _Group(records, data, asyncio.get_running_loop().create_future())
+        group = _Group(records)
         self._waiting.append(group)
         if self._writer is None:
             self._writer = asyncio.ensure_future(self._write_waiting())
         return group.done
 
+    def write_later(self, *records: Record) -> None:
+        """Hand over records about what is written already, and that a crash may take.
+
+        They are written with whatever comes next, before it; `settled` has them written, too.
+        """
+        group = _Group(records)
+        group.done.add_done_callback(_retrieve)
+        self._later.append(group)
+
     async def settled(self) -> None:
         """Wait until everything that was handed over is written, or refused."""
+        if self._later:
+            self.write()
         if self._writer is not None:
             await asyncio.shield(self._writer)
 
@@ -147,13 +158,14 @@ class Journal:
         groups: Sequence[_Group] = ()
         try:
             while self._waiting:
-                groups, self._waiting = self._waiting, []
+                groups = [*self._later, *self._waiting]
+                self._later, self._waiting = [], []
                 await self._write_groups(groups)
         except BaseException as error:
             # Whatever it is, it belongs to those who wait for it.
-            for group in (*groups, *self._waiting):
+            for group in (*groups, *self._later, *self._waiting):
                 group.refuse(error)
-            self._waiting = []
+            self._later, self._waiting = [], []
             raise
         finally:
             self._writer = None
@@ -218,6 +230,12 @@ class Journal:
             os.close(self._fd)
             self._fd = -1
             os.close(self._lock)
+
+
+def _retrieve(done: asyncio.Future[None]) -> None:
+    """Take notice of an exception, which asyncio would log otherwise."""
+    if not done.cancelled():
+        done.exception()
 
 
 def read_records(path: Path) -> list[Record]:

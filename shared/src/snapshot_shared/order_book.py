@@ -255,14 +255,14 @@ class OrderBook:
                     await asyncio.wait_for(self.journal.until_broken(), FULL_S)
 
     def delivered(self, reports: Iterable[Report]) -> None:
-        """Journal that reports have left; nothing waits for it.
+        """Journal that reports have left, with what is written next.
 
         What a crash or a full disk keeps from being written is published once more by the next
         process, and folded once.
         """
-        for report in reports:
-            record = Delivered(order=report.order, attempt=report.attempt, n=report.n)
-            self.journal.write(record).add_done_callback(_ignore)
+        self.journal.write_later(
+            *(Delivered(order=each.order, attempt=each.attempt, n=each.n) for each in reports)
+        )
 
     def queue_since(self, wall: float, kinds: Container[str] | None = None) -> None:
         """Put reports of orders that reported since then into the outbox once more.
@@ -272,11 +272,6 @@ class OrderBook:
         for entry in self.journal.ledger.entries.values():
             if entry.reports and entry.reports[-1].at >= wall:
                 self._queue(each for each in entry.reports if kinds is None or each.kind in kinds)
-
-
-def _ignore(done: asyncio.Future[None]) -> None:
-    if not done.cancelled():
-        done.exception()
 
 
 async def _cancelled(*tasks: asyncio.Task[None]) -> None:

@@ -79,10 +79,16 @@ class Runner:
         if tuple(step.name for step in table) != steps.table(verb, driver_of(order)):
             raise Internal(f"the step table of {verb} is {[step.name for step in table]}")
         begun: list[Step] = []
+        ended: list[Ended] = []
         try:
             for step in table:
                 begun.append(step)
+                began = Began(order=order.order, attempt=order.attempt, step=step.name)
+                await self._journal.append(*ended, began)
                 await self._run_step(verb, order, step, remaining_s())
+                ended = [Ended(order=order.order, attempt=order.attempt, step=step.name)]
+            # The report of how the order ended comes next, and is written with it.
+            self._journal.write_later(*ended)
         except BaseException as error:
             why = "cancelled" if isinstance(error, asyncio.CancelledError) else failure_of(error)
             log.warning("%s ended at %s: %s", verb, begun[-1].name, why)
@@ -90,7 +96,6 @@ class Runner:
             raise
 
     async def _run_step(self, verb: str, order: Order, step: Step, remaining_s: float) -> None:
-        await self._journal.append(Began(order=order.order, attempt=order.attempt, step=step.name))
         budget = min(step.deadline_s, remaining_s)
         attributes: Attributes = {
             "snapback.order.id": order.order,
@@ -115,7 +120,6 @@ class Runner:
                     step=step.name,
                     budget_s=round(budget, 3),
                 ) from None
-        await self._journal.append(Ended(order=order.order, attempt=order.attempt, step=step.name))
 
     async def _undo(self, order: Order, begun: Sequence[Step]) -> None:
         for step in reversed(begun):
