@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from snapshot_shared.errors import AlreadyExists, StorageFailed, UnsupportedVersion
-from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt
+from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt, read_records
 from snapshot_shared.ledger import Accepted, Began, Delivered, Ended, Reported, Tombstoned
 from snapshot_shared.orders import Report
 
@@ -73,6 +73,23 @@ async def test_records_that_are_handed_over_together_share_one_fsync(
     assert len(synced) == 1
     assert journal.ledger.entries[ORDER].began[-1] == "19"
     journal.close()
+
+
+async def test_what_may_be_lost_is_written_with_what_comes_next_and_before_it(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path, now=NOW)
+    await journal.append(accepted(), report("accepted", 1), report("staged", 2))
+    size = (tmp_path / "journal").stat().st_size
+    journal.write_later(Delivered(order=ORDER, attempt=1, n=1))
+    await asyncio.sleep(0.05)
+    assert (tmp_path / "journal").stat().st_size == size
+    await journal.append(Began(order=ORDER, attempt=1, step="freeze"))
+    journal.write_later(Delivered(order=ORDER, attempt=1, n=2))
+    await journal.settled()
+    journal.close()
+    written = [type(record) for record in read_records(tmp_path / "journal")]
+    assert written[3:] == [Delivered, Began, Delivered]
 
 
 async def test_what_a_cancelled_caller_handed_over_is_written_and_counts(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_operator.api.answering import Endpoint, answering
-from snapshot_operator.core.owning import owned_by
+from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.retention import Verdict
 from snapshot_operator.runtime.cluster import Cluster, key_of
 from snapshot_operator.runtime.upkeep import Retention
@@ -43,10 +43,8 @@ from snapshot_shared.objects import (
     TRACEPARENT,
     VERIFY,
     AnyObject,
-    DynamoCheckpoint,
     Kind,
     Node,
-    Snapshot,
     SnapshotContent,
     find_kind,
     is_true,
@@ -132,7 +130,7 @@ class Api:
         """Read one object, or a page of a kind that fits into one message."""
         kind = find_kind(request.kind)
         if request.name is not None:
-            return GetReply(items=[self._one(kind, request.namespace, request.name)])
+            return GetReply(items=[named(self._cluster, kind, request.namespace, request.name)])
         limit = min(max(request.limit, 1), 1000)
         namespace = request.namespace if kind.namespaced else None
         found = self._cluster.page(kind.name, namespace, after=request.after, limit=limit + 1)
@@ -149,7 +147,7 @@ class Api:
     async def delete(self, request: DeleteRequest) -> DeleteReply:
         """Mark one object for deletion. NotFound when it is not there."""
         kind = find_kind(request.kind)
-        value = self._one(kind, request.namespace, request.name)
+        value = named(self._cluster, kind, request.namespace, request.name)
         check_uid(value, request.uid)
         if isinstance(value, Node) and not is_true(value.status.conditions, "Lost"):
             raise Forbidden(
@@ -164,9 +162,9 @@ class Api:
         The request is an annotation of the content, so that no restart can forget it.
         """
         kind = find_kind(request.kind)
-        value = self._one(kind, request.namespace, request.name)
+        value = named(self._cluster, kind, request.namespace, request.name)
         check_uid(value, request.uid)
-        content = self._content(value)
+        content = self._artifact(value)
         status, name = content.status, content.metadata.name
         if status.verifications > status.verified:
             return VerifyReply(content=name, verification=status.verifications)
@@ -193,43 +191,33 @@ class Api:
             next=page[-1].content if len(wanted) > len(page) else "",
         )
 
-    def _content(self, value: AnyObject) -> SnapshotContent:
+    def _artifact(self, value: AnyObject) -> SnapshotContent:
         """Return the committed content behind an object that people name."""
-        match value:
-            case DynamoCheckpoint():
-                name = value.status.content_name
-            case Snapshot():
-                name = value.status.bound_snapshot_content_name or ""
-            case _:
-                name = value.metadata.name
-        found = self._cluster.get("SnapshotContent", None, name) if name else None
-        kind = kind_of(value).name
-        is_its_own = not isinstance(value, Snapshot) or owned_by(found, value)
-        if (
-            not isinstance(found, SnapshotContent)
-            or found.status.committed is None
-            or not is_its_own
-        ):
+        found = content_behind(self._cluster.get, value)
+        shown = f"{kind_of(value).name} {value.metadata.name}"
+        if found is None or found.status.committed is None:
             raise NotEligible(
-                f"{kind} {value.metadata.name} holds no captured artifact",
+                f"{shown} holds no captured artifact",
                 next_step="name a checkpoint, snapshot or content that is Ready",
             )
         if found.metadata.deletion_timestamp:
-            raise NotEligible(f"{kind} {value.metadata.name} is being deleted")
+            raise NotEligible(f"{shown} is being deleted")
         return found
 
-    def _one(self, kind: Kind, namespace: str | None, name: str) -> AnyObject:
-        space = (namespace or "default") if kind.namespaced else None
-        value = self._cluster.get(kind.name, space, name)
-        if value is None:
-            where = f" in namespace {space}" if space else ""
-            raise NotFound(
-                f"{kind.name} {name} does not exist{where}",
-                next_step=f"list what there is: snapshotctl get {kind.plural}",
-                kind=kind.name,
-                name=name,
-            )
-        return value
+
+def named(cluster: Cluster, kind: Kind, namespace: str | None, name: str) -> AnyObject:
+    """Return an object that a request names. NotFound."""
+    space = (namespace or "default") if kind.namespaced else None
+    value = cluster.get(kind.name, space, name)
+    if value is None:
+        where = f" in namespace {space}" if space else ""
+        raise NotFound(
+            f"{kind.name} {name} does not exist{where}",
+            next_step=f"list what there is: snapshotctl get {kind.plural}",
+            kind=kind.name,
+            name=name,
+        )
+    return value
 
 
 def check_uid(value: AnyObject, uid: str) -> None:

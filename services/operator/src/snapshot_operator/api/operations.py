@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from snapshot_operator.api.answering import Endpoint, answering
-from snapshot_operator.api.objects import check_uid
+from snapshot_operator.api.objects import check_uid, named
 from snapshot_operator.core import interventions
-from snapshot_operator.core.owning import owned_by
+from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.plan import orders_of
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster
@@ -23,7 +23,7 @@ from snapshot_shared.api import (
     RequeueReply,
     RequeueRequest,
 )
-from snapshot_shared.errors import Conflict, NotEligible, NotFound
+from snapshot_shared.errors import Conflict, NotEligible
 from snapshot_shared.ids import check_node, check_order_id, owner_of
 from snapshot_shared.objects import (
     ABORT,
@@ -78,9 +78,7 @@ class Operations:
         """Let new work begin on a node, or not. NotFound, Conflict. Repeating changes nothing."""
         name = check_node(request.node)
         while True:
-            node = self._cluster.get("Node", None, name)
-            if not isinstance(node, Node):
-                raise _absent("Node", name)
+            node = cast("Node", named(self._cluster, KINDS["Node"], None, name))
             wanted = interventions.cordoned(node, unschedulable=request.unschedulable)
             if wanted == node:
                 return CordonReply(node=name, changed=False)
@@ -104,14 +102,10 @@ class Operations:
 
         The request is an annotation of the content; the first who asked is kept.
         """
-        kind = find_kind(request.kind)
-        space = (request.namespace or "default") if kind.namespaced else None
-        value = self._cluster.get(kind.name, space, request.name)
-        if value is None:
-            raise _absent(kind.name, request.name)
+        value = named(self._cluster, find_kind(request.kind), request.namespace, request.name)
         check_uid(value, request.uid)
         while True:
-            content = self._content(value)
+            content = self._capture(value)
             interventions.check_abortable(content)
             try:
                 if ABORT not in content.metadata.annotations:
@@ -122,24 +116,16 @@ class Operations:
                 continue
             return AbortReply(content=content.metadata.name, capture=content.status.capture.value)
 
-    def _content(self, value: AnyObject) -> SnapshotContent:
+    def _capture(self, value: AnyObject) -> SnapshotContent:
         """Return the content behind an object that people name."""
         kind, name = kind_of(value), value.metadata.name
-        match value:
-            case DynamoCheckpoint():
-                content_name = value.status.content_name
-            case Snapshot():
-                content_name = value.status.bound_snapshot_content_name or ""
-            case SnapshotContent():
-                content_name = name
-            case _:
-                raise NotEligible(
-                    f"a {kind.name} has no capture of its own",
-                    next_step=f"end it with: snapshotctl delete {kind.short} {name}",
-                )
-        found = self._cluster.get("SnapshotContent", None, content_name or "-")
-        is_its_own = not isinstance(value, Snapshot) or owned_by(found, value)
-        if not isinstance(found, SnapshotContent) or not is_its_own:
+        if not isinstance(value, DynamoCheckpoint | Snapshot | SnapshotContent):
+            raise NotEligible(
+                f"a {kind.name} has no capture of its own",
+                next_step=f"end it with: snapshotctl delete {kind.short} {name}",
+            )
+        found = content_behind(self._cluster.get, value)
+        if found is None:
             raise NotEligible(
                 f"no capture of {kind.name} {name} is under way",
                 next_step=f"to give it up: snapshotctl delete {kind.short} {name}",
@@ -164,12 +150,3 @@ class Operations:
         """Return how the operator itself is."""
         sweeping = self._sweeping()
         return HealthReply(version=VERSION, swept_at=sweeping.swept_at, fill=sweeping.fill)
-
-
-def _absent(kind: str, name: str) -> NotFound:
-    return NotFound(
-        f"{kind} {name} does not exist",
-        next_step=f"list what there is: snapshotctl get {KINDS[kind].plural}",
-        kind=kind,
-        name=name,
-    )

@@ -6,7 +6,7 @@ own status; that it is registered here, by uid, is what lets it begin, and what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -22,6 +22,7 @@ from snapshot_operator.core import (
 from snapshot_operator.core.capture import UNDER_WAY, ContentView, content_plan
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.nodes import all_nodes, known, node, reading_node, unusable_for_new_work
+from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.plan import (
     NOTHING,
     Adopt,
@@ -33,6 +34,8 @@ from snapshot_operator.core.plan import (
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects import (
     VERIFY,
+    AnyObject,
+    DynamoCheckpoint,
     OrderStatus,
     Pod,
     Snapshot,
@@ -336,3 +339,25 @@ def content_name(snapshot: Snapshot) -> str:
 def import_name(namespace: str, content_uid: str, generation: int) -> str:
     """Return the name of the content that imports a generation."""
     return f"snapshotcontent-{derived_uid(namespace, f'{content_uid}/gen-{generation}')}"
+
+
+def content_behind(
+    get: Callable[[str, str | None, str], AnyObject | None], value: AnyObject
+) -> SnapshotContent | None:
+    """Return the content that a checkpoint, a snapshot or a content leads to, if there is one.
+
+    That of another snapshot which has the name is none.
+    """
+    match value:
+        case DynamoCheckpoint():
+            name = value.status.content_name
+        case Snapshot():
+            name = value.status.bound_snapshot_content_name or content_name(value)
+        case SnapshotContent():
+            name = value.metadata.name
+        case _:
+            return None
+    found = get("SnapshotContent", None, name) if name else None
+    if not isinstance(found, SnapshotContent):
+        return None
+    return None if isinstance(value, Snapshot) and not owned_by(found, value) else found

@@ -13,9 +13,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
-from snapshot_operator.core.content import content_name
+from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.nodes import known
-from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.plan import (
     FINALIZER,
     NOTHING,
@@ -136,7 +135,8 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
     name, space = restore.spec.source, restore.metadata.namespace
     snapshot = reader.get("Snapshot", space, name)
     checkpoint = reader.get("DynamoCheckpoint", space, name)
-    content = _content_of(reader, snapshot, checkpoint)
+    source = snapshot or checkpoint
+    content = content_behind(reader.get, source) if source is not None else None
     view = RestoreView(restore, pod, content)
     failure = _failure_of(snapshot) or _failure_of(checkpoint)
     if content is not None and content.status.failure is not None:
@@ -174,17 +174,6 @@ def _may_be_captured(snapshot: AnyObject | None, checkpoint: AnyObject | None) -
     """Whether a source that has no content now may get one."""
     is_open = isinstance(checkpoint, DynamoCheckpoint) and checkpoint.status.phase != "Ready"
     return snapshot is not None or is_open
-
-
-def _content_of(
-    reader: Reader, snapshot: AnyObject | None, checkpoint: AnyObject | None
-) -> SnapshotContent | None:
-    if isinstance(snapshot, Snapshot):
-        found = reader.get("SnapshotContent", None, content_name(snapshot))
-        return found if isinstance(found, SnapshotContent) and owned_by(found, snapshot) else None
-    name = checkpoint.status.content_name if isinstance(checkpoint, DynamoCheckpoint) else ""
-    found = reader.get("SnapshotContent", None, name) if name else None
-    return found if isinstance(found, SnapshotContent) else None
 
 
 def _failure_of(value: AnyObject | None) -> str:

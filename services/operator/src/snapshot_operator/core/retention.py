@@ -9,6 +9,7 @@ import msgspec
 
 from snapshot_operator.core import capture, quarantine
 from snapshot_operator.core.conditions import seconds
+from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.restore import ENDED, source_of
 from snapshot_operator.core.sharing import identity_hash
@@ -167,8 +168,8 @@ def _artifacts(holdings: Holdings) -> Iterable[_Artifact]:
             named = sharers.setdefault(checkpoint.status.content_name, set())
             named.add(checkpoint.metadata.name)
     for snapshot in holdings.snapshots:
-        content = contents.get(snapshot.status.bound_snapshot_content_name or "")
-        if content is None or not owned_by(content, snapshot) or not _is_kept(snapshot, content):
+        content = content_behind(lambda _kind, _space, name: contents.get(name), snapshot)
+        if content is None or not _is_kept(snapshot, content):
             continue
         names = frozenset({snapshot.metadata.name, *sharers.get(content.metadata.name, ())})
         owner = checkpoints.get((snapshot.metadata.namespace, snapshot.metadata.name))
