@@ -360,8 +360,10 @@ class _Acks:
             link.up(self._give_back)
 
     def _give_back(self) -> None:
+        # It has no answer: where the stream is gone meanwhile, nobody hears of it.
         if self._bus._link.carries:
-            self._bus._server.nak(*self._place)
+            with contextlib.suppress(Refused):
+                self._bus._server.nak(*self._place)
 
 
 class _Answers:

@@ -161,7 +161,7 @@ class Rig:
         await self.until_serving(lambda: process.returncode is not None)
         return process
 
-    async def gms(self, devices: int, device_bytes: int) -> None:
+    async def gms(self, devices: int, device_bytes: int) -> asyncio.subprocess.Process:
         """Start the GPU memory service of the node as a process and wait until it serves."""
         environment = {
             **self.environment,
@@ -177,6 +177,7 @@ class Rig:
         socket = self.sockets / GRPC_SOCKET
         await until(lambda: socket.exists() or process.returncode is not None, "GMS to serve")
         assert process.returncode is None
+        return process
 
     async def until_serving(self, is_over: Callable[[], bool]) -> None:
         """Wait until the agent answers questions; its end is a failure."""

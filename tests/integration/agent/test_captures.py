@@ -274,20 +274,28 @@ async def test_a_worker_that_nobody_releases_goes_on_at_the_deadline_of_the_hold
         begin = time.monotonic()
         prepared = await rig.carry_out(order)
         await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
-        release = rig.release_order(pod, content)
-        report = await rig.answer(release)
+        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
         # By the agent itself, then, and not by its guard.
         assert time.monotonic() - begin < order.hold_s + MARGIN_S
+        assert (rig.generation(content) / "process" / "part.json").exists()
+        report = await rig.carry_out(rig.release_order(pod, content))
         assert report.kind == "released"
         assert report.unconfirmed
-        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
-        assert (rig.generation(content) / "process" / "part.json").exists()
+        assert (await rig.status())["captures"] == []
 
-        # The order that comes too late is answered with what was done.
-        count = len(rig.reports)
-        await rig.send(release)
-        await until(lambda: len(rig.reports) > count, "an answer")
-        assert rig.reports[-1].unconfirmed
+
+async def test_a_release_that_comes_too_late_ends_the_worker_where_it_is_to_end(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        await rig.carry_out(rig.prepare_order(pod, content, hold_s=1.0))
+        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+        pid = pod.pid(rig.journal)
+        late = msgspec.structs.replace(rig.release_order(pod, content), policy="Terminate")
+        assert (await rig.carry_out(late)).unconfirmed
+        assert not Path(f"/proc/{pid}").exists()
 
 
 async def test_a_release_of_nothing_held_is_released(rig: Rig) -> None:

@@ -67,7 +67,7 @@ async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_ho
     await beats_again(pod)
     os.kill(process.pid, signal.SIGCONT)
     assert (await rig.answer(dump)).kind == "failed"
-    released = await rig.answer(rig.release_order(pod, content))
+    released = await rig.carry_out(rig.release_order(pod, content))
     assert (released.kind, released.unconfirmed) == ("released", True)
     assert (await rig.status())["captures"] == []
 
@@ -114,7 +114,7 @@ async def test_an_agent_that_returns_after_the_guard_has_acted_tells_of_the_rele
     process.kill()
     await process.wait()
     await rig.process()
-    report = await rig.answer(rig.release_order(pod, content))
+    report = await rig.carry_out(rig.release_order(pod, content))
     assert report.kind == "released"
     assert report.unconfirmed
     assert (await rig.status())["captures"] == []

@@ -190,6 +190,28 @@ async def test_an_aborted_capture_ends_its_fence_and_the_worker_wakes(rig: Rig) 
         await until((pod.control / control.READY).exists, "the worker's wake")
 
 
+async def test_an_abort_lets_the_worker_go_while_gms_hangs_and_ends_the_fence_afterwards(
+    rig: Rig,
+) -> None:
+    gms = await rig.gms(devices=1, device_bytes=256 * MIB)
+    devices = await devices_of(rig)
+    async with rig.agent():
+        pod = await started(rig, devices)
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
+        assert prepared.kind == "prepared"
+        gms.send_signal(signal.SIGSTOP)
+        abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
+        try:
+            assert (await rig.carry_out(abort)).kind == "aborted"
+            assert (pod.control / control.ABORTED).exists()
+            assert (await rig.status())["captures"] == []
+        finally:
+            gms.send_signal(signal.SIGCONT)
+        # A device that is fenced lets nobody attach.
+        await until((pod.control / control.READY).exists, "the worker's wake")
+
+
 async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_with(
     rig: Rig,
 ) -> None:
@@ -208,7 +230,7 @@ async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_w
     process.kill()
     await process.wait()
     await rig.process()
-    report = await rig.answer(rig.release_order(pod, content))
+    report = await rig.carry_out(rig.release_order(pod, content))
     assert report.unconfirmed
     await until((pod.control / control.READY).exists, "the worker's wake")
 

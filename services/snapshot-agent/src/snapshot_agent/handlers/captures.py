@@ -95,11 +95,14 @@ class Captures:
         return {"part": staging.result()}
 
     def _prepared(self, order: DumpOrder) -> Entry | None:
-        name = order_id("prepare", Uid(order.content_uid))
-        entry = self._orders.journal.ledger.entries.get(name)
-        if entry is None or entry.attempt != order.attempt or entry.terminal is None:
+        entry = self._entry("prepare", Uid(order.content_uid), order.attempt)
+        if entry is None or entry.terminal is None:
             return None
         return entry if entry.terminal.kind == "prepared" else None
+
+    def _entry(self, verb: str, content: Uid, attempt: int) -> Entry | None:
+        entry = self._orders.journal.ledger.entries.get(order_id(verb, content))
+        return entry if entry is not None and entry.attempt == attempt else None
 
     async def release(self, order: ReleaseOrder, ctx: OrderContext) -> Result:
         """Let the worker go on, or end it. A worker that nobody holds is only ended."""
@@ -118,7 +121,8 @@ class Captures:
                 await self._workers.end_pod(order.pod.uid, TERMINATE_GRACE_S)
 
         await ctx.steps("release", [Step("signal", signal, LET_GO_S)])
-        return {"unconfirmed": True} if ctx.entry.notes.get(UNCONFIRMED) else {}
+        prepare = self._entry("prepare", content, order.attempt)
+        return {"unconfirmed": True} if prepare and prepare.notes.get(UNCONFIRMED) else {}
 
     async def abort(self, order: AbortOrder, ctx: OrderContext) -> Result:
         """Make sure that no attempt up to this one begins or goes on, and undo what it did."""

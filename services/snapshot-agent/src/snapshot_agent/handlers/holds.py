@@ -13,8 +13,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase
 from snapshot_agent.handlers.background import Background
@@ -28,19 +26,21 @@ from snapshot_agent.ports import (
     Workers,
 )
 from snapshot_shared import instruments
-from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import Failure, NoSpace, SnapbackError, SourceExited
-from snapshot_shared.ids import OrderId, Uid, order_id, short_hash
-from snapshot_shared.ledger import Accepted, Noted
-from snapshot_shared.orders import PodRef, PrepareOrder, ReleaseOrder
+from snapshot_shared.errors import Failure, SnapbackError, SourceExited
+from snapshot_shared.ids import Uid, order_id, short_hash
+from snapshot_shared.ledger import Noted
+from snapshot_shared.orders import PodRef, PrepareOrder
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""How long to wait before another try when the disk is full, in seconds."""
+"""How long to wait before another try when the disk is full or GMS does not answer, in seconds."""
+
+UNFENCE_S = 1.0
+"""How long a worker that is let go waits for the end of its fence, in seconds."""
 
 UNCONFIRMED = "unconfirmed"
-"""The note on a release that the agent ordered itself."""
+"""The note on a prepared capture whose worker the agent released without being asked."""
 
 _OVERDUE = Failure(
     reason="HoldDeadline",
@@ -201,12 +201,12 @@ class Holds:
         await self._release_at_last(hold)
 
     async def _release_at_last(self, hold: Hold) -> None:
-        """Release alone, and try again while the disk is full: nobody else will."""
+        """Release alone, and try again until it is done: nobody else will."""
         never = asyncio.Event()
         while True:
             try:
                 return await self.release_alone(hold)
-            except NoSpace as error:
+            except (SnapbackError, OSError) as error:
                 log.warning("the release of %s waits: %s", hold.content, error)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(never.wait(), AGAIN_S)
@@ -242,50 +242,19 @@ class Holds:
             if self.by_content.get(hold.content) is not hold:
                 return
             await self.let_go(hold)
-            await self.unfence(hold.order)
+            await self.end_fence(hold.order, hold.deadline)
             await self.free(hold, why)
             await self._forget(hold)
 
     async def release_alone(self, hold: Hold) -> None:
-        """Release at the deadline without being asked, as an order of the agent to itself."""
-        name = order_id("release", hold.content)
-        known = self._orders.journal.ledger.entries.get(name)
-        if known is not None and known.attempt >= hold.attempt:
-            # It was asked for: that order lets go, or has failed to.
-            if known.terminal is not None:
-                await self.give_up(hold, _OVERDUE)
-            return
-        await self._accept_own(hold, name)
+        """Release at the deadline without being asked, and note it for the order that will."""
+        release = self._orders.journal.ledger.entries.get(order_id("release", hold.content))
+        if release is not None and release.attempt >= hold.attempt and release.terminal is None:
+            return  # That order lets go.
         await self._orders.cancel(order_id("dump", hold.content), hold.attempt)
         await self.give_up(hold, _OVERDUE)
-        entry = self._orders.journal.ledger.entries[name]
-        await self._orders.report(entry, "released", unconfirmed=True, message=_OVERDUE.message)
-
-    async def _accept_own(self, hold: Hold, name: OrderId) -> None:
-        order = ReleaseOrder(
-            order=name,
-            attempt=hold.attempt,
-            node=hold.order.node,
-            owner=hold.content,
-            deadline_s=60.0,
-            traceparent=hold.order.traceparent,
-            pod=hold.order.pod,
-            content_uid=hold.content,
-            driver=hold.order.driver,
-            outcome="aborted",
-        )
-        clocks = self._machine.clocks
-        accepted = Accepted(
-            order=name,
-            attempt=hold.attempt,
-            payload=msgspec.Raw(encode_json(order)),
-            boot_id=clocks.boot_id,
-            monotonic=clocks.monotonic(),
-            wall=clocks.wall(),
-            deadline_s=order.deadline_s,
-        )
-        note = Noted(order=name, attempt=hold.attempt, key=UNCONFIRMED, value=True)
-        await self._orders.journal.append(accepted, note)
+        note = Noted(order=hold.order.order, attempt=hold.attempt, key=UNCONFIRMED, value=True)
+        await self._orders.journal.append(note)
 
     # What they consist of.
 
@@ -313,10 +282,28 @@ class Holds:
             lasted = self._machine.clocks.monotonic() - since
             self._machine.metrics.record(instruments.HOLD_DURATION, lasted, outcome)
 
-    async def unfence(self, order: PrepareOrder) -> None:
-        """End the fence of a capture, if it has one."""
+    async def end_fence(self, order: PrepareOrder, until: float) -> None:
+        """End the fence of a capture, if it has one; after UNFENCE_S in the background.
+
+        A worker wakes once it has ended, and must not wait for a GMS that hangs. `until` is the
+        deadline of the fence, at which GMS ends it.
+        """
         if order.devices:
-            await self._machine.gpu_memory.at(order.pod).unfence(order.fence_token)
+            work = self._unfence_at_last(order, until)
+            ending = self._background.start(work, f"fence of {order.content_uid}")
+            await asyncio.wait([ending], timeout=UNFENCE_S)
+
+    async def _unfence_at_last(self, order: PrepareOrder, until: float) -> None:
+        never = asyncio.Event()
+        while True:
+            try:
+                return await self._machine.gpu_memory.at(order.pod).unfence(order.fence_token)
+            except (SnapbackError, OSError) as error:
+                log.warning("the fence of %s waits: %s", order.content_uid, error)
+            if self._machine.clocks.monotonic() >= until:
+                return None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(never.wait(), AGAIN_S)
 
     async def free(self, hold: Hold, why: Failure) -> None:
         """Tell the worker to go on without the capture, or kill it by policy."""

@@ -168,7 +168,7 @@ class Opening:
         )
 
     async def _unfence(self) -> None:
-        await self._holds.unfence(self._order)
+        await self._holds.end_fence(self._order, self.hold.deadline)
 
     async def _facts(self) -> None:
         """Write down what the source is, and refuse what cannot be stored."""

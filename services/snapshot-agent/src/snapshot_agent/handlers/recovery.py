@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from snapshot_agent.domain.driving import Phase, phase_of
 from snapshot_agent.domain.recovery import Left, Recovery, decide, interruption
-from snapshot_agent.handlers.holds import Hold, Holds
+from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.opening import DEADLINE_NOTE
 from snapshot_agent.handlers.pods import Pods
 from snapshot_agent.ports import Machine, Orders, Worker, Workers
@@ -78,7 +78,8 @@ class Recoverer:
         return Left(
             prepare=prepare,
             dump=dump,
-            is_settled=any(self._is_over(verb, content, prepare) for verb in ("release", "abort")),
+            is_settled=bool(prepare.notes.get(UNCONFIRMED))
+            or any(self._is_over(verb, content, prepare) for verb in ("release", "abort")),
             is_let_go=worker is not None and self._holds.is_let_go(worker, order.attempt),
             is_overdue=self._deadline(prepare, order) <= self._machine.clocks.monotonic(),
         )
@@ -125,9 +126,12 @@ class Recoverer:
             if hold is not None:
                 await self._holds.give_up(hold, error.to_failure())
             else:
-                await self._holds.unfence(order)
+                await self._holds.end_fence(order, self._deadline(left.prepare, order))
         except (SnapbackError, OSError):
             log.exception("capture of %s could not be undone completely", order.content_uid)
+            if hold is not None:
+                hold.deadline = self._machine.clocks.monotonic()
+                self._holds.keep(hold)
         if entry is not None:
             await self._orders.report(entry, "failed", failure=error.to_failure())
 
