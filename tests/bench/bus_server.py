@@ -57,7 +57,7 @@ def stamp() -> int:
 async def snapback(url: str, folder: Path) -> AsyncIterator[None]:
     node = node_of("snapback")
     bus = await Bus(url, "bench").connect()
-    journal = Journal.open(folder / "journal", now=time.time())
+    journal = Journal.open(folder / "journal", wall=time.time)
     telemetry = Telemetry("snap-agent", node, "0")
     clocks = Clocks(time.monotonic, time.time, "boot")
     book = OrderBook(node=node, service=SERVICE, journal=journal, clocks=clocks)

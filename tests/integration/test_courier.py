@@ -84,7 +84,7 @@ class Desk:
 
     @asynccontextmanager
     async def courier(self) -> AsyncIterator[Courier]:
-        journal = Journal.open(self.folder, now=NOW)
+        journal = Journal.open(self.folder, wall=lambda: NOW)
         telemetry = Telemetry("snap-agent", NODE, "0")
         clocks = Clocks(asyncio.get_running_loop().time, lambda: NOW, "boot")
         courier = Courier(
@@ -232,7 +232,7 @@ async def test_a_version_is_named_where_its_order_does_not_even_decode(desk: Des
 async def test_what_a_newer_build_accepted_and_this_one_cannot_read_ends_by_name(
     desk: Desk,
 ) -> None:
-    journal = Journal.open(desk.folder, now=NOW)
+    journal = Journal.open(desk.folder, wall=lambda: NOW)
     for number, fields in ((1, {"schema": 2}), (2, {"type": "snapback.v1.move_order"})):
         name = order_id("delete", OWNER, f"gen-{number}")
         document = {**msgspec.to_builtins(order(order=name, generation=number)), **fields}
@@ -383,7 +383,7 @@ async def test_a_service_that_ends_within_a_replayable_step_runs_it_again(desk: 
         blocked.set()
         await asyncio.Event().wait()
 
-    journal = Journal.open(desk.folder, now=NOW)
+    journal = Journal.open(desk.folder, wall=lambda: NOW)
     journal.close()
     handler.table = lambda _: [handler.step("tombstone"), Step("remove", hang, deadline_s=60.0)]
     await _crash_while(desk, blocked)

@@ -337,14 +337,14 @@ class Journaling(Story):
     def open(self) -> None:
         if self.journal is not None:
             self.journal.close()
-        self.journal = Journal.open(self.folder, now=NOW)
+        self.journal = Journal.open(self.folder, wall=lambda: NOW)
 
     def recover(self) -> None:
         self.journal = None
         self.open()
         assert self.journal is not None
         # What was under way is on record or not; from here on that is settled.
-        self.promises = {"records": self.journal.ledger.compacted(older_than=0), "under way": []}
+        self.promises = {"records": self.journal.ledger.records(), "under way": []}
 
     def accept(self) -> None:
         self._append(accepted(1), Began(order=order(1), attempt=1, step="freeze"))
@@ -367,24 +367,21 @@ class Journaling(Story):
         self.promises = {"records": [*before, *records], "under way": []}
 
     def check(self, promises: dict[str, Any]) -> None:
-        journal = Journal.open(self.folder, now=NOW)
+        journal = Journal.open(self.folder, wall=lambda: NOW)
         found = self.known(journal.ledger)
         under_way = promises["under way"]
-        allowed = [
-            self.known(folded([*promises["records"], *under_way[:count]]))
-            for count in range(len(under_way) + 1)
-        ]
+        allowed = [self.known(folded([*promises["records"], *more])) for more in ([], under_way)]
         assert found in allowed, f"{len(found)} records are there, promised {len(allowed[0])}"
         run(journal.append(accepted(9)))
         journal.close()
-        again = Journal.open(self.folder, now=NOW)
+        again = Journal.open(self.folder, wall=lambda: NOW)
         wanted = folded([*(_DECODER.decode(line) for line in found), accepted(9)])
         assert self.known(again.ledger) == self.known(wanted)
         again.close()
 
     def known(self, ledger: Ledger) -> list[bytes]:
         """Give what a journal knows, comparable."""
-        return [encode_json(record) for record in ledger.compacted(older_than=0.0)]
+        return [encode_json(record) for record in ledger.records()]
 
 
 class OlderJournal(Journaling):
@@ -397,7 +394,7 @@ class OlderJournal(Journaling):
         self.promises["records"] = [accepted(7)]
 
     def prepare(self) -> None:
-        journal = Journal.open(self.folder, now=NOW)
+        journal = Journal.open(self.folder, wall=lambda: NOW)
         run(journal.append(accepted(7), *finished(8)))
         journal.close()
 

@@ -225,7 +225,7 @@ async def _gms_main(node: SimNode, process: Process) -> None:
     server = SimGms(node, process)
     clocks = node.clocks()
     telemetry = _tracer("snap-gms", node.name)
-    journal = Journal.open(node.state / "gms", now=clocks.wall())
+    journal = Journal.open(node.state / "gms", wall=clocks.wall)
     bus = node.world.bus(f"gms-{node.name}", process, node.build)
     book = OrderBook(node=check_node(node.name), service="gms", journal=journal, clocks=clocks)
     orders = GmsOrders(
@@ -254,7 +254,7 @@ async def _gms_main(node: SimNode, process: Process) -> None:
 async def _agent_main(node: SimNode, process: Process) -> None:
     clocks = node.clocks()
     telemetry = _tracer("snap-agent", node.name)
-    journal = Journal.open(node.state / "agent", now=clocks.wall())
+    journal = Journal.open(node.state / "agent", wall=clocks.wall)
     node.world.rules.watch_journal(f"agent@{node.name}", journal)
     bus = node.world.bus(f"agent-{node.name}", process, node.build)
     root = ArtifactRoot(SHARED)

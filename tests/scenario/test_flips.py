@@ -132,7 +132,8 @@ def test_a_flipped_bit_of_a_journal_is_refused_with_its_line() -> None:
     with mounted(disk):
         story.open()
         assert story.journal is not None
-        run(story.journal.append(*records))
+        for record in records:
+            run(story.journal.append(record))
         story.journal.close()
     path = "/sim/nodes/state/agent/journal"
     text = disk.tree()[path.removeprefix("/sim")]
@@ -143,7 +144,7 @@ def test_a_flipped_bit_of_a_journal_is_refused_with_its_line() -> None:
         damaged.flip(name, bit)
         with mounted(damaged):
             try:
-                found = Journal.open(story.folder, now=NOW)
+                found = Journal.open(story.folder, wall=lambda: NOW)
             except JournalCorrupt as error:
                 refused += error.values["line"] >= 1
             else:

@@ -261,11 +261,17 @@ def write_replacing(
     temporary = f".{check_component(name)}.tmp"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=directory)
-    with opened(create_file(directory, temporary)) as fd:
-        own_by(fd, owner, mode)
-        write_all(fd, data)
-        secure(fd, name)
-    os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    try:
+        with opened(create_file(directory, temporary)) as fd:
+            own_by(fd, owner, mode)
+            write_all(fd, data)
+            secure(fd, name)
+        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except Exception:
+        # What it takes of a full disk may be what somebody else needs.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
     secure(directory, name)
 
 

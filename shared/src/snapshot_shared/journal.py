@@ -1,19 +1,21 @@
-"""The journal file: one JSON record a line, each with its checksum, each fsynced before it counts.
+"""The journal file: what is written at once is one line of JSON, a record or a list of them.
 
-A torn last line is what a crash leaves and is cut off: it has no end, or holds blocks of zeros. A
-line that is damaged in another way, or before the last, is `JournalCorrupt`: the service refuses to
-start rather than guess what it had promised. So it does, with `UnsupportedVersion`, when a newer
-build has left a record that this one does not know; fields that it does not know are ignored.
+Each line has its checksum and is fsynced before it counts. A torn last line is what a crash leaves
+and is cut off: it has no end, or holds blocks of zeros. A line that is damaged in another way, or
+before the last, is `JournalCorrupt`: the service refuses to start rather than guess what it had
+promised. So it does, with `UnsupportedVersion`, when a newer build has left a record that this one
+does not know; fields that it does not know are ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,10 +43,15 @@ from snapshot_shared.files import (
 from snapshot_shared.ledger import Ledger, Record
 from snapshot_shared.metrics import OFF, Metrics
 
+log = logging.getLogger(__name__)
+
 KEEP_S = 14 * 86400.0
 """How long the highest attempt and result of each finished order are kept, in seconds."""
 
-_DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+MIN_BYTES = 4 * 1024 * 1024
+"""A journal that is smaller is not compacted while it is open."""
+
+_DECODER: msgspec.json.Decoder[Record | list[Record]] = msgspec.json.Decoder(Record | list[Record])
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -61,7 +68,7 @@ class _Group:
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
-        self.data = b"".join(map(_line, records))
+        self.bodies = [*map(_body, records)]
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def accept(self) -> None:
@@ -76,25 +83,36 @@ class _Group:
 class Journal:
     """An open journal and its fold. One process at a time: the folder is locked."""
 
-    def __init__(self, fd: int, lock: int, ledger: Ledger, metrics: Metrics = OFF) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        lock: int,
+        ledger: Ledger,
+        wall: Callable[[], float],
+        metrics: Metrics = OFF,
+    ) -> None:
         """Use `Journal.open`."""
-        self._fd = fd
+        self._folder = folder
+        self._fd = _open(folder)
         self._lock = lock
+        self._wall = wall
         self._in_use = threading.Lock()
         self._waiting: list[_Group] = []
         self._later: list[_Group] = []
         self._writer: asyncio.Task[None] | None = None
         self._broken: StorageFailed | None = None
         self._breaks = asyncio.Event()
+        self._size = os.fstat(self._fd).st_size
+        self._compact_at = max(2 * self._size, MIN_BYTES)
         self.ledger = ledger
         self._metrics = metrics
-        metrics.observe(instruments.JOURNAL_SIZE, lambda: {(): float(os.fstat(fd).st_size)})
+        metrics.observe(instruments.JOURNAL_SIZE, lambda: {(): float(self._size)})
 
     @classmethod
-    def open(cls, folder: Path, *, now: float, metrics: Metrics = OFF) -> Journal:
+    def open(cls, folder: Path, *, wall: Callable[[], float], metrics: Metrics = OFF) -> Journal:
         """Read, repair the torn tail, compact and open for appending.
 
-        `now` is seconds since the epoch. AlreadyExists when another process holds the folder,
+        `wall` gives seconds since the epoch. AlreadyExists when another process holds the folder,
         JournalCorrupt, and UnsupportedVersion when a newer build wrote what this one cannot read.
         """
         make_folder(folder)
@@ -104,18 +122,7 @@ class Journal:
                 f"another process works with the journal in {folder}",
                 next_step="stop it, or give this one a state folder of its own",
             )
-        ledger = Ledger()
-        path = folder / "journal"
-        for record in read_records(path):
-            ledger.apply(record)
-        compact = b"".join(_line(record) for record in ledger.compacted(older_than=now - KEEP_S))
-        with opened(open_root(folder)) as directory:
-            write_replacing(directory, "journal", compact)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        fresh = Ledger()
-        for record in read_records(path):
-            fresh.apply(record)
-        return cls(fd, lock, fresh, metrics)
+        return cls(folder, lock, _compact(folder, wall() - KEEP_S), wall, metrics)
 
     async def append(self, *records: Record) -> None:
         """Write records, wait until they are on disk, then fold them.
@@ -161,6 +168,8 @@ class Journal:
                 groups = [*self._later, *self._waiting]
                 self._later, self._waiting = [], []
                 await self._write_groups(groups)
+                if self._size >= self._compact_at and self._broken is None:
+                    await self._compact()
         except BaseException as error:
             # Whatever it is, it belongs to those who wait for it.
             for group in (*groups, *self._later, *self._waiting):
@@ -183,17 +192,16 @@ class Journal:
 
     async def _write_as_one(self, groups: Sequence[_Group]) -> None:
         """Write groups with one fsync and end their futures. NoSpace: nothing was written."""
-        if self._broken is None:
-            data = b"".join(group.data for group in groups)
+        bodies = [body for group in groups for body in group.bodies]
+        if self._broken is None and bodies:
+            data = _line(bodies)
             try:
                 with self._metrics.timed(instruments.JOURNAL_DURATION):
                     await asyncio.to_thread(self._write, data)
             except OSError as error:
-                self._broken = StorageFailed(
-                    f"the journal cannot be written: {error}", errno=error.errno
-                )
-                self._broken.__cause__ = error
-                self._breaks.set()
+                self._break(f"the journal cannot be written: {error}", error)
+            else:
+                self._size += len(data)
         for group in groups:
             if self._broken is not None:
                 group.refuse(self._broken)
@@ -201,6 +209,32 @@ class Journal:
             for record in group.records:
                 self.ledger.apply(record)
             group.accept()
+
+    def _break(self, message: str, cause: Exception) -> None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        self._broken = StorageFailed(message, errno=number)
+        self._broken.__cause__ = cause
+        self._breaks.set()
+
+    async def _compact(self) -> None:
+        """Make the file and the ledger smaller. It has doubled since, so that this is rare."""
+        older_than = self._wall() - KEEP_S
+        try:
+            await asyncio.to_thread(self._rewrite, older_than)
+        except (OSError, SnapbackError) as error:
+            self._break(f"the journal cannot be compacted: {error}", error)
+            return
+        self.ledger.forget(older_than=older_than)
+        self._size = os.fstat(self._fd).st_size
+        self._compact_at = max(2 * self._size, MIN_BYTES)
+
+    def _rewrite(self, older_than: float) -> None:
+        with self._in_use:
+            if self._fd < 0:
+                return
+            _compact(self._folder, older_than)
+            os.close(self._fd)
+            self._fd = _open(self._folder)
 
     async def until_broken(self) -> None:
         """Wait until the disk fails and raise StorageFailed: the service has to end then."""
@@ -232,30 +266,30 @@ class Journal:
             os.close(self._lock)
 
 
-def _retrieve(done: asyncio.Future[None]) -> None:
-    """Take notice of an exception, which asyncio would log otherwise."""
-    if not done.cancelled():
-        done.exception()
-
-
 def read_records(path: Path) -> list[Record]:
     """Read a journal; an absent file is empty, a torn last line is dropped.
 
     JournalCorrupt, UnsupportedVersion.
     """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Record], int]:
+    """Return the records of a journal and the bytes that hold them."""
     try:
         lines = read_file(path).split(b"\n")
     except FileNotFoundError:
-        return []
+        return [], 0
     records: list[Record] = []
+    size = 0
     for number, line in enumerate(lines[:-1], start=1):
-        body = _body(line)
+        body = _checked(line)
         if body is None:
             if number == len(lines) - 1 and lines[-1] == b"" and b"\0" in line:
                 break
             raise JournalCorrupt(f"{path} is damaged at line {number}", file=str(path), line=number)
         try:
-            records.append(_DECODER.decode(body))
+            found = _DECODER.decode(body)
         except (ValueError, msgspec.MsgspecError) as error:
             raise UnsupportedVersion(
                 f"{path} has a record in line {number} that this build does not know: {error}",
@@ -263,19 +297,59 @@ def read_records(path: Path) -> list[Record]:
                 file=str(path),
                 line=number,
             ) from error
-    return records
+        records += found if isinstance(found, list) else [found]
+        size += len(line) + 1
+    return records, size
 
 
-def _line(record: Record) -> bytes:
+def _compact(folder: Path, older_than: float) -> Ledger:
+    """Write a journal anew without what is too old, and return its fold.
+
+    On a full disk it stays as it is, without its torn end: what makes room has to be journalled.
+    """
+    ledger = Ledger()
+    records, size = _read(folder / "journal")
+    for record in records:
+        ledger.apply(record)
+    ledger.forget(older_than=older_than)
+    data = b"".join(_line([_body(record)]) for record in ledger.records())
+    try:
+        with opened(open_root(folder)) as directory:
+            write_replacing(directory, "journal", data)
+    except NoSpace as error:
+        log.warning("the journal stays as large as it is: %s", error)
+        with opened(_open(folder)) as fd:
+            os.ftruncate(fd, size)
+            os.fdatasync(fd)
+    return ledger
+
+
+def _open(folder: Path) -> int:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    return os.open(folder / "journal", flags, 0o600)
+
+
+def _body(record: Record) -> bytes:
     body = _ENCODER.encode(record)
     if b"\n" in body:
         raise Internal("a journal record must be one line")
+    return body
+
+
+def _line(bodies: Sequence[bytes]) -> bytes:
+    body = bodies[0] if len(bodies) == 1 else b"[%s]" % b",".join(bodies)
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def _body(line: bytes) -> bytes | None:
-    """Give what a line holds; None when it is damaged."""
+def _checked(line: bytes) -> bytes | None:
+    """Return what a line holds; None when it is damaged."""
     checksum, _, body = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         return None
     return body
+
+
+def _retrieve(done: asyncio.Future[None]) -> None:
+    """Take notice of an exception, which asyncio would log otherwise."""
+    if not done.cancelled():
+        done.exception()

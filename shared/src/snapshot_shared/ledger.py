@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.orders import Report
 
 
@@ -168,15 +169,27 @@ class Ledger:
         """Say whether work named `subject` was aborted at this attempt or a later one."""
         return attempt <= self.tombstones.get(subject, 0)
 
-    def compacted(self, *, older_than: float) -> list[Record]:
-        """Give the records worth keeping: of live entries, and of those since then."""
+    def forget(self, *, older_than: float) -> None:
+        """Drop what is not worth keeping: entries from before then from which nothing can come.
+
+        The tombstones of an owner go with its last entry.
+        """
+        for order, entry in list(self.entries.items()):
+            if not entry.is_live and entry.accepted.wall < older_than:
+                del self.entries[order]
+        owners = {owner_of(OrderId(order)) for order in self.entries}
+        for subject in list(self.tombstones):
+            if subject.partition("-")[2] not in owners:
+                del self.tombstones[subject]
+
+    def records(self) -> list[Record]:
+        """Give the records that rebuild the ledger."""
         records: list[Record] = [
             Tombstoned(subject=subject, attempt=attempt)
             for subject, attempt in self.tombstones.items()
         ]
         for entry in self.entries.values():
-            if entry.is_live or entry.accepted.wall >= older_than:
-                records += entry.records()
+            records += entry.records()
         return records
 
 

@@ -83,7 +83,7 @@ async def courier(nats_url: str, folder: Path, metrics: Metrics) -> AsyncIterato
     """A service that deletes nothing, and the bus that it is on."""
     bus = await Bus(nats_url, "test", metrics=metrics).connect()
     await bus.ensure_assets()
-    journal = Journal.open(folder, now=0.0, metrics=metrics)
+    journal = Journal.open(folder, wall=lambda: 0.0, metrics=metrics)
     telemetry = Telemetry("snap-agent", NODE, "0", metrics=metrics)
 
     async def nothing() -> None:

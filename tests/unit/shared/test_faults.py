@@ -161,7 +161,7 @@ def _table(ran: list[str], budget_s: float) -> list[Step]:
 async def test_a_fault_ends_the_order_and_what_was_begun_is_undone(
     tmp_path: Path, plan: FaultPlan, action: FaultAction, error: type[Exception]
 ) -> None:
-    journal = Journal.open(tmp_path, now=0.0)
+    journal = Journal.open(tmp_path, wall=lambda: 0.0)
     telemetry = Telemetry("test", "node-1", "0")
     plan.arm(Fault(action=action, step="copy-state"))
     ran: list[str] = []
@@ -192,7 +192,8 @@ async def nothing():
 async def main():
     plan = FaultPlan("agent", "node-1")
     plan.arm(Fault(action="crash", step="copy-state"))
-    runner = Runner(Journal.open(Path(sys.argv[1]), now=0.0), Telemetry("t", "n", "0"), plan)
+    journal = Journal.open(Path(sys.argv[1]), wall=lambda: 0.0)
+    runner = Runner(journal, Telemetry("t", "n", "0"), plan)
     table = [Step(name, nothing, 10.0) for name in STEPS["dump"]]
     order = decode_json(sys.argv[2].encode(), DumpOrder)
     await runner.run("dump", order, table, remaining_s=lambda: 10.0)

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_shared.errors import AlreadyExists, StorageFailed, UnsupportedVersion
+from snapshot_shared.errors import AlreadyExists, NoSpace, StorageFailed, UnsupportedVersion
+from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt, read_records
-from snapshot_shared.ledger import Accepted, Began, Delivered, Ended, Reported, Tombstoned
+from snapshot_shared.ledger import Accepted, Began, Delivered, Ended, Noted, Reported, Tombstoned
 from snapshot_shared.orders import Report
 
 ORDER = "dump-00000000-0000-0000-0000-000000000001"
@@ -47,10 +48,10 @@ def report(kind: str, n: int, attempt: int = 1) -> Reported:
 
 
 async def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     await journal.append(accepted(), Began(order=ORDER, attempt=1, step="freeze"))
     journal.close()
-    again = Journal.open(tmp_path, now=NOW)
+    again = Journal.open(tmp_path, wall=lambda: NOW)
     (entry,) = again.ledger.unfinished()
     assert (entry.order, entry.open_step) == (ORDER, "freeze")
     again.close()
@@ -66,7 +67,7 @@ async def test_records_that_are_handed_over_together_share_one_fsync(
         synced.append(fd)
         real(fd)
 
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     monkeypatch.setattr(os, "fdatasync", sync)
     steps = [Began(order=ORDER, attempt=1, step=str(number)) for number in range(20)]
     await asyncio.gather(journal.append(accepted()), *map(journal.append, steps))
@@ -78,7 +79,7 @@ async def test_records_that_are_handed_over_together_share_one_fsync(
 async def test_what_may_be_lost_is_written_with_what_comes_next_and_before_it(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     await journal.append(accepted(), report("accepted", 1), report("staged", 2))
     size = (tmp_path / "journal").stat().st_size
     journal.write_later(Delivered(order=ORDER, attempt=1, n=1))
@@ -93,7 +94,7 @@ async def test_what_may_be_lost_is_written_with_what_comes_next_and_before_it(
 
 
 async def test_what_a_cancelled_caller_handed_over_is_written_and_counts(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     appending = asyncio.ensure_future(journal.append(accepted()))
     await asyncio.sleep(0)
     appending.cancel()
@@ -101,7 +102,7 @@ async def test_what_a_cancelled_caller_handed_over_is_written_and_counts(tmp_pat
     assert appending.cancelled()
     assert ORDER in journal.ledger.entries
     journal.close()
-    again = Journal.open(tmp_path, now=NOW)
+    again = Journal.open(tmp_path, wall=lambda: NOW)
     assert ORDER in again.ledger.entries
     again.close()
 
@@ -109,7 +110,7 @@ async def test_what_a_cancelled_caller_handed_over_is_written_and_counts(tmp_pat
 async def test_a_record_that_comes_after_the_end_is_refused_and_written_nowhere(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path / "journal", now=NOW)
+    journal = Journal.open(tmp_path / "journal", wall=lambda: NOW)
     journal.close()
     other = tmp_path / "other"
     with other.open("wb"), pytest.raises(StorageFailed, match="the journal is closed"):
@@ -118,17 +119,18 @@ async def test_a_record_that_comes_after_the_end_is_refused_and_written_nowhere(
 
 
 async def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
-    await journal.append(accepted(), Began(order=ORDER, attempt=1, step="freeze"))
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    await journal.append(accepted())
+    await journal.append(Began(order=ORDER, attempt=1, step="freeze"))
     journal.close()
     path = tmp_path / "journal"
     path.write_bytes(path.read_bytes()[:-7])
-    again = Journal.open(tmp_path, now=NOW)
+    again = Journal.open(tmp_path, wall=lambda: NOW)
     (entry,) = again.ledger.unfinished()
     assert entry.open_step is None
     await again.append(Began(order=ORDER, attempt=1, step="freeze"))
     again.close()
-    assert Journal.open(tmp_path, now=NOW).ledger.entries[ORDER].open_step == "freeze"
+    assert Journal.open(tmp_path, wall=lambda: NOW).ledger.entries[ORDER].open_step == "freeze"
 
 
 def line(record: dict[str, Any]) -> bytes:
@@ -137,8 +139,9 @@ def line(record: dict[str, Any]) -> bytes:
 
 
 async def test_fields_that_a_newer_build_added_to_records_are_ignored(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
-    await journal.append(accepted(), report("accepted", 1))
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    await journal.append(accepted())
+    await journal.append(report("accepted", 1))
     journal.close()
     path = tmp_path / "journal"
     newer = b""
@@ -148,7 +151,7 @@ async def test_fields_that_a_newer_build_added_to_records_are_ignored(tmp_path: 
             record["report"]["added_later"] = {"a": 1}
         newer += line({**record, "added_later": [1]})
     path.write_bytes(newer)
-    again = Journal.open(tmp_path, now=NOW)
+    again = Journal.open(tmp_path, wall=lambda: NOW)
     (entry,) = again.ledger.unfinished()
     assert [item.kind for item in entry.reports] == ["accepted"]
     again.close()
@@ -158,7 +161,7 @@ async def test_fields_that_a_newer_build_added_to_records_are_ignored(tmp_path: 
 async def test_a_record_that_a_newer_build_wrote_is_refused_by_name_and_kept(
     tmp_path: Path, *, is_last: bool
 ) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     await journal.append(accepted())
     journal.close()
     path = tmp_path / "journal"
@@ -166,14 +169,14 @@ async def test_a_record_that_a_newer_build_wrote_is_refused_by_name_and_kept(
     data = path.read_bytes() + later if is_last else later + path.read_bytes()
     path.write_bytes(data)
     with pytest.raises(UnsupportedVersion, match="'moved'"):
-        Journal.open(tmp_path, now=NOW)
+        Journal.open(tmp_path, wall=lambda: NOW)
     assert path.read_bytes() == data
 
 
 async def test_damage_before_the_last_line_refuses_to_start_and_names_the_line(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     for step in ("freeze", "copy-state", "thaw"):
         await journal.append(accepted(), Began(order=ORDER, attempt=1, step=step))
     journal.close()
@@ -182,23 +185,23 @@ async def test_damage_before_the_last_line_refuses_to_start_and_names_the_line(
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
     with pytest.raises(JournalCorrupt, match="line"):
-        Journal.open(tmp_path, now=NOW)
+        Journal.open(tmp_path, wall=lambda: NOW)
 
 
 def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
-    first = Journal.open(tmp_path, now=NOW)
+    first = Journal.open(tmp_path, wall=lambda: NOW)
     with pytest.raises(AlreadyExists):
-        Journal.open(tmp_path, now=NOW)
+        Journal.open(tmp_path, wall=lambda: NOW)
     first.close()
-    Journal.open(tmp_path, now=NOW).close()
+    Journal.open(tmp_path, wall=lambda: NOW).close()
 
 
 async def test_reports_stay_pending_until_they_are_delivered(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     await journal.append(accepted(), report("accepted", 1), report("staged", 2))
     await journal.append(Delivered(order=ORDER, attempt=1, n=1))
     journal.close()
-    again = Journal.open(tmp_path, now=NOW)
+    again = Journal.open(tmp_path, wall=lambda: NOW)
     assert [pending.kind for pending in again.ledger.pending_reports()] == ["staged"]
     again.close()
 
@@ -206,7 +209,7 @@ async def test_reports_stay_pending_until_they_are_delivered(tmp_path: Path) -> 
 async def test_a_higher_attempt_replaces_and_records_of_the_lower_are_ignored(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     await journal.append(accepted(), accepted(attempt=2), report("staged", 1, attempt=1))
     entry = journal.ledger.entries[ORDER]
     assert (entry.attempt, entry.terminal) == (2, None)
@@ -217,18 +220,84 @@ async def test_compaction_keeps_results_for_fourteen_days_and_unfinished_work_fo
     tmp_path: Path,
 ) -> None:
     other = ORDER[:-1] + "2"
-    journal = Journal.open(tmp_path, now=NOW)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
     await journal.append(accepted(), report("staged", 1), Delivered(order=ORDER, attempt=1, n=1))
     await journal.append(accepted(other), Began(order=other, attempt=1, step="freeze"))
     await journal.append(Ended(order=other, attempt=1, step="freeze"))
-    await journal.append(Tombstoned(subject="capture-x", attempt=3))
+    gone, kept = (f"capture-{owner_of(OrderId(each))}" for each in (ORDER, other))
+    await journal.append(Tombstoned(subject=kept, attempt=3), Tombstoned(subject=gone, attempt=1))
     journal.close()
-    soon = Journal.open(tmp_path, now=NOW + 60)
+    soon = Journal.open(tmp_path, wall=lambda: NOW + 60)
     assert set(soon.ledger.entries) == {ORDER, other}
+    assert soon.ledger.is_tombstoned(gone, 1)
     soon.close()
-    late = Journal.open(tmp_path, now=NOW + KEEP_S + 60)
+    late = Journal.open(tmp_path, wall=lambda: NOW + KEEP_S + 60)
     assert set(late.ledger.entries) == {other}
     assert late.ledger.entries[other].ended == ["freeze"]
-    assert late.ledger.is_tombstoned("capture-x", 3)
-    assert not late.ledger.is_tombstoned("capture-x", 4)
+    assert late.ledger.is_tombstoned(kept, 3)
+    assert not late.ledger.is_tombstoned(kept, 4)
+    assert not late.ledger.is_tombstoned(gone, 1)
     late.close()
+
+
+async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("snapshot_shared.journal.MIN_BYTES", 2000)
+    now = NOW
+    journal = Journal.open(tmp_path, wall=lambda: now)
+    await journal.append(accepted(), report("staged", 1), Delivered(order=ORDER, attempt=1, n=1))
+    now += KEEP_S + 60
+    other = ORDER[:-1] + "2"
+    await journal.append(accepted(other, wall=now))
+    while (tmp_path / "journal").stat().st_size >= 500:
+        await journal.append(Noted(order=other, attempt=1, key="pid", value=7))
+        assert (tmp_path / "journal").stat().st_size < 2500
+    assert set(journal.ledger.entries) == {other}
+    await journal.append(Began(order=other, attempt=1, step="freeze"))
+    journal.close()
+    again = Journal.open(tmp_path, wall=lambda: now)
+    assert set(again.ledger.entries) == {other}
+    assert again.ledger.entries[other].open_step == "freeze"
+    again.close()
+
+
+async def test_a_journal_opens_on_a_full_disk_and_only_its_torn_end_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    await journal.append(accepted())
+    await journal.append(Began(order=ORDER, attempt=1, step="freeze"))
+    journal.close()
+    path = tmp_path / "journal"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"00000000 half")
+
+    def full(*_: object) -> None:
+        raise NoSpace("no space left")
+
+    monkeypatch.setattr("snapshot_shared.journal.write_replacing", full)
+    again = Journal.open(tmp_path, wall=lambda: NOW)
+    assert path.read_bytes() == whole
+    await again.append(Ended(order=ORDER, attempt=1, step="freeze"))
+    again.close()
+    assert Journal.open(tmp_path, wall=lambda: NOW).ledger.entries[ORDER].ended == ["freeze"]
+
+
+async def test_what_was_written_at_once_is_cut_off_as_one_when_its_begin_is_zeros(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    await journal.append(accepted())
+    path = tmp_path / "journal"
+    size = path.stat().st_size
+    await journal.append(
+        Began(order=ORDER, attempt=1, step="freeze"), Ended(order=ORDER, attempt=1, step="freeze")
+    )
+    journal.close()
+    data = bytearray(path.read_bytes())
+    data[size : size + 40] = bytes(40)
+    path.write_bytes(data)
+    again = Journal.open(tmp_path, wall=lambda: NOW)
+    assert again.ledger.entries[ORDER].began == []
+    again.close()

@@ -37,7 +37,7 @@ def order(attempt: int = 1) -> DeleteOrder:
 
 
 def opened(folder: Path) -> OrderBook:
-    journal = Journal.open(folder, now=NOW)
+    journal = Journal.open(folder, wall=lambda: NOW)
     clocks = Clocks(lambda: 0.0, lambda: NOW, "boot")
     return OrderBook(node=NODE, service="agent", journal=journal, clocks=clocks)
 

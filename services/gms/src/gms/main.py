@@ -158,7 +158,7 @@ async def _serve_orders(
     node = check_node(settings.node)
     transfers = _telemetry(settings, TRANSFER_SERVICE, metrics)
     settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    journal = Journal.open(settings.state_dir, now=clocks.wall(), metrics=metrics)
+    journal = Journal.open(settings.state_dir, wall=clocks.wall, metrics=metrics)
     bus = Bus(
         settings.nats_url,
         SERVICE,

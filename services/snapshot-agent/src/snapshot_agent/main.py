@@ -82,9 +82,7 @@ class _Node:
             otlp_endpoint=settings.otlp_endpoint,
             metrics=self.metrics,
         )
-        self.journal = Journal.open(
-            settings.state_dir, now=self.clocks.wall(), metrics=self.metrics
-        )
+        self.journal = Journal.open(settings.state_dir, wall=self.clocks.wall, metrics=self.metrics)
         self.bus = Bus(
             settings.nats_url,
             SERVICE,
