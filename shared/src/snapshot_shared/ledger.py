@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from snapshot_shared.ids import OrderId, owner_of
+from snapshot_shared.ids import OrderId, Uid, order_id, owner_of
 from snapshot_shared.orders import Report
 
 
@@ -73,6 +73,9 @@ class Tombstoned(msgspec.Struct, frozen=True, kw_only=True, tag="tombstoned"):
 
 
 Record = Accepted | Began | Ended | Noted | Reported | Delivered | Tombstoned
+
+
+_OF_CAPTURES = ("prepare", "dump", "seal", "release", "abort")
 
 
 class Entry:
@@ -149,6 +152,8 @@ class Ledger:
             case Reported():
                 if entry := self._entry(record.report.order, record.report.attempt):
                     entry.reports.append(record.report)
+                    if record.report.kind == "deleted":
+                        self._forget_capture(owner_of(OrderId(entry.order)))
             case _:
                 if entry := self._entry(record.order, record.attempt):
                     _apply_detail(entry, record)
@@ -156,6 +161,14 @@ class Ledger:
     def _entry(self, order: str, attempt: int) -> Entry | None:
         entry = self.entries.get(order)
         return entry if entry is not None and entry.attempt == attempt else None
+
+    def _forget_capture(self, content: Uid) -> None:
+        """Drop what led to an artifact that is deleted: its tombstone refuses every repeat."""
+        deleted = self.tombstones.get(f"capture-{content}", 0)
+        for verb in _OF_CAPTURES:
+            entry = self.entries.get(order_id(verb, content))
+            if entry is not None and entry.attempt <= deleted and not entry.is_live:
+                del self.entries[entry.order]
 
     def unfinished(self) -> list[Entry]:
         """Give the orders that were accepted and have no terminal report, oldest first."""

@@ -14,7 +14,16 @@ import pytest
 from snapshot_shared.errors import AlreadyExists, NoSpace, StorageFailed, UnsupportedVersion
 from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt, read_records
-from snapshot_shared.ledger import Accepted, Began, Delivered, Ended, Noted, Reported, Tombstoned
+from snapshot_shared.ledger import (
+    Accepted,
+    Began,
+    Delivered,
+    Ended,
+    Ledger,
+    Noted,
+    Reported,
+    Tombstoned,
+)
 from snapshot_shared.orders import Report
 
 ORDER = "dump-00000000-0000-0000-0000-000000000001"
@@ -238,6 +247,29 @@ async def test_compaction_keeps_results_for_fourteen_days_and_unfinished_work_fo
     assert not late.ledger.is_tombstoned(kept, 4)
     assert not late.ledger.is_tombstoned(gone, 1)
     late.close()
+
+
+def test_what_led_to_an_artifact_is_forgotten_once_that_is_deleted() -> None:
+    owner = owner_of(OrderId(ORDER))
+    delete, release = f"delete-{owner}-gen-1", f"release-{owner}"
+    ledger = Ledger()
+
+    def answered(order: str, kind: str, attempt: int = 1, *, is_heard: bool = True) -> None:
+        ledger.apply(accepted(order, attempt=attempt))
+        report = Report(
+            order=order, attempt=attempt, n=1, kind=kind, node="n", service="agent", at=NOW
+        )
+        ledger.apply(Reported(report=report))
+        if is_heard:
+            ledger.apply(Delivered(order=order, attempt=attempt, n=1))
+
+    answered(ORDER, "staged")
+    answered(release, "released", is_heard=False)
+    answered(f"prepare-{owner}", "prepared", attempt=2)
+    ledger.apply(Tombstoned(subject=f"capture-{owner}", attempt=1))
+    answered(delete, "deleted")
+    assert set(ledger.entries) == {release, f"prepare-{owner}", delete}
+    assert ledger.is_tombstoned(f"capture-{owner}", 1)
 
 
 async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
