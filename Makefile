@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -126,6 +126,9 @@ crash-points: $(STAMP) ## Kill real services at every step of every step table (
 
 chaos: $(STAMP) ## Kill and pause real processes at random (SECONDS=120, SEED=n)
 	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(SEED),--seed $(SEED))
+
+soak: $(STAMP) ## Capture and delete a worker many times and see that nothing grows (CAPTURES=1000)
+	@$(BIN)/python -m tests.support.soak $(if $(CAPTURES),--captures $(CAPTURES))
 
 mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, ONLY="name ...")
 	@$(BIN)/python -m tests.mutants $(if $(JOBS),--jobs $(JOBS)) $(if $(ONLY),--only $(ONLY))

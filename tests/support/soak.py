@@ -1,0 +1,134 @@
+"""`make soak CAPTURES=1000`: capture and delete one worker many times, and see that nothing grows.
+
+A local cluster of one node. What each service uses, the files below the state folder and the
+messages of streams and buckets are counted after the first hundred captures and after the last.
+Streams that are histories have an age and a size that limit them and are only shown. Exit status 1
+when something has grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from snapshot_shared import subjects
+from snapshot_shared.objects import AnyObject, is_true
+from tests.support.live_cluster import LiveCluster, Session, find, pod
+
+NODE, WORKER = "node-0", "worker"
+FIRST = 100
+MIB = 2**20
+MORE = {"MiB": 8.0, "descriptors": 4.0, "files": 16.0, "messages": 64.0}
+"""How much more of each there may be after the last capture than after the hundredth."""
+HISTORIES = (subjects.REPORTS, subjects.SPANS, subjects.PROGRESS, subjects.DEAD)
+
+Counts = dict[tuple[str, str], float]
+"""By what has them and their unit."""
+
+
+def snapshot(name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name},
+        "spec": {"source": {"podRef": {"name": WORKER}}},
+    }
+
+
+async def capture_and_delete(session: Session, name: str) -> None:
+    """Capture the worker once, and wait until nothing is left of that."""
+
+    def is_captured(values: list[AnyObject]) -> bool:
+        found = find(values, "Snapshot", name)
+        rows = found.status.conditions if found else []
+        assert not is_true(rows, "Failed"), rows
+        return is_true(rows, "Ready")
+
+    await session.apply(snapshot(name))
+    await session.until(is_captured, f"the capture {name}")
+    await session.delete("Snapshot", name)
+    await session.until(lambda values: len(values) == 1, f"the end of {name}")
+
+
+async def counted(cluster: LiveCluster, session: Session) -> Counts:
+    """Count what may have grown."""
+    counts: Counts = {}
+    for service in cluster.record.processes:
+        folder = Path("/proc") / str(service.pid)
+        status = (folder / "status").read_text()
+        resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        counts[service.name, "MiB"] = int(resident.split()[1]) * 1024 / MIB
+        counts[service.name, "descriptors"] = len(list((folder / "fd").iterdir()))
+    state = Path(cluster.record.state_dir)
+    for folder in sorted(entry for entry in state.iterdir() if entry.is_dir()):
+        counts[folder.name, "files"] = sum(1 for _ in folder.rglob("*"))
+    for stream in await session.client.bus.client.jetstream().streams_info():
+        counts[str(stream.config.name), "messages"] = stream.state.messages
+    return counts
+
+
+def grown(before: Counts, after: Counts) -> list[tuple[str, str]]:
+    """Name what has grown by more than it may; NATS keeps its own counsel about its memory."""
+    return [
+        (owner, unit)
+        for (owner, unit), count in after.items()
+        if owner not in (*HISTORIES, "nats-server") and count - before.get((owner, unit), 0.0) > MORE[unit]
+    ]
+
+
+def table(before: Counts, after: Counts) -> str:
+    bad = grown(before, after)
+    lines = [f"{'':24} {'':12} {'after 100':>10} {'at the end':>10}"]
+    for (owner, unit), count in after.items():
+        mark = "GREW" if (owner, unit) in bad else ""
+        first = before.get((owner, unit), 0.0)
+        lines.append(f"{owner:24} {unit:12} {first:10.0f} {count:10.0f} {mark}".rstrip())
+    return "\n".join(lines)
+
+
+async def soak(home: Path, captures: int) -> int:
+    """Run, print and leave nothing. The exit status."""
+    cluster = LiveCluster(home)
+    await cluster.up(NODE)
+    try:
+        async with cluster.session() as session:
+            await session.apply(pod(WORKER, NODE))
+            await session.until(
+                lambda values: is_true(find(values, "Pod", WORKER).status.conditions, "Ready"),
+                "a worker",
+            )
+            before, began = {}, time.monotonic()
+            for number in range(1, captures + 1):
+                await capture_and_delete(session, f"soak-{number}")
+                if number == FIRST:
+                    before = await counted(cluster, session)
+                if number % FIRST == 0:
+                    rate = number / (time.monotonic() - began)
+                    print(f"{number} of {captures}, {rate:.1f} a second", flush=True)
+            after = await counted(cluster, session)
+    finally:
+        left = await cluster.down()
+    print(table(before, after))
+    for line in left:
+        print(f"LEFT {line}")
+    return 1 if left or grown(before, after) else 0
+
+
+def main() -> int:
+    """Read the arguments and run."""
+    parser = argparse.ArgumentParser(prog="make soak")
+    parser.add_argument("--captures", type=int, default=1000)
+    given = parser.parse_args()
+    if given.captures <= FIRST:
+        parser.error(f"--captures {given.captures}: take more than {FIRST}")
+    with tempfile.TemporaryDirectory(prefix="soak-") as home:
+        return asyncio.run(soak(Path(home), given.captures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
