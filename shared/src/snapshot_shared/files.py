@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -282,23 +283,43 @@ def own_by(fd: int, owner: tuple[int, int], mode: int) -> None:
     os.fchmod(fd, mode)
 
 
-def remove_tree(parent: int, name: str) -> None:
-    """Remove a directory tree beneath `parent`, following no link, durably. Absent is success."""
-    try:
-        directory = os.open(check_component(name), _DIRECTORY, dir_fd=parent)
-    except FileNotFoundError:
-        # Whoever removed it may have ended before that was durable.
+def remove_tree(parent: int, name: str, *, durable: bool = True) -> None:
+    """Remove a directory tree beneath `parent`, following no link. Absent is success."""
+    with contextlib.suppress(FileNotFoundError):
+        with opened(os.open(check_component(name), _DIRECTORY, dir_fd=parent)) as top:
+            _empty(top)
+        os.rmdir(name, dir_fd=parent)
+    if durable:
+        # Also of an absent one: whoever removed it may have ended before that.
         secure(parent, name)
-        return
-    with opened(directory):
-        for entry in os.listdir(directory):
-            mode = os.stat(entry, dir_fd=directory, follow_symlinks=False).st_mode
-            if stat.S_ISDIR(mode):
-                remove_tree(directory, entry)
-            else:
-                os.unlink(entry, dir_fd=directory)
-    os.rmdir(name, dir_fd=parent)
-    secure(parent, name)
+
+
+def _empty(top: int) -> None:
+    """Remove what is in a directory; a tree may be deeper than descriptors or calls may nest.
+
+    So what is further down is moved to the top first.
+    """
+    folders = _without_files(top)
+    fresh = (f".{number}" for number in itertools.count())
+    taken = set(folders)
+    while folders:
+        name = folders.pop()
+        with opened(os.open(name, _DIRECTORY, dir_fd=top)) as folder:
+            for below in _without_files(folder):
+                folders.append(next(found for found in fresh if found not in taken))
+                os.rename(below, folders[-1], src_dir_fd=folder, dst_dir_fd=top)
+        os.rmdir(name, dir_fd=top)
+
+
+def _without_files(directory: int) -> list[str]:
+    """Return the names of the directories in one, once all else in it is removed."""
+    folders: list[str] = []
+    for name in os.listdir(directory):
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            folders.append(name)
+        else:
+            os.unlink(name, dir_fd=directory)
+    return folders
 
 
 def names_in(directory: int) -> list[str]:

@@ -18,6 +18,7 @@ from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Began, Ended
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import Order, driver_of
+from snapshot_shared.tasks import undisturbed
 from snapshot_shared.telemetry import Attributes, Telemetry
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Runner:
         except BaseException as error:
             why = "cancelled" if isinstance(error, asyncio.CancelledError) else failure_of(error)
             log.warning("%s ended at %s: %s", verb, begun[-1].name, why)
-            await asyncio.shield(asyncio.ensure_future(self._undo(order, begun)))
+            await undisturbed(self._undo(order, begun))
             raise
 
     async def _run_step(self, verb: str, order: Order, step: Step, remaining_s: float) -> None:

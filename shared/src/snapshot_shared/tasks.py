@@ -1,11 +1,16 @@
-"""How tasks of asyncio give way, and how they are ended."""
+"""How tasks of asyncio give way, how they are ended, and what they have threads do."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+import contextlib
+import contextvars
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -42,3 +47,70 @@ async def heeding(work: Awaitable[T]) -> T:
     if task is not None and task.cancelling() > before:
         raise asyncio.CancelledError
     return result
+
+
+async def over(*works: asyncio.Future[Any]) -> None:
+    """Return when all are done. Whoever cancels meanwhile, however often, waits for that, too.
+
+    What they raise is for whoever asks them.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [work for work in works if not work.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for work in works:
+        # Or else asyncio logs what nobody asks for.
+        work.cancelled() or work.exception()
+    if cancelled is not None:
+        raise cancelled
+
+
+async def undisturbed(work: Awaitable[T]) -> T:
+    """Return what an awaitable returns. A cancellation is raised when that is over, not before."""
+    task = asyncio.ensure_future(work)
+    await over(task)
+    return task.result()
+
+
+class Threads:
+    """Threads for calls that may block. No call is left behind: what it works on stays open.
+
+    With a `limit` there are so many of its own, so that calls that hang take none from others;
+    without one they are those of the event loop, which the journal needs, too.
+    """
+
+    def __init__(self, limit: int | None = None, name: str = "") -> None:
+        """Begin with none; `name` is for those who look at the process."""
+        self._executor = None if limit is None else ThreadPoolExecutor(limit, name)
+
+    def begin(
+        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        """Return what will have the result. To cancel it does not end the call."""
+        context = contextvars.copy_context()
+        return asyncio.get_running_loop().run_in_executor(
+            self._executor, lambda: context.run(function, *args, **kwargs)
+        )
+
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function returns; a cancellation is raised when the call is over."""
+        return await undisturbed(self.begin(function, *args, **kwargs))
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        self, function: Callable[P, int], /, *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncIterator[int]:
+        """Keep the descriptor that a function opens open for the length of a block."""
+        opening = self.begin(function, *args, **kwargs)
+        try:
+            yield await undisturbed(opening)
+        finally:
+            if opening.exception() is None:
+                # What is written over a network may be sent no sooner than now.
+                await self.run(os.close, opening.result())
+
+
+in_thread = Threads().run
+"""Calls a function in a thread of the event loop. For what cannot hang, but may take a while."""

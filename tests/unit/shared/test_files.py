@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +91,49 @@ def test_removing_a_tree_spares_what_links_point_to(root: int, tmp_path: Path) -
     files.remove_tree(root, "tree")
     assert not (tmp_path / "tree").exists()
     assert (kept / "file").exists()
+
+
+def test_a_tree_may_be_as_deep_as_it_likes(root: int, tmp_path: Path) -> None:
+    tmp_path.joinpath("tree").mkdir()
+    folder = os.open(tmp_path / "tree", os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("down", dir_fd=folder)
+        below = os.open("down", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
+    try:
+        files.remove_tree(root, "tree")
+        assert os.listdir(root) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        # What is left is too deep for pytest to remove.
+        subprocess.run(["rm", "-rf", tmp_path / "tree"], check=True)
+
+
+def test_folders_of_a_tree_may_have_any_names(root: int, tmp_path: Path) -> None:
+    for path in ("tree/.0/.0/.1", "tree/.1/.0/.2/x", "tree/a/.0/.1", "tree/a/b/c"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "file").write_bytes(b"x")
+    (tmp_path / "tree" / ".2").write_bytes(b"x")
+    files.remove_tree(root, "tree")
+    assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize(("durable", "synced"), [(True, 1), (False, 0)])
+def test_one_fsync_makes_the_end_of_a_whole_tree_durable(
+    root: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool, synced: int
+) -> None:
+    for number in range(20):
+        (tmp_path / "tree" / f"folder-{number}" / "deep").mkdir(parents=True)
+    calls: list[int] = []
+    monkeypatch.setattr(os, "fsync", calls.append)
+    files.remove_tree(root, "tree", durable=durable)
+    assert calls == [root] * synced
+    assert os.listdir(root) == []
 
 
 def test_too_little_room_names_both_numbers(root: int) -> None:

@@ -1,10 +1,17 @@
-"""How tasks of asyncio are ended."""
+"""How tasks of asyncio are ended, and what they have threads do."""
 
 import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from snapshot_shared.tasks import heeding
+from snapshot_shared.tasks import Threads, heeding, in_thread, over, undisturbed
+
+OFTEN = 3
 
 
 async def _swallowing(answer: asyncio.Future[str]) -> str:
@@ -61,3 +68,142 @@ async def test_a_deadline_outside_whose_cancellation_was_swallowed_is_a_deadline
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.001):
             await heeding(deaf())
+
+
+class Held:
+    """A call that hangs until it is let go."""
+
+    def __init__(self) -> None:
+        self.begins = asyncio.Event()
+        self.goes = threading.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, result: int = 0) -> int:
+        self._loop.call_soon_threadsafe(self.begins.set)
+        self.goes.wait(60)
+        return result
+
+
+@pytest_asyncio.fixture
+async def held() -> AsyncIterator[Held]:
+    made = Held()
+    yield made
+    made.goes.set()
+
+
+async def cancelled_often(task: asyncio.Task[None]) -> None:
+    for _ in range(OFTEN):
+        task.cancel()
+        for _ in range(OFTEN):
+            await asyncio.sleep(0)
+    assert not task.done()
+
+
+async def test_a_call_in_a_thread_ends_before_its_caller_however_often_that_is_cancelled(
+    held: Held,
+) -> None:
+    async def call() -> None:
+        await in_thread(held)
+
+    task = asyncio.create_task(call())
+    await held.begins.wait()
+    await cancelled_often(task)
+    held.goes.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_descriptor_is_open_as_long_as_a_thread_works_on_it(
+    held: Held, tmp_path: Path
+) -> None:
+    threads = Threads(1)
+    opened: list[int] = []
+
+    async def work() -> None:
+        async with threads.opened(os.open, tmp_path, os.O_RDONLY) as fd:
+            opened.append(fd)
+            await threads.run(held, fd)
+
+    task = asyncio.create_task(work())
+    await held.begins.wait()
+    await cancelled_often(task)
+    os.fstat(opened[0])
+    held.goes.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+
+
+async def test_a_descriptor_that_is_opened_too_late_is_closed(held: Held, tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    threads = Threads(1)
+
+    async def work() -> None:
+        async with threads.opened(held, fd):
+            raise AssertionError
+
+    task = asyncio.create_task(work())
+    await held.begins.wait()
+    await cancelled_often(task)
+    held.goes.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+async def test_calls_that_hang_in_threads_of_their_own_hold_nobody_else_up() -> None:
+    threads, held = Threads(2), Held()
+    hanging = [threads.begin(held) for _ in range(100)]
+    assert await asyncio.wait_for(in_thread(lambda: "there"), 10) == "there"
+    held.goes.set()
+    await over(*hanging)
+
+
+async def test_what_a_call_raises_is_raised_and_a_cancellation_comes_first(held: Held) -> None:
+    def fail() -> None:
+        held()
+        raise ValueError("full")
+
+    held.goes.set()
+    with pytest.raises(ValueError, match="full"):
+        await in_thread(fail)
+    held.begins.clear()
+    held.goes.clear()
+    task = asyncio.create_task(in_thread(fail))
+    await held.begins.wait()
+    await cancelled_often(task)
+    held.goes.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_deadline_of_a_call_is_told_when_the_call_is_over(held: Held) -> None:
+    async def call() -> None:
+        async with asyncio.timeout(0.01):
+            await in_thread(held)
+
+    task = asyncio.create_task(call())
+    await held.begins.wait()
+    await asyncio.wait([task], timeout=0.1)
+    assert not task.done()
+    held.goes.set()
+    with pytest.raises(TimeoutError):
+        await task
+
+
+async def test_what_is_undisturbed_is_not_even_told_of_a_cancellation() -> None:
+    goes, ends = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        await goes.wait()
+        ends.set()
+
+    task = asyncio.create_task(undisturbed(work()))
+    await asyncio.sleep(0)
+    await cancelled_often(task)
+    goes.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ends.is_set()

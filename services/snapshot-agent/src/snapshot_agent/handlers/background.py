@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
 from snapshot_shared.errors import SnapbackError
+from snapshot_shared.tasks import over
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ async def repeated(
 async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:
     """Run all until one has ended; its index and its result. The others are cancelled.
 
-    When several end together, the first given counts.
+    All have ended when this does. When several end together, the first given counts.
     """
     tasks = [asyncio.create_task(work) for work in works]
     try:
@@ -101,4 +102,4 @@ async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await over(*tasks)
