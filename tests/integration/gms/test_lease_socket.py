@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import signal
 import socket
 import stat
 import subprocess
@@ -281,6 +282,77 @@ def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(service: Any) -
     until(lambda: waiting(service) == 0)
     writer.detach()
     attach(service).detach()
+
+
+def test_a_client_that_sends_ahead_and_dies_while_it_waits_is_let_go_at_once(service: Any) -> None:
+    commit_one(service)
+    reader = attach(service, "RO")
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=600.0,
+            if_match=GenerationRef(incarnation=service.gms.incarnation, generation=1),
+            replace=True,
+        )
+        send(sock, encode_frame(request))
+        send(sock, encode_frame(ListAllocations()), [theirs.fileno()])
+        theirs.close()
+        until(lambda: waiting(service) == 1)
+    until(lambda: waiting(service) == 0)
+    with ours:
+        assert ours.recv(1) == b"", "the descriptor that it sent is still open"
+    # The writer that would have replaced the layout keeps no reader out any more.
+    attach(service, "RO").detach()
+    reader.detach()
+
+
+def test_the_wait_of_a_process_that_sent_its_own_socket_ahead_ends_with_it(service: Any) -> None:
+    writer = attach(service)
+
+    def wait() -> None:
+        with raw(service) as sock:
+            request = Attach(
+                device=service.uuids[0],
+                domain=MemoryDomain.WEIGHTS,
+                lock=LockMode.RW,
+                deadline_s=600.0,
+            )
+            send(sock, encode_frame(request))
+            send(sock, encode_frame(ListAllocations()), [sock.fileno()])
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            wait()
+            signal.pause()
+        finally:
+            os._exit(0)
+    until(lambda: waiting(service) == 1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    until(lambda: waiting(service) == 0)
+    writer.detach()
+
+
+def test_a_client_that_dies_with_a_frame_ahead_waits_for_memory_no_longer(service: Any) -> None:
+    other = attach(service, domain=MemoryDomain.KV)
+    other.allocate(specs(40 * MIB))
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=5.0,
+        )
+        assert isinstance(ask(sock, request), Attached)
+        send(sock, encode_frame(AllocateMany(allocations=specs(40 * MIB), wait_s=600.0)))
+        send(sock, encode_frame(ListAllocations()))
+    until(lambda: service.device().domains[0].sessions == [])
+    other.detach()
 
 
 def test_a_mismatch_is_refused_with_both_generations(service: Any) -> None:
