@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.lease_socket import LeaseServer
+from gms.domain.shares import TooManySessions
 from gms.handlers.sessions import LeaseSessions
 from gms.lease import Lease
 from gms.wire import Inbox, close_all, prepare, send
@@ -535,19 +536,28 @@ def test_a_process_of_another_user_is_refused(service: Any) -> None:
         outcome()
 
 
-def as_user(uid: int, groups: list[int], work: Callable[[], Any]) -> Any:
-    """Do something in a process of another user, whose exit status is the answer."""
+def in_child(work: Callable[[], int]) -> int:
+    """Do something in a child of the process of the service, whose exit status is the answer."""
     pid = os.fork()
     if pid == 0:
         status = 70
         try:
-            os.setgroups(groups)
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
             status = work()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def as_user(uid: int, groups: list[int], work: Callable[[], Any]) -> Any:
+    """Do something in a process of another user, whose exit status is the answer."""
+
+    def as_that_user() -> int:
+        os.setgroups(groups)
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        return int(work())
+
+    return in_child(as_that_user)
 
 
 @pytest.mark.root
@@ -608,6 +618,35 @@ def test_sessions_that_may_still_have_memory_mapped_count_for_their_user(launch:
     with pytest.raises(SnapbackError) as caught:
         attach(service, "RO")
     assert caught.value.to_failure().reason == "TooManySessions"
+
+
+@pytest.mark.parametrize(
+    ("policy", "for_another"),
+    [
+        (LeasePolicy(max_connections=3, max_of_process=2), 0),
+        (LeasePolicy(max_connections=2, max_of_process=2), 7),
+    ],
+)
+def test_one_process_that_holds_all_it_may_keeps_out_no_other_and_no_transfer(
+    launch: Any, policy: LeasePolicy, for_another: int
+) -> None:
+    service = launch(policy=policy)
+    held = [attach(service, domain=domain) for domain in MemoryDomain]
+    with pytest.raises(TooManySessions):
+        attach(service, device=service.uuids[1])
+
+    def attached() -> int:
+        try:
+            attach(service, device=service.uuids[1]).detach()
+        except TooManySessions:
+            return 7
+        return 0
+
+    assert in_child(lambda: in_child(attached)) == for_another
+    # Transfers are children of the service.
+    assert in_child(attached) == 0
+    for lease in held:
+        lease.detach()
 
 
 def test_a_client_that_is_silent_or_stops_in_the_middle_has_two_seconds(service: Any) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gms.adapters.admission import Admission, LeasePolicy, credentials
+from gms.adapters.admission import Admission, LeasePolicy, credentials, parent_of, pod_of
 from gms.adapters.hangups import Hangups
 from gms.domain.sessions import Peer, Session
 from gms.ports import Message, Sessions
@@ -146,12 +146,12 @@ class LeaseServer:
         try:
             prepare(sock)
             peer = process.of(sock)
-            self._admission.enter(sock, peer.uid)
+            self._admission.enter(sock, peer)
             try:
                 await self._session(connection, peer, process)
             finally:
                 if not process.is_watched:
-                    self._admission.leave(peer.uid)
+                    self._admission.leave(peer)
         except _ClientGone:
             pass
         except SnapbackError as error:
@@ -215,7 +215,7 @@ class LeaseServer:
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
         session = self._lingering.pop(pidfd)
-        self._admission.leave(session.peer.uid)
+        self._admission.leave(session.peer)
         return session
 
 
@@ -235,7 +235,13 @@ class _Process:
         except OSError:
             with contextlib.suppress(OSError):
                 self.pidfd = os.pidfd_open(pid)
-        return Peer(pid=pid, uid=uid, has_pidfd=self.pidfd >= 0)
+        return Peer(
+            pid=pid,
+            uid=uid,
+            has_pidfd=self.pidfd >= 0,
+            pod=pod_of(pid),
+            is_ours=parent_of(pid) == os.getpid(),
+        )
 
     def take(self) -> int:
         """Give the pidfd away, or -1 when the process was gone already."""
