@@ -505,7 +505,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "TooManySessions": Reason(
             "GMS serves as many clients as it may.",
-            "Clients were left running, or one user opens too many.",
+            "Clients were left running, or one process, pod or user opens too many.",
             "End workers that nobody needs on that node, then try again; it is retryable.",
         ),
         "UnknownDevice": Reason(

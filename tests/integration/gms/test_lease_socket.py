@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import signal
 import socket
 import stat
 import subprocess
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.lease_socket import LeaseServer
+from gms.domain.shares import TooManySessions
 from gms.handlers.sessions import LeaseSessions
 from gms.lease import Lease
 from gms.wire import Inbox, close_all, prepare, send
@@ -283,6 +285,77 @@ def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(service: Any) -
     attach(service).detach()
 
 
+def test_a_client_that_sends_ahead_and_dies_while_it_waits_is_let_go_at_once(service: Any) -> None:
+    commit_one(service)
+    reader = attach(service, "RO")
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=600.0,
+            if_match=GenerationRef(incarnation=service.gms.incarnation, generation=1),
+            replace=True,
+        )
+        send(sock, encode_frame(request))
+        send(sock, encode_frame(ListAllocations()), [theirs.fileno()])
+        theirs.close()
+        until(lambda: waiting(service) == 1)
+    until(lambda: waiting(service) == 0)
+    with ours:
+        assert ours.recv(1) == b"", "the descriptor that it sent is still open"
+    # The writer that would have replaced the layout keeps no reader out any more.
+    attach(service, "RO").detach()
+    reader.detach()
+
+
+def test_the_wait_of_a_process_that_sent_its_own_socket_ahead_ends_with_it(service: Any) -> None:
+    writer = attach(service)
+
+    def wait() -> None:
+        with raw(service) as sock:
+            request = Attach(
+                device=service.uuids[0],
+                domain=MemoryDomain.WEIGHTS,
+                lock=LockMode.RW,
+                deadline_s=600.0,
+            )
+            send(sock, encode_frame(request))
+            send(sock, encode_frame(ListAllocations()), [sock.fileno()])
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            wait()
+            signal.pause()
+        finally:
+            os._exit(0)
+    until(lambda: waiting(service) == 1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    until(lambda: waiting(service) == 0)
+    writer.detach()
+
+
+def test_a_client_that_dies_with_a_frame_ahead_waits_for_memory_no_longer(service: Any) -> None:
+    other = attach(service, domain=MemoryDomain.KV)
+    other.allocate(specs(40 * MIB))
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0],
+            domain=MemoryDomain.WEIGHTS,
+            lock=LockMode.RW,
+            deadline_s=5.0,
+        )
+        assert isinstance(ask(sock, request), Attached)
+        send(sock, encode_frame(AllocateMany(allocations=specs(40 * MIB), wait_s=600.0)))
+        send(sock, encode_frame(ListAllocations()))
+    until(lambda: service.device().domains[0].sessions == [])
+    other.detach()
+
+
 def test_a_mismatch_is_refused_with_both_generations(service: Any) -> None:
     current = commit_one(service)
     with pytest.raises(GenerationMismatch) as caught:
@@ -463,19 +536,28 @@ def test_a_process_of_another_user_is_refused(service: Any) -> None:
         outcome()
 
 
-def as_user(uid: int, groups: list[int], work: Callable[[], Any]) -> Any:
-    """Do something in a process of another user, whose exit status is the answer."""
+def in_child(work: Callable[[], int]) -> int:
+    """Do something in a child of the process of the service, whose exit status is the answer."""
     pid = os.fork()
     if pid == 0:
         status = 70
         try:
-            os.setgroups(groups)
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
             status = work()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def as_user(uid: int, groups: list[int], work: Callable[[], Any]) -> Any:
+    """Do something in a process of another user, whose exit status is the answer."""
+
+    def as_that_user() -> int:
+        os.setgroups(groups)
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        return int(work())
+
+    return in_child(as_that_user)
 
 
 @pytest.mark.root
@@ -536,6 +618,35 @@ def test_sessions_that_may_still_have_memory_mapped_count_for_their_user(launch:
     with pytest.raises(SnapbackError) as caught:
         attach(service, "RO")
     assert caught.value.to_failure().reason == "TooManySessions"
+
+
+@pytest.mark.parametrize(
+    ("policy", "for_another"),
+    [
+        (LeasePolicy(max_connections=3, max_of_process=2), 0),
+        (LeasePolicy(max_connections=2, max_of_process=2), 7),
+    ],
+)
+def test_one_process_that_holds_all_it_may_keeps_out_no_other_and_no_transfer(
+    launch: Any, policy: LeasePolicy, for_another: int
+) -> None:
+    service = launch(policy=policy)
+    held = [attach(service, domain=domain) for domain in MemoryDomain]
+    with pytest.raises(TooManySessions):
+        attach(service, device=service.uuids[1])
+
+    def attached() -> int:
+        try:
+            attach(service, device=service.uuids[1]).detach()
+        except TooManySessions:
+            return 7
+        return 0
+
+    assert in_child(lambda: in_child(attached)) == for_another
+    # Transfers are children of the service.
+    assert in_child(attached) == 0
+    for lease in held:
+        lease.detach()
 
 
 def test_a_client_that_is_silent_or_stops_in_the_middle_has_two_seconds(service: Any) -> None:

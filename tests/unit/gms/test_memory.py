@@ -9,8 +9,8 @@ import pytest
 
 from gms.domain import usage
 from gms.domain.fence import Phase
-from gms.domain.locks import Lock
-from gms.domain.memory import MemoryTable
+from gms.domain.locks import Lock, Verdict, Wish, verdict, wish_of
+from gms.domain.memory import WAITING, MemoryTable
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -22,6 +22,7 @@ from gms.domain.sessions import (
     Refused,
     Session,
 )
+from gms.domain.shares import TooManySessions
 from snapshot_shared.errors import (
     Fenced,
     Forbidden,
@@ -116,6 +117,76 @@ class World:
 @pytest.fixture
 def world() -> World:
     return World()
+
+
+# Who waits.
+
+
+def waiting(world: World, domain: MemoryDomain = WEIGHTS) -> int:
+    return len(world.table.devices[A].rooms[domain].queue)
+
+
+def test_a_process_that_waits_as_often_as_it_may_leaves_room_for_others(world: World) -> None:
+    world.attach(lock=RW)
+    for _ in range(WAITING["process"]):
+        world.ask()
+    with pytest.raises(TooManySessions) as refusal:
+        world.ask()
+    assert refusal.value.values == {"limit": WAITING["process"], "process": PEER.pid}
+    assert waiting(world) == WAITING["process"], "who is refused stands in the queue"
+    world.ask(peer=Peer(pid=8, uid=0))
+    world.ask(B)
+
+
+def test_a_device_has_an_end_of_those_who_wait_in_both_domains(world: World) -> None:
+    writers = [world.attach(domain=domain) for domain in MemoryDomain]
+    for number in range(WAITING["all"]):
+        world.ask(domain=(WEIGHTS, KV)[number % 2], peer=Peer(pid=100 + number, uid=number))
+    with pytest.raises(TooManySessions):
+        world.ask(peer=Peer(pid=99, uid=99))
+    # A transfer of the service waits all the same.
+    ours = world.ask(peer=Peer(pid=98, uid=0, is_ours=True))
+    world.end(writers[0])
+    assert waiting(world) == WAITING["all"] // 2
+    assert world.granted(ours) is None
+
+
+def test_a_full_queue_refuses_nobody_who_need_not_wait(world: World) -> None:
+    ref = world.committed()
+    world.attach(lock=RO)
+    for _ in range(WAITING["process"]):
+        world.ask(replace=True, if_match=ref, domain=WEIGHTS)
+    assert world.granted(world.ask(lock=RW, domain=KV)) is not None
+
+
+def test_a_queue_costs_each_who_waits_the_same_however_long_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Lock] = []
+
+    def counted(lock: Lock, wish: Wish, **fields: Any) -> Verdict:
+        asked.append(lock)
+        return verdict(lock, wish, **fields)
+
+    wishes = itertools.count()
+    monkeypatch.setattr("gms.domain.device.verdict", counted)
+    monkeypatch.setattr(
+        "gms.domain.sessions.wish_of",
+        lambda lock, replace: (next(wishes), wish_of(lock, replace=replace))[1],
+    )
+    ref = world.committed()
+    readers = [world.attach(lock=RO) for _ in range(2)]
+    for number in range(200):
+        before = next(wishes)
+        asked.clear()
+        world.ask(replace=True, if_match=ref, peer=Peer(pid=100 + number, uid=0))
+        assert len(asked) == 1, "others are asked again because one more waits"
+        assert next(wishes) - before < 10
+    before = next(wishes)
+    asked.clear()
+    world.end(readers[0])
+    assert len(asked) == 200
+    assert next(wishes) - before < 10 * 200
 
 
 # Locks and generations.

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import array
 import os
+import re
 import socket
 import struct
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
-from snapshot_shared.errors import Forbidden, SnapbackError
+from gms.domain.sessions import Peer
+from gms.domain.shares import Shares
+from snapshot_shared.errors import Forbidden
 
 _SO_PEERGROUPS = 59
 _UCRED = struct.Struct("3i")
 _GROUPS_BYTES = 1024
 """The most that Python reads of an option: 256 groups. Of who has more only the primary counts."""
+
+_POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,53 +27,44 @@ class LeasePolicy:
     """Who may connect, and how many at once. Root and the server's own user always may.
 
     Besides those: members of `group`, also by a supplementary group.
-    A session counts for its user until its process has ended or has said that nothing is mapped.
+    A session counts for its process, pod and user until the process has ended or has said that
+    nothing is mapped.
     `handshake_s` is how long a client may take to send Attach, `send_s` to read an answer.
     """
 
     group: int | None = None
     max_connections: int = 1024
     max_of_user: int = 512
+    max_of_pod: int = 256
+    max_of_process: int = 128
     handshake_s: float = 2.0
     send_s: float = 10.0
 
 
-class TooManySessions(SnapbackError):
-    """The server serves as many clients as it may, in all or of this user."""
-
-    retryable = True
-
-
-@dataclass
 class Admission:
     """Lets clients in and counts them. Each `enter` that returns needs one `leave`."""
 
-    policy: LeasePolicy
-    _of_user: Counter[int] = field(default_factory=Counter)
+    def __init__(self, policy: LeasePolicy) -> None:
+        """Let in whom this policy lets in."""
+        self.policy = policy
+        limits = {
+            "all": policy.max_connections,
+            "user": policy.max_of_user,
+            "pod": policy.max_of_pod,
+            "process": policy.max_of_process,
+        }
+        self._shares = Shares(limits, "clients")
 
-    def enter(self, sock: socket.socket, uid: int) -> None:
+    def enter(self, sock: socket.socket, peer: Peer) -> None:
         """Count a client in. Forbidden, TooManySessions; then it does not count."""
-        policy = self.policy
-        if uid not in (0, os.geteuid()) and not self._in_group(sock):
-            raise Forbidden(f"user {uid} may not use this GPU memory service", uid=uid)
-        if self._of_user.total() >= policy.max_connections:
-            raise TooManySessions(
-                f"{policy.max_connections} clients are connected already",
-                limit=policy.max_connections,
-            )
-        if self._of_user[uid] >= policy.max_of_user:
-            raise TooManySessions(
-                f"user {uid} has {policy.max_of_user} clients here already",
-                limit=policy.max_of_user,
-                uid=uid,
-            )
-        self._of_user[uid] += 1
+        if peer.uid not in (0, os.geteuid()) and not self._in_group(sock):
+            raise Forbidden(f"user {peer.uid} may not use this GPU memory service", uid=peer.uid)
+        self._shares.check(peer)
+        self._shares.add(peer)
 
-    def leave(self, uid: int) -> None:
+    def leave(self, peer: Peer) -> None:
         """Count a client out."""
-        self._of_user[uid] -= 1
-        if not self._of_user[uid]:
-            del self._of_user[uid]
+        self._shares.remove(peer)
 
     def _in_group(self, sock: socket.socket) -> bool:
         group = self.policy.group
@@ -81,6 +77,32 @@ def credentials(sock: socket.socket) -> tuple[int, int, int]:
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     )
     return pid, uid, gid
+
+
+def pod_of(pid: int) -> str:
+    """Return the uid of the pod of a process, "" when it has none or cannot be seen."""
+    return pod_in(_told(pid, "cgroup"))
+
+
+def pod_in(cgroup: str) -> str:
+    """Return the uid of the pod that a control group belongs to, however it writes that."""
+    found = _POD.search(cgroup)
+    return found[1].replace("_", "-") if found else ""
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process, 0 when it cannot be seen."""
+    # The name before it may have blanks and brackets of its own.
+    fields = _told(pid, "stat").rpartition(")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _told(pid: int, what: str) -> str:
+    """Return what the kernel tells of a process; it has no disk to wait for."""
+    try:
+        return Path(f"/proc/{pid}/{what}").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _groups(sock: socket.socket) -> list[int]:

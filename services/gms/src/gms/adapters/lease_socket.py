@@ -16,7 +16,8 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gms.adapters.admission import Admission, LeasePolicy, credentials
+from gms.adapters.admission import Admission, LeasePolicy, credentials, parent_of, pod_of
+from gms.adapters.hangups import Hangups
 from gms.domain.sessions import Peer, Session
 from gms.ports import Message, Sessions
 from gms.wire import Inbox, close_all, prepare, send
@@ -74,6 +75,7 @@ class LeaseServer:
         self._clients: set[asyncio.Task[None]] = set()
         self._lingering: dict[int, Session] = {}
         self._inbox = Inbox()
+        self._hangups = Hangups()
         self._metrics = metrics
 
     def start(self) -> None:
@@ -93,6 +95,7 @@ class LeaseServer:
         listener.listen(_BACKLOG)
         self._listener = listener
         self._spare = _spare_descriptor()
+        self._hangups.start()
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     async def close(self) -> None:
@@ -107,6 +110,7 @@ class LeaseServer:
         for client in list(self._clients):
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
+        self._hangups.close()
         for pidfd in list(self._lingering):
             self._stop_watching(pidfd)
         close_all([fd for fd in (self._spare, self._lock) if fd >= 0])
@@ -137,17 +141,17 @@ class LeaseServer:
         self._spare = _spare_descriptor()
 
     async def _serve(self, sock: socket.socket) -> None:
-        connection = _Connection(sock, self._inbox, self._policy)
         process = _Process()
+        connection = _Connection(sock, self._inbox, self._policy, self._hangups, process)
         try:
             prepare(sock)
             peer = process.of(sock)
-            self._admission.enter(sock, peer.uid)
+            self._admission.enter(sock, peer)
             try:
                 await self._session(connection, peer, process)
             finally:
                 if not process.is_watched:
-                    self._admission.leave(peer.uid)
+                    self._admission.leave(peer)
         except _ClientGone:
             pass
         except SnapbackError as error:
@@ -211,7 +215,7 @@ class LeaseServer:
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
         session = self._lingering.pop(pidfd)
-        self._admission.leave(session.peer.uid)
+        self._admission.leave(session.peer)
         return session
 
 
@@ -220,37 +224,52 @@ class _Process:
 
     def __init__(self) -> None:
         self.is_watched = False
-        self._pidfd = -1
+        self.pidfd = -1
 
     def of(self, sock: socket.socket) -> Peer:
         """Take hold of whoever connected."""
         pid, uid, _ = credentials(sock)
         try:
             # Names the very process that connected, where the kernel (6.5) can; pids are reused.
-            self._pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+            self.pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         except OSError:
             with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(pid)
-        return Peer(pid=pid, uid=uid, has_pidfd=self._pidfd >= 0)
+                self.pidfd = os.pidfd_open(pid)
+        return Peer(
+            pid=pid,
+            uid=uid,
+            has_pidfd=self.pidfd >= 0,
+            pod=pod_of(pid),
+            is_ours=parent_of(pid) == os.getpid(),
+        )
 
     def take(self) -> int:
         """Give the pidfd away, or -1 when the process was gone already."""
-        pidfd, self._pidfd = self._pidfd, -1
+        pidfd, self.pidfd = self.pidfd, -1
         return pidfd
 
     def close(self) -> None:
         """Close what was not taken."""
-        if self._pidfd >= 0:
+        if self.pidfd >= 0:
             os.close(self.take())
 
 
 class _Connection:
     """One client's socket: whole frames in, whole messages out, each wait bounded or watched."""
 
-    def __init__(self, sock: socket.socket, inbox: Inbox, policy: LeasePolicy) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        inbox: Inbox,
+        policy: LeasePolicy,
+        hangups: Hangups,
+        process: _Process,
+    ) -> None:
         self._policy = policy
         self._socket = sock
         self._inbox = inbox
+        self._hangups = hangups
+        self._process = process
         self._loop = asyncio.get_running_loop()
 
     async def handshake(self) -> Attach:
@@ -307,7 +326,8 @@ class _Connection:
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """Do work that takes time, and give it up when the client goes away."""
         task = self._loop.create_task(work)
-        hangup = self._loop.create_task(self._hung_up())
+        gone = self._hangups.of(self._socket.fileno(), self._process.pidfd)
+        hangup = self._loop.create_task(gone)
         try:
             await asyncio.wait((task, hangup), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -317,14 +337,6 @@ class _Connection:
             for pending in (hangup, task):
                 pending.cancel()
             await asyncio.gather(hangup, task, return_exceptions=True)
-
-    async def _hung_up(self) -> None:
-        """Wait until the client has gone, or has sent something while it should wait."""
-        await self._ready(self._loop.add_reader, self._loop.remove_reader)
-        with contextlib.suppress(BlockingIOError, OSError):
-            if self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                # It may send ahead; whether it is still there shows when we read again.
-                await self._loop.create_future()
 
     async def _ready(self, add: Any, remove: Any) -> None:
         future = self._loop.create_future()

@@ -59,6 +59,11 @@ class DeviceTable:
         """Every session that may have something mapped."""
         return [*(s for r in self.rooms.values() for s in r.sessions), *self.lingering.values()]
 
+    @property
+    def waiting(self) -> list[Peer]:
+        """Every process that waits for a lock, once for each."""
+        return [waiter.peer for room in self.rooms.values() for waiter in room.queue.values()]
+
     def serve(self, room: Room, fences: FenceBook) -> list[Effect]:
         """Grant or refuse what waits, first come first served, until nothing more can move."""
         effects: list[Effect] = []
@@ -66,24 +71,25 @@ class DeviceTable:
         while moved:
             moved = False
             for waiter in list(room.queue.values()):
-                answer = self._answer(room, waiter, fences)
+                answer = self.answer(room, waiter, fences)
                 moved = moved or bool(answer)
                 effects += answer
         return effects
 
-    def _answer(self, room: Room, waiter: Waiter, fences: FenceBook) -> list[Effect]:
+    def answer(self, room: Room, waiter: Waiter, fences: FenceBook) -> list[Effect]:
+        """Grant or refuse what one client waits for; nothing while it has to wait."""
         if waiter.wish in (Wish.WRITE, Wish.REPLACE):
             try:
                 check_generation(waiter.request.if_match, room.generation)
             except GenerationMismatch as error:
-                del room.queue[waiter.ticket]
+                room.dequeue(waiter.ticket)
                 return [Refused(waiter.ticket, error)]
         if not fences.admits(self.uuid, room.domain, waiter.wish):
             return []
         answer = self.verdict_on(room, waiter)
         if answer is Verdict.WAIT:
             return []
-        del room.queue[waiter.ticket]
+        room.dequeue(waiter.ticket)
         return self.grant(waiter, answer)
 
     def verdict_on(self, room: Room, waiter: Waiter) -> Verdict:

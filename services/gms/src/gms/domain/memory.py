@@ -29,6 +29,7 @@ from gms.domain.sessions import (
     Session,
     Waiter,
 )
+from gms.domain.shares import Shares
 from snapshot_shared.errors import (
     Fenced,
     Forbidden,
@@ -57,6 +58,9 @@ V = TypeVar("V")
 
 _REMEMBERED = 4096
 """Load tokens whose outcome is still known, so that a repeated order gets the same answer."""
+
+WAITING = {"all": 256, "pod": 128, "process": 32}
+"""How many clients may wait for the locks of one device."""
 
 _WRITES = (Wish.WRITE, Wish.REPLACE, Wish.EITHER)
 
@@ -95,13 +99,20 @@ class MemoryTable:
         if request.fence_token is not None:
             return self._attach_save(device, waiter, request.fence_token)
         self._check_incarnation(device, room, request)
-        room.queue[ticket] = waiter
-        return self._settle(device)
+        # Nobody who waits can go on because one more comes, so only that one is answered.
+        effects = device.answer(room, waiter, self.fences)
+        if not effects:
+            Shares(WAITING, "clients that wait", device.waiting).check(peer)
+            room.enqueue(waiter)
+        return effects
 
     def forget(self, ticket: int, device: str, domain: MemoryDomain) -> list[Effect]:
         """Take a client that gave up waiting out of the queue."""
         table = self.device(device)
-        table.rooms[domain].queue.pop(ticket, None)
+        room = table.rooms[domain]
+        if ticket not in room.queue:
+            return []
+        room.dequeue(ticket)
         return self._settle(table)
 
     def end(self, session: Session, *, unmapped: bool) -> list[Effect]:

@@ -24,12 +24,15 @@ class Role(StrEnum):
 class Peer:
     """The process at the other end of a socket, as the kernel names it.
 
-    `has_pidfd`: its end can be seen. Without, the end of its socket has to do.
+    `has_pidfd`: its end can be seen. Without, the end of its socket has to do. `pod` is the uid of
+    its pod, "" where it has none. `is_ours`: the service itself has started it, for a transfer.
     """
 
     pid: int
     uid: int
     has_pidfd: bool = True
+    pod: str = ""
+    is_ours: bool = False
 
     def is_same(self, other: Peer) -> bool:
         """Say whether both are one process that lives. 0 is a process that we cannot see."""
@@ -87,6 +90,7 @@ class Room:
     writer: Session | None = None
     readers: dict[int, Session] = field(default_factory=dict)
     queue: dict[int, Waiter] = field(default_factory=dict)
+    replacers: set[int] = field(default_factory=set)
 
     def move(self, event: LockEvent) -> None:
         """Take one step of the lock. InvalidTransition when the table has none."""
@@ -102,10 +106,21 @@ class Room:
         """The committed generation, None when there is none."""
         return self.committed.generation if self.committed else None
 
+    def enqueue(self, waiter: Waiter) -> None:
+        """Let a client wait."""
+        self.queue[waiter.ticket] = waiter
+        if waiter.wish is Wish.REPLACE:
+            self.replacers.add(waiter.ticket)
+
+    def dequeue(self, ticket: int) -> None:
+        """Let a client wait no longer, if it does."""
+        self.queue.pop(ticket, None)
+        self.replacers.discard(ticket)
+
     @property
     def replacer_waits(self) -> bool:
         """Whether a writer waits for the readers to leave."""
-        return any(waiter.wish is Wish.REPLACE for waiter in self.queue.values())
+        return bool(self.replacers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

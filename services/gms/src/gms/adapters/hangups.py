@@ -1,0 +1,52 @@
+"""Sees that clients are gone while they wait, also when frames of theirs are not read yet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+
+
+class Hangups:
+    """Watches sockets and processes beside the event loop's own selector.
+
+    That one asks only what can be read: with a frame ahead it would wake for ever.
+    """
+
+    def __init__(self) -> None:
+        """Watch nobody yet."""
+        self._epoll = select.epoll()
+        self._watched: dict[int, asyncio.Future[None]] = {}
+
+    def start(self) -> None:
+        """Begin to tell."""
+        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._tell)
+
+    async def of(self, sock: int, pidfd: int) -> None:
+        """Wait until the other end is closed, or the process that connected has ended.
+
+        A socket stays open when its client has sent it ahead to us. `pidfd` may be -1.
+        """
+        gone = asyncio.get_running_loop().create_future()
+        with contextlib.ExitStack() as watched:
+            for descriptor, events in ((sock, select.EPOLLRDHUP), (pidfd, select.EPOLLIN)):
+                if descriptor >= 0:
+                    self._epoll.register(descriptor, events)
+                    self._watched[descriptor] = gone
+                    watched.callback(self._forget, descriptor)
+            await gone
+
+    def close(self) -> None:
+        """Watch nobody any more."""
+        asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+        self._epoll.close()
+
+    def _forget(self, descriptor: int) -> None:
+        self._epoll.unregister(descriptor)
+        del self._watched[descriptor]
+
+    def _tell(self) -> None:
+        for descriptor, _ in self._epoll.poll(0):
+            gone = self._watched[descriptor]
+            if not gone.done():
+                gone.set_result(None)
