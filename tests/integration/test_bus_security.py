@@ -20,7 +20,7 @@ import pytest
 
 from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus
+from snapshot_shared.bus import ASKED, Bus
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound, NotPermitted
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.objects import OrderStatus, time_of
@@ -327,7 +327,7 @@ async def test_nothing_that_answers_a_viewer_reaches_a_stream(world: World) -> N
     async def echo(data: bytes, headers: Any) -> bytes:
         return data
 
-    await operator.serve("snap-operator", "1.0.0", {}, {subjects.api("get"): echo})
+    await operator.serve("snap-operator", "1.0.0", {}, {subjects.api("view"): echo})
     client = await world.server.client(User("viewer"))
     questions = [subjects.api("get"), "$SRV.PING", f"{STREAM}.INFO.ORDERS", f"{STREAM}.NAMES"]
     for target in (TO_B, subjects.bucket_key("snap_nodes", B_TOKEN), "_R_.x.y"):
@@ -337,6 +337,19 @@ async def test_nothing_that_answers_a_viewer_reaches_a_stream(world: World) -> N
     assert (await client.request(subjects.api("get"), b"honest", timeout=5)).data == b"honest"
     await operator.client.flush()
     assert await world.unchanged()
+
+
+async def test_a_viewer_asks_for_what_is_shown_without_secrets(world: World) -> None:
+    operator = await world.server.bus(User("operator"))
+
+    async def answer(data: bytes, headers: Any) -> bytes:
+        return str(headers[ASKED]).encode()
+
+    endpoints = {subjects.api(verb): answer for verb in ("get", "view")}
+    await operator.serve("snap-operator", "1.0.0", {}, endpoints)
+    viewer, cli = [await world.server.bus(User(role)) for role in ("viewer", "snapshotctl")]
+    assert await viewer.request(subjects.api("get"), b"") == b"snap.api.view"
+    assert await cli.request(subjects.api("get"), b"") == b"snap.api.get"
 
 
 async def test_a_service_answers_only_who_asked_it_and_once(world: World) -> None:
@@ -536,7 +549,7 @@ async def test_who_may_look_sees_every_stream_bucket_object_and_service(
     async def echo(data: bytes, headers: Any) -> bytes:
         return data
 
-    verbs = ("get", "apply", "delete", "retention")
+    verbs = ("get" if role == "snapshotctl" else "view", "apply", "delete", "retention")
     await operator.serve("snap-operator", "1.0.0", {}, {subjects.api(v): echo for v in verbs})
     assert {d.subject for d in await bus.replay("ORDERS", "snap.order.>")} == {TO_A, TO_B}
     assert len(await bus.replay("REPORTS", "snap.report.>")) == 2

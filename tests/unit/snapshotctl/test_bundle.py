@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from snapshot_shared.errors import BusUnavailable, NoSpace
+from snapshot_shared.redaction import redacted
 from snapshotctl.adapters import archive
 from snapshotctl.domain import bundle
 from snapshotctl.domain.bundle import Member, Missing
@@ -33,7 +34,7 @@ POD = {
 
 
 def test_no_value_of_an_environment_variable_and_no_secret_argument_stays() -> None:
-    [container] = bundle.redacted(POD)["spec"]["containers"]
+    [container] = redacted(POD)["spec"]["containers"]
     assert [item["name"] for item in container["env"]] == ["HF_TOKEN", "SIZE"]
     assert {item["value"] for item in container["env"]} == {"<redacted>"}
     assert container["command"] == [
@@ -43,6 +44,18 @@ def test_no_value_of_an_environment_variable_and_no_secret_argument_stays() -> N
         "--size=3",
         "--token=<redacted>",
     ]
+
+
+def test_a_secret_in_a_line_for_a_shell_and_one_in_an_annotation_do_not_stay() -> None:
+    value = {
+        "args": ["-c", "export HF_TOKEN=hf_one; serve --api-key sk-two", "x"],
+        "annotations": {"example.com/password": "pw-three", "example.com/team": "red"},
+    }
+    assert redacted(value) == {
+        "args": ["-c", "export HF_TOKEN=<redacted>", "x"],
+        "annotations": {"example.com/password": "<redacted>", "example.com/team": "red"},
+    }
+    assert bundle.secrets_in(value) == {"hf_one; serve --api-key sk-two", "pw-three"}
 
 
 def test_secrets_are_known_by_the_names_of_their_variables_and_options() -> None:
