@@ -165,10 +165,13 @@ def test_a_file_that_cannot_be_written_is_a_wrong_argument(tmp_path: Path) -> No
         archive.write(tmp_path / "missing" / "x.tar.gz", [], now=0.0)
 
 
-def test_the_ends_of_logs_are_taken_and_no_links(tmp_path: Path) -> None:
+def test_the_ends_of_logs_are_taken_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(b"x" * bundle.LOG_BYTES + b"end")
     (tmp_path / "key").write_text(SEED)
     (tmp_path / "b.log").symlink_to(tmp_path / "key")
+    os.mkfifo(tmp_path / "c.log")
+    # Or a reader that opens it would hang.
+    os.open(tmp_path / "c.log", os.O_RDWR | os.O_NONBLOCK)
     [found] = archive.log_ends(tmp_path)
     assert found.name == "logs/a.log"
     assert len(found.data) == bundle.LOG_BYTES
