@@ -17,15 +17,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from nats.js.api import DiscardPolicy
 
 from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus
+from snapshot_shared.bus import ASKED, Bus
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound, NotPermitted
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.objects import OrderStatus, time_of
 from snapshot_shared.permissions import User, users_of
 from snapshotctl.adapters.nkeys import public_key
+from snapshotctl.adapters.observer import unstored
 from tests.support.keyed_server import KeyedServer, everything, keyed_server
 
 A, B = NodeName("node-a"), NodeName("node.b")
@@ -327,7 +329,7 @@ async def test_nothing_that_answers_a_viewer_reaches_a_stream(world: World) -> N
     async def echo(data: bytes, headers: Any) -> bytes:
         return data
 
-    await operator.serve("snap-operator", "1.0.0", {}, {subjects.api("get"): echo})
+    await operator.serve("snap-operator", "1.0.0", {}, {subjects.api("view"): echo})
     client = await world.server.client(User("viewer"))
     questions = [subjects.api("get"), "$SRV.PING", f"{STREAM}.INFO.ORDERS", f"{STREAM}.NAMES"]
     for target in (TO_B, subjects.bucket_key("snap_nodes", B_TOKEN), "_R_.x.y"):
@@ -337,6 +339,19 @@ async def test_nothing_that_answers_a_viewer_reaches_a_stream(world: World) -> N
     assert (await client.request(subjects.api("get"), b"honest", timeout=5)).data == b"honest"
     await operator.client.flush()
     assert await world.unchanged()
+
+
+async def test_a_viewer_asks_for_what_is_shown_without_secrets(world: World) -> None:
+    operator = await world.server.bus(User("operator"))
+
+    async def answer(data: bytes, headers: Any) -> bytes:
+        return str(headers[ASKED]).encode()
+
+    endpoints = {subjects.api(verb): answer for verb in ("get", "view")}
+    await operator.serve("snap-operator", "1.0.0", {}, endpoints)
+    viewer, cli = [await world.server.bus(User(role)) for role in ("viewer", "snapshotctl")]
+    assert await viewer.request(subjects.api("get"), b"") == b"snap.api.view"
+    assert await cli.request(subjects.api("get"), b"") == b"snap.api.get"
 
 
 async def test_a_service_answers_only_who_asked_it_and_once(world: World) -> None:
@@ -536,7 +551,7 @@ async def test_who_may_look_sees_every_stream_bucket_object_and_service(
     async def echo(data: bytes, headers: Any) -> bytes:
         return data
 
-    verbs = ("get", "apply", "delete", "retention")
+    verbs = ("get" if role == "snapshotctl" else "view", "apply", "delete", "retention")
     await operator.serve("snap-operator", "1.0.0", {}, {subjects.api(v): echo for v in verbs})
     assert {d.subject for d in await bus.replay("ORDERS", "snap.order.>")} == {TO_A, TO_B}
     assert len(await bus.replay("REPORTS", "snap.report.>")) == 2
@@ -605,6 +620,21 @@ async def test_all_who_serve_are_asked_at_once_and_late_ones_are_not_waited_for(
     assert names == ["snap-agent", "snap-agent", "snap-operator"]
     assert len(await cli.ask_all("$SRV.INFO", expected=4, within_s=0.5)) == 3
     assert await cli.ask_all("$SRV.INFO.nobody", expected=1, within_s=0.5) == []
+
+
+async def test_the_doctor_notices_that_nothing_is_stored(world: World) -> None:
+    doctor, viewer = [await world.server.bus(User(role)) for role in ("snapshotctl", "viewer")]
+    assert await unstored(doctor) is None
+    refused = await unstored(viewer)
+    assert refused is not None
+    assert refused.reason == "NotPermitted"
+    manager = world.root.client.jetstream()
+    config = (await manager.stream_info("SPANS")).config
+    # As long as the disk is full.
+    await manager.update_stream(config.evolve(max_msgs=1, discard=DiscardPolicy.NEW))
+    told = await unstored(doctor)
+    assert told is not None
+    assert "maximum messages exceeded" in told.message
 
 
 async def test_a_service_waits_for_streams_that_only_the_operator_makes(tmp_path: Path) -> None:

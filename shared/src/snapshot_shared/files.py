@@ -180,6 +180,12 @@ def read_bounded(directory: int, name: str, limit: int) -> bytes:
         return data
 
 
+def read_end(directory: int, name: str, limit: int) -> bytes:
+    """Return the last `limit` bytes of a file that others may have put there."""
+    with opened(open_regular(directory, name)) as fd:
+        return os.pread(fd, limit, max(0, os.fstat(fd).st_size - limit))
+
+
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Read a whole file of our own, however long it is."""
     with opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:

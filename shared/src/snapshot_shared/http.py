@@ -6,6 +6,7 @@ HTTP, and nothing that is served here changes anything.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -21,19 +22,30 @@ log = logging.getLogger(__name__)
 CLOSE_S = 1.0
 """How long open answers may hold up the end, in seconds."""
 
+MOST_CONNECTIONS = 256
+"""How many connections there are at a time; one more is closed at once."""
+PATIENCE_S = 10.0
+"""How long a connection may wait for the whole head of a request, in seconds."""
+
 NotReady = Callable[[], str]
 """Says why the service cannot do its work, in words; empty when it can."""
 
 
 @contextlib.asynccontextmanager
 async def http_port(
-    address: str | None, not_ready: NotReady, routes: Iterable[web.AbstractRouteDef] = ()
+    address: str | None,
+    not_ready: NotReady,
+    routes: Iterable[web.AbstractRouteDef] = (),
+    *,
+    most: int = MOST_CONNECTIONS,
+    patience_s: float = PATIENCE_S,
 ) -> AsyncIterator[int | None]:
     """Serve `/healthz`, `/readyz` and `routes` on `host:port` for the length of the block.
 
     `/healthz` answers 200 while the process turns, `/readyz` 503 and why while `not_ready` says
     so. Gives the port, which the system chooses where the address has 0, or None where there is
-    no address. InvalidInput for an address that is none, AddressInUse when it cannot be had.
+    no address. At most `most` connections are kept, and none for longer than `patience_s` that
+    asks for nothing. InvalidInput for an address that is none, AddressInUse when it cannot be had.
     """
     if address is None:
         yield None
@@ -50,21 +62,43 @@ async def http_port(
     host, port = parse_address(address)
     app = web.Application()
     app.add_routes([web.get("/healthz", alive), web.get("/readyz", ready), *routes])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=CLOSE_S, keepalive_timeout=patience_s
+    )
     await runner.setup()
     try:
+        listening = await _listening(runner, host, port, most)
         try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise AddressInUse(
-                f"cannot listen on {address}: {error.strerror or error}",
-                next_step="set SNAPBACK_HTTP_ADDRESS to a free address, or unset it",
-            ) from error
-        number: int = runner.addresses[0][1]
-        log.info("HTTP on %s port %d", host, number)
-        yield number
+            number: int = listening.sockets[0].getsockname()[1]
+            log.info("HTTP on %s port %d", host, number)
+            yield number
+        finally:
+            listening.close()
     finally:
         await runner.cleanup()
+
+
+async def _listening(runner: web.AppRunner, host: str, port: int, most: int) -> asyncio.Server:
+    server = runner.server
+    assert server is not None  # noqa: S101 - the runner is set up
+
+    def connected() -> asyncio.Protocol:
+        return server() if len(server.connections) < most else _Refused()
+
+    try:
+        return await asyncio.get_running_loop().create_server(connected, host, port)
+    except OSError as error:
+        raise AddressInUse(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            next_step="set SNAPBACK_HTTP_ADDRESS to a free address, or unset it",
+        ) from error
+
+
+class _Refused(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -43,6 +43,9 @@ ANSWER_S = 10
 PEOPLES_VERBS = ("apply", "delete", "verify", "retention", "cordon", "abort", "requeue", "health")
 """What only the person at the command line may ask of the operator."""
 
+_BEHIND = {subjects.api("get"): subjects.api("view")}
+"""What viewers ask and what that is in the account of the operator, which leaves secrets out."""
+
 _API = "$JS.API"
 _WITHOUT_DURABLES = tuple(s for s in STREAMS if s not in (subjects.ORDERS, subjects.REPORTS))
 
@@ -106,7 +109,7 @@ def server_accounts(keys: Sequence[tuple[User, str]]) -> dict[str, Any]:
 
     Viewers have an account apart, which imports exactly what is in their lists. Whoever asks
     chooses the reply subject, and JetStream answers to any; from an account apart the answer can
-    only go back there.
+    only go back there. It also decides which question a viewer's `get` is.
     """
     viewer = allowed(User("viewer"))
     questions = [subject for subject in viewer.publish if not subject.startswith("$SYS.")]
@@ -117,14 +120,20 @@ def server_accounts(keys: Sequence[tuple[User, str]]) -> dict[str, Any]:
             "jetstream": "enabled",
             "users": [_server_user(user, key) for user, key in keys if user.role != "viewer"],
             "exports": [
-                *({"service": s, "accounts": guests, "response": "stream"} for s in questions),
+                *(
+                    {"service": _BEHIND.get(s, s), "accounts": guests, "response": "stream"}
+                    for s in questions
+                ),
                 *({"stream": s, "accounts": guests} for s in told),
             ],
         },
         VIEWERS: {
             "users": [_server_user(user, key) for user, key in keys if user.role == "viewer"],
             "imports": [
-                *({"service": {"account": MAIN, "subject": s}} for s in questions),
+                *(
+                    {"service": {"account": MAIN, "subject": _BEHIND.get(s, s)}, "to": s}
+                    for s in questions
+                ),
                 *({"stream": {"account": MAIN, "subject": s}} for s in told),
             ],
         },

@@ -34,6 +34,8 @@ T = TypeVar("T")
 _CURRENT: contextvars.ContextVar[str] = contextvars.ContextVar("traceparent", default="")
 _WORK: contextvars.ContextVar[tuple[str, int]] = contextvars.ContextVar("order", default=("", 0))
 MAX_WAITING_SPANS = 4096
+ERRORS_A_MINUTE = 10
+"""How often an error of one place and type is logged."""
 ERROR_TYPE = "error.type"
 """The attribute of a failed span that names the reason, as OpenTelemetry calls it."""
 
@@ -215,6 +217,30 @@ def _own_context(around: SpanContext | None, identity: SpanContext | None) -> Sp
     )
 
 
+class _Repeated(logging.Filter):
+    """Lets an error through a few times a minute; then the next says how many were left out.
+
+    Two are the same that come from one place in the code and are of one type.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, int, Any], tuple[int, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return True
+        error = record.exc_info[0] if record.exc_info else None
+        place = (record.pathname, record.lineno, error)
+        now = int(record.created // 60)
+        minute, count = self._seen.get(place, (now, 0))
+        if minute != now:
+            record.left_out = max(count - ERRORS_A_MINUTE, 0)
+            count = 0
+        self._seen[place] = (now, count + 1)
+        return count < ERRORS_A_MINUTE
+
+
 class _JsonLines(logging.Formatter):
     """One JSON object a line, with the trace of the block that logged it."""
 
@@ -236,6 +262,8 @@ class _JsonLines(logging.Formatter):
         order, attempt = _WORK.get()
         if order:
             line["order_id"], line["attempt"] = order, attempt
+        if left_out := getattr(record, "left_out", 0):
+            line["left_out"] = left_out
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)
@@ -244,5 +272,6 @@ class _JsonLines(logging.Formatter):
 def log_to_stderr(service: str, node: str, level: str) -> None:
     """Make every log line of this process a JSON object on standard error."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_Repeated())
     handler.setFormatter(_JsonLines(service, node))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -5,6 +5,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
+from snapshot_agent.adapters.processes import LocalProcesses
+from snapshot_agent.domain.spec import Launch, Places
+from snapshot_shared.errors import InvalidInput
 from tests.support.agent_rig import Rig, is_gone, until
 
 
@@ -173,3 +178,22 @@ async def test_orders_of_many_pods_are_carried_out_side_by_side(rig: Rig) -> Non
         assert len({pod.pid(rig.journal) for pod in pods}) == 5
         reports = await asyncio.gather(*(rig.carry_out(rig.stop_order(pod)) for pod in pods))
     assert {report.kind for report in reports} == {"stopped"}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+async def test_what_a_worker_puts_in_the_place_of_its_log_is_not_written_to(
+    tmp_path: Path, kind: str
+) -> None:
+    places = Places(tmp_path / "main", tmp_path / "sockets")
+    places.log.parent.mkdir(parents=True)
+    if kind == "fifo":
+        os.mkfifo(places.log)
+        # Or a writer that opens it would hang.
+        os.open(places.log, os.O_RDWR | os.O_NONBLOCK)
+    else:
+        places.log.symlink_to(tmp_path / "elsewhere")
+    launcher = LocalProcesses()
+    with pytest.raises(InvalidInput, match="no plain file"):
+        launcher.spawn(Launch(["true"], dict(os.environ), tmp_path, places))
+    launcher.close()
+    assert not (tmp_path / "elsewhere").exists()

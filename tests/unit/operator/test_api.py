@@ -30,6 +30,7 @@ from tests.support.operator_world import World, payload
 REPLIES = {
     "apply": ApplyReply,
     "get": GetReply,
+    "view": GetReply,
     "delete": DeleteReply,
     "verify": VerifyReply,
     "retention": RetentionReply,
@@ -134,6 +135,23 @@ async def test_lists_come_in_pages_that_join_without_gaps() -> None:
             break
         after = page.next
     assert found == names
+
+
+async def test_a_viewer_is_shown_no_secret_and_whoever_may_apply_gets_what_was_applied() -> None:
+    world = World()
+    document = checkpoint_document()
+    pod = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"][0]
+    pod["env"] = [{"name": "HF_TOKEN", "value": "s3cr3t-1"}, {"name": "SIZE", "value": "s3cr3t-2"}]
+    pod["args"] = ["--api-key", "s3cr3t-3"]
+    document["metadata"]["annotations"] = {"example.com/password": "s3cr3t-4"}
+    await apply(world, document)
+    by_name = GetRequest(kind="DynamoCheckpoint", name=document["metadata"]["name"])
+    for request in (by_name, GetRequest(kind="DynamoCheckpoint")):
+        shown = await ask(world, "view", request, GetReply)
+        assert b"s3cr3t" not in msgspec.json.encode(shown)
+        [item] = (await ask(world, "get", request, GetReply)).items
+        assert item["spec"]["job"]["podTemplateSpec"]["spec"]["containers"][0]["env"] == pod["env"]
+        assert shown.items[0]["metadata"]["uid"] == item["metadata"]["uid"]
 
 
 async def test_a_node_is_not_deleted_by_hand() -> None:

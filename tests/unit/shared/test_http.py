@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 
 import aiohttp
@@ -24,6 +26,39 @@ async def test_health_is_ok_while_readiness_says_what_is_missing() -> None:
         assert await fetch(port, "/readyz") == (503, "not connected to NATS\n")
         missing.clear()
         assert await fetch(port, "/readyz") == (200, "ok\n")
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /healthz HTT"])
+async def test_who_asks_for_nothing_is_let_go(begun: bytes) -> None:
+    async with http_port("127.0.0.1:0", str, patience_s=0.1) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+
+async def test_who_has_been_answered_and_asks_for_nothing_more_is_let_go() -> None:
+    async with http_port("127.0.0.1:0", str, patience_s=0.1) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"ok\n")
+        writer.close()
+
+
+async def test_so_many_connections_are_kept_and_no_more() -> None:
+    async with http_port("127.0.0.1:0", str, most=2) as port:
+        kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        kept[0][1].close()
+        await kept[0][1].wait_closed()
+        async with asyncio.timeout(10):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    assert await fetch(port, "/healthz") == (200, "ok\n")
+                    break
+        for _, each in [*kept[1:], (reader, writer)]:
+            each.close()
 
 
 async def test_without_an_address_nothing_listens() -> None:

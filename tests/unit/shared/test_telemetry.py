@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import time
+from typing import Any
+
 import pytest
 
 from snapshot_shared.errors import NoSpace
@@ -11,7 +16,7 @@ from snapshot_shared.spans import (
     order_context,
     parse_traceparent,
 )
-from snapshot_shared.telemetry import Telemetry, current_traceparent
+from snapshot_shared.telemetry import Telemetry, current_traceparent, log_to_stderr
 
 PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
@@ -66,3 +71,36 @@ def test_a_bad_traceparent_is_no_context_and_stops_nothing(bad: str) -> None:
     with telemetry.span("dump", parent=bad):
         pass
     assert finished(telemetry)[0].parent_id == ""
+
+
+def test_an_error_that_repeats_fills_no_disk_and_is_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    log_to_stderr("agent", "node-a", "INFO")
+    log = logging.getLogger("snapshot_shared.test")
+    now = 600.0
+    monkeypatch.setattr(time, "time", lambda: now)
+
+    def written() -> list[Any]:
+        return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+    def fail(error: Exception, times: int) -> None:
+        for index in range(times):
+            log.error("no %d", index, exc_info=error)
+
+    fail(OSError(), 100)
+    log.error("another place")
+    log.warning("no error")
+    lines = written()
+    assert [line["message"] for line in lines[-2:]] == ["another place", "no error"]
+    assert len(lines) == 12
+    fail(ValueError(), 1)
+    assert [line["message"] for line in written()] == ["no 0"]
+    now += 60
+    fail(OSError(), 2)
+    first, second = written()
+    assert first["left_out"] == 90
+    assert "left_out" not in second

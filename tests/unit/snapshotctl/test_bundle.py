@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from snapshot_shared.errors import BusUnavailable, NoSpace
+from snapshot_shared.redaction import redacted
 from snapshotctl.adapters import archive
 from snapshotctl.domain import bundle
 from snapshotctl.domain.bundle import Member, Missing
@@ -33,7 +34,7 @@ POD = {
 
 
 def test_no_value_of_an_environment_variable_and_no_secret_argument_stays() -> None:
-    [container] = bundle.redacted(POD)["spec"]["containers"]
+    [container] = redacted(POD)["spec"]["containers"]
     assert [item["name"] for item in container["env"]] == ["HF_TOKEN", "SIZE"]
     assert {item["value"] for item in container["env"]} == {"<redacted>"}
     assert container["command"] == [
@@ -43,6 +44,18 @@ def test_no_value_of_an_environment_variable_and_no_secret_argument_stays() -> N
         "--size=3",
         "--token=<redacted>",
     ]
+
+
+def test_a_secret_in_a_line_for_a_shell_and_one_in_an_annotation_do_not_stay() -> None:
+    value = {
+        "args": ["-c", "export HF_TOKEN=hf_one; serve --api-key sk-two", "x"],
+        "annotations": {"example.com/password": "pw-three", "example.com/team": "red"},
+    }
+    assert redacted(value) == {
+        "args": ["-c", "export HF_TOKEN=<redacted>", "x"],
+        "annotations": {"example.com/password": "<redacted>", "example.com/team": "red"},
+    }
+    assert bundle.secrets_in(value) == {"hf_one; serve --api-key sk-two", "pw-three"}
 
 
 def test_secrets_are_known_by_the_names_of_their_variables_and_options() -> None:
@@ -152,10 +165,13 @@ def test_a_file_that_cannot_be_written_is_a_wrong_argument(tmp_path: Path) -> No
         archive.write(tmp_path / "missing" / "x.tar.gz", [], now=0.0)
 
 
-def test_the_ends_of_logs_are_taken_and_no_links(tmp_path: Path) -> None:
+def test_the_ends_of_logs_are_taken_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(b"x" * bundle.LOG_BYTES + b"end")
     (tmp_path / "key").write_text(SEED)
     (tmp_path / "b.log").symlink_to(tmp_path / "key")
+    os.mkfifo(tmp_path / "c.log")
+    # Or a reader that opens it would hang.
+    os.open(tmp_path / "c.log", os.O_RDWR | os.O_NONBLOCK)
     [found] = archive.log_ends(tmp_path)
     assert found.name == "logs/a.log"
     assert len(found.data) == bundle.LOG_BYTES

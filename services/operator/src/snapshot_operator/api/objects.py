@@ -1,4 +1,4 @@
-"""Requests about objects: `snap.api.apply`, `get`, `delete`, `verify` and `retention`."""
+"""Requests about objects: `snap.api.apply`, `get`, `view`, `delete`, `verify` and `retention`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ from snapshot_shared.objects import (
     is_true,
     kind_of,
 )
+from snapshot_shared.redaction import redacted
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Api:
         return {
             "apply": answering(ApplyRequest, ApplyReply, self.apply, wall),
             "get": answering(GetRequest, GetReply, self.get),
+            "view": answering(GetRequest, GetReply, self.view),
             "delete": answering(DeleteRequest, DeleteReply, self.delete, wall),
             "verify": answering(VerifyRequest, VerifyReply, self.verify, wall),
             "retention": answering(RetentionRequest, RetentionReply, self.retention, wall),
@@ -128,21 +130,30 @@ class Api:
 
     async def get(self, request: GetRequest) -> GetReply:
         """Read one object, or a page of a kind that fits into one message."""
+        return self._read(request, lambda value: value)
+
+    async def view(self, request: GetRequest) -> GetReply:
+        """Read as `get` does, without secrets. It is what a viewer's `get` comes to."""
+        return self._read(request, lambda value: redacted(json.loads(encode_json(value))))
+
+    def _read(self, request: GetRequest, shown: Callable[[AnyObject], Any]) -> GetReply:
         kind = find_kind(request.kind)
         if request.name is not None:
-            return GetReply(items=[named(self._cluster, kind, request.namespace, request.name)])
+            value = named(self._cluster, kind, request.namespace, request.name)
+            return GetReply(items=[shown(value)])
         limit = min(max(request.limit, 1), 1000)
         namespace = request.namespace if kind.namespaced else None
         found = self._cluster.page(kind.name, namespace, after=request.after, limit=limit + 1)
-        items: list[AnyObject] = []
+        items: list[Any] = []
         size = 0
         for value in found[:limit]:
-            size += len(encode_json(value))
+            item = shown(value)
+            size += len(encode_json(item))
             if items and size > MAX_REPLY_BYTES:
                 break
-            items.append(value)
-        more = len(found) > len(items)
-        return GetReply(items=list(items), next=_page_key(items[-1]) if more and items else "")
+            items.append(item)
+        more = items and len(found) > len(items)
+        return GetReply(items=items, next=_page_key(found[len(items) - 1]) if more else "")
 
     async def delete(self, request: DeleteRequest) -> DeleteReply:
         """Mark one object for deletion. NotFound when it is not there."""

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,8 +48,7 @@ class LocalProcesses:
     def spawn(self, launch: Launch) -> Process:
         _require_startable(launch)
         _make_folders(launch.places)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with opened(os.open(launch.places.log, flags, 0o600)) as output:
+        with opened(_open_log(launch.places.log)) as output:
             try:
                 child = subprocess.Popen(
                     launch.argv,
@@ -164,6 +164,21 @@ def _require_startable(launch: Launch) -> None:
             f"program {name[:200]!r} is not on this node",
             next_step="correct the container's command or install the program",
         )
+
+
+def _open_log(log: Path) -> int:
+    """Open a log to write on. InvalidInput when a former process has put something else there."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(log, flags, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+    raise InvalidInput(f"{log} is no plain file", next_step="remove it")
 
 
 def _make_folders(where: Places) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -13,7 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from snapshot_shared.errors import NoSpace
+from snapshot_shared.errors import NoSpace, SnapbackError
+from snapshot_shared.files import open_root, opened, read_end
 from snapshotctl.domain.bundle import LOG_BYTES, Member
 from snapshotctl.domain.exits import WrongArguments
 
@@ -58,16 +60,11 @@ def _fill(archive: tarfile.TarFile, folder: str, members: Sequence[Member], now:
 
 
 def log_ends(folder: Path) -> list[Member]:
-    """Read the end of each log in a folder; links, and what cannot be read, are left out."""
+    """Read the end of each log in a folder; what is no plain file, or unreadable, is left out."""
     found = []
-    for path in sorted(folder.glob("*.log")):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        with os.fdopen(fd, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-            found.append(Member(f"logs/{path.name}", file.read(LOG_BYTES)))
+    for name in sorted(path.name for path in folder.glob("*.log")):
+        with contextlib.suppress(OSError, SnapbackError), opened(open_root(folder)) as root:
+            found.append(Member(f"logs/{name}", read_end(root, name, LOG_BYTES)))
     return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from snapshot_shared.errors import SnapbackError
+from snapshot_shared.files import names_in, open_dir, open_root, opened, read_end
 from snapshotctl.domain.cluster import ClusterRecord, Places
 
 TAIL_BYTES = 4 * 1024 * 1024
@@ -29,22 +30,27 @@ class ClusterLogs:
             (log.stem, line)
             for log in sorted(self._places.logs.glob("*.log"))
             if log.stem != "nats-server"
-            for line in _tail(log)
+            for line in _tail(log.parent, log.name)
         ]
 
     def worker(self, node: str, pod_uid: str) -> list[tuple[str, str]]:
         folder = self._places.node(node, "agent") / "pods" / pod_uid
+        try:
+            with opened(open_root(folder)) as pod:
+                containers = sorted(names_in(pod))
+        except OSError:
+            return []
         return [
-            (log.parent.name, line)
-            for log in sorted(folder.glob("*/log"))
-            for line in _tail(log)[-WORKER_LINES:]
+            (container, line)
+            for container in containers
+            for line in _tail(folder, container, "log")[-WORKER_LINES:]
         ]
 
 
-def _tail(log: Path) -> list[str]:
+def _tail(folder: Path, *parts: str) -> list[str]:
+    """Return the last lines of a file beneath a folder; none of what is no plain file there."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
+        with opened(open_root(folder)) as root, opened(open_dir(root, parts[:-1])) as place:
+            return read_end(place, parts[-1], TAIL_BYTES).decode("utf-8", "replace").splitlines()
+    except (OSError, SnapbackError):
         return []

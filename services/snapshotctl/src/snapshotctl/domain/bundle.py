@@ -7,24 +7,21 @@ logs included, and so is every secret that the environment of a pod shows us.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot_shared import redaction
+from snapshot_shared.redaction import REDACTED, names_secret
 from snapshotctl.domain.exits import WrongArguments
 
-REDACTED = "<redacted>"
 LOG_BYTES = 2 * 1024 * 1024
 """How much of the end of each log is taken."""
 MIN_SECRET = 6
 """A shorter value cannot be told from ordinary words in a log."""
 SUFFIXES = (".tar.gz", ".tgz")
 
-_SECRET_NAME = re.compile(
-    r"token|secret|passw|credential|api[-_]?key|private[-_]?key|access[-_]?key|_key$|nkey|auth",
-    re.IGNORECASE,
-)
 _SEED = re.compile(rb"S[ACNOUX][A-Z2-7]{56}")
 _PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*-----", re.DOTALL)
 _LOGIN = re.compile(rb"(?<=://)[^/@\s\"']+(?=@)")
@@ -58,62 +55,9 @@ def file_name(text: str | None, stamp: str) -> str:
     return text
 
 
-def redacted(value: Any) -> Any:
-    """Take the values of environment variables, and the secrets of arguments, out of an object."""
-    match value:
-        case dict():
-            return {key: _redacted_field(key, item) for key, item in value.items()}
-        case list():
-            return [redacted(item) for item in value]
-        case _:
-            return value
-
-
-def _redacted_field(key: str, item: Any) -> Any:
-    if key == "env" and isinstance(item, list):
-        return [v | {"value": REDACTED} if isinstance(v, dict) else REDACTED for v in item]
-    if key in ("args", "command") and isinstance(item, list):
-        return list(_redacted_arguments(item))
-    return redacted(item)
-
-
-def _redacted_arguments(words: Sequence[Any]) -> Iterator[Any]:
-    """Take out what follows an option such as `--api-key`, or stands behind its `=`."""
-    for word, secret in _marked(words):
-        yield word if secret is None else str(word).removesuffix(secret) + REDACTED
-
-
-def _marked(words: Sequence[Any]) -> Iterator[tuple[Any, str | None]]:
-    """Give each word of a command line with the secret at its end, if it has one."""
-    is_secret = False
-    for word in words:
-        text = str(word)
-        name, equals, behind = text.partition("=")
-        names_one = bool(_SECRET_NAME.search(name))
-        found = text if is_secret else behind if equals and names_one else None
-        yield word, found or None
-        is_secret = text.startswith("-") and names_one and not equals
-
-
 def secrets_in(value: Any) -> frozenset[str]:
-    """Collect the values of variables and arguments whose names say that they are secret."""
-    return frozenset(found for found in _secrets(value) if len(found) >= MIN_SECRET)
-
-
-def _secrets(value: Any) -> Iterator[str]:
-    match value:
-        case {"name": str(name), "value": str(text), **_rest} if _SECRET_NAME.search(name):
-            yield text
-        case dict():
-            for key, item in value.items():
-                if key in ("args", "command") and isinstance(item, list):
-                    yield from (secret for _, secret in _marked(item) if secret)
-                yield from _secrets(item)
-        case list():
-            for item in value:
-                yield from _secrets(item)
-        case _:
-            return
+    """Return what is secret in an object and long enough to be found in a text."""
+    return frozenset(found for found in redaction.secrets_in(value) if len(found) >= MIN_SECRET)
 
 
 def scrubbed(data: bytes, secrets: Iterable[str]) -> bytes:
@@ -131,7 +75,7 @@ def scrubbed(data: bytes, secrets: Iterable[str]) -> bytes:
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Give what the environment says to us, without secrets."""
     return {
-        name: REDACTED if _SECRET_NAME.search(name) else value
+        name: REDACTED if names_secret(name) else value
         for name, value in sorted(environment.items())
         if name.startswith(_SETTINGS)
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects import KINDS
+from snapshot_shared.redaction import redacted
 from snapshotctl.domain import bundle, doctor, formats, queue
 from snapshotctl.domain.bundle import Member, Missing
 from snapshotctl.domain.doctor import Observed
@@ -29,7 +30,7 @@ class Collection:
         """Take a value, without the values of environment variables."""
         plain = formats.data(value)
         self._secrets |= bundle.secrets_in(plain)
-        self.members.append(bundle.as_json(name, bundle.redacted(plain)))
+        self.members.append(bundle.as_json(name, redacted(plain)))
 
     def add_text(self, name: str, data: bytes) -> None:
         """Take a text as it is."""
