@@ -27,7 +27,7 @@ from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import TERMINAL, Order, Report, Service
 from snapshot_shared.spans import order_context
 from snapshot_shared.steps import VERBS_OF
-from snapshot_shared.tasks import yield_turn
+from snapshot_shared.tasks import over, yield_turn
 from snapshot_shared.telemetry import working_on
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class OrderBook:
             try:
                 if previous is not None:
                     previous.cancel()
-                    await asyncio.gather(previous, return_exceptions=True)
+                    await over(previous)
                 result = await work(entry)
             except asyncio.CancelledError:
                 await asyncio.shield(self.fail(entry, Aborted("the order was aborted here")))
@@ -280,4 +280,4 @@ async def _cancelled(*tasks: asyncio.Task[None]) -> None:
     await yield_turn()
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await over(*tasks)

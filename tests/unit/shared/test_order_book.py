@@ -84,6 +84,35 @@ async def test_an_order_that_is_ended_before_it_could_begin_is_reported_all_the_
     assert found in (["accepted", "failed"], ["accepted", "deleted"])
 
 
+async def test_a_third_attempt_begins_when_the_first_has_ended_although_the_second_is_given_up(
+    book: OrderBook,
+) -> None:
+    undone, told = asyncio.Event(), []
+
+    async def first(_entry: Entry) -> Result:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await undone.wait()
+            told.append("first")
+        return {}
+
+    async def third(_entry: Entry) -> Result:
+        told.append("third")
+        return {}
+
+    for attempt, work in ((1, first), (2, deleted), (3, third)):
+        await book.accept(order(attempt=attempt))
+        book.start(order(attempt=attempt), work)
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert told == []
+    undone.set()
+    while len(told) < 2:
+        await asyncio.wait_for(book.outbox.get(), 5)
+    assert told == ["first", "third"]
+
+
 async def test_reports_of_one_order_that_are_made_together_have_numbers_of_their_own(
     book: OrderBook,
 ) -> None:
