@@ -7,7 +7,7 @@ out; what cannot happen is raised and changes nothing. There is no clock, device
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from msgspec import UNSET
@@ -163,7 +163,7 @@ class MemoryTable:
         ]
         for allocation in made:
             layout.add(allocation)
-        return layout.infos(made)
+        return list(layout.infos(made))
 
     def export(
         self, session: Session, ids: Sequence[str], access: Access
@@ -175,7 +175,7 @@ class MemoryTable:
         for allocation in found:
             allocation.importers.add(session.id)
             session.imports.add(allocation)
-        return found, layout.infos(found)
+        return found, list(layout.infos(found))
 
     def free(self, session: Session, ids: Sequence[str]) -> list[Effect]:
         """Free allocations of the layout being written; only its writer can have imported them."""
@@ -194,7 +194,7 @@ class MemoryTable:
         """Read metadata of the session's layout."""
         return self._use(session, Operation.METADATA_GET).get(keys, prefix)
 
-    def allocations(self, session: Session) -> list[AllocationInfo]:
+    def allocations(self, session: Session) -> Iterator[AllocationInfo]:
         """List the session's layout."""
         return self._use(session, Operation.LIST).infos()
 

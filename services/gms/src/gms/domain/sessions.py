@@ -34,6 +34,11 @@ class Peer:
     pod: str = ""
     is_ours: bool = False
 
+    @property
+    def owner(self) -> tuple[str | int, ...]:
+        """Whose turn it takes: that of its pod, where it has one."""
+        return (self.pod,) if self.pod else (self.uid, self.pid)
+
     def is_same(self, other: Peer) -> bool:
         """Say whether both are one process that lives. 0 is a process that we cannot see."""
         return self.pid == other.pid != 0
