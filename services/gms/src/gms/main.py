@@ -26,7 +26,7 @@ from gms.handlers.control import GmsControl
 from gms.handlers.keeper import Gms
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
-from gms.handlers.transfers import GmsTransfers
+from gms.handlers.transfers import GmsTransfers, undisturbed
 from gms.ports import Device
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Handler
@@ -139,6 +139,11 @@ def _make_socket_folder(settings: GmsSettings) -> None:
         folder.chmod(0o750)
 
 
+def _open_folders(settings: GmsSettings, now: float, metrics: Metrics) -> Journal:
+    settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Journal.open(settings.state_dir, now=now, metrics=metrics)
+
+
 def _telemetry(settings: GmsSettings, service: str, metrics: Metrics) -> Telemetry:
     return Telemetry(
         service, settings.node, VERSION, otlp_endpoint=settings.otlp_endpoint, metrics=metrics
@@ -157,8 +162,9 @@ async def _serve_orders(
     clocks = system_clocks()
     node = check_node(settings.node)
     transfers = _telemetry(settings, TRANSFER_SERVICE, metrics)
-    settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    journal = Journal.open(settings.state_dir, now=clocks.wall(), metrics=metrics)
+    # In a thread: workers are served already, and a disk may take its time to answer.
+    opened = asyncio.to_thread(_open_folders, settings, clocks.wall(), metrics)
+    journal = await undisturbed(opened)
     bus = Bus(
         settings.nats_url,
         SERVICE,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gms.domain.tasks import (
     DEFAULT_WAY,
@@ -48,6 +48,8 @@ SAVES_AGAIN = 2
 """How many times a save goes on after its process was killed."""
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class GmsTransfers:
@@ -224,9 +226,9 @@ async def whole_or_nothing(
     except (asyncio.CancelledError, GeneratorExit, TransferKilled):
         # The first progress is told when the directory of the part is made. Whoever hangs up when
         # all is done has what was asked for.
-        await _undisturbed(_ended(events, step))
+        await undisturbed(_ended(events, step))
         if isinstance(task, SaveTask) and isinstance(last, TransferProgress):
-            await _undisturbed(asyncio.to_thread(_remove_part, task))
+            await undisturbed(asyncio.to_thread(_remove_part, task))
         raise
 
 
@@ -239,8 +241,8 @@ async def _ended(
     await events.aclose()
 
 
-async def _undisturbed(work: Coroutine[Any, Any, None]) -> None:
-    """Do all of some work. Whoever cancels meanwhile waits for it."""
+async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
+    """Return what some work returns, all of it done. Whoever cancels meanwhile waits for it."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -248,9 +250,10 @@ async def _undisturbed(work: Coroutine[Any, Any, None]) -> None:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
             cancelled = error
-    task.result()
+    result = task.result()
     if cancelled is not None:
         raise cancelled
+    return result
 
 
 async def _next(step: asyncio.Future[TransferEvent | None]) -> TransferEvent | None:
