@@ -15,7 +15,7 @@ from msgspec import UNSET
 from gms.domain.device import DeviceTable, check_generation
 from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
 from gms.domain.layout import Allocation, Layout, aligned
-from gms.domain.locks import USES, LockEvent, Operation, Verdict, Wish
+from gms.domain.locks import USES, LockEvent, Operation, Use, Verdict, Wish
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -129,6 +129,8 @@ class MemoryTable:
             effects += device.let_go(session)
         else:
             device.lingering[session.id] = session
+            if session.use is not Use.READING:
+                room.vanished[session.id] = session
         layout, session.layout = session.layout, None
         effects += device.release(layout)
         if session.role is Role.SAVE:
@@ -137,9 +139,10 @@ class MemoryTable:
 
     def importers_gone(self, session: Session) -> list[Effect]:
         """Take note that the process of a lingering session has ended."""
-        device, _ = self._place(session)
+        device, room = self._place(session)
         if device.lingering.pop(session.id, None) is None:
             return []
+        room.vanished.pop(session.id, None)
         return device.let_go(session) + self._settle(device)
 
     # What a session asks for.

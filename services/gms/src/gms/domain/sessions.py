@@ -87,7 +87,10 @@ class Session:
 
 @dataclass(eq=False, slots=True)
 class Room:
-    """The lock, the sessions, the queue and the committed layout of one (device, domain)."""
+    """The lock, the sessions, the queue and the committed layout of one (device, domain).
+
+    `vanished` writers linger: they ended without Detach, and their process may still write.
+    """
 
     domain: MemoryDomain
     lock: Lock = Lock.EMPTY
@@ -96,6 +99,7 @@ class Room:
     readers: dict[int, Session] = field(default_factory=dict)
     queue: dict[int, Waiter] = field(default_factory=dict)
     replacers: set[int] = field(default_factory=set)
+    vanished: dict[int, Session] = field(default_factory=dict)
 
     def move(self, event: LockEvent) -> None:
         """Take one step of the lock. InvalidTransition when the table has none."""
