@@ -171,7 +171,7 @@ class SimLease:
                 found = await self._server.sessions.allocate(self.session, request)
             else:
                 found = self._server.sessions.call(self.session, request)
-            return [message.frame for message in found]
+            return [message.frame for message in found if message is not None]
 
         return await ask(self._server.process, answer, _lost)
 

@@ -8,7 +8,7 @@ gRPC bodies are msgpack too. Unknown fields are ignored; another `v` is refused 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
@@ -636,7 +636,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def batches(
-    entries: Sequence[E], *, cost: Callable[[E], int], most: int = MAX_BATCH
+    entries: Iterable[E], *, cost: Callable[[E], int], most: int = MAX_BATCH
 ) -> Iterator[list[E]]:
     """Cut entries into runs of at most `most` whose costs in bytes stay in `MESSAGE_BUDGET`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.lease_socket import LeaseServer
+from gms.domain.sessions import Session
 from gms.domain.shares import TooManySessions
 from gms.handlers.sessions import LeaseSessions
 from gms.lease import Lease
@@ -647,6 +649,44 @@ def test_one_process_that_holds_all_it_may_keeps_out_no_other_and_no_transfer(
     assert in_child(attached) == 0
     for lease in held:
         lease.detach()
+
+
+def test_whoever_keeps_frames_queued_lets_the_loop_turn_between_any_two(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = launch(policy=LeasePolicy(turn_s=0.0))
+    answered: list[Request] = []
+    is_queued = threading.Event()
+    call = LeaseSessions.call
+
+    def counted(self: LeaseSessions, session: Session, request: Request) -> Any:
+        answered.append(request)
+        return call(self, session, request)
+
+    monkeypatch.setattr(LeaseSessions, "call", counted)
+
+    async def turns_until_all_are_answered() -> int:
+        # Nothing is answered before everything is queued.
+        is_queued.wait(10)
+        turns = 0
+        while len(answered) < 100:
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(raw(service)) for _ in range(2)]
+        for sock, domain in zip(clients, MemoryDomain, strict=True):
+            request = Attach(
+                device=service.uuids[0], domain=domain, lock=LockMode.RW, deadline_s=5.0
+            )
+            assert isinstance(ask(sock, request), Attached)
+        with in_background(lambda: service.run(turns_until_all_are_answered())) as turns:
+            for sock in clients:
+                for _ in range(50):
+                    send(sock, encode_frame(FreeMany(ids=["missing"])))
+            is_queued.set()
+            assert turns() >= 99
 
 
 def test_a_client_that_is_silent_or_stops_in_the_middle_has_two_seconds(service: Any) -> None:

@@ -76,10 +76,10 @@ class Process:
             threading.Event().wait(0.01)
         return process
 
-    def incarnation(self) -> str:
+    def incarnation(self, patience_s: float = PATIENCE_S) -> str:
         lease = Lease.attach(
             str(self.sockets),
-            Attach(device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=PATIENCE_S),
+            Attach(device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=patience_s),
         )
         found = lease.attached.incarnation
         lease.detach()
@@ -98,6 +98,17 @@ def process(tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     found = Process(tmp_path, socket_dir, NOWHERE)
     yield found
     found.stop_all()
+
+
+def test_workers_are_served_while_the_disk_does_not_answer(process: Process) -> None:
+    state = Path(process.environment["SNAPBACK_STATE_DIR"])
+    state.mkdir(mode=0o700)
+    # Whoever opens it waits, until somebody writes.
+    os.mkfifo(state / "journal", 0o600)
+    process.start()
+    while not (state / "lock").exists():
+        threading.Event().wait(0.01)
+    assert process.incarnation(patience_s=1.0)
 
 
 def test_workers_are_served_while_nats_is_away(process: Process) -> None:

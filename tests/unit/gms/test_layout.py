@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gms.domain.layout import Allocation, Layout, aligned, structure_hash
+from gms.domain.metadata import weight
 from snapshot_shared.errors import LayoutConflict, NotFound
 from snapshot_shared.frames import (
     MAX_ALLOCATIONS,
@@ -124,3 +127,74 @@ def test_alignment_rounds_up_to_the_next_granule(size: int, granularity: int) ->
     found = aligned(size, granularity)
     assert found % granularity == 0
     assert 0 <= found - size < granularity
+
+
+class Seen(str):
+    """A key that counts how often it is looked at."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __lt__(self, other: str) -> bool:
+        Seen.looks += 1
+        return str.__lt__(self, other)
+
+    def startswith(self, *prefix: Any) -> bool:
+        Seen.looks += 1
+        return str.startswith(self, *prefix)
+
+
+def test_reading_some_metadata_costs_what_is_read_and_not_what_is_there() -> None:
+    layout = Layout()
+    layout.add(Allocation("a", 1, 1, "", 1))
+    many = [
+        MetadataItem(key=Seen(f"{n % 100:02}-{n}"), allocation="a", offset=0, value=b"")
+        for n in range(10_000)
+    ]
+    layout.put(many)
+    Seen.looks = 0
+    assert [item.key for item in layout.get(None, "42-1")] == sorted(
+        f"42-{n}" for n in range(42, 10_000, 100) if str(n).startswith("1")
+    )
+    assert Seen.looks < 200
+
+
+def test_one_more_entry_of_metadata_is_weighed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed: list[MetadataItem] = []
+
+    def counted(entry: MetadataItem) -> int:
+        weighed.append(entry)
+        return weight(entry)
+
+    monkeypatch.setattr("gms.domain.metadata.weight", counted)
+    layout = Layout()
+    layout.add(Allocation("a", 1, 1, "", 1))
+    for number in range(1000):
+        layout.put([MetadataItem(key=f"k{number}", allocation="a", offset=0, value=b"")])
+    assert len(weighed) == 1000
+
+
+def test_metadata_is_what_was_put_last_about_what_is_left() -> None:
+    layout = Layout()
+    for name in ("a", "b"):
+        layout.add(Allocation(name, 8, 8, "", 1))
+    about = {"k1": "a", "k2": "b", "k3": "a"}
+    layout.put([MetadataItem(key=k, allocation=a, offset=0, value=b"1") for k, a in about.items()])
+    moved = MetadataItem(key="k3", allocation="b", offset=1, value=b"22")
+    layout.put([moved])
+    layout.remove(["a"])
+    assert layout.get(None) == [
+        MetadataItem(key="k2", allocation="b", offset=0, value=b"1"),
+        moved,
+    ]
+    layout.remove(["b"])
+    assert layout.get(None) == []
+    # What is gone weighs nothing.
+    layout.add(Allocation("c", 8, 8, "", 1))
+    size = MAX_METADATA_BYTES // 64
+    entries = [
+        MetadataItem(key=f"{n:02}", allocation="c", offset=0, value=bytes(65_536 - 67))
+        for n in range(64)
+    ]
+    assert sum(map(weight, entries)) == 64 * size == MAX_METADATA_BYTES
+    layout.put(entries)

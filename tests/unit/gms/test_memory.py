@@ -189,6 +189,33 @@ def test_a_queue_costs_each_who_waits_the_same_however_long_it_is(
     assert next(wishes) - before < 10 * 200
 
 
+def test_a_queue_behind_a_vanished_writer_does_not_look_at_readers_that_vanished(
+    world: World,
+) -> None:
+    ref = world.committed()
+    for number in range(50):
+        reader = world.attach(lock=RO, peer=Peer(pid=100 + number, uid=0))
+        world.table.export(reader, ["w"], Access.RO)
+        world.end(reader, unmapped=False)
+    writer = vanished_writer(world, if_match=ref, peer=Peer(pid=8, uid=0))
+
+    class Seen(dict[int, Session]):
+        looks = 0
+
+        def values(self) -> Any:
+            Seen.looks += 1
+            return super().values()
+
+    device = world.table.devices[A]
+    device.lingering = Seen(device.lingering)
+    waiters = [world.ask(if_match=ref, peer=Peer(pid=200 + n, uid=0)) for n in range(20)]
+    world.end(world.attach(lock=RO))
+    assert Seen.looks <= 1
+    assert waiting(world) == 20
+    world.take(world.table.importers_gone(writer))
+    assert world.granted(waiters[0]) is not None
+
+
 # Locks and generations.
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -44,6 +44,7 @@ from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import NodeSettings, load
+from snapshot_shared.tasks import in_thread
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,11 @@ def _make_socket_folder(settings: GmsSettings) -> None:
         folder.chmod(0o750)
 
 
+def _open_folders(settings: GmsSettings, wall: Callable[[], float], metrics: Metrics) -> Journal:
+    settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Journal.open(settings.state_dir, wall=wall, metrics=metrics)
+
+
 def _telemetry(settings: GmsSettings, service: str, metrics: Metrics) -> Telemetry:
     return Telemetry(
         service, settings.node, VERSION, otlp_endpoint=settings.otlp_endpoint, metrics=metrics
@@ -157,8 +163,8 @@ async def _serve_orders(
     clocks = system_clocks()
     node = check_node(settings.node)
     transfers = _telemetry(settings, TRANSFER_SERVICE, metrics)
-    settings.artifact_root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    journal = Journal.open(settings.state_dir, wall=clocks.wall, metrics=metrics)
+    # In a thread: workers are served already, and a disk may take its time to answer.
+    journal = await in_thread(_open_folders, settings, clocks.wall, metrics)
     bus = Bus(
         settings.nats_url,
         SERVICE,

@@ -112,6 +112,10 @@ class Message:
             os.close(self.descriptors.pop())
 
 
+Answer = Iterator[Message | None]
+"""The messages that answer a request, made in pieces. None stands where others get their turn."""
+
+
 class Sessions(Protocol):
     """What the lease socket asks of the service."""
 
@@ -123,11 +127,11 @@ class Sessions(Protocol):
         """Say what was granted."""
         ...
 
-    async def allocate(self, session: Session, request: AllocateMany) -> Iterator[Message]:
+    async def allocate(self, session: Session, request: AllocateMany) -> Answer:
         """Make memory. Cancelled when the client is gone."""
         ...
 
-    def call(self, session: Session, request: Request) -> Iterator[Message]:
+    def call(self, session: Session, request: Request) -> Answer:
         """Answer any other request of a session."""
         ...
 

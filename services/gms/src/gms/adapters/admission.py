@@ -29,7 +29,8 @@ class LeasePolicy:
     Besides those: members of `group`, also by a supplementary group.
     A session counts for its process, pod and user until the process has ended or has said that
     nothing is mapped.
-    `handshake_s` is how long a client may take to send Attach, `send_s` to read an answer.
+    `handshake_s` is how long a client may take to send Attach, `send_s` to read an answer. In one
+    turn of the event loop all of them together are answered for `turn_s`.
     """
 
     group: int | None = None
@@ -39,6 +40,7 @@ class LeasePolicy:
     max_of_process: int = 128
     handshake_s: float = 2.0
     send_s: float = 10.0
+    turn_s: float = 0.001
 
 
 class Admission:

@@ -12,14 +12,16 @@ import fcntl
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gms.adapters.admission import Admission, LeasePolicy, credentials, parent_of, pod_of
 from gms.adapters.hangups import Hangups
+from gms.adapters.turns import Turns
 from gms.domain.sessions import Peer, Session
-from gms.ports import Message, Sessions
+from gms.ports import Answer, Message, Sessions
 from gms.wire import Inbox, close_all, prepare, send
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
@@ -74,8 +76,7 @@ class LeaseServer:
         self._spare = -1
         self._clients: set[asyncio.Task[None]] = set()
         self._lingering: dict[int, Session] = {}
-        self._inbox = Inbox()
-        self._hangups = Hangups()
+        self._common = _Common(self._policy, Inbox(), Hangups(), Turns(self._policy.turn_s))
         self._metrics = metrics
 
     def start(self) -> None:
@@ -95,7 +96,7 @@ class LeaseServer:
         listener.listen(_BACKLOG)
         self._listener = listener
         self._spare = _spare_descriptor()
-        self._hangups.start()
+        self._common.hangups.start()
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     async def close(self) -> None:
@@ -110,7 +111,7 @@ class LeaseServer:
         for client in list(self._clients):
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
-        self._hangups.close()
+        self._common.hangups.close()
         for pidfd in list(self._lingering):
             self._stop_watching(pidfd)
         close_all([fd for fd in (self._spare, self._lock) if fd >= 0])
@@ -142,7 +143,7 @@ class LeaseServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         process = _Process()
-        connection = _Connection(sock, self._inbox, self._policy, self._hangups, process)
+        connection = _Connection(sock, process, self._common)
         try:
             prepare(sock)
             peer = process.of(sock)
@@ -185,13 +186,11 @@ class LeaseServer:
                     return True
                 messages = await self._answer(connection, session, request)
                 for message in messages:
-                    await connection.send(message)
+                    await (connection.turn() if message is None else connection.send(message))
             except SnapbackError as error:
                 await connection.send(Message(ErrorReply.of(error.to_failure())))
 
-    async def _answer(
-        self, connection: _Connection, session: Session, request: Request
-    ) -> Iterator[Message]:
+    async def _answer(self, connection: _Connection, session: Session, request: Request) -> Answer:
         if isinstance(request, AllocateMany):
             return await connection.while_connected(self._sessions.allocate(session, request))
         return self._sessions.call(session, request)
@@ -219,11 +218,22 @@ class LeaseServer:
         return session
 
 
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What the connections of a server share."""
+
+    policy: LeasePolicy
+    inbox: Inbox
+    hangups: Hangups
+    turns: Turns
+
+
 class _Process:
     """A pidfd of the process at the other end, until somebody takes it or it is closed."""
 
     def __init__(self) -> None:
         self.is_watched = False
+        self.owner: Hashable = None
         self.pidfd = -1
 
     def of(self, sock: socket.socket) -> Peer:
@@ -235,13 +245,15 @@ class _Process:
         except OSError:
             with contextlib.suppress(OSError):
                 self.pidfd = os.pidfd_open(pid)
-        return Peer(
+        peer = Peer(
             pid=pid,
             uid=uid,
             has_pidfd=self.pidfd >= 0,
             pod=pod_of(pid),
             is_ours=parent_of(pid) == os.getpid(),
         )
+        self.owner = peer.owner
+        return peer
 
     def take(self) -> int:
         """Give the pidfd away, or -1 when the process was gone already."""
@@ -257,24 +269,15 @@ class _Process:
 class _Connection:
     """One client's socket: whole frames in, whole messages out, each wait bounded or watched."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        inbox: Inbox,
-        policy: LeasePolicy,
-        hangups: Hangups,
-        process: _Process,
-    ) -> None:
-        self._policy = policy
+    def __init__(self, sock: socket.socket, process: _Process, common: _Common) -> None:
         self._socket = sock
-        self._inbox = inbox
-        self._hangups = hangups
         self._process = process
+        self._common = common
         self._loop = asyncio.get_running_loop()
 
     async def handshake(self) -> Attach:
         """Wait for the first frame, which must be Attach."""
-        budget = self._policy.handshake_s
+        budget = self._common.policy.handshake_s
         try:
             async with asyncio.timeout(budget):
                 request = await self.request()
@@ -290,7 +293,8 @@ class _Connection:
         """Wait for a frame. InvalidMessage, UnsupportedVersion; the next frame can be read."""
         while True:
             try:
-                data, descriptors = self._inbox.receive(self._socket)
+                await self.turn()
+                data, descriptors = self._common.inbox.receive(self._socket)
             except BlockingIOError:
                 await self._ready(self._loop.add_reader, self._loop.remove_reader)
                 continue
@@ -303,6 +307,10 @@ class _Connection:
                 raise InvalidMessage("a request carries no descriptors")
             return decode_request(data)
 
+    async def turn(self) -> None:
+        """Let others work, until this client may have its next piece of work done."""
+        await self._common.turns.take(self._process.owner)
+
     async def send(self, message: Message) -> None:
         """Send a message and close its descriptors. A client that does not read is dropped."""
         try:
@@ -311,7 +319,7 @@ class _Connection:
                 try:
                     return send(self._socket, data, message.descriptors)
                 except BlockingIOError:
-                    async with asyncio.timeout(self._policy.send_s):
+                    async with asyncio.timeout(self._common.policy.send_s):
                         await self._ready(self._loop.add_writer, self._loop.remove_writer)
         except (OSError, TimeoutError) as error:
             raise _ClientGone from error
@@ -326,7 +334,7 @@ class _Connection:
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """Do work that takes time, and give it up when the client goes away."""
         task = self._loop.create_task(work)
-        gone = self._hangups.of(self._socket.fileno(), self._process.pidfd)
+        gone = self._common.hangups.of(self._socket.fileno(), self._process.pidfd)
         hangup = self._loop.create_task(gone)
         try:
             await asyncio.wait((task, hangup), return_when=asyncio.FIRST_COMPLETED)

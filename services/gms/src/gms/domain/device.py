@@ -108,10 +108,8 @@ class DeviceTable:
         """
         return [
             session
-            for session in self.lingering.values()
-            if session.use is not Use.READING
-            and session.request.domain is domain
-            and not session.peer.is_same(peer)
+            for session in self.rooms[domain].vanished.values()
+            if not session.peer.is_same(peer)
         ]
 
     def grant(self, waiter: Waiter, answer: Verdict) -> list[Effect]:

@@ -6,24 +6,21 @@ A layout's structure hash names its shape (order, ids, sizes, tags, metadata) an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from gms.domain.metadata import Metadata
 from snapshot_shared.errors import LayoutConflict, NotFound
 from snapshot_shared.frames import (
     MAX_ALLOCATIONS,
-    MAX_METADATA_BYTES,
     AllocationInfo,
     AllocationSpec,
     GenerationRef,
     MetadataItem,
 )
 from snapshot_shared.orders import LayoutRef
-
-_ENTRY_BYTES = 64
-"""What a metadata entry counts for beside its strings."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -45,8 +42,9 @@ class Layout:
     """Allocations in the order of their slots, and metadata. `ref` is set when committed."""
 
     allocations: dict[str, Allocation] = field(default_factory=dict)
-    metadata: dict[str, MetadataItem] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=Metadata)
     ref: LayoutRef | None = None
+    _slots: dict[str, int] | None = None
 
     def check_new(self, specs: Sequence[AllocationSpec]) -> None:
         """Refuse allocations whose ids are taken or that are too many. LayoutConflict."""
@@ -65,6 +63,8 @@ class Layout:
 
     def add(self, allocation: Allocation) -> None:
         """Append an allocation."""
+        if self._slots is not None:
+            self._slots[allocation.id] = len(self.allocations)
         self.allocations[allocation.id] = allocation
 
     def find(self, ids: Iterable[str]) -> list[Allocation]:
@@ -79,8 +79,8 @@ class Layout:
         taken = self.find(dict.fromkeys(ids))
         for allocation in taken:
             del self.allocations[allocation.id]
-        gone = {allocation.id for allocation in taken}
-        self.metadata = {k: m for k, m in self.metadata.items() if m.allocation not in gone}
+        self._slots = None
+        self.metadata.forget(allocation.id for allocation in taken)
         return taken
 
     def put(self, entries: Sequence[MetadataItem]) -> None:
@@ -94,31 +94,24 @@ class Layout:
                     offset=entry.offset,
                     size=allocation.size,
                 )
-        merged = self.metadata | {entry.key: entry for entry in entries}
-        size = sum(map(_weight, merged.values()))
-        if size > MAX_METADATA_BYTES:
-            raise LayoutConflict(
-                f"{size} bytes of metadata are over the limit of {MAX_METADATA_BYTES}",
-                size=size,
-                limit=MAX_METADATA_BYTES,
-            )
-        self.metadata = merged
+        self.metadata.put(entries)
 
     def get(self, keys: Sequence[str] | None, prefix: str = "") -> list[MetadataItem]:
         """Give the entries with these keys, or all, sorted by key. Missing ones are absent.
 
         Of these only those whose key begins with `prefix`.
         """
-        wanted = self.metadata.keys() if keys is None else self.metadata.keys() & set(keys)
-        return [self.metadata[key] for key in sorted(wanted) if key.startswith(prefix)]
+        return self.metadata.get(keys, prefix)
 
-    def infos(self, allocations: Iterable[Allocation] | None = None) -> list[AllocationInfo]:
+    def infos(self, allocations: Iterable[Allocation] | None = None) -> Iterator[AllocationInfo]:
         """Describe allocations with their slots; all in order by default."""
-        slots = {each: slot for slot, each in enumerate(self.allocations)}
-        return [
-            AllocationInfo(id=a.id, size=a.size, aligned=a.aligned, tag=a.tag, slot=slots[a.id])
-            for a in (self.allocations.values() if allocations is None else allocations)
-        ]
+        if self._slots is None:
+            self._slots = {each: slot for slot, each in enumerate(self.allocations)}
+        slots = self._slots
+        for a in list(self.allocations.values()) if allocations is None else allocations:
+            yield AllocationInfo(
+                id=a.id, size=a.size, aligned=a.aligned, tag=a.tag, slot=slots[a.id]
+            )
 
     @property
     def bytes(self) -> int:
@@ -133,7 +126,7 @@ class Layout:
     def structure_hash(self) -> str:
         """Hash the shape of this layout."""
         rows = [(a.id, a.size, a.tag) for a in self.allocations.values()]
-        return structure_hash(rows, self.metadata.values())
+        return structure_hash(rows, self.metadata.get())
 
     @property
     def generation(self) -> GenerationRef | None:
@@ -164,7 +157,3 @@ def structure_hash(
 def aligned(size: int, granularity: int) -> int:
     """Round up to whole granules."""
     return -(-size // granularity) * granularity
-
-
-def _weight(entry: MetadataItem) -> int:
-    return len(entry.key.encode()) + len(entry.allocation) + len(entry.value) + _ENTRY_BYTES

@@ -7,7 +7,7 @@ out; what cannot happen is raised and changes nothing. There is no clock, device
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from msgspec import UNSET
@@ -15,7 +15,7 @@ from msgspec import UNSET
 from gms.domain.device import DeviceTable, check_generation
 from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
 from gms.domain.layout import Allocation, Layout, aligned
-from gms.domain.locks import USES, LockEvent, Operation, Verdict, Wish
+from gms.domain.locks import USES, LockEvent, Operation, Use, Verdict, Wish
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -129,6 +129,8 @@ class MemoryTable:
             effects += device.let_go(session)
         else:
             device.lingering[session.id] = session
+            if session.use is not Use.READING:
+                room.vanished[session.id] = session
         layout, session.layout = session.layout, None
         effects += device.release(layout)
         if session.role is Role.SAVE:
@@ -137,9 +139,10 @@ class MemoryTable:
 
     def importers_gone(self, session: Session) -> list[Effect]:
         """Take note that the process of a lingering session has ended."""
-        device, _ = self._place(session)
+        device, room = self._place(session)
         if device.lingering.pop(session.id, None) is None:
             return []
+        room.vanished.pop(session.id, None)
         return device.let_go(session) + self._settle(device)
 
     # What a session asks for.
@@ -163,7 +166,7 @@ class MemoryTable:
         ]
         for allocation in made:
             layout.add(allocation)
-        return layout.infos(made)
+        return list(layout.infos(made))
 
     def export(
         self, session: Session, ids: Sequence[str], access: Access
@@ -175,7 +178,7 @@ class MemoryTable:
         for allocation in found:
             allocation.importers.add(session.id)
             session.imports.add(allocation)
-        return found, layout.infos(found)
+        return found, list(layout.infos(found))
 
     def free(self, session: Session, ids: Sequence[str]) -> list[Effect]:
         """Free allocations of the layout being written; only its writer can have imported them."""
@@ -194,7 +197,7 @@ class MemoryTable:
         """Read metadata of the session's layout."""
         return self._use(session, Operation.METADATA_GET).get(keys, prefix)
 
-    def allocations(self, session: Session) -> list[AllocationInfo]:
+    def allocations(self, session: Session) -> Iterator[AllocationInfo]:
         """List the session's layout."""
         return self._use(session, Operation.LIST).infos()
 

@@ -34,6 +34,11 @@ class Peer:
     pod: str = ""
     is_ours: bool = False
 
+    @property
+    def owner(self) -> tuple[str | int, ...]:
+        """Whose turn it takes: that of its pod, where it has one."""
+        return (self.pod,) if self.pod else (self.uid, self.pid)
+
     def is_same(self, other: Peer) -> bool:
         """Say whether both are one process that lives. 0 is a process that we cannot see."""
         return self.pid == other.pid != 0
@@ -82,7 +87,10 @@ class Session:
 
 @dataclass(eq=False, slots=True)
 class Room:
-    """The lock, the sessions, the queue and the committed layout of one (device, domain)."""
+    """The lock, the sessions, the queue and the committed layout of one (device, domain).
+
+    `vanished` writers linger: they ended without Detach, and their process may still write.
+    """
 
     domain: MemoryDomain
     lock: Lock = Lock.EMPTY
@@ -91,6 +99,7 @@ class Room:
     readers: dict[int, Session] = field(default_factory=dict)
     queue: dict[int, Waiter] = field(default_factory=dict)
     replacers: set[int] = field(default_factory=set)
+    vanished: dict[int, Session] = field(default_factory=dict)
 
     def move(self, event: LockEvent) -> None:
         """Take one step of the lock. InvalidTransition when the table has none."""

@@ -306,8 +306,9 @@ class Gms:
                 await changed.wait()
 
     async def settled(self) -> None:
-        """Wait until all memory that was let go is really free."""
-        while pending := [future for group in self._releases.values() for future in group]:
+        """Wait until all memory that was let go by now is really free."""
+        # Not what is let go meanwhile: a client that does so all the time would hold up everybody.
+        if pending := [future for group in self._releases.values() for future in group]:
             await asyncio.wait(pending)
 
     def _notify(self) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from gms.domain.layout import Allocation
 from gms.domain.sessions import Peer, Session
 from gms.handlers.keeper import Gms
-from gms.ports import Device, Message, Tracer
+from gms.ports import Answer, Device, Message, Tracer
 from snapshot_shared.errors import InvalidMessage
 from snapshot_shared.frames import (
     DESCRIPTORS_PER_MESSAGE,
@@ -38,6 +38,8 @@ from snapshot_shared.frames import (
     cost_of_allocation,
     cost_of_metadata,
 )
+
+E = TypeVar("E")
 
 
 class LeaseSessions:
@@ -75,12 +77,12 @@ class LeaseSessions:
             bytes=base.bytes if base else 0,
         )
 
-    async def allocate(self, session: Session, request: AllocateMany) -> Iterator[Message]:
+    async def allocate(self, session: Session, request: AllocateMany) -> Answer:
         with self._span("allocate", session.request):
             made = await self._gms.allocate(session, request.allocations, wait_s=request.wait_s)
         return _allocations(made, Allocated)
 
-    def call(self, session: Session, request: Request) -> Iterator[Message]:
+    def call(self, session: Session, request: Request) -> Answer:
         match request:
             case ExportMany():
                 return self._export(session, request)
@@ -121,16 +123,18 @@ class LeaseSessions:
             hidden=request.hidden,
         )
 
-    def _export(self, session: Session, request: ExportMany) -> Iterator[Message]:
+    def _export(self, session: Session, request: ExportMany) -> Answer:
+        device = self._device(session)
+
+        def exported(run: Sequence[tuple[Allocation, AllocationInfo]], **numbers: int) -> Message:
+            descriptors = _open_all(device, [pair[0] for pair in run], request.access)
+            return Message(Exported(allocations=[pair[1] for pair in run], **numbers), descriptors)
+
         with self._span("export", session.request):
             found, infos = self._gms.table.export(session, request.ids, request.access)
-            device = self._device(session)
-            pairs = list(zip(found, infos, strict=True))
-            runs = list(batches(pairs, cost=_cost_of_pair, most=DESCRIPTORS_PER_MESSAGE))
-            for part, run in enumerate(runs, start=1):
-                descriptors = _open_all(device, [pair[0] for pair in run], request.access)
-                frame = Exported(allocations=[pair[1] for pair in run], part=part, parts=len(runs))
-                yield Message(frame, descriptors)
+            pairs = zip(found, infos, strict=True)
+            runs = batches(pairs, cost=_cost_of_pair, most=DESCRIPTORS_PER_MESSAGE)
+            yield from _numbered(runs, exported)
 
     def _device(self, session: Session) -> Device:
         return self._gms.devices[session.request.device]
@@ -158,18 +162,26 @@ def _open_all(device: Device, allocations: Sequence[Allocation], access: Access)
     return message.descriptors
 
 
-def _allocations(
-    infos: Sequence[AllocationInfo], kind: type[Allocated | Allocations]
-) -> Iterator[Message]:
-    runs = list(batches(infos, cost=cost_of_allocation))
-    for part, run in enumerate(runs, start=1):
-        yield Message(kind(allocations=run, part=part, parts=len(runs)))
+def _allocations(infos: Iterable[AllocationInfo], kind: type[Allocated | Allocations]) -> Answer:
+    runs = batches(infos, cost=cost_of_allocation)
+    return _numbered(runs, lambda run, **numbers: Message(kind(allocations=list(run), **numbers)))
 
 
-def _metadata(entries: Sequence[MetadataItem]) -> Iterator[Message]:
-    runs = list(batches(entries, cost=cost_of_metadata))
-    for part, run in enumerate(runs, start=1):
-        yield Message(Metadata(entries=run, part=part, parts=len(runs)))
+def _metadata(entries: Sequence[MetadataItem]) -> Answer:
+    runs = batches(entries, cost=cost_of_metadata)
+    return _numbered(runs, lambda run, **numbers: Message(Metadata(entries=list(run), **numbers)))
+
+
+def _numbered(runs: Iterable[list[E]], message: Callable[..., Message]) -> Answer:
+    """Make a message of each run, which says the how manieth of how many it is."""
+    known: list[list[E]] = []
+    for run in runs:
+        known.append(run)
+        yield None
+    for part, run in enumerate(known, start=1):
+        if part > 1:
+            yield None
+        yield message(run, part=part, parts=len(known))
 
 
 def _cost_of_pair(pair: tuple[Allocation, AllocationInfo]) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from gms.domain.tasks import (
     DEFAULT_WAY,
@@ -38,6 +38,7 @@ from snapshot_shared.frames import (
 )
 from snapshot_shared.object_storage import ObjectStorage, remove_with_objects
 from snapshot_shared.orders import LayoutRef
+from snapshot_shared.tasks import in_thread, undisturbed
 from snapshot_shared.telemetry import current_traceparent
 
 _TELLS_S = 5.0
@@ -48,6 +49,8 @@ SAVES_AGAIN = 2
 """How many times a save goes on after its process was killed."""
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class GmsTransfers:
@@ -224,9 +227,9 @@ async def whole_or_nothing(
     except (asyncio.CancelledError, GeneratorExit, TransferKilled):
         # The first progress is told when the directory of the part is made. Whoever hangs up when
         # all is done has what was asked for.
-        await _undisturbed(_ended(events, step))
+        await undisturbed(_ended(events, step))
         if isinstance(task, SaveTask) and isinstance(last, TransferProgress):
-            await _undisturbed(asyncio.to_thread(_remove_part, task))
+            await in_thread(_remove_part, task)
         raise
 
 
@@ -237,20 +240,6 @@ async def _ended(
     if step is not None:
         await asyncio.wait([step])
     await events.aclose()
-
-
-async def _undisturbed(work: Coroutine[Any, Any, None]) -> None:
-    """Do all of some work. Whoever cancels meanwhile waits for it."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    task.result()
-    if cancelled is not None:
-        raise cancelled
 
 
 async def _next(step: asyncio.Future[TransferEvent | None]) -> TransferEvent | None:

@@ -1,0 +1,62 @@
+"""The keeper: what it waits for, and what not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gms.adapters.simulated import SimulatedDevice
+from gms.domain.sessions import Peer
+from gms.handlers.keeper import Gms
+from snapshot_shared.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+
+
+class SlowDevice(SimulatedDevice):
+    """A device that gives memory back when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(node="n1", index=0, capacity=2**20, granularity=4096)
+        self.may_end: dict[int, threading.Event] = {}
+
+    def create(self, size: int) -> int:
+        handle = super().create(size)
+        self.may_end[handle] = threading.Event()
+        return handle
+
+    def release(self, handle: int) -> None:
+        assert self.may_end[handle].wait(10)
+        super().release(handle)
+
+
+@pytest.fixture
+async def device() -> AsyncIterator[SlowDevice]:
+    device = SlowDevice()
+    yield device
+    for each in device.may_end.values():
+        each.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_what_is_let_go_later_holds_up_nobody_who_waits_for_what_was_let_go_before(
+    device: SlowDevice,
+) -> None:
+    gms = Gms(node="n1", incarnation="inc", devices=[device])
+    attach = Attach(
+        device=device.info.uuid, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0
+    )
+    session = await gms.attach(attach, Peer(pid=1, uid=0))
+    specs = [AllocationSpec(id=each, size=1) for each in ("a", "b")]
+    await gms.allocate(session, specs, wait_s=0.0)
+    first, second = device.may_end.values()
+    gms.free(session, ["a"])
+    settled = asyncio.create_task(gms.settled())
+    await asyncio.sleep(0)
+    gms.free(session, ["b"])
+    assert not settled.done()
+    first.set()
+    async with asyncio.timeout(5):
+        await settled
+    assert not second.is_set()
