@@ -12,7 +12,6 @@ import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import TypeVar
 
 from gms.domain.tasks import (
     DEFAULT_WAY,
@@ -49,8 +48,6 @@ SAVES_AGAIN = 2
 """How many times a save goes on after its process was killed."""
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class GmsTransfers:
