@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from nats.js.api import DiscardPolicy
 
 from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
@@ -26,6 +27,7 @@ from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.objects import OrderStatus, time_of
 from snapshot_shared.permissions import User, users_of
 from snapshotctl.adapters.nkeys import public_key
+from snapshotctl.adapters.observer import unstored
 from tests.support.keyed_server import KeyedServer, everything, keyed_server
 
 A, B = NodeName("node-a"), NodeName("node.b")
@@ -618,6 +620,21 @@ async def test_all_who_serve_are_asked_at_once_and_late_ones_are_not_waited_for(
     assert names == ["snap-agent", "snap-agent", "snap-operator"]
     assert len(await cli.ask_all("$SRV.INFO", expected=4, within_s=0.5)) == 3
     assert await cli.ask_all("$SRV.INFO.nobody", expected=1, within_s=0.5) == []
+
+
+async def test_the_doctor_notices_that_nothing_is_stored(world: World) -> None:
+    doctor, viewer = [await world.server.bus(User(role)) for role in ("snapshotctl", "viewer")]
+    assert await unstored(doctor) is None
+    refused = await unstored(viewer)
+    assert refused is not None
+    assert refused.reason == "NotPermitted"
+    manager = world.root.client.jetstream()
+    config = (await manager.stream_info("SPANS")).config
+    # As long as the disk is full.
+    await manager.update_stream(config.evolve(max_msgs=1, discard=DiscardPolicy.NEW))
+    told = await unstored(doctor)
+    assert told is not None
+    assert "maximum messages exceeded" in told.message
 
 
 async def test_a_service_waits_for_streams_that_only_the_operator_makes(tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ def test_the_doctor_finds_nothing_wrong_with_a_cluster_that_is_well(running: Cli
     # The first sweep of an operator comes with its start, and its nodes' clocks are ours.
     well = running.ok("doctor")
     assert "ok    all 8 streams and buckets are as wanted\n" in well.out
+    assert "ok    NATS stores what is written\n" in well.out
     assert "ok    node-1 is Ready\n" in well.out
     assert well.out.endswith(" 0 fail\n")
 

@@ -174,6 +174,18 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             "nats account info",
         ),
         (
+            of(unstored=Failure(reason="BusUnavailable", message="disk is full")),
+            "fail",
+            "NATS does not store what is written: disk is full",
+            "space",
+        ),
+        (
+            of(unstored=Failure(reason="NotPermitted", message="viewer may not")),
+            "warn",
+            "whether NATS stores what is written cannot be tried: viewer may not",
+            "NATS_NKEY",
+        ),
+        (
             of(streams=[stream("ORDERS", exists=False, durables={}), stream("REPORTS")]),
             "fail",
             "stream ORDERS is missing",

@@ -1,4 +1,7 @@
-"""Looks at this machine, the bus, the operator and every node, and changes nothing."""
+"""Looks at this machine, the bus, the operator and every node.
+
+It changes nothing, but for a span of its own: whether NATS stores shows only when it has to.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
+import uuid
 from collections.abc import Awaitable
 from importlib import metadata
 from typing import TYPE_CHECKING, TypeVar
@@ -14,7 +19,7 @@ import msgspec
 
 from snapshot_shared import subjects
 from snapshot_shared.api import HealthReply
-from snapshot_shared.codec import decode_json
+from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,
     Failure,
@@ -29,6 +34,7 @@ from snapshot_shared.ids import check_node, name_of
 from snapshot_shared.objects import KINDS, Node, SnapshotContent
 from snapshot_shared.orders import Presence
 from snapshot_shared.service import VERSION
+from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters import machine
 from snapshotctl.adapters.folders import Folders
 from snapshotctl.adapters.local_cluster import nats_server_binary
@@ -133,11 +139,35 @@ async def _cluster(client: OperatorClient, server: Server) -> ClusterSeen:
         streams=streams,
         health=health,
         refused=refused,
+        unstored=await unstored(bus) if jetstream is None else None,
         operators=[found.version for found in directory if found.name == "snap-operator"],
         nodes=await _nodes(client, names, known, present, directory),
         contents=[found for found in contents or () if isinstance(found, SnapshotContent)],
         letters=len(await _or_none(client.letters(None)) or ()),
     )
+
+
+async def unstored(bus: Bus) -> Failure | None:
+    """Return why what is written to a stream is not there afterwards; None when it is."""
+    now = time.time_ns()
+    trace_id, span_id = uuid.uuid4().hex, uuid.uuid4().hex[:16]
+    span = SpanRecord(
+        trace_id=trace_id,
+        span_id=span_id,
+        name="doctor",
+        service="snapshotctl",
+        node="cli",
+        start_ns=now,
+        end_ns=now,
+    )
+    subject, data = subjects.span(span.node, trace_id), encode_json(span)
+    try:
+        sequence = await bus.publish(subject, data)
+        if await bus.last(subjects.SPANS, subject) == (sequence, data):
+            return None
+    except SnapbackError as error:
+        return error.to_failure()
+    return BusUnavailable(f"{subjects.SPANS} has another message {sequence}").to_failure()
 
 
 async def _or_none(answer: Awaitable[T]) -> T | None:

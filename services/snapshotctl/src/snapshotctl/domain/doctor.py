@@ -32,6 +32,8 @@ FILL_WARN = 0.5
 FILL_FAIL = 0.8
 """From here on the operator begins nothing new."""
 
+OTHER_KEY = "use the key of the user snapshotctl: --cluster, a nats context, or NATS_NKEY"
+
 
 class Stream(NamedTuple):
     """A stream as it is: see `snapshot_shared.bus.StreamState`."""
@@ -74,7 +76,8 @@ class LocalSeen(NamedTuple):
 class ClusterSeen(NamedTuple):
     """What the bus and the operator said. `health` is None when no operator answered.
 
-    `refused` says why this user may not ask for it.
+    `refused` says why this user may not ask for it, `unstored` why what was written to a stream was
+    not there afterwards.
     """
 
     server: str
@@ -87,6 +90,7 @@ class ClusterSeen(NamedTuple):
     contents: Sequence[SnapshotContent]
     letters: int
     refused: Failure | None = None
+    unstored: Failure | None = None
 
 
 class Observed(NamedTuple):
@@ -182,6 +186,7 @@ def _cluster(seen: Observed, cluster: ClusterSeen) -> Iterator[Finding]:
         yield fail(f"JetStream: {cluster.jetstream.message}", fix)
     else:
         yield from _streams(cluster)
+        yield _storage(cluster.unstored)
     yield from _operator(seen, cluster)
     for node in cluster.nodes:
         yield from _node(seen, cluster, node)
@@ -223,6 +228,16 @@ def _streams(cluster: ClusterSeen) -> Iterator[Finding]:
         yield _filling(orders)
 
 
+def _storage(unstored: Failure | None) -> Finding:
+    if unstored is None:
+        return ok("NATS stores what is written")
+    if unstored.reason == "NotPermitted":
+        what = f"whether NATS stores what is written cannot be tried: {unstored.message}"
+        return warn(what, OTHER_KEY)
+    fix = "make space on the disk of nats-server and start it again"
+    return fail(f"NATS does not store what is written: {unstored.message}", fix)
+
+
 def _filling(orders: Stream) -> Finding:
     what = f"ORDERS is {100 * orders.fill:.0f}% full ({orders.messages} orders)"
     if orders.fill >= FILL_FAIL:
@@ -255,8 +270,7 @@ def _durables(cluster: ClusterSeen) -> Iterator[Finding]:
 def _operator(seen: Observed, cluster: ClusterSeen) -> Iterator[Finding]:
     health = cluster.health
     if cluster.refused is not None:
-        fix = "use the key of the user snapshotctl: --cluster, a nats context, or NATS_NKEY"
-        yield warn(f"how the operator is cannot be asked: {cluster.refused.message}", fix)
+        yield warn(f"how the operator is cannot be asked: {cluster.refused.message}", OTHER_KEY)
         return
     if health is None:
         yield fail("no operator answers", "start it: python -m snapshot_operator.main")
