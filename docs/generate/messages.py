@@ -350,6 +350,7 @@ def _objects() -> str:
     rows = [
         "The mirror of every object, without its spec, is in the bucket `snap_objects` under",
         "`<plural>.<namespace or ->.<name>`, each change is announced on `snap.event.<the same>`.",
+        "That an object has gone can be read there for an hour.",
         "",
         "| kind | version | what it is | key in the mirror | schema |",
         "|---|---|---|---|---|",

@@ -173,6 +173,25 @@ async def test_bucket_entries_can_be_listed_changed_and_removed(bus: Bus) -> Non
     assert await bus.entries(subjects.NODES_BUCKET) == {}
 
 
+async def test_nothing_stays_for_ever_of_a_key_that_was_removed(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "MARKER_TTL_S", 2.0)
+    stream = subjects.stream_of_bucket(subjects.OBJECTS_BUCKET)
+    filter_ = subjects.bucket_key(subjects.OBJECTS_BUCKET, ">")
+    for key in ("pods.default.gone", "pods.default.new", "pods.default.stays"):
+        await bus.put(subjects.OBJECTS_BUCKET, key, b"{}")
+    for key in ("pods.default.gone", "pods.default.new"):
+        await bus.remove(subjects.OBJECTS_BUCKET, key)
+    await bus.put(subjects.OBJECTS_BUCKET, "pods.default.new", b"new")
+    assert len(await bus.replay(stream, filter_)) == 3
+    async with asyncio.timeout(20):
+        while len(await bus.replay(stream, filter_)) > 2:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.2)
+    kept = {"pods.default.new": b"new", "pods.default.stays": b"{}"}
+    assert await bus.entries(subjects.OBJECTS_BUCKET) == kept
+
+
 async def test_a_request_that_nobody_serves_is_not_found(bus: Bus) -> None:
     with pytest.raises(NotFound, match="nobody answers"):
         await bus.request("snap.api.get", b"")

@@ -18,7 +18,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier, OrderContext
-from snapshot_shared.errors import NoSpace
+from snapshot_shared.errors import BusUnavailable, NoSpace
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Accepted
@@ -26,6 +26,7 @@ from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import DeadLetter, DeleteOrder, Order, Report
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import Telemetry
+from tests.support.agent_rig import until
 from tests.support.nats_server import running_nats_server
 
 NODE = NodeName("node-1")
@@ -416,6 +417,24 @@ async def test_a_step_that_must_not_run_twice_ends_as_outcome_unknown(desk: Desk
     assert handler.log.count("began") == 1
 
 
+async def test_a_report_that_could_not_be_published_is_published_before_the_next(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, lost = desk.bus.publish, list[str]()
+
+    async def losing(subject: str, payload: bytes, **options: Any) -> int:
+        if subject.startswith("snap.report.") and not lost:
+            lost.append(subject)
+            raise BusUnavailable("no answer")
+        return await publish(subject, payload, **options)
+
+    monkeypatch.setattr(desk.bus, "publish", losing)
+    async with desk.courier():
+        await desk.send(order())
+        found = await desk.reports("deleted")
+    assert [report.kind for report in found] == ["accepted", "deleted"]
+
+
 async def test_reports_that_a_wiped_server_forgot_are_told_again_after_the_reconnection(
     tmp_path: Path,
 ) -> None:
@@ -453,6 +472,20 @@ async def test_life_signs_that_a_deleted_stream_took_along_are_told_again_unaske
         await desk.bus.ensure_assets()
         found = await desk.reports("exited")
     assert [report.kind for report in found] == ["exited"]
+
+
+async def test_what_is_told_again_is_written_down_no_more(desk: Desk) -> None:
+    async with desk.courier() as courier:
+        await desk.send(order())
+        await desk.reports("deleted")
+        for _ in range(3):
+            courier.book.queue_since(NOW - 1)
+            await until(lambda: len(courier.book.outbox) == 0, "the retelling")
+        await desk.send(order(attempt=2))
+        assert [report.attempt for report in await desk.reports("deleted")] == [2, 2]
+        await courier.book.drain()
+        written = (desk.folder / "journal").read_bytes()
+    assert written.count(b'"delivered"') == 4
 
 
 async def _crash_while(desk: Desk, blocked: asyncio.Event) -> None:

@@ -41,8 +41,6 @@ WRONG_LAST_SEQUENCE = 10071
 LATE = Refused(0, "timeout")
 NOBODY = Refused(503, "no responders")
 
-_DELETED = {"KV-Operation": "DEL"}
-
 
 class SimBus(Bus):
     """One client of a simulated server. What needs no network is the real bus's own."""
@@ -253,7 +251,7 @@ class SimBus(Bus):
         await self._write(bucket, key, value, {}, f"put {bucket}/{key}")
 
     async def remove(self, bucket: str, key: str) -> None:
-        await self._write(bucket, key, b"", _DELETED, f"delete {bucket}/{key}")
+        await self._write(bucket, key, b"", bus_module.marker(), f"delete {bucket}/{key}")
 
     async def _write(
         self, bucket: str, key: str, value: bytes, headers: Mapping[str, str], what: str

@@ -152,6 +152,7 @@ class Stream:
         self._bytes = 0
         self._by_subject: dict[str, list[int]] = {}
         self._ids: dict[str, tuple[int, float]] = {}
+        self._ends: dict[int, float] = {}
 
     def has(self, subject: str) -> bool:
         """Say whether messages on this subject are stored here."""
@@ -174,6 +175,8 @@ class Stream:
         if message_id is not None:
             self._ids[message_id] = (message.sequence, now)
         self.messages[message.sequence] = message
+        if ttl := headers.get("Nats-TTL"):
+            self._ends[message.sequence] = now + float(ttl.removesuffix("s"))
         self._bytes += message.size
         self._by_subject.setdefault(subject, []).append(message.sequence)
         self._make_room(subject)
@@ -220,7 +223,9 @@ class Stream:
             self._drop(next(iter(self.messages)))
 
     def prune(self, now: float) -> None:
-        """Drop what is older than the stream keeps."""
+        """Drop what is older than the stream keeps, or than it was meant to get."""
+        for sequence in [found for found, end in self._ends.items() if end <= now]:
+            self._drop(sequence)
         if not _limits(self.config.max_age):
             return
         while self.messages:
@@ -238,6 +243,7 @@ class Stream:
 
     def _drop(self, sequence: int) -> None:
         message = self.messages.pop(sequence)
+        self._ends.pop(sequence, None)
         self._bytes -= message.size
         sequences = self._by_subject[message.subject]
         sequences.remove(sequence)

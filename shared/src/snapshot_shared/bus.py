@@ -74,6 +74,8 @@ ENSURE_EVERY_S = 30.0
 ENSURE_AGAIN_S = 1.0
 PRESENCE_TTL_S = 30.0
 DAY_S = 86400.0
+MARKER_TTL_S = 3600.0
+"""How long it can be read that a key of a bucket was removed, in seconds."""
 DEDUPLICATE_S = 120.0
 CONSUMERS_A_PAGE = 256
 
@@ -160,7 +162,13 @@ def stream_of(bucket: KeyValueConfig) -> StreamConfig:
         deny_delete=True,
         allow_rollup_hdrs=False,
         allow_direct=bucket.direct,
+        allow_msg_ttl=True,
     )
+
+
+def marker() -> dict[str, str]:
+    """Return the headers of the message that says that a key was removed."""
+    return {KV_OPERATION: "DEL", "Nats-TTL": f"{MARKER_TTL_S:g}s"}
 
 
 class Delivery(NamedTuple):
@@ -705,7 +713,7 @@ class Bus:
     async def remove(self, bucket: str, key: str) -> None:
         """Delete a key of a bucket; absent is success. InvalidName for what is no key."""
         subject = subjects.bucket_key(bucket, subjects.check_key(key))
-        await self.publish(subject, b"", headers={KV_OPERATION: "DEL"})
+        await self.publish(subject, b"", headers=marker())
 
     async def entries(self, bucket: str) -> dict[str, bytes]:
         """Read every live key of a bucket."""
@@ -877,6 +885,7 @@ def _differing(wanted: StreamConfig, found: StreamConfig) -> list[str]:
         "num_replicas",
         "allow_direct",
         "allow_rollup_hdrs",
+        "allow_msg_ttl",
     )
     return [
         field

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from itertools import compress
+from operator import not_
 from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
@@ -356,26 +358,26 @@ class Courier:
     # Reports.
 
     async def _deliver(self) -> None:
+        outbox = self.book.outbox
         while True:
-            reports = [await self.book.outbox.get()]
-            while len(reports) < MAX_REPORTS and not self.book.outbox.empty():
-                reports.append(self.book.outbox.get_nowait())
-            while reports:
-                unheard = await asyncio.gather(*map(self._deliver_one, reports))
-                reports = [report for report in unheard if report is not None]
-                if reports:
-                    await self.bus.pause(self._again)
+            await outbox.filled()
+            reports, are_new = outbox.take(MAX_REPORTS)
+            heard = await asyncio.gather(*map(self._is_heard, reports))
+            if are_new:
+                self.book.delivered(compress(reports, heard))
+            if not all(heard):
+                outbox.put_back(compress(reports, map(not_, heard)), are_new=are_new)
+                await self.bus.pause(self._again)
 
-    async def _deliver_one(self, report: Report) -> Report | None:
-        """Publish a report; return it when it has to be published once more."""
+    async def _is_heard(self, report: Report) -> bool:
+        """Publish a report; whether it need not be published once more."""
         try:
             await self._publish(report)
         except BusUnavailable as error:
             with working_on(report.order, report.attempt):
                 log.info("report %s/%s waits: %s", report.order, report.kind, error)
-            return report
-        self.book.delivered([report])
-        return None
+            return False
+        return True
 
     async def _retell(self) -> None:
         """After a reconnection report again what was reported lately, and life signs regularly.

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -42,6 +43,56 @@ LIFE_SIGNS = frozenset({"ready", "exited"})
 """Kinds of reports about a worker that runs on after its order has ended."""
 
 
+class Outbox:
+    """Reports on their way: new ones in their order, then those told again, each once."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._new: dict[tuple[str, int, int], Report] = {}
+        self._again: dict[tuple[str, int, int], Report] = {}
+        self._has_some = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._new) + len(self._again)
+
+    def put(self, report: Report) -> None:
+        """Add a new report."""
+        self._new[_name(report)] = report
+        self._has_some.set()
+
+    def tell_again(self, reports: Iterable[Report]) -> None:
+        """Add reports that were published before; one that waits already waits once."""
+        named = ((_name(report), report) for report in reports)
+        self._again.update((name, report) for name, report in named if name not in self._new)
+        self._has_some.set()
+
+    def put_back(self, reports: Iterable[Report], *, are_new: bool) -> None:
+        """Add reports that were taken and could not be published, before their likes."""
+        named = {_name(report): report for report in reports}
+        if are_new:
+            self._new = named | self._new
+        else:
+            self._again = named | self._again
+        self._has_some.set()
+
+    async def filled(self) -> None:
+        """Wait until there is something to take."""
+        while not len(self):
+            self._has_some.clear()
+            await self._has_some.wait()
+
+    def take(self, most: int) -> tuple[list[Report], bool]:
+        """Return what goes next, and whether it is new: either all of it is, or nothing."""
+        source = self._new or self._again
+        names = list(islice(source, most))
+        return [source.pop(name) for name in names], source is self._new
+
+
+def _name(report: Report) -> tuple[str, int, int]:
+    return (report.order, report.attempt, report.n)
+
+
 class OrderBook:
     """What one service has promised, and the tasks that keep it."""
 
@@ -59,21 +110,18 @@ class OrderBook:
         self.service: Service = service
         self.journal = journal
         self.clocks = clocks
-        self.outbox: asyncio.Queue[Report] = asyncio.Queue()
+        self.outbox = Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unwritten: dict[tuple[str, int], list[Report]] = {}
         self._metrics = metrics
-        self._queue(journal.ledger.pending_reports())
-        metrics.observe(instruments.OUTBOX, lambda: {(): self.outbox.qsize()})
+        for report in journal.ledger.pending_reports():
+            self.outbox.put(report)
+        metrics.observe(instruments.OUTBOX, lambda: {(): len(self.outbox)})
         metrics.observe(instruments.IN_FLIGHT, self._in_flight)
 
     def _in_flight(self) -> Mapping[tuple[str, ...], float]:
         now = Counter(verb_of(OrderId(order)) for order in self._tasks)
         return {(verb,): now[verb] for verb in VERBS_OF[self.service]}
-
-    def _queue(self, reports: Iterable[Report]) -> None:
-        for report in reports:
-            self.outbox.put_nowait(report)
 
     # Orders.
 
@@ -116,7 +164,7 @@ class OrderBook:
 
         def queue(done: asyncio.Future[None]) -> None:
             if not done.cancelled() and done.exception() is None:
-                self.outbox.put_nowait(report)
+                self.outbox.put(report)
                 if report.is_terminal:
                     self._count_finished(report)
 
@@ -220,7 +268,7 @@ class OrderBook:
             unwritten.remove(report)
             if not unwritten:
                 self._unwritten.pop((entry.order, entry.attempt), None)
-        self.outbox.put_nowait(report)
+        self.outbox.put(report)
         if report.is_terminal and not has_ended:
             self._count_finished(report)
 
@@ -271,7 +319,9 @@ class OrderBook:
         """
         for entry in self.journal.ledger.entries.values():
             if entry.reports and entry.reports[-1].at >= wall:
-                self._queue(each for each in entry.reports if kinds is None or each.kind in kinds)
+                self.outbox.tell_again(
+                    each for each in entry.reports if kinds is None or each.kind in kinds
+                )
 
 
 async def _cancelled(*tasks: asyncio.Task[None]) -> None:

@@ -16,7 +16,7 @@ from snapshot_shared.ids import NodeName, Uid, order_id
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
 from snapshot_shared.order_book import OrderBook, Result
-from snapshot_shared.orders import DeleteOrder
+from snapshot_shared.orders import DeleteOrder, Report
 
 NODE = NodeName("node-1")
 OWNER = Uid("00000000-0000-0000-0000-000000000001")
@@ -55,10 +55,17 @@ async def deleted(_entry: Entry) -> Result:
 
 
 def kinds(book: OrderBook) -> list[tuple[str, int]]:
-    found = []
-    while not book.outbox.empty():
-        report = book.outbox.get_nowait()
-        found.append((report.kind, report.n))
+    reports, _ = book.outbox.take(100)
+    return [(report.kind, report.n) for report in reports]
+
+
+async def reports_of(book: OrderBook, number: int) -> list[Report]:
+    """Take so many reports out of the outbox, as they come."""
+    found: list[Report] = []
+    async with asyncio.timeout(5):
+        while len(found) < number:
+            await book.outbox.filled()
+            found += book.outbox.take(100)[0]
     return found
 
 
@@ -68,7 +75,7 @@ async def test_an_order_is_known_once_it_is_accepted_and_a_repeat_has_its_report
     assert book.answers(order()) is None
     await book.accept(order())
     book.start(order(), deleted)
-    found = [await asyncio.wait_for(book.outbox.get(), 5) for _ in range(2)]
+    found = await reports_of(book, 2)
     assert [(report.kind, report.n) for report in found] == [("accepted", 1), ("deleted", 2)]
     assert book.answers(order()) == found
 
@@ -80,7 +87,7 @@ async def test_an_order_that_is_ended_before_it_could_begin_is_reported_all_the_
     await book.accept(order())
     book.start(order(), deleted)
     await (book.cancel(order().order, 1) if ends == "cancel" else book.drain())
-    found = [(await asyncio.wait_for(book.outbox.get(), 5)).kind for _ in range(2)]
+    found = [report.kind for report in await reports_of(book, 2)]
     assert found in (["accepted", "failed"], ["accepted", "deleted"])
 
 
@@ -136,12 +143,32 @@ async def test_what_was_not_delivered_is_in_the_outbox_of_the_next_start(tmp_pat
     await first.accept(order())
     (entry,) = first.journal.ledger.entries.values()
     await first.report(entry, "deleted")
-    first.delivered([first.outbox.get_nowait()])
+    first.delivered(first.outbox.take(1)[0])
     await first.drain()
     first.journal.close()
     second = opened(tmp_path)
     assert kinds(second) == [("deleted", 2)]
     second.journal.close()
+
+
+async def test_what_is_told_again_waits_behind_what_is_new_and_but_once(book: OrderBook) -> None:
+    await book.accept(order())
+    (entry,) = book.journal.ledger.entries.values()
+    await book.report(entry, "deleted")
+    book.queue_since(NOW - 1)
+    assert kinds(book) == [("accepted", 1), ("deleted", 2)]
+    assert kinds(book) == []
+    for _ in range(3):
+        book.queue_since(NOW - 1)
+    assert len(book.outbox) == 2
+    await book.report(entry, "exited")
+    reports, are_new = book.outbox.take(100)
+    assert ([report.kind for report in reports], are_new) == (["exited"], True)
+    book.outbox.put_back(reports, are_new=True)
+    reports, are_new = book.outbox.take(100)
+    assert ([report.kind for report in reports], are_new) == (["exited"], True)
+    reports, are_new = book.outbox.take(100)
+    assert ([report.kind for report in reports], are_new) == (["accepted", "deleted"], False)
 
 
 async def test_a_lower_attempt_is_answered_with_the_highest_known_and_changes_nothing(

@@ -268,8 +268,8 @@ def completion(
 def doctor(context: typer.Context) -> None:
     """Check this machine and the cluster; say how to mend each.
 
-    Every line says ok, warn or fail, what was looked at, and the fix. It changes nothing, and
-    ends with exit code 1 when something fails.
+    Every line says ok, warn or fail, what was looked at, and the fix. It changes nothing, but
+    writes a span to see whether NATS stores it, and ends with exit code 1 when something fails.
     """
     tools: Tools = context.obj
 
