@@ -29,7 +29,7 @@ OFTEN = 3
 async def test_an_order_has_not_ended_before_its_compensation_however_often_it_is_cancelled(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path, now=0.0)
+    journal = Journal.open(tmp_path, wall=lambda: 0.0)
     begins, undoing, goes = asyncio.Event(), asyncio.Event(), asyncio.Event()
     undone = False
 
