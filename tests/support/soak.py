@@ -25,7 +25,14 @@ FIRST = 100
 MIB = 2**20
 MORE = {"MiB": 8.0, "descriptors": 4.0, "files": 16.0, "messages": 64.0}
 """How much more of each there may be after the last capture than after the hundredth."""
-HISTORIES = (subjects.REPORTS, subjects.SPANS, subjects.PROGRESS, subjects.DEAD)
+HISTORIES = (
+    subjects.REPORTS,
+    subjects.SPANS,
+    subjects.PROGRESS,
+    subjects.DEAD,
+    # That a key was removed is kept for an hour.
+    subjects.stream_of_bucket(subjects.OBJECTS_BUCKET),
+)
 
 Counts = dict[tuple[str, str], float]
 """By what has them and their unit."""
