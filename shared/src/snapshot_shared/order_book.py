@@ -27,7 +27,7 @@ from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import TERMINAL, Order, Report, Service
 from snapshot_shared.spans import order_context
 from snapshot_shared.steps import VERBS_OF
-from snapshot_shared.tasks import yield_turn
+from snapshot_shared.tasks import over, yield_turn
 from snapshot_shared.telemetry import working_on
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class OrderBook:
             try:
                 if previous is not None:
                     previous.cancel()
-                    await asyncio.gather(previous, return_exceptions=True)
+                    await over(previous)
                 result = await work(entry)
             except asyncio.CancelledError:
                 await asyncio.shield(self.fail(entry, Aborted("the order was aborted here")))
@@ -163,13 +163,16 @@ class OrderBook:
             else:
                 await self.report(entry, TERMINAL[verb_of(OrderId(entry.order))], **result)
 
-    async def cancel(self, order_id: str, attempt: int) -> bool:
-        """Cancel a running order of at most this attempt; wait for its compensation."""
+    async def cancel(self, order_id: str, attempt: int, within_s: float | None = None) -> bool:
+        """Cancel a running order of at most this attempt; wait for its compensation.
+
+        For `within_s` seconds at most, if given.
+        """
         task = self._tasks.get(order_id)
         entry = self.journal.ledger.entries.get(order_id)
         if task is None or entry is None or entry.attempt > attempt:
             return False
-        await _cancelled(task)
+        await _cancelled(task, within_s=within_s)
         return True
 
     async def drain(self) -> None:
@@ -274,10 +277,11 @@ class OrderBook:
                 self._queue(each for each in entry.reports if kinds is None or each.kind in kinds)
 
 
-async def _cancelled(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks and wait for their ends."""
+async def _cancelled(*tasks: asyncio.Task[None], within_s: float | None = None) -> None:
+    """Cancel tasks and wait for their ends, for so many seconds at most."""
     # One that is cancelled before its first step does nothing at all, and reports nothing.
     await yield_turn()
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        await asyncio.wait(tasks, timeout=within_s)

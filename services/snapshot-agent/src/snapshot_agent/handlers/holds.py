@@ -17,7 +17,7 @@ import msgspec
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase
-from snapshot_agent.handlers.background import Background
+from snapshot_agent.handlers.background import HANGS_S, Background
 from snapshot_agent.ports import (
     Duty,
     GuardLink,
@@ -256,7 +256,7 @@ class Holds:
                 await self.give_up(hold, _OVERDUE)
             return
         await self._accept_own(hold, name)
-        await self._orders.cancel(order_id("dump", hold.content), hold.attempt)
+        await self._orders.cancel(order_id("dump", hold.content), hold.attempt, HANGS_S)
         await self.give_up(hold, _OVERDUE)
         entry = self._orders.journal.ledger.entries[name]
         await self._orders.report(entry, "released", unconfirmed=True, message=_OVERDUE.message)
