@@ -364,6 +364,11 @@ class SimLauncher:
                 return ProcessId(worker.process.pid, 1)
         return None
 
+    def running(self, where: Path) -> list[str]:
+        workers = [each for each in self._node.workers.values() if each.process.is_alive]
+        homes = [worker.places.home for worker in workers]
+        return sorted(home.name for home in homes if home.parent == where)
+
     async def folders(self, where: Path) -> list[str]:
         try:
             with opened(open_root(str(where))) as folder:

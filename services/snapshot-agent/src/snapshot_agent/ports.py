@@ -116,6 +116,13 @@ class Launcher(Protocol):
         """Find the process of a container by its environment, or None."""
         ...
 
+    def running(self, where: Path) -> list[str]:
+        """Return the names of the containers below a pod's folder that have processes.
+
+        As their environments say, which is hostile input.
+        """
+        ...
+
     async def folders(self, where: Path) -> list[str]:
         """Return the names of the folders in a folder; none when it is not there."""
         ...

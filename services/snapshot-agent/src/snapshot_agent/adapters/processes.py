@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs, procwait
-from snapshot_agent.domain.spec import Launch, Places
+from snapshot_agent.domain.spec import CONTROL_DIR, Launch, Places
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import InvalidInput, NotFound
 from snapshot_shared.files import open_root, opened, remove_tree
@@ -119,6 +119,11 @@ class LocalProcesses:
             if member.session == member.pid:
                 return Process(member.pid, member.start)
         return None
+
+    def running(self, where: Path) -> list[str]:
+        prefix = f"{CONTROL_DIR}={where}/"
+        found = procfs.entries(prefix)
+        return sorted({entry.removeprefix(prefix).partition("/")[0] for entry in found})
 
     async def folders(self, where: Path) -> list[str]:
         return await in_thread(_folders, where)

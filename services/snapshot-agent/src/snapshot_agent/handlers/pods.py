@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from snapshot_shared.errors import (
     Superseded,
     failure_of,
 )
-from snapshot_shared.ids import OrderId, Uid, check_uid, order_id, owner_of, verb_of
+from snapshot_shared.ids import OrderId, Uid, check_label, check_uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry, Noted
 from snapshot_shared.objects import Container, PodSpec
 from snapshot_shared.orders import PodRef, RunOrder, StopOrder
@@ -197,8 +197,9 @@ class Pods:
 
     async def end_pod(self, pod_uid: str, grace_s: float) -> None:
         found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
-        folders = await self._launcher.folders(self._state_dir / "pods" / pod_uid)
-        names = {*found, *self._noted_names(pod_uid), *folders}
+        home = self._state_dir / "pods" / pod_uid
+        seen = [*await self._launcher.folders(home), *self._launcher.running(home)]
+        names = {*found, *self._noted_names(pod_uid), *(name for name in seen if _is_label(name))}
         where = {name: self.places(pod_uid, name) for name in names}
         await asyncio.gather(
             *(self._launcher.terminate(found.get(name), where[name], grace_s) for name in names)
@@ -443,8 +444,16 @@ async def _tidied(work: Awaitable[None]) -> None:
 
 
 def _is_uid(name: str) -> bool:
+    return _passes(check_uid, name)
+
+
+def _is_label(name: str) -> bool:
+    return _passes(check_label, name)
+
+
+def _passes(check: Callable[[str], str], name: str) -> bool:
     try:
-        check_uid(name)
+        check(name)
     except InvalidName:
         return False
     return True
