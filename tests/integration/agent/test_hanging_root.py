@@ -163,7 +163,7 @@ async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
         deletes = [delete_order(rig, fresh_uid()) for _ in range(MORE_THAN_THREADS)]
         for order in deletes:
             await rig.send(order)
-        await until(lambda: disk.waiting > 10, "threads that hang")
+        await until(lambda: disk.waiting > 2, "threads that hang")
         release = rig.release_order(held, content)
         assert (await asyncio.wait_for(rig.carry_out(release), SOON_S)).kind == "released"
         assert is_told(held, control.COMPLETE)
