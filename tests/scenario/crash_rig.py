@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 from gms.adapters import posix, sharing, staging, transfer_child
 from snapshot_agent.adapters import artifacts, copying, library, locks, own_state
-from snapshot_agent.handlers import captures, restores
-from snapshot_shared import files, journal
+from snapshot_shared import files, journal, tasks
 from snapshot_shared.errors import SnapbackError
 from tests.scenario.disk import SimDisk
 
@@ -32,6 +31,7 @@ Site = tuple[str, str, int]
 MODULES: tuple[types.ModuleType, ...] = (
     files,
     journal,
+    tasks,
     artifacts,
     library,
     copying,
@@ -41,8 +41,6 @@ MODULES: tuple[types.ModuleType, ...] = (
     sharing,
     staging,
     transfer_child,
-    captures,
-    restores,
 )
 SOURCES = "/src/"
 

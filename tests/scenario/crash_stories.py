@@ -99,10 +99,11 @@ class Capture(Story):
         self._promise_part("process", manifest.bytes, found)
 
     async def _staged_process(self) -> tuple[PartManifest, str]:
-        with (
-            files.opened(self.root.new_part(self.place, "process")) as part,
-            files.opened(files.open_root(self.state)) as state,
-        ):
+        with files.opened(files.open_root(self.state)) as state:
+            return await self._staged_from(state)
+
+    async def _staged_from(self, state: int) -> tuple[PartManifest, str]:
+        async with self.root.new_part(self.place, "process") as part:
             counter = Counter(_nobody_asks)
             entries = [await copy_in(state, part, name, counter) for name, _ in listed(state)]
             manifest = PartManifest(

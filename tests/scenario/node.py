@@ -295,7 +295,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
 
     pods = PodInventory(agent.pods, OperatorPods(bus, node.name), every_s=INVENTORY_EVERY_S)
 
-    def presence(devices: list[PresenceDevice]) -> Presence:
+    async def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(
             node=node.name,
             boot_id=clocks.boot_id,
@@ -304,7 +304,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
             devices=devices,
             drivers=[Cooperative.name],
             artifact_root=str(SHARED),
-            free_bytes=root.free_bytes(),
+            free_bytes=await root.free_bytes(),
             slots=SLOTS,
             unknown=inventory.counts.unknown,
             quarantined=inventory.counts.quarantined,
@@ -364,8 +364,10 @@ class SimLauncher:
                 return ProcessId(worker.process.pid, 1)
         return None
 
-    def forget(self, where: Places) -> None:
-        """Sockets of a pod are not simulated."""
+    def running(self, where: Path) -> list[str]:
+        workers = [each for each in self._node.workers.values() if each.process.is_alive]
+        homes = [worker.places.home for worker in workers]
+        return sorted(home.name for home in homes if home.parent == where)
 
     async def folders(self, where: Path) -> list[str]:
         try:
@@ -375,6 +377,8 @@ class SimLauncher:
             return []
 
     async def remove(self, where: Path) -> None:
+        if not where.is_relative_to(MOUNT):
+            return  # Sockets of a pod are not simulated.
         with contextlib.suppress(FileNotFoundError), opened(open_root(str(where.parent))) as parent:
             remove_tree(parent, where.name)
 
@@ -413,7 +417,10 @@ class SimControl:
         found = self._files.get(folder, {}).get(name)
         return found[1] if found else None
 
-    def remove(self, where: Places, *names: str) -> None:
+    def remove(self, where: Places, name: str) -> None:
+        self._files.get(where.control, {}).pop(name, None)
+
+    async def clear(self, where: Places, *names: str) -> None:
         for name in names:
             self._files.get(where.control, {}).pop(name, None)
         if control.STATE in names:

@@ -17,7 +17,6 @@ from gms.domain import transfer
 from gms.domain.tasks import DEFAULT_BACKEND
 from gms.domain.transfer import plan_files
 from snapshot_agent.adapters import copying
-from snapshot_shared import files
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
 from snapshot_shared.journal import Journal, JournalCorrupt
@@ -112,13 +111,15 @@ def _load_refusal(saved: _Saved) -> tuple[str, int]:
         chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
     )
     memory = [memoryview(bytearray(len(view))) for view in MEMORY]
-    with (
-        files.opened(saved.story.root.open_part(saved.story.place, "gpu-0")) as folder,
-        pytest.raises(ArtifactCorrupt) as caught,
-    ):
-        find_backend(DEFAULT_BACKEND).read_files(
-            folder, plans, manifest.files, memory, threads=1, advance=_count
-        )
+
+    async def load() -> None:
+        async with saved.story.root.open_part(saved.story.place, "gpu-0") as folder:
+            find_backend(DEFAULT_BACKEND).read_files(
+                folder, plans, manifest.files, memory, threads=1, advance=_count
+            )
+
+    with pytest.raises(ArtifactCorrupt) as caught:
+        run(load())
     return caught.value.values["file"], caught.value.values["chunk"]
 
 

@@ -17,6 +17,48 @@ EXAMPLES = sorted(ROOT.glob("deploy/examples/*.py"))
 ALLOWED_SLEEPS: frozenset[str] = frozenset()
 MAX_ALLOWED_SLEEPS = 2
 
+# What may wait for a disk or a server.
+BLOCKING_MODULES = {
+    "os": {
+        "close", "fdatasync", "fstatvfs", "fsync", "ftruncate", "link", "listdir", "lstat",
+        "makedirs", "mkdir", "open", "pread", "preadv", "pwrite", "read", "remove", "rename",
+        "replace", "rmdir", "scandir", "stat", "statvfs", "symlink", "truncate", "unlink", "write",
+    },
+    "shutil": {"copyfile", "copytree", "disk_usage", "move", "rmtree", "which"},
+    "socket": {"create_connection", "getaddrinfo", "gethostbyname"},
+    "subprocess": {"call", "check_call", "check_output", "run"},
+    "time": {"sleep"},
+}  # fmt: skip
+BLOCKING_METHODS = {
+    "exists", "glob", "is_dir", "is_file", "iterdir", "mkdir", "open", "read_bytes", "read_text",
+    "readlink", "rglob", "rmdir", "touch", "unlink", "write_bytes", "write_text",
+}  # fmt: skip
+PURE_HELPERS = {"check_component", "check_space", "translated"}
+
+A_COMMAND = "services/snapshotctl/src/"  # Nobody else's work waits in its event loop.
+AT_THE_START = "nothing else runs yet"
+NODES_OWN = "a small file on a disk of the node, which is not made durable"
+
+# Functions that block the event loop all the same, and why they may.
+ALLOWED_BLOCKS = {
+    "services/gms/src/gms/adapters/grpc_api.py:start": AT_THE_START,
+    "services/gms/src/gms/adapters/grpc_api.py:close": NODES_OWN,
+    "services/gms/src/gms/adapters/lease_socket.py:close": NODES_OWN,
+    "services/gms/src/gms/containers.py:_carry_out": "a process that does one thing",
+    "services/gms/src/gms/main.py:serve": AT_THE_START,
+    "services/gms/src/gms/main.py:_serve_orders": AT_THE_START,
+    "services/operator/src/snapshot_operator/local/lock.py:held": AT_THE_START,
+    "services/operator/src/snapshot_operator/main.py:serve": AT_THE_START,
+    "services/operator/src/snapshot_operator/main.py:_active": AT_THE_START,
+    "services/operator/src/snapshot_operator/main.py:_http": AT_THE_START,
+    "services/snapshot-agent/src/snapshot_agent/adapters/control_dir.py:appears": NODES_OWN,
+    "services/snapshot-agent/src/snapshot_agent/adapters/guards.py:adopt": NODES_OWN,
+    "services/snapshot-agent/src/snapshot_agent/adapters/guards.py:kill": NODES_OWN,
+    "services/snapshot-agent/src/snapshot_agent/adapters/guards.py:start": NODES_OWN,
+    "services/snapshot-agent/src/snapshot_agent/adapters/respawn.py:_succeed": "/proc is no disk",
+    "shared/src/snapshot_shared/bus.py:_open": "nats-py reads the key in the event loop, too",
+}
+
 HOME_PATH = re.compile(r"/(?:root|(?:home|Users)/[\w.-]+)/")
 
 
@@ -60,6 +102,58 @@ def _is_sleep(node: ast.AST, imported: set[str]) -> bool:
 def _sleeps(tree: ast.Module) -> list[int]:
     imported = _imported_names(tree)
     return sorted({node.lineno for node in ast.walk(tree) if _is_sleep(node, imported)})
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Walk through what a function does itself: not what it defines for others to call."""
+    todo = list(ast.iter_child_nodes(function))
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield node
+            todo += ast.iter_child_nodes(node)
+
+
+def _blocks(call: ast.Call, helpers: set[str]) -> bool:
+    match call.func:
+        case ast.Name(id=name):
+            return name == "open" or name in helpers
+        case ast.Attribute(value=ast.Name(id="files"), attr=name):
+            return name not in PURE_HELPERS
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if module in BLOCKING_MODULES:
+            return name in BLOCKING_MODULES[module]
+        case ast.Attribute(attr=name):
+            return name in BLOCKING_METHODS
+    return False
+
+
+def _called(call: ast.Call) -> str | None:
+    """Name the function of the same module that is called."""
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return None
+
+
+def _blocked_loops(tree: ast.Module) -> set[str]:
+    """Name the coroutines that block, by themselves or by functions of their module."""
+    blocking = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "snapshot_shared.files"
+        for alias in node.names
+    } - PURE_HELPERS
+    helpers = set(blocking)
+
+    def is_blocked(function: ast.AST) -> bool:
+        calls = (node for node in _own_nodes(function) if isinstance(node, ast.Call))
+        return any(_blocks(call, helpers) or _called(call) in blocking for call in calls)
+
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    while more := {each.name for each in functions if is_blocked(each)} - blocking:
+        blocking |= more
+    coroutines = (node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef))
+    return {each.name for each in coroutines if is_blocked(each)}
 
 
 def _foreign_imports(tree: ast.Module) -> Iterator[str]:
@@ -139,6 +233,44 @@ def test_no_source_waits_by_sleeping() -> None:
 def test_the_list_of_allowed_sleeps_is_short_and_holds_only_files_that_sleep() -> None:
     assert len(ALLOWED_SLEEPS) <= MAX_ALLOWED_SLEEPS
     assert [name for name in ALLOWED_SLEEPS if not _sleeps(_parse(ROOT / name))] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "is_blocked"),
+    [
+        ("os.fsync(fd)", True),
+        ("shutil.rmtree(path)", True),
+        ("Path(path).read_text()", True),
+        ("with open(path) as file: pass", True),
+        ("remove_tree(fd, name)", True),
+        ("files.remove_tree(fd, name)", True),
+        ("self._helper()", True),
+        ("_second_hand()", True),
+        ("await in_thread(remove_tree, fd, name)", False),
+        ("await in_thread(lambda: os.fsync(fd))", False),
+        ("translated(error, name)", False),
+        ("os.getpid()", False),
+    ],
+)
+def test_a_blocked_event_loop_is_recognised(body: str, is_blocked: bool) -> None:
+    source = (
+        "from snapshot_shared.files import remove_tree, translated\n"
+        "class It:\n    def _helper(self):\n        os.fsync(1)\n"
+        "def _first(it):\n    it.write_bytes(b'')\n"
+        "def _second_hand():\n    _first(1)\n"
+        f"async def found():\n    {body}\n"
+    )
+    assert _blocked_loops(ast.parse(source)) == ({"found"} if is_blocked else set())
+
+
+def test_nothing_that_can_block_runs_in_an_event_loop() -> None:
+    found = {
+        f"{_name(file)}:{name}"
+        for file in SOURCES
+        if not _name(file).startswith(A_COMMAND)
+        for name in _blocked_loops(_parse(file))
+    }
+    assert sorted(found) == sorted(ALLOWED_BLOCKS)
 
 
 def test_no_domain_module_is_asynchronous() -> None:

@@ -260,10 +260,11 @@ def write_replacing(
     *,
     mode: int = 0o600,
     owner: tuple[int, int] = (-1, -1),
+    durable: bool = True,
 ) -> None:
-    """Put a whole file in place durably, over an older one: temporary name, fsync, rename.
+    """Put a whole file in place, over an older one: temporary name, fsync, rename, fsync.
 
-    `owner` is a uid and a gid; -1 is that of this process.
+    `owner` is a uid and a gid; -1 is that of this process. Without `durable` there is no fsync.
     """
     temporary = f".{check_component(name)}.tmp"
     with contextlib.suppress(FileNotFoundError):
@@ -272,14 +273,16 @@ def write_replacing(
         with opened(create_file(directory, temporary)) as fd:
             own_by(fd, owner, mode)
             write_all(fd, data)
-            secure(fd, name)
+            if durable:
+                secure(fd, name)
         os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     except Exception:
         # What it takes of a full disk may be what somebody else needs.
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=directory)
         raise
-    secure(directory, name)
+    if durable:
+        secure(directory, name)
 
 
 def own_by(fd: int, owner: tuple[int, int], mode: int) -> None:
@@ -353,7 +356,11 @@ def free_bytes(directory: int) -> int:
 
 def require_space(directory: int, needed: int, what: str) -> None:
     """NoSpace with both numbers unless `needed` bytes fit."""
-    free = free_bytes(directory)
+    check_space(free_bytes(directory), needed, what)
+
+
+def check_space(free: int, needed: int, what: str) -> None:
+    """NoSpace with both numbers unless `needed` bytes fit where so many are free."""
     if free < needed:
         raise NoSpace(f"{what} needs {needed} bytes, {free} are free", needed=needed, free=free)
 

@@ -211,13 +211,16 @@ class OrderBook:
             else:
                 await self.report(entry, TERMINAL[verb_of(OrderId(entry.order))], **result)
 
-    async def cancel(self, order_id: str, attempt: int) -> bool:
-        """Cancel a running order of at most this attempt; wait for its compensation."""
+    async def cancel(self, order_id: str, attempt: int, within_s: float | None = None) -> bool:
+        """Cancel a running order of at most this attempt; wait for its compensation.
+
+        For `within_s` seconds at most, if given.
+        """
         task = self._tasks.get(order_id)
         entry = self.journal.ledger.entries.get(order_id)
         if task is None or entry is None or entry.attempt > attempt:
             return False
-        await _cancelled(task)
+        await _cancelled(task, within_s=within_s)
         return True
 
     async def drain(self) -> None:
@@ -324,10 +327,13 @@ class OrderBook:
                 )
 
 
-async def _cancelled(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks and wait for their ends."""
+async def _cancelled(*tasks: asyncio.Task[None], within_s: float | None = None) -> None:
+    """Cancel tasks and wait for their ends, for so many seconds at most."""
     # One that is cancelled before its first step does nothing at all, and reports nothing.
     await yield_turn()
     for task in tasks:
         task.cancel()
-    await over(*tasks)
+    if within_s is None:
+        await over(*tasks)
+    elif tasks:
+        await asyncio.wait(tasks, timeout=within_s)

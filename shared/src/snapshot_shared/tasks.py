@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -89,10 +90,8 @@ class Threads:
         self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
         """Return what will have the result. To cancel it does not end the call."""
-        context = contextvars.copy_context()
-        return asyncio.get_running_loop().run_in_executor(
-            self._executor, lambda: context.run(function, *args, **kwargs)
-        )
+        call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
+        return asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function returns; a cancellation is raised when the call is over."""

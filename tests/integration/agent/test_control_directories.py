@@ -48,7 +48,7 @@ async def test_a_container_of_a_shared_group_can_use_every_file(
     where = places(tmp_path, SHARED)
     controls.create(where)
     controls.put(where, control.QUIESCE, b"{}")
-    controls.remove(where, control.STATE)
+    await controls.clear(where, control.STATE)
     assert mode(where.control) == mode(where.control / control.STATE) == 0o2770
     assert mode(where.control / control.QUIESCE) == 0o660
 
@@ -60,7 +60,7 @@ async def test_everything_belongs_to_the_user_of_the_container(
     where = places(tmp_path, SHARED._replace(uid=12345, gid=54321))
     controls.create(where)
     controls.put(where, control.QUIESCE, b"{}")
-    controls.remove(where, control.STATE)
+    await controls.clear(where, control.STATE)
     for path in (where.control, where.control / control.STATE, where.control / control.QUIESCE):
         assert (path.stat().st_uid, path.stat().st_gid) == (12345, 54321)
 

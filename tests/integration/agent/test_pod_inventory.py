@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from pathlib import Path
 
@@ -100,3 +101,17 @@ async def test_a_folder_that_is_no_pods_is_left_alone(rig: Rig) -> None:
     await asked(rig, 1)
     assert rig.asked_pods == [[]]
     assert other.exists()
+
+
+async def test_a_pod_of_which_only_the_processes_are_left_can_be_stopped(rig: Rig) -> None:
+    process = await rig.process()
+    pod = rig.pod()
+    pod.spec["containers"][0]["command"] = ["sleep", "600"]
+    assert (await rig.carry_out(rig.run_order(pod))).kind == "started"
+    pid = pod.pid(rig.journal)
+    await stopped(process)
+    rig.journal.unlink()
+    shutil.rmtree(rig.state / "pods")
+    await rig.process()
+    assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
+    assert is_gone(pid)

@@ -1,16 +1,20 @@
 """Containers as local processes: started, watched, re-adopted, ended."""
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from snapshot_agent.adapters import control_dir, processes
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.domain.spec import Launch, Places
 from snapshot_shared.errors import InvalidInput
-from tests.support.agent_rig import Rig, is_gone, until
+from tests.support.agent_rig import Rig, fresh_uid, is_gone, until
+from tests.support.hanging import HangingRoot
 
 
 async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_told(rig: Rig) -> None:
@@ -197,3 +201,51 @@ async def test_what_a_worker_puts_in_the_place_of_its_log_is_not_written_to(
         launcher.spawn(Launch(["true"], dict(os.environ), tmp_path, places))
     launcher.close()
     assert not (tmp_path / "elsewhere").exists()
+
+
+async def test_a_worker_that_nests_folders_in_each_other_can_be_stopped(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        folder = os.open(pod.control / "state", os.O_RDONLY)
+        for _ in range(2000):
+            os.mkdir("down", dir_fd=folder)
+            below = os.open("down", os.O_RDONLY, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        os.close(folder)
+        try:
+            assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
+            assert list((pod.control / "state").iterdir()) == []
+        finally:
+            # What is left is too deep for pytest to remove.
+            await asyncio.to_thread(subprocess.run, ["rm", "-rf", pod.control / "state"])
+
+
+async def test_a_stop_does_not_fail_because_something_cannot_be_tidied_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    async with rig.agent():
+        pod = await rig.running()
+        monkeypatch.setattr(control_dir, "_clear", fail)
+        monkeypatch.setattr(processes, "_remove", fail)
+        assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
+        await rig.answer(rig.run_order(pod), "exited")
+        assert is_gone(pod.pid(rig.journal))
+
+
+async def test_the_event_loop_makes_no_call_on_the_state_of_a_worker(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        target = await rig.running(standby=True)
+        watched = [HangingRoot(each.control / "state", monkeypatch) for each in (pod, target)]
+        artifact = await rig.captured(pod, fresh_uid())
+        assert (await rig.carry_out(rig.restore_order(target, artifact))).kind == "restored"
+        for each in (pod, target):
+            assert (await rig.carry_out(rig.stop_order(each))).kind == "stopped"
+    assert all(each.calls > 5 for each in watched)
+    assert [each.in_the_loop for each in watched] == [[], []]

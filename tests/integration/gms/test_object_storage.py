@@ -449,11 +449,11 @@ def test_a_manifest_that_names_the_objects_of_another_part_is_refused(capture: C
 
 def test_weights_that_go_elsewhere_need_no_room_below_the_artifact_root(tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
-    ArtifactRoot(tmp_path, url, weights_in_objects=True).require_space(1, 2**60)
+    asyncio.run(ArtifactRoot(tmp_path, url, weights_in_objects=True).require_space(1, 2**60))
     with pytest.raises(NoSpace):
-        ArtifactRoot(tmp_path, url, weights_in_objects=True).require_space(2**60, 1)
+        asyncio.run(ArtifactRoot(tmp_path, url, weights_in_objects=True).require_space(2**60, 1))
     with pytest.raises(NoSpace):
-        ArtifactRoot(tmp_path, url).require_space(1, 2**60)
+        asyncio.run(ArtifactRoot(tmp_path, url).require_space(1, 2**60))
 
 
 # What can be wrong with a storage.

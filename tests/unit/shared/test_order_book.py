@@ -94,7 +94,8 @@ async def test_an_order_that_is_ended_before_it_could_begin_is_reported_all_the_
 async def test_a_third_attempt_begins_when_the_first_has_ended_although_the_second_is_given_up(
     book: OrderBook,
 ) -> None:
-    undone, told = asyncio.Event(), []
+    undone, begun = asyncio.Event(), asyncio.Event()
+    told: list[str] = []
 
     async def first(_entry: Entry) -> Result:
         try:
@@ -106,6 +107,7 @@ async def test_a_third_attempt_begins_when_the_first_has_ended_although_the_seco
 
     async def third(_entry: Entry) -> Result:
         told.append("third")
+        begun.set()
         return {}
 
     for attempt, work in ((1, first), (2, deleted), (3, third)):
@@ -115,9 +117,7 @@ async def test_a_third_attempt_begins_when_the_first_has_ended_although_the_seco
             await asyncio.sleep(0)
     assert told == []
     undone.set()
-    async with asyncio.timeout(5):
-        while len(told) < 2:
-            await asyncio.sleep(0.01)
+    await asyncio.wait_for(begun.wait(), 5)
     assert told == ["first", "third"]
 
 

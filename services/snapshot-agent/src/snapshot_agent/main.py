@@ -164,7 +164,7 @@ class _Node:
             home=os.environ.get("HOME", "/"),
         )
 
-    def presence(self, devices: list[PresenceDevice]) -> Presence:
+    async def presence(self, devices: list[PresenceDevice]) -> Presence:
         """Describe the node."""
         return Presence(
             node=self.settings.node,
@@ -173,7 +173,7 @@ class _Node:
             devices=devices,
             drivers=list(self.drivers),
             artifact_root=str(self.settings.artifact_root),
-            free_bytes=self.root.free_bytes(),
+            free_bytes=await self.root.free_bytes(),
             slots=self.settings.slots,
             unknown=self.inventory.counts.unknown,
             quarantined=self.inventory.counts.quarantined,

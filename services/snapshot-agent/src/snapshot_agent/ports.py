@@ -116,8 +116,11 @@ class Launcher(Protocol):
         """Find the process of a container by its environment, or None."""
         ...
 
-    def forget(self, where: Places) -> None:
-        """Remove the sockets of a pod that has ended."""
+    def running(self, where: Path) -> list[str]:
+        """Return the names of the containers below a pod's folder that have processes.
+
+        As their environments say, which is hostile input.
+        """
         ...
 
     async def folders(self, where: Path) -> list[str]:
@@ -125,7 +128,7 @@ class Launcher(Protocol):
         ...
 
     async def remove(self, where: Path) -> None:
-        """Remove a folder and what is in it. Absent is success."""
+        """Remove a folder and what is in it, however much that is. Absent is success."""
         ...
 
 
@@ -144,7 +147,11 @@ class ControlDirectory(Protocol):
         """Read a file; None when it is not there or is no plain file."""
         ...
 
-    def remove(self, where: Places, *names: str) -> None:
+    def remove(self, where: Places, name: str) -> None:
+        """Remove a file; an absent one is no error."""
+        ...
+
+    async def clear(self, where: Places, *names: str) -> None:
         """Remove files and folders; absent ones are no error. `state` is emptied, not removed."""
         ...
 
@@ -349,16 +356,16 @@ class Place(NamedTuple):
 class Artifacts(Protocol):
     """The artifact root, which all nodes share. Everything it reads is hostile input."""
 
-    def require_space(self, own: int, weights: int) -> None:
+    async def require_space(self, own: int, weights: int) -> None:
         """NoSpace unless a worker's own state fits, and its weights where they come here, too."""
         ...
 
-    def new_part(self, place: Place, part: str) -> int:
-        """Create a part's directory and open it. ArtifactExists when it is there already."""
+    def new_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+        """Create a part's directory and keep it open. ArtifactExists when it is there already."""
         ...
 
-    def open_part(self, place: Place, part: str) -> int:
-        """Open a part's directory for reading."""
+    def open_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+        """Keep a part's directory open for reading."""
         ...
 
     async def finish_part(self, directory: int, manifest: PartManifest) -> str:
@@ -479,8 +486,11 @@ class Orders(Protocol):
         """Superseded when the named work was aborted at this attempt or later."""
         ...
 
-    async def cancel(self, order_id: str, attempt: int) -> bool:
-        """Cancel a running order of at most this attempt; wait for its compensation."""
+    async def cancel(self, order_id: str, attempt: int, within_s: float | None = None) -> bool:
+        """Cancel a running order of at most this attempt; wait for its compensation.
+
+        For `within_s` seconds at most, if given.
+        """
         ...
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import logging
 import os
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TypeVar
 
-from snapshot_agent.adapters.copying import Counter, in_thread, read_checked
+from snapshot_agent.adapters.copying import ROOT, Counter, read_checked
 from snapshot_agent.ports import Place, Progress
 from snapshot_shared.artifact import (
     PART_MANIFEST,
@@ -20,8 +23,15 @@ from snapshot_shared.artifact import (
     part_path,
 )
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest, encode_pretty
-from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, InvalidMessage, InvalidName
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactMissing,
+    InvalidMessage,
+    InvalidName,
+    SnapbackError,
+)
 from snapshot_shared.files import (
+    check_space,
     free_bytes,
     make_dir,
     open_dir,
@@ -30,7 +40,6 @@ from snapshot_shared.files import (
     opened,
     read_bounded,
     remove_tree,
-    require_space,
     secure,
     write_new,
 )
@@ -44,7 +53,12 @@ from snapshot_shared.object_storage import (
 )
 from snapshot_shared.orders import ArtifactRef
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+MEASURED_WITHIN_S = 1.0
+"""After how long the free space is what was measured last, in seconds."""
 
 
 class ArtifactRoot:
@@ -61,6 +75,8 @@ class ArtifactRoot:
         self._root = root
         self._object_storage = object_storage
         self._weights_in_objects = weights_in_objects
+        self._measuring: asyncio.Future[int] | None = None
+        self._free = 0
 
     @functools.cached_property
     def _objects(self) -> ObjectStorage:
@@ -72,21 +88,45 @@ class ArtifactRoot:
         except FileNotFoundError:
             return open_root(self._root, create=True)
 
-    def free_bytes(self) -> int:
-        """Give the bytes that can still be written."""
+    async def free_bytes(self) -> int:
+        """Return the bytes that can still be written, as far as they are known."""
+        measuring = self._measured()
+        await asyncio.wait([measuring], timeout=MEASURED_WITHIN_S)
+        if measuring.done():
+            try:
+                self._free = measuring.result()
+            except (SnapbackError, OSError) as error:
+                log.warning("the free space below %s is not known: %s", self._root, error)
+        return self._free
+
+    async def require_space(self, own: int, weights: int) -> None:
+        needed = own if self._weights_in_objects else own + weights
+        # Whoever gives up does so at once: the measurement works on nothing of theirs.
+        free = await asyncio.shield(self._measured())
+        check_space(free, needed, f"the capture, below {self._root},")
+
+    def _measured(self) -> asyncio.Future[int]:
+        """Return the measurement under way. There is one at a time, for it may hang."""
+        if self._measuring is None or self._measuring.done():
+            self._measuring = ROOT.begin(self._measure)
+            self._measuring.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return self._measuring
+
+    def _measure(self) -> int:
         with opened(self._open()) as root:
             return free_bytes(root)
 
-    def require_space(self, own: int, weights: int) -> None:
-        needed = own if self._weights_in_objects else own + weights
-        with opened(self._open()) as root:
-            require_space(root, needed, f"the capture, below {self._root},")
+    def new_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+        return ROOT.opened(self._new_part, place, part)
 
-    def new_part(self, place: Place, part: str) -> int:
+    def _new_part(self, place: Place, part: str) -> int:
         with opened(open_root(self._root, create=True)) as root:
             return make_dir(root, part_path(*place, part), exclusive=True)
 
-    def open_part(self, place: Place, part: str) -> int:
+    def open_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+        return ROOT.opened(self._open_part, place, part)
+
+    def _open_part(self, place: Place, part: str) -> int:
         with opened(self._open()) as root:
             return open_dir(root, part_path(*place, part))
 
@@ -96,14 +136,14 @@ class ArtifactRoot:
             raise InvalidName(
                 f"the part manifest has {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}"
             )
-        await in_thread(write_new, directory, PART_MANIFEST, data)
+        await ROOT.run(write_new, directory, PART_MANIFEST, data)
         return digest(data)
 
     async def read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
-        return await in_thread(self._read_part, place, part)
+        return await ROOT.run(self._read_part, place, part)
 
     def _read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
-        with opened(self.open_part(place, part)) as directory:
+        with opened(self._open_part(place, part)) as directory:
             data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
             if manifest.objects:
@@ -119,16 +159,16 @@ class ArtifactRoot:
         if manifest.objects:
             counter = Counter(progress)
             sizes = verify_objects(self._objects, manifest)
-            while size := await in_thread(next, sizes, 0):
+            while size := await ROOT.run(next, sizes, 0):
                 await counter.add(size)
             return
-        with opened(self.open_part(place, manifest.part)) as directory:
+        async with self.open_part(place, manifest.part) as directory:
             await read_checked(
                 directory, manifest.files, Counter(progress), shared=manifest.kind == "gms"
             )
 
     async def parts(self, place: Place) -> list[str]:
-        return await in_thread(self._parts, place)
+        return await ROOT.run(self._parts, place)
 
     def _parts(self, place: Place) -> list[str]:
         with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
@@ -137,7 +177,7 @@ class ArtifactRoot:
     async def seal(self, manifest: RootManifest) -> str:
         place = Place(manifest.namespace, manifest.content_uid, manifest.generation)
         data = encode_pretty(manifest)
-        await in_thread(self._write_root, place, data)
+        await ROOT.run(self._write_root, place, data)
         return digest(data)
 
     def _write_root(self, place: Place, data: bytes) -> None:
@@ -145,7 +185,7 @@ class ArtifactRoot:
             write_new(fd, ROOT_MANIFEST, data)
 
     async def read_root(self, ref: ArtifactRef) -> RootManifest:
-        return await in_thread(self._read_root, ref)
+        return await ROOT.run(self._read_root, ref)
 
     def _read_root(self, ref: ArtifactRef) -> RootManifest:
         path = generation_path(ref.namespace, ref.content_uid, ref.generation)
@@ -162,7 +202,7 @@ class ArtifactRoot:
         return _decoded(data, RootManifest, ROOT_MANIFEST)
 
     async def remove(self, place: Place) -> None:
-        await in_thread(self._remove, place)
+        await ROOT.run(self._remove, place)
 
     def _remove(self, place: Place) -> None:
         namespace, content, generation = generation_path(*place)

@@ -1,6 +1,10 @@
 """Control directories, written by temporary name and rename, followed by one inotify instance.
 
 A user may have only 128 inotify instances, so all waits of an agent share one.
+
+Single files are read and written in the event loop: they lie on a disk of the node, have a few
+hundred bytes, and nothing is made durable, for what they tell a worker ends with it. Trees may be
+of any size, so they are removed in threads.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from asyncinotify import Inotify, Mask
@@ -26,8 +30,10 @@ from snapshot_shared.files import (
     remove_tree,
     write_replacing,
 )
+from snapshot_shared.tasks import in_thread
 
 _CHANGES = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.ONLYDIR
+_GONE = (ArtifactMissing, FileNotFoundError)
 
 
 class ControlDirectories:
@@ -46,14 +52,12 @@ class ControlDirectories:
                 hand_over(directory, where.access, where.access.folder_mode)
 
     def put(self, where: Places, name: str, data: bytes) -> None:
-        with (
-            workers_own(),
-            contextlib.suppress(ArtifactMissing, FileNotFoundError),
-            _opened(where) as directory,
-        ):
+        with workers_own(), contextlib.suppress(*_GONE), _opened(where) as directory:
             access = where.access
             owner = (access.uid, access.gid)
-            write_replacing(directory, name, data, mode=access.file_mode, owner=owner)
+            write_replacing(
+                directory, name, data, mode=access.file_mode, owner=owner, durable=False
+            )
 
     def get(self, where: Places, name: str) -> bytes | None:
         try:
@@ -62,18 +66,17 @@ class ControlDirectories:
         except (ArtifactCorrupt, ArtifactMissing, FileNotFoundError):
             return None
 
-    def remove(self, where: Places, *names: str) -> None:
+    def remove(self, where: Places, name: str) -> None:
+        # A folder in its place is a worker's own doing, and goes when the next capture begins.
         with (
             workers_own(),
-            contextlib.suppress(ArtifactMissing, FileNotFoundError),
+            contextlib.suppress(*_GONE, IsADirectoryError),
             _opened(where) as directory,
         ):
-            for name in names:
-                _remove(directory, name)
-            if control.STATE in names:
-                os.mkdir(control.STATE, 0o700, dir_fd=directory)
-                with opened(open_dir(directory, [control.STATE])) as state:
-                    hand_over(state, where.access, where.access.folder_mode)
+            os.unlink(name, dir_fd=directory)
+
+    async def clear(self, where: Places, *names: str) -> None:
+        await in_thread(_clear, where, names)
 
     async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
         with self._following(where.control) as changed:
@@ -132,6 +135,16 @@ def workers_own() -> Iterator[None]:
         raise ControlFolderBroken(error.message, **error.values) from error
 
 
+def _clear(where: Places, names: Sequence[str]) -> None:
+    with workers_own(), contextlib.suppress(*_GONE), _opened(where) as directory:
+        for name in names:
+            _remove(directory, name)
+        if control.STATE in names:
+            os.mkdir(control.STATE, 0o700, dir_fd=directory)
+            with opened(open_dir(directory, [control.STATE])) as state:
+                hand_over(state, where.access, where.access.folder_mode)
+
+
 @contextlib.contextmanager
 def _opened(where: Places) -> Iterator[int]:
     """Open a control directory; a link in its place is ArtifactCorrupt."""
@@ -158,6 +171,6 @@ def _remove(directory: int, name: str) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISDIR(mode):
-        remove_tree(directory, name)
+        remove_tree(directory, name, durable=False)
     else:
         os.unlink(name, dir_fd=directory)

@@ -1,16 +1,14 @@
 """Moving files into a part and out of it, chunk by chunk, each chunk with its xxh3-128 digest.
 
-Work on the disk runs in threads. A cancellation waits for the chunk under way, so that nothing
-reads a worker's files, or writes into a part, after the caller has gone on.
+A cancellation waits for the chunk under way, so that nothing reads a worker's files, or writes into
+a part, after the caller has gone on.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import stat
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable
 
 import msgspec
 import xxhash
@@ -19,22 +17,13 @@ from snapshot_agent.adapters.control_dir import workers_own
 from snapshot_agent.ports import Progress
 from snapshot_shared.artifact import MAX_FILES, PART_MANIFEST, FileEntry, FileName
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
-from snapshot_shared.files import create_file, open_regular, opened, translated, write_all
+from snapshot_shared.files import create_file, open_regular, translated, write_all
+from snapshot_shared.tasks import Threads
 
 CHUNK_BYTES = 8 * 1024 * 1024
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-async def in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run in a thread; when cancelled, wait for its end before giving way."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        raise
+ROOT = Threads(16, "artifact-root")
+"""The threads of everything below the artifact root, whose file system may hang for a long time."""
 
 
 def listed(directory: int) -> list[tuple[str, int]]:
@@ -82,14 +71,17 @@ class Counter:
 
 async def copy_in(source: int, target: int, name: str, counter: Counter) -> FileEntry:
     """Copy one file into a part, durably."""
-    with opened(open_regular(source, name)) as reading, opened(create_file(target, name)) as sink:
+    async with (
+        ROOT.opened(open_regular, source, name) as reading,
+        ROOT.opened(create_file, target, name) as sink,
+    ):
         size = os.fstat(reading).st_size
         chunks: list[str] = []
         for offset in range(0, size, CHUNK_BYTES):
             count = min(CHUNK_BYTES, size - offset)
-            chunks.append(await in_thread(_copy_chunk, reading, sink, name, offset, count))
+            chunks.append(await ROOT.run(_copy_chunk, reading, sink, name, offset, count))
             await counter.add(count)
-        await in_thread(_sync, sink, name)
+        await ROOT.run(_sync, sink, name)
     return FileEntry(name=name, size=size, chunk_bytes=CHUNK_BYTES, chunks=chunks)
 
 
@@ -134,21 +126,26 @@ async def read_checked(
     ArtifactCorrupt names the file and the chunk; a chunk that differs is not written.
     """
     for entry in entries:
-        with opened(open_regular(source, entry.name, size=entry.size, shared=shared)) as reading:
+        async with ROOT.opened(
+            open_regular, source, entry.name, size=entry.size, shared=shared
+        ) as reading:
             if target is None:
                 await _read_entry(reading, entry, counter, None)
             else:
-                with workers_own():
-                    created = create_file(target, entry.name)
-                with opened(created) as sink:
+                async with ROOT.opened(_create_workers, target, entry.name) as sink:
                     await _read_entry(reading, entry, counter, sink)
+
+
+def _create_workers(target: int, name: str) -> int:
+    with workers_own():
+        return create_file(target, name)
 
 
 async def _read_entry(reading: int, entry: FileEntry, counter: Counter, sink: int | None) -> None:
     for index, digest in enumerate(entry.chunks):
         offset = index * entry.chunk_bytes
         count = min(entry.chunk_bytes, entry.size - offset)
-        await in_thread(_check_chunk, reading, entry.name, index, offset, count, digest, sink)
+        await ROOT.run(_check_chunk, reading, entry.name, index, offset, count, digest, sink)
         await counter.add(count)
 
 

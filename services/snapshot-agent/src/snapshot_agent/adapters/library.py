@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from snapshot_agent.adapters.copying import in_thread
+from snapshot_agent.adapters.copying import ROOT
 from snapshot_agent.ports import Listing, Stray
 from snapshot_shared import subjects
 from snapshot_shared.api import FoundGeneration, InventoryReply, InventoryRequest
@@ -32,13 +32,13 @@ class ArtifactLibrary:
         self._root = root
 
     async def listing(self, now: float) -> Listing:
-        return await in_thread(self._listing, (), now)
+        return await ROOT.run(self._listing, (), now)
 
     async def set_aside(self, path: Sequence[str], label: str) -> bool:
-        return await in_thread(self._set_aside, tuple(path), label)
+        return await ROOT.run(self._set_aside, tuple(path), label)
 
     async def set_aside_before(self) -> int:
-        return await in_thread(self._set_aside_before)
+        return await ROOT.run(self._set_aside_before)
 
     def _set_aside_before(self) -> int:
         count = 0

@@ -10,20 +10,25 @@ from collections.abc import Sequence
 
 from snapshot_agent.adapters import procfs, procwait
 from snapshot_agent.adapters.control_dir import hand_over, workers_own
-from snapshot_agent.adapters.copying import Counter, copy_in, in_thread, listed, read_checked
+from snapshot_agent.adapters.copying import ROOT, Counter, copy_in, listed, read_checked
 from snapshot_agent.domain import control
 from snapshot_agent.ports import Dump, Progress, Worker
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import SourceExited
 from snapshot_shared.files import make_dir, open_dir, open_regular, open_root, opened, remove_tree
+from snapshot_shared.tasks import in_thread
 
 FREEZE_S = 15.0
 
 
 async def size(worker: Worker) -> int:
     """Return how many bytes the worker's state has."""
+    return await in_thread(_size, worker)
+
+
+def _size(worker: Worker) -> int:
     with opened(_state(worker)) as state:
-        return sum(found for _, found in await in_thread(listed, state))
+        return sum(found for _, found in listed(state))
 
 
 async def freeze(worker: Worker) -> None:
@@ -48,19 +53,22 @@ def thaw(worker: Worker) -> None:
 async def copy(dump: Dump) -> None:
     """Write the state of a frozen worker durably into the part."""
     counter = Counter(dump.progress)
-    with opened(_state(dump.worker)) as state:
-        names = await in_thread(listed, state)
+    async with ROOT.opened(_state, dump.worker) as state:
+        names = await ROOT.run(listed, state)
         dump.files = [await copy_in(state, dump.part, name, counter) for name, _ in names]
 
 
 async def fill(worker: Worker, part: int, files: Sequence[FileEntry], progress: Progress) -> None:
     """Put saved state into `state/`. ArtifactCorrupt before a bad byte gets there."""
-    with workers_own(), opened(open_root(str(worker.places.control))) as folder:
-        await in_thread(remove_tree, folder, control.STATE)
-        state = make_dir(folder, [control.STATE], exclusive=True)
-    with opened(state):
+    async with ROOT.opened(_fresh_state, worker) as state:
         await read_checked(part, files, Counter(progress), state)
-        await in_thread(_hand_over, worker, state, files)
+        await ROOT.run(_hand_over, worker, state, files)
+
+
+def _fresh_state(worker: Worker) -> int:
+    with workers_own(), opened(open_root(str(worker.places.control))) as folder:
+        remove_tree(folder, control.STATE, durable=False)
+        return make_dir(folder, [control.STATE], exclusive=True)
 
 
 def _hand_over(worker: Worker, state: int, files: Sequence[FileEntry]) -> None:

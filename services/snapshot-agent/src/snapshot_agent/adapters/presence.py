@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from snapshot_agent.adapters.gms_grpc import GmsUnavailable
 from snapshot_agent.ports import GpuMemory
@@ -30,7 +30,7 @@ class Announcer:
         self,
         bus: Bus,
         gpu_memory: GpuMemory,
-        describe: Callable[[list[PresenceDevice]], Presence],
+        describe: Callable[[list[PresenceDevice]], Awaitable[Presence]],
         stop: asyncio.Event,
         may_offer: asyncio.Event,
     ) -> None:
@@ -74,7 +74,7 @@ class Announcer:
         return self._may_offer.is_set()
 
     async def _tell(self) -> bool:
-        value = self._describe(self._devices)
+        value = await self._describe(self._devices)
         try:
             await self._bus.put(subjects.NODES_BUCKET, token(value.node), encode_json(value))
         except BusUnavailable as error:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs, procwait
-from snapshot_agent.adapters.copying import in_thread
-from snapshot_agent.domain.spec import Launch, Places
+from snapshot_agent.domain.spec import CONTROL_DIR, Launch, Places
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import InvalidInput, NotFound
 from snapshot_shared.files import open_root, opened, remove_tree
+from snapshot_shared.tasks import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -120,17 +120,16 @@ class LocalProcesses:
                 return Process(member.pid, member.start)
         return None
 
-    def forget(self, where: Places) -> None:
-        parent = str(where.sockets.parent)
-        with contextlib.suppress(FileNotFoundError), opened(open_root(parent)) as folder:
-            remove_tree(folder, where.sockets.name)
+    def running(self, where: Path) -> list[str]:
+        prefix = f"{CONTROL_DIR}={where}/"
+        found = procfs.entries(prefix)
+        return sorted({entry.removeprefix(prefix).partition("/")[0] for entry in found})
 
     async def folders(self, where: Path) -> list[str]:
         return await in_thread(_folders, where)
 
     async def remove(self, where: Path) -> None:
-        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where.parent))) as parent:
-            await in_thread(remove_tree, parent, where.name)
+        await in_thread(_remove, where)
 
     def close(self) -> None:
         """Stop watching."""
@@ -148,6 +147,11 @@ def _folders(where: Path) -> list[str]:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except FileNotFoundError:
         return []
+
+
+def _remove(where: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), opened(open_root(where.parent)) as parent:
+        remove_tree(parent, where.name, durable=False)
 
 
 def _require_startable(launch: Launch) -> None:

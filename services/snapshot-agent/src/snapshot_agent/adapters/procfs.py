@@ -80,6 +80,13 @@ def carrying(entry: str) -> list[Stat]:
     return [process for process in everybody() if wanted in b"\0" + _environment(process.pid)]
 
 
+def entries(prefix: str) -> set[str]:
+    """Return the entries of the environments of all running processes that begin so."""
+    wanted = os.fsencode(prefix)
+    found = (entry for each in everybody() for entry in _environment(each.pid).split(b"\0"))
+    return {os.fsdecode(entry) for entry in found if entry.startswith(wanted)}
+
+
 def _environment(pid: int) -> bytes:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:

@@ -15,6 +15,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+HANGS_S = 2.0
+"""After how long a worker no longer waits for the end of work on a disk, in seconds."""
+
 
 class Slots(asyncio.Semaphore):
     """A semaphore that says how many of its `limit` are taken."""

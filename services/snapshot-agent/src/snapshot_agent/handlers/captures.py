@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase
 from snapshot_agent.domain.gate import check_vector
+from snapshot_agent.handlers.background import HANGS_S
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.opening import Opening, facts_of
 from snapshot_agent.handlers.workers import while_alive
@@ -17,7 +19,7 @@ from snapshot_agent.ports import Dump, Machine, Orders, Place, Stage, Workers
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import Aborted, InvalidMessage, NotEligible
-from snapshot_shared.ids import OrderId, Uid, order_id
+from snapshot_shared.ids import OrderId, Uid, order_id, verb_of
 from snapshot_shared.ledger import Entry
 from snapshot_shared.orders import (
     AbortOrder,
@@ -27,6 +29,7 @@ from snapshot_shared.orders import (
     ReleaseOrder,
 )
 from snapshot_shared.runner import Step
+from snapshot_shared.tasks import over, undisturbed
 
 PROCESS = "process"
 TERMINATE_GRACE_S = 5.0
@@ -152,7 +155,9 @@ class Captures:
 
     async def _cancel_all(self, names: list[OrderId], attempt: int) -> None:
         for name in names:
-            await self._orders.cancel(name, attempt)
+            # A worker waits for what is undone in it, and not for a disk that hangs.
+            within_s = HANGS_S if verb_of(name) in ("dump", "seal") else None
+            await self._orders.cancel(name, attempt, within_s)
 
     async def _give_up(self, content: str, order: AbortOrder) -> None:
         if hold := self._holds.of(content, order.attempt):
@@ -207,7 +212,7 @@ class _Staging:
             if stage is stages[0]:
                 self._holds.begin_pause(self._hold)
             self._holds.may_freeze(self._hold, budget + SLACK_S)
-            await self._run(stage)
+            await self._or_let_go(self._run(stage))
             if stage is stages[-1]:
                 self._holds.end_pause(self._hold)
                 self._holds.may_freeze(self._hold)
@@ -215,9 +220,30 @@ class _Staging:
         undo = self._let_go if stage is stages[0] else None
         return Step(stage.name, run, budget, undo=undo, replayable=not stage.writes)
 
+    async def _or_let_go(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work. When it is given up the worker goes on soon, even if the work then hangs."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task])
+        finally:
+            if not task.done():
+                task.cancel()
+                await undisturbed(self._let_go_before(task))
+        task.result()
+
+    async def _let_go_before(self, task: asyncio.Future[None]) -> None:
+        await asyncio.wait([task], timeout=HANGS_S / 2)
+        try:
+            if not task.done():
+                await self._let_go()
+        finally:
+            await over(task)
+
     async def _let_go(self) -> None:
-        await self._holds.let_go(self._hold)
-        self._holds.may_freeze(self._hold)
+        # What hung may end when the next capture holds the worker already.
+        if self._holds.holder_of(self._order.pod) in (None, self._hold.content):
+            await self._holds.let_go(self._hold)
+            self._holds.may_freeze(self._hold)
 
     async def _run(self, stage: Stage) -> None:
         self._stage_name = stage.name
@@ -244,8 +270,8 @@ class _Staging:
         await self._ctx.note("no-replay", value=True)
         order = self._order
         place = Place(order.pod.namespace, order.content_uid, order.attempt)
-        self._dump.part = self._machine.artifacts.new_part(place, PROCESS)
-        self._closing.callback(os.close, self._dump.part)
+        new_part = self._machine.artifacts.new_part(place, PROCESS)
+        self._dump.part = await self._closing.enter_async_context(new_part)
         self._total = await self._hold.driver.size(self._dump.worker)
 
     async def _replace(self, stage: Stage) -> None:

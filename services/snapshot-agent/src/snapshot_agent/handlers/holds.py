@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase
-from snapshot_agent.handlers.background import Background
+from snapshot_agent.handlers.background import HANGS_S, Background
 from snapshot_agent.ports import (
     Duty,
     GuardLink,
@@ -251,7 +251,7 @@ class Holds:
         release = self._orders.journal.ledger.entries.get(order_id("release", hold.content))
         if release is not None and release.attempt >= hold.attempt and release.terminal is None:
             return  # That order lets go.
-        await self._orders.cancel(order_id("dump", hold.content), hold.attempt)
+        await self._orders.cancel(order_id("dump", hold.content), hold.attempt, HANGS_S)
         await self.give_up(hold, _OVERDUE)
         note = Noted(order=hold.order.order, attempt=hold.attempt, key=UNCONFIRMED, value=True)
         await self._orders.journal.append(note)

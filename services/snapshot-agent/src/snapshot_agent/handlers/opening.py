@@ -122,7 +122,7 @@ class Opening:
             "the worker was not ready for a snapshot",
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
-        self._machine.control.remove(worker.places, *control.CAPTURE_FILES, control.STATE)
+        await self._machine.control.clear(worker.places, *control.CAPTURE_FILES, control.STATE)
 
     async def _leave(self) -> None:
         if self._hold is not None:
@@ -183,7 +183,7 @@ class Opening:
         )
         weights = sum(layout.bytes for layout in self._layouts)
         own = await hold.driver.size(hold.worker)
-        self._machine.artifacts.require_space(own, weights)
+        await self._machine.artifacts.require_space(own, weights)
         await self._ctx.note(FACTS_NOTE, msgspec.to_builtins(facts))
 
     async def _within(

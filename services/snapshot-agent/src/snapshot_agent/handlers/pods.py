@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,11 +33,12 @@ from snapshot_shared.errors import (
     InvalidMessage,
     InvalidName,
     OutcomeUnknown,
+    SnapbackError,
     StalePodReference,
     Superseded,
     failure_of,
 )
-from snapshot_shared.ids import OrderId, Uid, check_uid, order_id, owner_of, verb_of
+from snapshot_shared.ids import OrderId, Uid, check_label, check_uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry, Noted
 from snapshot_shared.objects import Container, PodSpec
 from snapshot_shared.orders import PodRef, RunOrder, StopOrder
@@ -196,15 +197,16 @@ class Pods:
 
     async def end_pod(self, pod_uid: str, grace_s: float) -> None:
         found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
-        folders = await self._launcher.folders(self._state_dir / "pods" / pod_uid)
-        names = {*found, *self._noted_names(pod_uid), *folders}
+        home = self._state_dir / "pods" / pod_uid
+        seen = [*await self._launcher.folders(home), *self._launcher.running(home)]
+        names = {*found, *self._noted_names(pod_uid), *(name for name in seen if _is_label(name))}
         where = {name: self.places(pod_uid, name) for name in names}
         await asyncio.gather(
             *(self._launcher.terminate(found.get(name), where[name], grace_s) for name in names)
         )
         for place in where.values():
-            self._machine.control.remove(place, control.STATE)
-            self._launcher.forget(place)
+            await _tidied(self._machine.control.clear(place, control.STATE))
+            await _tidied(self._launcher.remove(place.sockets))
 
     @contextlib.asynccontextmanager
     async def replacing(self, worker: Worker) -> AsyncIterator[Succeed]:
@@ -271,7 +273,7 @@ class Pods:
                 ready.cancel()
                 await asyncio.gather(ready, return_exceptions=True)
         for worker in pod.workers.values():
-            self._launcher.forget(worker.places)
+            await _tidied(self._launcher.remove(worker.places.sockets))
         bad = [name for name, code in pod.codes.items() if code != 0]
         name = bad[0] if bad else next(iter(pod.codes))
         code = pod.codes[name]
@@ -430,12 +432,28 @@ class _Starting:
             worker = self._pod.workers.get(container.name)
             where = self._pods.places(self._pod.order.pod.uid, container.name)
             await self._machine.launcher.terminate(worker.process if worker else None, where, 0.0)
-            self._machine.launcher.forget(where)
+            await _tidied(self._machine.launcher.remove(where.sockets))
+
+
+async def _tidied(work: Awaitable[None]) -> None:
+    """Remove what is needed no more. What a worker has made of it holds nothing else up."""
+    try:
+        await work
+    except (SnapbackError, OSError) as error:
+        log.warning("a pod that has ended is not tidied up: %s", error)
 
 
 def _is_uid(name: str) -> bool:
+    return _passes(check_uid, name)
+
+
+def _is_label(name: str) -> bool:
+    return _passes(check_label, name)
+
+
+def _passes(check: Callable[[str], str], name: str) -> bool:
     try:
-        check_uid(name)
+        check(name)
     except InvalidName:
         return False
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 from msgspec.structs import replace
 
@@ -112,15 +111,14 @@ class _Filling:
         if self._is_told():
             return
         ref = self._order.artifact
-        self._machine.control.remove(self.worker.places, *control.RESTORE_FILES)
+        await self._machine.control.clear(self.worker.places, *control.RESTORE_FILES)
         place = Place(ref.namespace, ref.content_uid, ref.generation)
-        directory = self._machine.artifacts.open_part(place, PROCESS)
-        try:
-            with naming(PROCESS):
-                async with self._workers.replacing(self.worker) as succeed:
-                    await self._restore(self._restoring(directory), succeed)
-        finally:
-            os.close(directory)
+        with naming(PROCESS):
+            async with (
+                self._machine.artifacts.open_part(place, PROCESS) as directory,
+                self._workers.replacing(self.worker) as succeed,
+            ):
+                await self._restore(self._restoring(directory), succeed)
 
     def _restoring(self, directory: int) -> Restoring:
         if self._root is None:
@@ -172,7 +170,7 @@ class _Filling:
 
     async def _fail(self) -> None:
         where = self.worker.places
-        self._machine.control.remove(where, control.RESTORE_COMPLETE, control.STATE)
+        await self._machine.control.clear(where, control.RESTORE_COMPLETE, control.STATE)
         why = Aborted("the restore failed").to_failure()
         body = control.body(self._order.attempt, why)
         self._machine.control.put(where, control.RESTORE_FAILED, body)

@@ -1,0 +1,201 @@
+"""An artifact root that does not answer delays captures, and touches nothing else."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.adapters import presence
+from snapshot_agent.domain import control
+from snapshot_shared import subjects
+from snapshot_shared.codec import decode_json
+from snapshot_shared.orders import AbortOrder, DeleteOrder, Presence, VerifyOrder
+from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, state_of, until
+from tests.support.hanging import HangingRoot
+
+SOON_S = 8.0
+MORE_THAN_THREADS = 40
+
+
+@pytest.fixture
+def disk(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingRoot]:
+    monkeypatch.setattr(presence, "EVERY_S", 0.2)
+    made = HangingRoot(rig.root, monkeypatch)
+    yield made
+    made.answer()
+
+
+@contextlib.asynccontextmanager
+async def serving(rig: Rig, disk: HangingRoot) -> AsyncIterator[None]:
+    """Run the agent; it cannot end before the disk answers."""
+    async with rig.agent():
+        try:
+            yield
+        finally:
+            disk.answer()
+
+
+def abort_order(rig: Rig, pod: Pod, content: str) -> AbortOrder:
+    return AbortOrder(content_uid=content, pod=pod.ref, **rig.common("abort", content))
+
+
+def delete_order(rig: Rig, content: str) -> DeleteOrder:
+    return DeleteOrder(
+        namespace="default", content_uid=content, generation=1, **rig.common("delete", content)
+    )
+
+
+def is_told(pod: Pod, name: str) -> bool:
+    return (pod.control / name).exists() and not (pod.control / control.QUIESCE).exists()
+
+
+async def test_the_event_loop_makes_no_call_on_the_artifact_root(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    async with serving(rig, disk):
+        pod = await rig.running("--answer", "42")
+        content = fresh_uid()
+        artifact = await rig.captured(pod, content)
+        verify = VerifyOrder(artifact=artifact, **rig.common("verify", content))
+        assert (await rig.carry_out(verify)).kind == "verified"
+        target = await rig.running(standby=True)
+        assert (await rig.carry_out(rig.restore_order(target, artifact))).kind == "restored"
+        assert (await rig.carry_out(delete_order(rig, content))).kind == "deleted"
+    assert disk.calls > 100
+    assert disk.in_the_loop == []
+
+
+async def test_presence_goes_on_with_the_free_space_that_was_measured_last(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    # Until they are known there is no GMS to wait for.
+    rig.answers_pods.clear()
+    subject = f"$KV.{subjects.NODES_BUCKET}.{rig.node}"
+    async with rig.bus.listening(subject) as queue, serving(rig, disk):
+        known = decode_json((await asyncio.wait_for(queue.get(), PATIENCE_S)).data, Presence)
+        disk.hang()
+        await until(lambda: disk.waiting, "a measurement")
+        while not queue.empty():
+            known = decode_json(queue.get_nowait().data, Presence)
+        for _ in range(3):
+            told = decode_json((await asyncio.wait_for(queue.get(), SOON_S)).data, Presence)
+            assert told.free_bytes == known.free_bytes > 0
+        assert disk.waiting == 1
+
+
+async def test_a_worker_whose_dump_hangs_is_thawed_and_told_when_the_capture_is_given_up(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    async with serving(rig, disk):
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        disk.hang()
+        dump = rig.dump_order(pod, content, prepared.vector)
+        await rig.send(dump)
+        pid = pod.pid(rig.journal)
+        await until(lambda: disk.waiting and state_of(pid) in "Tt", "a dump that hangs")
+
+        await rig.send(abort_order(rig, pod, content))
+        await until(lambda: state_of(pid) not in "Tt", "the thaw", SOON_S)
+        aborted = await asyncio.wait_for(rig.answer(abort_order(rig, pod, content)), SOON_S)
+        assert aborted.kind == "aborted"
+        assert is_told(pod, control.ABORTED)
+        # What still hangs belongs to the dump, and nothing below it is removed before that ends.
+        delete = delete_order(rig, content)
+        await rig.send(delete)
+        assert not [r for r in rig.reports if r.order == dump.order and r.is_terminal]
+
+        disk.answer()
+        assert (await rig.answer(dump)).kind == "failed"
+        assert (await rig.answer(delete)).kind == "deleted"
+        assert not rig.generation(content).exists()
+        again = fresh_uid()
+        await rig.captured(pod, again)
+
+
+async def test_a_dump_that_hangs_beyond_its_deadline_does_not_keep_the_worker_frozen(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    async with serving(rig, disk):
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        disk.hang()
+        dump = rig.dump_order(pod, content, prepared.vector, deadline_s=1.0)
+        await rig.send(dump)
+        pid = pod.pid(rig.journal)
+        await until(lambda: disk.waiting and state_of(pid) in "Tt", "a dump that hangs")
+        # The agent does it, not the guard, which would tell the worker, too.
+        await until(lambda: state_of(pid) not in "Tt", "the thaw", 4.0)
+        assert not is_told(pod, control.ABORTED)
+        disk.answer()
+        failed = await rig.answer(dump)
+    assert failed.failure is not None
+    assert failed.failure.reason == "DeadlineExceeded"
+
+
+async def test_a_capture_that_cannot_be_measured_is_given_up_at_once(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    async with serving(rig, disk):
+        pod = await rig.running()
+        disk.hang()
+        content = fresh_uid()
+        prepare = rig.prepare_order(pod, content)
+        await rig.send(prepare)
+        await until((pod.control / control.QUIESCED).exists, "a quiet worker")
+        await rig.send(abort_order(rig, pod, content))
+        failed = await asyncio.wait_for(rig.answer(prepare), SOON_S)
+        assert failed.kind == "failed"
+        assert is_told(pod, control.ABORTED)
+
+
+async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    async with serving(rig, disk):
+        held, content = await rig.running(), fresh_uid()
+        await rig.staged(held, content)
+        disk.hang()
+        deletes = [delete_order(rig, fresh_uid()) for _ in range(MORE_THAN_THREADS)]
+        for order in deletes:
+            await rig.send(order)
+        await until(lambda: disk.waiting > 2, "threads that hang")
+        release = rig.release_order(held, content)
+        assert (await asyncio.wait_for(rig.carry_out(release), SOON_S)).kind == "released"
+        assert is_told(held, control.COMPLETE)
+        pod = await asyncio.wait_for(rig.running(), SOON_S)
+        assert (await asyncio.wait_for(rig.carry_out(rig.stop_order(pod)), SOON_S)).kind == (
+            "stopped"
+        )
+        disk.answer()
+        for order in deletes:
+            assert (await rig.answer(order)).kind == "deleted"
+
+
+async def test_no_descriptor_below_the_root_is_left_after_a_dump_that_hung(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    def open_below() -> list[Path]:
+        found = []
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(link.readlink())
+        return [path for path in found if path.is_relative_to(rig.root)]
+
+    async with serving(rig, disk):
+        pod, content = await rig.running(), fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        disk.hang()
+        dump = rig.dump_order(pod, content, prepared.vector)
+        await rig.send(dump)
+        await until(
+            lambda: disk.waiting and state_of(pod.pid(rig.journal)) in "Tt", "a dump that hangs"
+        )
+        await rig.carry_out(abort_order(rig, pod, content))
+        disk.answer()
+        assert (await rig.answer(dump)).kind == "failed"
+        await until(lambda: open_below() == [], "all descriptors to be closed")
