@@ -103,6 +103,7 @@ async def test_a_worker_whose_dump_hangs_is_thawed_and_told_when_the_capture_is_
         aborted = await asyncio.wait_for(rig.answer(abort_order(rig, pod, content)), SOON_S)
         assert aborted.kind == "aborted"
         assert is_told(pod, control.ABORTED)
+        await until(lambda: pod.events()[-1] == "snapshot-aborted 1", "the worker to go on")
         # What still hangs belongs to the dump, and nothing below it is removed before that ends.
         delete = delete_order(rig, content)
         await rig.send(delete)

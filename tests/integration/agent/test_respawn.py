@@ -78,9 +78,13 @@ async def test_a_restored_worker_is_a_new_process_whose_exit_code_and_log_are_fo
 async def test_a_worker_can_be_captured_again_and_again(rig: Rig) -> None:
     async with rig.agent():
         pod = await rig.running("--answer", "7")
-        for _ in range(3):
+        for number in range(3):
             (pod.control / control.READY).write_text('{"attempt": 0}')
             await rig.captured(pod, fresh_uid(), **RESPAWN)
+            await until(
+                lambda number=number: pod.events().count("snapshot-complete 1") > number,
+                "the worker's release",
+            )
         await until(lambda: pod.events().count("resumed 7 1024") == 3, "the third resume")
         await goes_on(pod)
 
