@@ -9,6 +9,7 @@ from snapshot_agent.domain.recovery import (
     Left,
     Prepare,
     Recovery,
+    deadline_of,
     decide,
     interruption,
 )
@@ -108,6 +109,16 @@ def test_a_hold_whose_worker_goes_on_already_or_whose_time_is_up_is_only_reporte
     assert decide(left) is Recovery.LET_GO
     cut_off = left._replace(dump=COPYING)
     assert decide(cut_off) is Recovery.COMPENSATE
+
+
+@pytest.mark.parametrize(
+    ("boot_id", "noted", "deadline"),
+    [("b", 130.0, 130.0), ("b", None, 160.0), ("another", 130.0, 100.0), ("another", None, 100.0)],
+)
+def test_a_hold_keeps_its_deadline_over_a_restart_and_ends_with_a_reboot(
+    boot_id: str, noted: float | None, deadline: float
+) -> None:
+    assert deadline_of(PREPARED, noted, 60.0, boot_id=boot_id, now=100.0) == deadline
 
 
 def test_every_pair_that_can_arise_in_order_stands_in_the_table() -> None:
