@@ -150,6 +150,19 @@ async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: Worl
     assert (await world.content()).status.readers == []
 
 
+async def test_a_load_that_may_go_well_the_next_time_is_tried_again_twice(world: World) -> None:
+    await world.apply(restore_document(node="node-2"))
+    for attempt in (1, 2, 3):
+        first, second = world.open("load")
+        assert (first.attempt, second.attempt) == (attempt, attempt)
+        await world.fail(first, "DeviceBusy", retryable=True)
+        await world.answer_well(second)
+        for drop in world.open("drop"):
+            await world.answer_well(drop)
+    assert not world.open("load")
+    assert (await world.restore("restored")).status.state is Restore.FAILED
+
+
 async def test_a_node_whose_gpus_are_too_small_is_refused_with_both_values(world: World) -> None:
     await world.join(presence("small", capacity=512))
     await world.apply(restore_document(node="small"))
