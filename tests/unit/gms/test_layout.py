@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gms.domain.layout import Allocation, Layout, aligned, structure_hash
+from gms.domain.layout import ENTRY_BYTES, Allocation, Layout, aligned, structure_hash
 from snapshot_shared.errors import LayoutConflict, NotFound
 from snapshot_shared.frames import (
     MAX_ALLOCATIONS,
@@ -117,6 +117,21 @@ def test_metadata_has_a_limit_and_what_breaks_it_changes_nothing() -> None:
     with pytest.raises(LayoutConflict):
         layout.put(many)
     assert layout.get(None) == []
+
+
+def test_an_entry_of_metadata_weighs_its_key_its_allocation_its_value_and_a_constant() -> None:
+    name = "a" * 1000
+    layout = _layout((name, 10, ""))
+
+    def entry(count: int, size: int) -> MetadataItem:
+        return MetadataItem(key=f"k{count:04}", allocation=name, offset=0, value=bytes(size))
+
+    each = len("k0000") + len(name) + ENTRY_BYTES
+    full = [entry(number, 65536) for number in range(MAX_METADATA_BYTES // (65536 + each))]
+    left = MAX_METADATA_BYTES - len(full) * (65536 + each) - each
+    layout.put([*full, entry(9999, left)])
+    with pytest.raises(LayoutConflict):
+        layout.put([entry(9999, left + 1)])
 
 
 @given(st.integers(1, 2**50), st.sampled_from([1, 4096, 2 * 1024 * 1024]))

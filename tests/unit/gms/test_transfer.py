@@ -136,6 +136,27 @@ def test_chunks_cover_their_file_and_carry_each_allocation_to_its_place(
         assert at == plan.size == files[file]
 
 
+def test_what_a_file_holds_beside_its_allocations_is_padding() -> None:
+    entries, _ = place(_infos([PAGE, PAGE]), shard_bytes=4 * PAGE)
+    apart = [_moved(entries[0], PAGE), _moved(entries[1], 3 * PAGE)]
+    (plan,) = plan_files(apart, [6 * PAGE])
+    pieces = [piece for chunk in plan.chunks for piece in chunk.pieces]
+    assert pieces == [
+        Piece(PADDING, 0, PAGE),
+        Piece(0, 0, PAGE),
+        Piece(PADDING, 0, PAGE),
+        Piece(1, 0, PAGE),
+        Piece(PADDING, 0, 2 * PAGE),
+    ]
+
+
+def _moved(entry: AllocationEntry, to: int) -> AllocationEntry:
+    (extent,) = entry.extents
+    return msgspec.structs.replace(
+        entry, extents=[msgspec.structs.replace(extent, file=0, file_offset=to)]
+    )
+
+
 def _stands_at(entry: AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
     return any(
         extent.file == file

@@ -22,7 +22,7 @@ from snapshot_shared.frames import (
 )
 from snapshot_shared.orders import LayoutRef
 
-_ENTRY_BYTES = 64
+ENTRY_BYTES = 64
 """What a metadata entry counts for beside its strings."""
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -167,4 +167,4 @@ def aligned(size: int, granularity: int) -> int:
 
 
 def _weight(entry: MetadataItem) -> int:
-    return len(entry.key.encode()) + len(entry.allocation) + len(entry.value) + _ENTRY_BYTES
+    return len(entry.key.encode()) + len(entry.allocation) + len(entry.value) + ENTRY_BYTES
