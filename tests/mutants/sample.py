@@ -26,6 +26,8 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 TOO_MANY = 0.05
 LIMIT_S = 240.0
 """How long one run of tests may take, in seconds; several times what it takes."""
+LIMIT_OF_ONE_S = 60.0
+"""How long one test may take: whatever hangs in it hangs for ever."""
 
 _SCENARIOS = ["tests/scenario/test_scenarios.py", "-k", "calm or test_no_rule_is_broken"]
 _SHARED = """
@@ -222,8 +224,9 @@ async def verdict_on(mutation: Mutation, tree: Path) -> str:
     write_source(path, mutation.text)
     try:
         for stage in mutation.stages:
-            arguments = ["-x", "--tb=no", f"--basetemp={tree.parent / f'{tree.name}-tmp'}", *stage]
-            ran = await run_tests(tree, arguments, limit_s=LIMIT_S)
+            place = f"--basetemp={tree.parent / f'{tree.name}-tmp'}"
+            options = ["-x", "--tb=no", f"--timeout={LIMIT_OF_ONE_S}", place]
+            ran = await run_tests(tree, [*options, *stage], limit_s=LIMIT_S)
             if ran.status != 0:
                 return "hangs" if ran.status is None else "caught"
     finally:

@@ -19,8 +19,10 @@ from gms.domain.transfer import (
     check_loadable,
     place,
     plan_files,
+    runs_of,
     shard_name,
     windows,
+    without_memory,
 )
 from snapshot_shared.artifact import (
     MAX_CHUNK_BYTES,
@@ -262,3 +264,26 @@ def test_extents_that_go_over_a_shard_boundary_are_split() -> None:
         Extent(file=1, file_offset=0, offset=2 * PAGE, size=PAGE + 1),
     ]
     assert files == [2 * PAGE, PAGE + 1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(1, [1] * 9), (CHUNK, [1] * 9), (3 * CHUNK, [3, 3, 3]), (10**9, [9])]
+)
+def test_runs_are_as_long_as_a_window_allows(limit: int, expected: list[int]) -> None:
+    info = AllocationInfo(id="a", size=9 * CHUNK, aligned=9 * CHUNK, tag="", slot=0)
+    entries, lengths = place([info], shard_bytes=9 * CHUNK)
+    (plan,) = plan_files(entries, lengths, chunk_bytes=[CHUNK])
+    runs = runs_of(plan.chunks, limit)
+    assert [len(run) for run in runs] == expected
+    assert [chunk for run in runs for chunk in run] == list(plan.chunks)
+
+
+def test_a_file_that_is_only_read_has_its_chunks_and_no_allocation() -> None:
+    entries, files = place(_infos([3 * PAGE]), shard_bytes=4 * PAGE)
+    (plan,) = plan_files(entries, files, chunk_bytes=[CHUNK])
+    bare = without_memory(plan)
+    assert [(c.offset, c.size) for c in bare.chunks] == [(c.offset, c.size) for c in plan.chunks]
+    assert [chunk.pieces for chunk in bare.chunks] == [
+        (Piece(PADDING, 0, CHUNK),),
+        (Piece(PADDING, 0, PAGE),),
+    ]
