@@ -238,7 +238,9 @@ async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_en
 ) -> None:
     await world.apply(checkpoint_document(activeDeadlineSeconds=100))
     await world.report(world.open("run")[0])
-    await world.advance(101.0)
+    await world.advance(99.0)
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Creating"
+    await world.advance(1.0)
     found = await world.get("DynamoCheckpoint", "llm")
     assert (found.status.phase, found.status.conditions[0].reason) == ("Failed", "DeadlineExceeded")
     assert world.open("stop")
@@ -401,7 +403,9 @@ async def test_a_delete_that_failed_is_tried_again_until_the_artifact_is_gone(
     await world.settle()
     await world.fail(world.open("delete")[0], "DeviceBusy")
     assert not world.open("delete")
-    await world.advance(31.0)
+    await world.advance(29.0)
+    assert not world.open("delete")
+    await world.advance(1.0)
     (again,) = world.open("delete")
     assert again.attempt == 2
     await world.answer_all()
@@ -434,7 +438,7 @@ async def test_a_release_that_failed_is_ordered_again_until_the_worker_goes_on(
     await world.fail(world.open("release")[0], "NoSpace")
     await world.answer_well(world.open("seal")[0])
     assert not world.open("release")
-    await world.advance(31.0)
+    await world.advance(30.0)
     (again,) = world.open("release")
     assert again.attempt == 2
     await world.answer_well(again)

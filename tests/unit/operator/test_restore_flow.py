@@ -183,6 +183,7 @@ async def test_a_pod_waits_for_a_snapshot_that_does_not_exist_yet(world: World) 
     await world.apply(restore_document(source="later"))
     pod = await world.get("Pod", "restored")
     assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
+    assert pod.status.message == "no snapshot or checkpoint is called later"
     await world.join(presence("node-3"))
     await world.apply(checkpoint_document("later"))
     await world.answer_all()
