@@ -10,6 +10,7 @@ import argparse
 import ast
 import asyncio
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -235,6 +236,9 @@ async def verdict_on(mutation: Mutation, tree: Path) -> str:
 
 
 async def _try_out(drawn: Sequence[Mutation], root: Path, jobs: int) -> list[Mutation]:
+    # So that an end by SIGTERM cleans up as one by ctrl-C does.
+    if this := asyncio.current_task():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     survivors: list[Mutation] = []
     left = list(enumerate(drawn, 1))[::-1]
 
