@@ -13,10 +13,15 @@ from typing import Any
 
 import msgspec
 
+from gms.domain import tasks, transfer
+from snapshot_agent.domain import control
 from snapshot_shared import artifact, codec, frames, identity, ledger, manifests, orders
 
 FILE = Path(__file__).parent / "data" / "numbers.json"
-MODULES = (artifact, codec, frames, identity, ledger, manifests, orders)
+MODULES = (
+    *(artifact, codec, frames, identity, ledger, manifests, orders),
+    *(control, tasks, transfer),
+)
 
 
 def numbers_of(module: ModuleType) -> dict[str, Any]:

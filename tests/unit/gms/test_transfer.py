@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gms.domain.layout import structure_hash
 from gms.domain.transfer import (
@@ -154,9 +154,7 @@ def test_what_a_file_holds_beside_its_allocations_is_padding() -> None:
 
 def _moved(entry: AllocationEntry, to: int) -> AllocationEntry:
     (extent,) = entry.extents
-    return msgspec.structs.replace(
-        entry, extents=[msgspec.structs.replace(extent, file=0, file_offset=to)]
-    )
+    return replace(entry, extents=[replace(extent, file=0, file_offset=to)])
 
 
 def _stands_at(entry: AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
@@ -203,9 +201,7 @@ def test_another_structure_than_the_one_asked_for_is_refused_with_both() -> None
 
 def _changed(manifest: PartManifest, **layout: object) -> PartManifest:
 
-    return msgspec.structs.replace(
-        manifest, layout=msgspec.structs.replace(manifest.layout, **layout)
-    )
+    return replace(manifest, layout=replace(manifest.layout, **layout))
 
 
 def test_a_manifest_whose_layout_is_not_what_its_hash_says_is_refused() -> None:
@@ -229,22 +225,23 @@ def test_a_manifest_cannot_ask_for_endless_padding_or_endless_chunks() -> None:
     shape = manifest.layout.source.structure_hash
 
     long_file = FileEntry(name="f", size=2**40, chunk_bytes=2**20, chunks=["0" * 32])
-    padded = msgspec.structs.replace(manifest, bytes=2**40, files=[long_file])
+    padded = replace(manifest, bytes=2**40, files=[long_file])
     with pytest.raises(ArtifactCorrupt, match="longer than the layout"):
         check_loadable(padded, layout_id="l", wanted_hash=shape)
+    most = FileEntry(name="f", size=PAGE + 5, chunk_bytes=MAX_CHUNK_BYTES, chunks=["0" * 32])
+    full = replace(manifest, bytes=PAGE + 5, files=[most])
+    assert check_loadable(full, layout_id="l", wanted_hash=shape) == manifest.layout
+    with pytest.raises(ArtifactCorrupt, match="longer than the layout"):
+        check_loadable(replace(full, bytes=PAGE + 6), layout_id="l", wanted_hash=shape)
     big = FileEntry(name="f", size=5, chunk_bytes=MAX_CHUNK_BYTES + 1, chunks=["0" * 32])
     with pytest.raises(ArtifactCorrupt, match="chunks of"):
-        check_loadable(
-            msgspec.structs.replace(manifest, files=[big]), layout_id="l", wanted_hash=shape
-        )
+        check_loadable(replace(manifest, files=[big]), layout_id="l", wanted_hash=shape)
 
 
 def test_a_process_part_is_not_loaded_into_a_device() -> None:
 
     with pytest.raises(ArtifactCorrupt):
-        check_loadable(
-            msgspec.structs.replace(_manifest([5]), kind="process"), layout_id="l", wanted_hash=""
-        )
+        check_loadable(replace(_manifest([5]), kind="process"), layout_id="l", wanted_hash="")
 
 
 def test_a_device_that_can_never_hold_the_layout_is_named_before_one_that_is_full() -> None:
