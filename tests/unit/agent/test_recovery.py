@@ -166,6 +166,9 @@ def test_a_step_that_must_not_run_twice_has_an_unknown_outcome_others_may_be_tri
     unknown = interruption(COPYING).to_failure()
     assert (unknown.reason, unknown.retryable) == ("OutcomeUnknown", False)
     assert unknown.values == {"step": "copy-state"}
+    assert unknown.message == "the agent was restarted within dump, step copy-state"
     undone = interruption(QUIESCING).to_failure()
     assert (undone.reason, undone.retryable) == ("AgentRestarted", True)
     assert undone.values == {"step": "quiesce"}
+    between = interruption(BETWEEN).to_failure()
+    assert between.message == "the agent was restarted within prepare, step guard; it was undone"

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_shared.errors import StoreBusy
-from snapshot_shared.objects import AnyObject, SnapshotContent, is_true
+from snapshot_shared.objects import AnyObject, SnapshotContent, is_true, time_of
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
@@ -152,7 +152,10 @@ async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: Worl
 
 async def test_a_load_that_may_go_well_the_next_time_is_tried_again_twice(world: World) -> None:
     await world.apply(restore_document(node="node-2"))
+    begun = (await world.restore("restored")).status.started_at
+    assert begun == time_of(world.now)
     for attempt in (1, 2, 3):
+        world.now += 5
         first, second = world.open("load")
         assert (first.attempt, second.attempt) == (attempt, attempt)
         await world.fail(first, "DeviceBusy", retryable=True)
@@ -160,7 +163,8 @@ async def test_a_load_that_may_go_well_the_next_time_is_tried_again_twice(world:
         for drop in world.open("drop"):
             await world.answer_well(drop)
     assert not world.open("load")
-    assert (await world.restore("restored")).status.state is Restore.FAILED
+    status = (await world.restore("restored")).status
+    assert (status.state, status.started_at) == (Restore.FAILED, begun)
 
 
 async def test_a_node_whose_gpus_are_too_small_is_refused_with_both_values(world: World) -> None:
