@@ -130,8 +130,9 @@ chaos: $(STAMP) ## Kill and pause real processes at random (SECONDS=120, SEED=n)
 soak: $(STAMP) ## Capture and delete a worker many times and see that nothing grows (CAPTURES=1000)
 	@$(BIN)/python -m tests.support.soak $(if $(CAPTURES),--captures $(CAPTURES))
 
-mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, ONLY="name ...")
-	@$(BIN)/python -m tests.mutants $(if $(JOBS),--jobs $(JOBS)) $(if $(ONLY),--only $(ONLY))
+mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, ONLY="name ...", SAMPLE=200 SEED=1 draws others)
+	@$(BIN)/python -m tests.mutants$(if $(SAMPLE),.sample --count $(SAMPLE) $(if $(SEED),--seed $(SEED))) \
+		$(if $(JOBS),--jobs $(JOBS)) $(if $(ONLY),--only $(ONLY))
 
 cover: $(STAMP) ## The same as test, with a table of the lines it missed
 	$(BIN)/coverage run -m pytest -m "$(MARKERS)"

@@ -55,9 +55,7 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             compile(changed, self.file, "exec")
         except SyntaxError as error:
             raise CannotApply(f"{self.file} is no Python any more: {error}") from error
-        path.write_text(changed, "utf-8")
-        for stale in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
-            stale.unlink()
+        write_source(path, changed)
 
 
 class Outcome(NamedTuple):
@@ -70,7 +68,7 @@ class Outcome(NamedTuple):
     output: str = ""
 
 
-class _Ran(NamedTuple):
+class Ran(NamedTuple):
     """How a run of pytest ended; `status` is None when it took too long."""
 
     status: int | None
@@ -97,6 +95,13 @@ def read_list(path: Path) -> list[Mutant]:
     return mutants
 
 
+def write_source(path: Path, text: str) -> None:
+    """Change a file of a copy. What Python made of it before may look as new as it is."""
+    path.write_text(text, "utf-8")
+    for stale in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        stale.unlink()
+
+
 def copy_sources(root: Path, to: Path) -> None:
     """Copy what the tests need: the packages, the tests and their configuration."""
     for pattern in COPIED:
@@ -112,7 +117,7 @@ def copy_sources(root: Path, to: Path) -> None:
 async def check_unharmed(tree: Path, mutants: Iterable[Mutant]) -> str:
     """Run all named tests without any bug; give what they printed if they do not pass."""
     names = dict.fromkeys(name for mutant in mutants for name in mutant.caught_by)
-    ran = await _pytest(tree, [*names], limit_s=10 * LIMIT_S)
+    ran = await run_tests(tree, [*names], limit_s=10 * LIMIT_S)
     return "" if ran.status == 0 else ran.output
 
 
@@ -123,13 +128,13 @@ async def try_out(mutant: Mutant, tree: Path, work: Path) -> Outcome:
         mutant.apply(work)
     except CannotApply as error:
         return Outcome(mutant, "broken", str(error), 0.0)
-    ran = await _pytest(work, ["-x", *mutant.caught_by], limit_s=LIMIT_S)
+    ran = await run_tests(work, ["-x", *mutant.caught_by], limit_s=LIMIT_S)
     await asyncio.to_thread(shutil.rmtree, work)
     verdict, by = _judge(mutant, ran)
     return Outcome(mutant, verdict, by, ran.seconds, ran.output)
 
 
-def _judge(mutant: Mutant, ran: _Ran) -> tuple[Verdict, str]:
+def _judge(mutant: Mutant, ran: Ran) -> tuple[Verdict, str]:
     if ran.status is None:
         return "broken", f"its tests took more than {LIMIT_S:.0f} s"
     if ran.status == 0:
@@ -141,7 +146,8 @@ def _judge(mutant: Mutant, ran: _Ran) -> tuple[Verdict, str]:
     return "caught", ran.failed[0]
 
 
-async def _pytest(tree: Path, arguments: list[str], *, limit_s: float) -> _Ran:
+async def run_tests(tree: Path, arguments: list[str], *, limit_s: float) -> Ran:
+    """Run pytest in a copy of the tree, on the product that is in it."""
     sources = [str(path) for pattern in COPIED[:2] for path in sorted(tree.glob(pattern))]
     environment = {
         **os.environ,
@@ -169,7 +175,7 @@ async def _pytest(tree: Path, arguments: list[str], *, limit_s: float) -> _Ran:
         output, status = b"", None
     finally:
         await _end(process)
-    return _Ran(status, output.decode(errors="replace"), time.monotonic() - began)
+    return Ran(status, output.decode(errors="replace"), time.monotonic() - began)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

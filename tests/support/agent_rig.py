@@ -29,6 +29,8 @@ from snapshot_shared.codec import decode_json, digest, encode_json
 from snapshot_shared.errors import BusUnavailable, NotFound
 from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.ids import NodeName, OrderId
+from snapshot_shared.journal import read_records
+from snapshot_shared.ledger import Noted
 from snapshot_shared.objects import PodSpec
 from snapshot_shared.orders import (
     ArtifactRef,
@@ -85,11 +87,10 @@ class Pod:
     def pid(self, journal: Path) -> int:
         """The process that the worker has now."""
         found: int | None = None
-        for line in journal.read_text().splitlines():
-            body = json.loads(line.partition(" ")[2])
-            is_ours = body.get("order") == f"run-{self.ref.uid}"
-            if is_ours and body.get("key") == f"container:{self.ref.container}":
-                found = int(body["value"]["pid"])
+        for record in read_records(journal):
+            is_ours = isinstance(record, Noted) and record.order == f"run-{self.ref.uid}"
+            if is_ours and record.key == f"container:{self.ref.container}":
+                found = int(record.value["pid"])
         if found is None:
             raise AssertionError("the journal has no process of this pod")
         return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.mutants import sample
 from tests.mutants.__main__ import LIST, ROOT, main
 from tests.mutants.trials import read_list
 
@@ -137,3 +138,90 @@ def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(SystemExit) as refusal:
         main(["--only", "no-such-bug"])
     assert refusal.value.code == 2
+
+
+PURE = '''\
+"""The ledger: 1 of many."""
+
+LIMIT: Annotated[int, Meta(ge=1)] = 3
+
+
+@dataclass(frozen=True)
+class Row(Struct, forbid_unknown_fields=True):
+    size: int = 0
+
+
+def judge(value: Literal[1, 2], others: list[int]) -> bool:
+    """Say 1."""
+    if value < LIMIT and others:
+        log.info("%d of %d", value, 1 + 1)
+        return not others
+    if value in others:
+        raise ValueError(f"{value - 1} is no value")
+    return all(a is b for a, b in zip(others, others[1:], strict=True))
+'''
+DRAWN = [
+    "LIMIT: Annotated[int, Meta(ge=1)] = 3 -> LIMIT: Annotated[int, Meta(ge=1)] = 4",
+    "size: int = 0 -> size: int = 1",
+    "value < LIMIT and others -> (value < LIMIT or others)",
+    "value < LIMIT -> (value <= LIMIT)",
+    "return not others -> pass",
+    "not others -> (others)",
+    "value in others -> (value not in others)",
+    "a is b -> (a is not b)",
+    "1: -> 2:",
+]
+
+
+@pytest.fixture
+def pure(tree: Path) -> Path:
+    """A tree with one pure module, and a test of one line of it."""
+    module = tree / "shared/src/snapshot_shared/ledger.py"
+    module.parent.mkdir()
+    module.write_text(PURE)
+    for name in ("tests/unit/shared", "tests/golden"):
+        (tree / name).mkdir(parents=True)
+    return tree
+
+
+def test_what_decides_is_changed_and_no_text_type_or_log(pure: Path) -> None:
+    found = [f"{one.before} -> {one.after}" for one in sample.mutations(pure)]
+    assert sorted(found) == sorted(DRAWN)
+
+
+def test_what_is_drawn_is_python_and_is_shown() -> None:
+    drawn = sample.draw(ROOT, 100, 1)
+    assert len(drawn) == 100
+    for one in drawn:
+        assert one.before != one.after
+        compile(one.text, one.file, "exec")
+
+
+def test_the_same_seed_draws_the_same(pure: Path) -> None:
+    first, again, other = (sample.draw(pure, 3, seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_what_nobody_can_notice_is_still_there() -> None:
+    there = {(one.file, one.before, one.after) for one in sample.mutations(ROOT)}
+    assert sample.read_equivalents(sample.EQUIVALENT) - there == set()
+
+
+@pytest.mark.waits
+def test_what_survives_is_shown_with_its_place_and_too_many_fail_the_run(
+    pure: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = "import sys\nfrom pathlib import Path\n"
+    reads = "Path('shared/src/snapshot_shared/ledger.py').read_text()"
+    test = f"{sources}\n\ndef test_it():\n    assert 'value < LIMIT and' in {reads}\n"
+    (pure / "tests/unit/shared/test_ledger.py").write_text(test)
+    for name in ("gms", "agent", "operator"):
+        (pure / "tests/unit" / name).mkdir()
+        (pure / "tests/unit" / name / f"test_{name}.py").write_text("def test_it():\n    pass\n")
+    (pure / "tests/scenario").mkdir()
+    calm = "def test_calm():\n    pass\n"
+    (pure / "tests/scenario/test_scenarios.py").write_text(calm)
+    assert sample.main(["--root", str(pure), "--count", "2", "--seed", "1"]) == 1
+    shown = capsys.readouterr()
+    assert "of 2 survived" in shown.out
+    assert "shared/src/snapshot_shared/ledger.py:" in shown.out

@@ -58,8 +58,11 @@ class Runner:
         telemetry: Telemetry,
         faults: Faults | None = None,
         metrics: Metrics = OFF,
+        *,
+        undo_s: float = UNDO_S,
     ) -> None:
         """Use the service's journal, tracer and metrics; `faults` is absent unless asked for."""
+        self._undo_s = undo_s
         self._journal = journal
         self._telemetry = telemetry
         self._faults = faults
@@ -127,7 +130,7 @@ class Runner:
             if step.undo is None:
                 continue
             try:
-                async with asyncio.timeout(UNDO_S):
+                async with asyncio.timeout(self._undo_s):
                     await step.undo()
             except Exception:
                 log.exception("compensation of %s failed", step.name)

@@ -28,7 +28,7 @@ _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 
 def family(subject: str) -> str:
     """Give the first two words of a subject: what kind of message it is, of few kinds."""
-    return ".".join(subject.split(".", 2)[:2])
+    return ".".join(subject.split(".")[:2])
 
 
 def order(node: NodeName, service: str, order_id: OrderId) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
+from snapshot_shared import files
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.orders import (
@@ -207,6 +208,20 @@ async def test_a_dump_of_another_plan_is_refused_and_the_worker_stays_held(rig: 
         assert report.failure.reason == "NotEligible"
         assert len((await rig.status())["captures"]) == 1
         assert not rig.generation(content).exists()
+
+
+async def test_a_capture_that_the_disk_has_no_room_for_is_refused_before_the_worker_is_frozen(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "free_bytes", lambda _: 2**20 - 1)
+    async with rig.agent():
+        pod = await rig.running("--state-bytes", str(2**20))
+        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
+        assert report.kind == "failed"
+        assert report.failure is not None
+        assert report.failure.reason == "NoSpace"
+        assert report.failure.values["free"] == 2**20 - 1
+        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
 
 
 async def test_state_that_is_no_plain_file_fails_the_capture_by_its_name(rig: Rig) -> None:

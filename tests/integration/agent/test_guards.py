@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -330,6 +331,38 @@ async def test_a_worker_that_was_told_of_its_completion_is_thawed_and_nothing_el
     link.close()
     await until(lambda: state_of(charge.child.pid) == "S", "the thaw")
     assert not (charge.control / control.ABORTED).exists()
+
+
+@pytest.mark.parametrize(("further", "is_let_in"), [(0, True), (1, False)])
+def test_only_our_user_and_root_may_speak_to_a_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, further: int, is_let_in: bool
+) -> None:
+    # The path of a socket is short, so a guard makes its own in its working directory.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "peer_of", lambda _: (1, os.getuid() + further))
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller,
+    ):
+        listener.bind("g.sock")
+        listener.listen()
+        caller.connect("g.sock")
+        link = program.let_in(listener)
+        assert (link is not None) is is_let_in
+        if link is not None:
+            link.close()
+        assert caller.recv(1) == b""
+
+
+def test_a_pid_that_was_given_again_is_another_process(charge: Charge) -> None:
+    found = procfs.read(charge.child.pid)
+    assert found is not None
+    assert [member.pid for member in procfs.session_of(found.pid, found.start)] == [found.pid]
+    assert procfs.session_of(found.pid, found.start - 1) == []
+    with procfs.opened(found.pid, found.start) as ours:
+        assert ours is not None
+    with procfs.opened(found.pid, found.start - 1) as of_another:
+        assert of_another is None
 
 
 def remove_control(charge: Charge) -> None:

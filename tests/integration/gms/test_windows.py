@@ -16,7 +16,7 @@ from gms.adapters.backends import find_backend
 from gms.adapters.cuda import CudaDevice, CudaDriver, CudaRange
 from gms.adapters.objects import Objects
 from gms.adapters.windows import Windowed
-from gms.domain.transfer import PAGE, FilePlan, place, plan_files, runs_of
+from gms.domain.transfer import PAGE, FilePlan, place, plan_files
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import Aborted, ArtifactCorrupt, ArtifactExists, InvalidInput
 from snapshot_shared.files import open_root, opened
@@ -286,15 +286,3 @@ def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
     ):
         small.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
     layout.range.release()
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(1, [1] * 9), (CHUNK, [1] * 9), (3 * CHUNK, [3, 3, 3]), (10**9, [9])]
-)
-def test_runs_are_as_long_as_a_window_allows(limit: int, expected: list[int]) -> None:
-    info = AllocationInfo(id="a", size=9 * CHUNK, aligned=9 * CHUNK, tag="", slot=0)
-    entries, lengths = place([info], shard_bytes=9 * CHUNK)
-    (plan,) = plan_files(entries, lengths, chunk_bytes=[CHUNK])
-    runs = runs_of(plan.chunks, limit)
-    assert [len(run) for run in runs] == expected
-    assert [chunk for run in runs for chunk in run] == list(plan.chunks)

@@ -9,6 +9,7 @@ from snapshot_agent.domain.recovery import (
     Left,
     Prepare,
     Recovery,
+    deadline_of,
     decide,
     interruption,
 )
@@ -110,6 +111,16 @@ def test_a_hold_whose_worker_goes_on_already_or_whose_time_is_up_is_only_reporte
     assert decide(cut_off) is Recovery.COMPENSATE
 
 
+@pytest.mark.parametrize(
+    ("boot_id", "noted", "deadline"),
+    [("b", 130.0, 130.0), ("b", None, 160.0), ("another", 130.0, 100.0), ("another", None, 100.0)],
+)
+def test_a_hold_keeps_its_deadline_over_a_restart_and_ends_with_a_reboot(
+    boot_id: str, noted: float | None, deadline: float
+) -> None:
+    assert deadline_of(PREPARED, noted, 60.0, boot_id=boot_id, now=100.0) == deadline
+
+
 def test_every_pair_that_can_arise_in_order_stands_in_the_table() -> None:
     begun = {(Prepare.PREPARED, dump) for dump in Dump}
     before = {(prepare, Dump.WAITING) for prepare in Prepare}
@@ -155,6 +166,9 @@ def test_a_step_that_must_not_run_twice_has_an_unknown_outcome_others_may_be_tri
     unknown = interruption(COPYING).to_failure()
     assert (unknown.reason, unknown.retryable) == ("OutcomeUnknown", False)
     assert unknown.values == {"step": "copy-state"}
+    assert unknown.message == "the agent was restarted within dump, step copy-state"
     undone = interruption(QUIESCING).to_failure()
     assert (undone.reason, undone.retryable) == ("AgentRestarted", True)
     assert undone.values == {"step": "quiesce"}
+    between = interruption(BETWEEN).to_failure()
+    assert between.message == "the agent was restarted within prepare, step guard; it was undone"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gms.domain.layout import Allocation, Layout, aligned, structure_hash
-from gms.domain.metadata import weight
+from gms.domain.metadata import ENTRY_BYTES, weight
 from snapshot_shared.errors import LayoutConflict, NotFound
 from snapshot_shared.frames import (
     MAX_ALLOCATIONS,
@@ -98,6 +98,7 @@ def test_an_allocation_id_is_used_once(ids: list[str]) -> None:
 
 def test_a_layout_has_a_limit_of_allocations() -> None:
     specs = [AllocationSpec(id=f"a{i}", size=1) for i in range(MAX_ALLOCATIONS + 1)]
+    Layout().check_new(specs[1:])
     with pytest.raises(LayoutConflict) as caught:
         Layout().check_new(specs)
     assert caught.value.values["limit"] == MAX_ALLOCATIONS
@@ -120,6 +121,21 @@ def test_metadata_has_a_limit_and_what_breaks_it_changes_nothing() -> None:
     with pytest.raises(LayoutConflict):
         layout.put(many)
     assert layout.get(None) == []
+
+
+def test_an_entry_of_metadata_weighs_its_key_its_allocation_its_value_and_a_constant() -> None:
+    name = "a" * 1000
+    layout = _layout((name, 10, ""))
+
+    def entry(count: int, size: int) -> MetadataItem:
+        return MetadataItem(key=f"k{count:04}", allocation=name, offset=0, value=bytes(size))
+
+    each = len("k0000") + len(name) + ENTRY_BYTES
+    full = [entry(number, 65536) for number in range(MAX_METADATA_BYTES // (65536 + each))]
+    left = MAX_METADATA_BYTES - len(full) * (65536 + each) - each
+    layout.put([*full, entry(9999, left)])
+    with pytest.raises(LayoutConflict):
+        layout.put([entry(9999, left + 1)])
 
 
 @given(st.integers(1, 2**50), st.sampled_from([1, 4096, 2 * 1024 * 1024]))

@@ -911,3 +911,28 @@ def test_a_fence_is_counted_in_its_phase(world: World) -> None:
     counted = usage.fences(world.table)
     assert counted[A, "held"] == 1
     assert sum(counted.values()) == 1
+
+
+def test_the_tokens_of_the_latest_4096_fences_never_begin_again(world: World) -> None:
+    world.committed()
+    for number in range(4097):
+        world.table.end_fence(f"f{number}")
+    for known in ("f1", "f4096"):
+        with pytest.raises(Superseded):
+            world.fence(known)
+    assert world.fence("f0")
+
+
+def test_the_tokens_of_the_latest_4096_dropped_loads_are_refused(world: World) -> None:
+    for number in range(4097):
+        world.table.drop_hidden(A, f"t{number}")
+    for known in ("t1", "t4096"):
+        with pytest.raises(Superseded):
+            world.ask(load_token=known)
+    assert world.attach(load_token="t0")
+
+
+@pytest.mark.parametrize(("pid", "other", "same"), [(7, 7, True), (7, 8, False), (0, 0, False)])
+def test_a_process_that_cannot_be_seen_is_no_other(pid: int, other: int, same: bool) -> None:
+    assert Peer(pid=pid, uid=0).is_same(Peer(pid=other, uid=0)) is same
+    assert Peer(pid=1, uid=0).is_same(Peer(pid=1, uid=9))

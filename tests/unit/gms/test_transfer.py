@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gms.domain.layout import structure_hash
 from gms.domain.transfer import (
@@ -19,8 +19,10 @@ from gms.domain.transfer import (
     check_loadable,
     place,
     plan_files,
+    runs_of,
     shard_name,
     windows,
+    without_memory,
 )
 from snapshot_shared.artifact import (
     MAX_CHUNK_BYTES,
@@ -136,6 +138,25 @@ def test_chunks_cover_their_file_and_carry_each_allocation_to_its_place(
         assert at == plan.size == files[file]
 
 
+def test_what_a_file_holds_beside_its_allocations_is_padding() -> None:
+    entries, _ = place(_infos([PAGE, PAGE]), shard_bytes=4 * PAGE)
+    apart = [_moved(entries[0], PAGE), _moved(entries[1], 3 * PAGE)]
+    (plan,) = plan_files(apart, [6 * PAGE])
+    pieces = [piece for chunk in plan.chunks for piece in chunk.pieces]
+    assert pieces == [
+        Piece(PADDING, 0, PAGE),
+        Piece(0, 0, PAGE),
+        Piece(PADDING, 0, PAGE),
+        Piece(1, 0, PAGE),
+        Piece(PADDING, 0, 2 * PAGE),
+    ]
+
+
+def _moved(entry: AllocationEntry, to: int) -> AllocationEntry:
+    (extent,) = entry.extents
+    return replace(entry, extents=[replace(extent, file=0, file_offset=to)])
+
+
 def _stands_at(entry: AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
     return any(
         extent.file == file
@@ -180,9 +201,7 @@ def test_another_structure_than_the_one_asked_for_is_refused_with_both() -> None
 
 def _changed(manifest: PartManifest, **layout: object) -> PartManifest:
 
-    return msgspec.structs.replace(
-        manifest, layout=msgspec.structs.replace(manifest.layout, **layout)
-    )
+    return replace(manifest, layout=replace(manifest.layout, **layout))
 
 
 def test_a_manifest_whose_layout_is_not_what_its_hash_says_is_refused() -> None:
@@ -206,22 +225,23 @@ def test_a_manifest_cannot_ask_for_endless_padding_or_endless_chunks() -> None:
     shape = manifest.layout.source.structure_hash
 
     long_file = FileEntry(name="f", size=2**40, chunk_bytes=2**20, chunks=["0" * 32])
-    padded = msgspec.structs.replace(manifest, bytes=2**40, files=[long_file])
+    padded = replace(manifest, bytes=2**40, files=[long_file])
     with pytest.raises(ArtifactCorrupt, match="longer than the layout"):
         check_loadable(padded, layout_id="l", wanted_hash=shape)
+    most = FileEntry(name="f", size=PAGE + 5, chunk_bytes=MAX_CHUNK_BYTES, chunks=["0" * 32])
+    full = replace(manifest, bytes=PAGE + 5, files=[most])
+    assert check_loadable(full, layout_id="l", wanted_hash=shape) == manifest.layout
+    with pytest.raises(ArtifactCorrupt, match="longer than the layout"):
+        check_loadable(replace(full, bytes=PAGE + 6), layout_id="l", wanted_hash=shape)
     big = FileEntry(name="f", size=5, chunk_bytes=MAX_CHUNK_BYTES + 1, chunks=["0" * 32])
     with pytest.raises(ArtifactCorrupt, match="chunks of"):
-        check_loadable(
-            msgspec.structs.replace(manifest, files=[big]), layout_id="l", wanted_hash=shape
-        )
+        check_loadable(replace(manifest, files=[big]), layout_id="l", wanted_hash=shape)
 
 
 def test_a_process_part_is_not_loaded_into_a_device() -> None:
 
     with pytest.raises(ArtifactCorrupt):
-        check_loadable(
-            msgspec.structs.replace(_manifest([5]), kind="process"), layout_id="l", wanted_hash=""
-        )
+        check_loadable(replace(_manifest([5]), kind="process"), layout_id="l", wanted_hash="")
 
 
 def test_a_device_that_can_never_hold_the_layout_is_named_before_one_that_is_full() -> None:
@@ -241,3 +261,26 @@ def test_extents_that_go_over_a_shard_boundary_are_split() -> None:
         Extent(file=1, file_offset=0, offset=2 * PAGE, size=PAGE + 1),
     ]
     assert files == [2 * PAGE, PAGE + 1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(1, [1] * 9), (CHUNK, [1] * 9), (3 * CHUNK, [3, 3, 3]), (10**9, [9])]
+)
+def test_runs_are_as_long_as_a_window_allows(limit: int, expected: list[int]) -> None:
+    info = AllocationInfo(id="a", size=9 * CHUNK, aligned=9 * CHUNK, tag="", slot=0)
+    entries, lengths = place([info], shard_bytes=9 * CHUNK)
+    (plan,) = plan_files(entries, lengths, chunk_bytes=[CHUNK])
+    runs = runs_of(plan.chunks, limit)
+    assert [len(run) for run in runs] == expected
+    assert [chunk for run in runs for chunk in run] == list(plan.chunks)
+
+
+def test_a_file_that_is_only_read_has_its_chunks_and_no_allocation() -> None:
+    entries, files = place(_infos([3 * PAGE]), shard_bytes=4 * PAGE)
+    (plan,) = plan_files(entries, files, chunk_bytes=[CHUNK])
+    bare = without_memory(plan)
+    assert [(c.offset, c.size) for c in bare.chunks] == [(c.offset, c.size) for c in plan.chunks]
+    assert [chunk.pieces for chunk in bare.chunks] == [
+        (Piece(PADDING, 0, CHUNK),),
+        (Piece(PADDING, 0, PAGE),),
+    ]

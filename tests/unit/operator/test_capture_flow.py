@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.core.capture import MAX_BYTES
 from snapshot_shared.objects import Condition, is_true
-from snapshot_shared.orders import VectorEntry
+from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World, payload
+from tests.support.operator_world import DIGEST, World, payload
 
 
 @pytest.fixture
@@ -102,6 +103,29 @@ async def test_a_retryable_failure_before_the_freeze_is_tried_again_at_most_thre
     assert not world.open("prepare")
     content = await world.content()
     assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 3)
+
+
+async def test_an_attempt_that_begins_again_keeps_no_order_that_was_answered(world: World) -> None:
+    await capturing(world)
+    await world.fail(world.open("prepare")[0], "QuiesceTimeout", retryable=True)
+    for abort in world.open("abort"):
+        await world.answer_well(abort)
+    status = (await world.content()).status
+    assert [(item.verb, item.attempt) for item in status.orders] == [("prepare", 2)]
+
+
+@pytest.mark.parametrize(("more", "end"), [(0, Capture.READY), (1, Capture.FAILED)])
+async def test_an_artifact_is_no_larger_than_its_limit(
+    world: World, more: int, end: Capture
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    (dump,) = world.open("dump")
+    most = MAX_BYTES - 2 * 1024
+    part = PartResult(part="process", bytes=most + more, digest=DIGEST)
+    await world.report(dump, part=part)
+    await world.answer_all()
+    assert (await world.content()).status.capture is end
 
 
 async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> None:
@@ -214,7 +238,9 @@ async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_en
 ) -> None:
     await world.apply(checkpoint_document(activeDeadlineSeconds=100))
     await world.report(world.open("run")[0])
-    await world.advance(101.0)
+    await world.advance(99.0)
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Creating"
+    await world.advance(1.0)
     found = await world.get("DynamoCheckpoint", "llm")
     assert (found.status.phase, found.status.conditions[0].reason) == ("Failed", "DeadlineExceeded")
     assert world.open("stop")
@@ -298,6 +324,22 @@ async def test_a_snapshot_deleted_while_it_waits_goes_and_lets_the_next_one_run(
     assert is_true((await world.get("Snapshot", "third")).status.conditions, "Ready")
 
 
+async def test_a_capture_that_is_deleted_while_it_runs_is_waited_for_until_it_has_ended(
+    world: World,
+) -> None:
+    await capturing(world)
+    (first,) = world.open("prepare")
+    pod = world.cluster.page("Pod")[0]
+    world.now += 5
+    await world.apply(snapshot_document("second", pod.metadata.name))
+    await world.cluster.delete(await world.get("Snapshot", "llm"))
+    await world.settle()
+    assert world.open("abort")
+    assert world.open("prepare") == [first]
+    await world.answer_all()
+    assert is_true((await world.get("Snapshot", "second")).status.conditions, "Ready")
+
+
 async def test_snapshots_of_one_second_never_run_at_once(world: World) -> None:
     await world.apply(checkpoint_document())
     await world.answer_all()
@@ -361,7 +403,9 @@ async def test_a_delete_that_failed_is_tried_again_until_the_artifact_is_gone(
     await world.settle()
     await world.fail(world.open("delete")[0], "DeviceBusy")
     assert not world.open("delete")
-    await world.advance(31.0)
+    await world.advance(29.0)
+    assert not world.open("delete")
+    await world.advance(1.0)
     (again,) = world.open("delete")
     assert again.attempt == 2
     await world.answer_all()
@@ -394,7 +438,7 @@ async def test_a_release_that_failed_is_ordered_again_until_the_worker_goes_on(
     await world.fail(world.open("release")[0], "NoSpace")
     await world.answer_well(world.open("seal")[0])
     assert not world.open("release")
-    await world.advance(31.0)
+    await world.advance(30.0)
     (again,) = world.open("release")
     assert again.attempt == 2
     await world.answer_well(again)
@@ -422,8 +466,8 @@ def snapshot_document(name: str, pod: str) -> dict[str, object]:
 
 
 async def snapshot_again(world: World, name: str) -> list[Any]:
-    """Capture the same worker once more; give the parents that its saves name."""
-    (pod,) = world.cluster.page("Pod")
+    """Capture the first worker once more; give the parents that its saves name."""
+    pod = world.cluster.page("Pod")[0]
     source = {"source": {"podRef": {"name": pod.metadata.name}}}
     document = {
         "apiVersion": "nvidia.com/v1alpha1",
@@ -453,6 +497,20 @@ async def test_saves_name_the_last_artifact_of_the_same_worker_as_their_parent(
     (second,) = [c for c in world.cluster.page("SnapshotContent") if c != first]
     parents = await snapshot_again(world, "third")
     assert [parent["content_uid"] for parent in parents] == [second.metadata.uid] * 2
+
+
+async def test_the_artifact_of_the_same_worker_is_a_nearer_parent_than_a_newer_one(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.answer_all()
+    first = await world.content()
+    await world.join(presence("node-2"))
+    world.now += 5
+    await world.apply(checkpoint_document("other"))
+    await world.answer_all()
+    parents = await snapshot_again(world, "second")
+    assert [parent["content_uid"] for parent in parents] == [first.metadata.uid] * 2
 
 
 async def test_a_damaged_artifact_or_one_that_is_going_is_nobodys_parent(world: World) -> None:

@@ -147,7 +147,10 @@ async def test_one_of_two_imports_has_the_artifact_and_the_other_fails_at_its_de
     await world.apply(naming(made, "other", deadlineSeconds=100))
     assert (await ready(world, "other"))[1] == "ArtifactInUse"
     await world.apply(restore_document(source="other"))
-    await world.advance(101.0)
+    await world.advance(99.0)
+    other = await world.get("Snapshot", "other")
+    assert not is_true(other.status.conditions, "Failed")
+    await world.advance(1.0)
     assert await failed(world, "other") == "ArtifactInUse"
     assert (await world.restore("restored")).status.state is Restore.FAILED
     assert (await ready(world))[0]

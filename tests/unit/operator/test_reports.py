@@ -213,7 +213,7 @@ async def test_a_lost_report_of_a_cleaning_order_delays_the_deletion_and_does_no
     world.answered.add((stop.order, stop.attempt))  # Its `stopped` is lost with the stream.
     await world.advance(stop.deadline.timestamp() - world.now - 1.0)
     assert not world.open("stop")
-    await world.advance(2.0)
+    await world.advance(1.0)
     (again,) = world.open("stop")
     assert again.attempt == 2
     await world.answer_all()

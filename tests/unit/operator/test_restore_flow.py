@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_shared.errors import StoreBusy
-from snapshot_shared.objects import AnyObject, SnapshotContent, is_true
+from snapshot_shared.objects import AnyObject, SnapshotContent, is_true, time_of
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
@@ -150,6 +150,23 @@ async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: Worl
     assert (await world.content()).status.readers == []
 
 
+async def test_a_load_that_may_go_well_the_next_time_is_tried_again_twice(world: World) -> None:
+    await world.apply(restore_document(node="node-2"))
+    begun = (await world.restore("restored")).status.started_at
+    assert begun == time_of(world.now)
+    for attempt in (1, 2, 3):
+        world.now += 5
+        first, second = world.open("load")
+        assert (first.attempt, second.attempt) == (attempt, attempt)
+        await world.fail(first, "DeviceBusy", retryable=True)
+        await world.answer_well(second)
+        for drop in world.open("drop"):
+            await world.answer_well(drop)
+    assert not world.open("load")
+    status = (await world.restore("restored")).status
+    assert (status.state, status.started_at) == (Restore.FAILED, begun)
+
+
 async def test_a_node_whose_gpus_are_too_small_is_refused_with_both_values(world: World) -> None:
     await world.join(presence("small", capacity=512))
     await world.apply(restore_document(node="small"))
@@ -170,6 +187,7 @@ async def test_a_pod_waits_for_a_snapshot_that_does_not_exist_yet(world: World) 
     await world.apply(restore_document(source="later"))
     pod = await world.get("Pod", "restored")
     assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
+    assert pod.status.message == "no snapshot or checkpoint is called later"
     await world.join(presence("node-3"))
     await world.apply(checkpoint_document("later"))
     await world.answer_all()

@@ -100,7 +100,7 @@ def chosen(
         (Limits(count=3), ["a"]),
         (Limits(count=2), ["a", "b"]),
         (Limits(count=1), ["a", "b", "c"]),
-        (Limits(days=45.0), []),
+        (Limits(days=40.0), []),
         (Limits(days=25.0), ["a", "b"]),
         (Limits(days=1.0), ["a", "b", "c"]),
         (Limits(bytes=400), []),

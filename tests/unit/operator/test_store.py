@@ -60,6 +60,11 @@ async def test_a_write_to_a_held_store_is_refused_in_time_and_is_no_conflict(
     await store.update_status(with_message(stored, "mine"))
 
 
+def test_a_write_is_on_the_disk_before_it_returns(store: SqliteStore) -> None:
+    full = 2
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (full,)
+
+
 def test_a_held_store_cannot_be_opened(path: Path, holder: sqlite3.Connection) -> None:
     with pytest.raises(StoreBusy):
         SqliteStore(path, timestamp=lambda: NOW, busy_s=0.1).open()

@@ -15,7 +15,9 @@ from snapshot_shared.artifact import (
     MetadataEntry,
     PartManifest,
     SavedLayout,
+    SavedObjects,
     check_part_manifest,
+    generation_of,
     part_path,
 )
 from snapshot_shared.codec import decode_json, encode_json
@@ -118,3 +120,28 @@ def test_a_hostile_file_entry_does_not_even_decode(field: str, value: Any) -> No
 def test_a_part_has_one_of_the_known_names(part: str) -> None:
     with pytest.raises(InvalidName):
         part_path("default", UID, 1, part)
+
+
+@pytest.mark.parametrize(
+    ("folder", "number"),
+    [
+        ("gen-1", 1),
+        ("gen-1000000", 1_000_000),
+        ("gen-1000001", None),
+        ("gen-0", None),
+        ("gen-01", None),
+        ("gen-", None),
+        ("gen-x", None),
+        ("1", None),
+    ],
+)
+def test_a_generation_has_one_name(folder: str, number: int | None) -> None:
+    assert generation_of("default", UID, folder) == number
+    assert generation_of("A b", UID, folder) is None
+
+
+def test_objects_of_a_part_have_its_own_path_for_prefix() -> None:
+    own = SavedObjects(prefix=f"default/{UID}/gen-1/gpu-0")
+    assert check_part_manifest(manifest(objects=own)).objects == own
+    with pytest.raises(ArtifactCorrupt, match="prefix"):
+        check_part_manifest(manifest(objects=replace(own, prefix=f"default/{UID}/gen-2/gpu-0")))

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -172,6 +173,25 @@ async def test_a_fault_ends_the_order_and_what_was_begun_is_undone(
     telemetry.shutdown()
     journal.close()
     assert ran == ["freeze", "undo copy-state", "undo freeze"]
+
+
+async def test_a_compensation_that_hangs_keeps_no_other_from_running(
+    tmp_path: Path, plan: FaultPlan
+) -> None:
+    journal = Journal.open(tmp_path, wall=lambda: 0.0)
+    telemetry = Telemetry("test", "node-1", "0")
+    plan.arm(Fault(action="fail", step="copy-state"))
+    ran: list[str] = []
+    freeze, copy, *others = _table(ran, 60.0)
+    hanging = replace(copy, undo=asyncio.Event().wait)
+    runner = Runner(journal, telemetry, plan, undo_s=0.05)
+    with pytest.raises(InjectedFault):
+        await asyncio.wait_for(
+            runner.run("dump", ORDER, [freeze, hanging, *others], remaining_s=lambda: 60.0), 10.0
+        )
+    telemetry.shutdown()
+    journal.close()
+    assert ran == ["freeze", "undo freeze"]
 
 
 CRASHING = """

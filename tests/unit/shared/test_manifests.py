@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.manifests import message_schemas, parse
+from snapshot_shared.manifests import message_schemas, parse, parse_identity
 from tests.support.objects import checkpoint_document, restore_document
+
+ARTIFACT = {
+    "contentUID": "00000000-0000-4000-8000-000000000001",
+    "generation": 1,
+    "rootDigest": "sha256:" + "0" * 64,
+}
 
 
 def problems(document: Any) -> list[str]:
@@ -91,6 +97,101 @@ def test_a_target_container_that_does_not_exist_is_refused_with_those_that_do() 
 @pytest.mark.parametrize("document", [None, [], "text", 7, {}, {"kind": "Secret"}, {"kind": []}])
 def test_what_is_no_manifest_at_all_is_refused(document: Any) -> None:
     assert problems(document)
+
+
+CONTAINER = {"name": "a", "command": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("containers", "found"),
+    [
+        ([CONTAINER, CONTAINER], "spec.containers[1].name: 'a' appears twice"),
+        (
+            [{**CONTAINER, "workingDir": "here"}],
+            "spec.containers[0].workingDir: 'here' is not an absolute path",
+        ),
+        (
+            [{**CONTAINER, "resources": {"limits": {"nvidia.com/gpu": -1}}}],
+            "spec.containers[0].resources.limits.nvidia.com/gpu: ",
+        ),
+        (
+            [
+                {**CONTAINER, "resources": {"limits": {"nvidia.com/gpu": 33}}},
+                {**CONTAINER, "name": "b", "resources": {"limits": {"nvidia.com/gpu": 32}}},
+            ],
+            "spec.containers: nvidia.com/gpu must be a whole number up to 64",
+        ),
+    ],
+)
+def test_what_a_schema_cannot_say_is_refused_by_its_path(containers: list[Any], found: str) -> None:
+    document = restore_document()
+    document["spec"]["containers"] = containers
+    (problem,) = problems(document)
+    assert problem.startswith(found)
+
+
+def test_as_many_gpus_as_a_node_may_have_can_be_asked_for() -> None:
+    document = restore_document()
+    limits = {"nvidia.com/gpu": 32}
+    document["spec"]["containers"] = [
+        {**CONTAINER, "workingDir": "/here", "resources": {"limits": limits}},
+        {**CONTAINER, "name": "b", "resources": {"limits": limits}},
+    ]
+    assert parse(document)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ({}, "neither"),
+        ({"podRef": {"name": "p"}, "artifact": ARTIFACT}, "both"),
+    ],
+)
+def test_a_snapshot_has_exactly_one_source(source: dict[str, Any], found: str) -> None:
+    document = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": "s"},
+        "spec": {"source": source},
+    }
+    (problem,) = problems(document)
+    assert problem.startswith("spec.source: exactly one")
+    assert problem.endswith(found)
+
+
+def test_a_name_holds_no_two_dots_in_a_row() -> None:
+    document = restore_document(name="a..b")
+    assert any(line.startswith("metadata.name") for line in problems(document))
+
+
+def test_no_more_than_fifty_problems_are_shown() -> None:
+    document = restore_document()
+    document["spec"].update({f"x{number}": 1 for number in range(51)})
+    with pytest.raises(InvalidManifest, match="51 problems") as caught:
+        parse(document, where="f: ")
+    shown = caught.value.values["problems"]
+    assert len(shown) == 50
+    assert shown[0].startswith("f: spec.")
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        (None, "spec.identity: expected a mapping, found nothing"),
+        ({}, "spec.identity: expected a mapping, found nothing"),
+        ({"identity": []}, "spec.identity: expected a mapping, found list"),
+        ({"identity": {"model": "m"}}, "spec.identity.backendFramework: is required"),
+    ],
+)
+def test_an_identity_is_read_of_a_checkpoint_whatever_the_rest_of_it_is(
+    spec: object, found: str
+) -> None:
+    document = checkpoint_document()
+    identity = parse_identity({**document, "spec": {"identity": document["spec"]["identity"]}})
+    assert identity.model == "example/llm"
+    with pytest.raises(InvalidManifest) as caught:
+        parse_identity({**document, "spec": spec}, where="f: ")
+    assert caught.value.values["problems"] == [f"f: {found}"]
 
 
 def test_what_get_prints_can_be_applied_again() -> None:

@@ -61,3 +61,51 @@ def test_a_path_component_is_one_plain_name(name: str) -> None:
 
 def test_hashes_of_different_word_boundaries_differ() -> None:
     assert ids.short_hash("ab", "c") != ids.short_hash("a", "bc")
+
+
+NODE = ids.NodeName("node-1.rack")
+ORDER = ids.order_id("dump", UID)
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (subjects.order(NODE, "gms", ORDER), f"snap.order.node-1_rack.gms.{ORDER}"),
+        (subjects.orders_of(NODE, "agent"), "snap.order.node-1_rack.agent.*"),
+        (subjects.order_template("gms", "save"), "snap.order.{node}.gms.save-{owner}"),
+        (subjects.durable(NODE, "gms"), "gms-node-1_rack"),
+        (subjects.report(NODE, ORDER, "staged"), f"snap.report.node-1_rack.{ORDER}.staged"),
+        (subjects.reports_of(ORDER), f"snap.report.*.{ORDER}.*"),
+        (subjects.progress(NODE, ORDER), f"snap.progress.node-1_rack.{ORDER}"),
+        (subjects.span("operator", "a" * 32), f"snap.span.operator.{'a' * 32}"),
+        (subjects.spans_of("a" * 32), f"snap.span.*.{'a' * 32}"),
+        (subjects.dead(NODE), "snap.dead.node-1_rack"),
+        (subjects.rpc(NODE, "gms", "status"), "snap.rpc.gms.node-1_rack.status"),
+        (subjects.event("pods", None, "a.b"), "snap.event.pods.-.a_b"),
+        (subjects.event("pods", "default", "a"), "snap.event.pods.default.a"),
+        (subjects.family("snap.report.node-1.x.y"), "snap.report"),
+    ],
+)
+def test_every_subject_is_built_of_its_words(made: str, wanted: str) -> None:
+    assert made == wanted
+
+
+@pytest.mark.parametrize("trace", ["", "a" * 31, "a" * 33, "a" * 31 + "."])
+def test_a_span_needs_a_trace_id(trace: str) -> None:
+    with pytest.raises(InvalidName):
+        subjects.span("operator", trace)
+
+
+@pytest.mark.parametrize(
+    "subject", ["snap.order.n.agent", f"snap.orders.n.agent.{ORDER}", f"snap.order.n.x.{ORDER}"]
+)
+def test_another_subject_is_none_of_an_order(subject: str) -> None:
+    with pytest.raises(InvalidName):
+        subjects.parse_order(subject)
+
+
+@pytest.mark.parametrize("key", ["", "a..b", ".a", "a b", "a*"])
+def test_a_key_of_a_bucket_is_words(key: str) -> None:
+    assert subjects.check_key("A-b/c=d_e.f") == "A-b/c=d_e.f"
+    with pytest.raises(InvalidName):
+        subjects.check_key(key)

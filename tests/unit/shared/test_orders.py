@@ -10,6 +10,7 @@ from snapshot_shared.orders import Envelope, envelope_of, order_in
 )
 def test_what_is_no_order_of_ours_is_none(payload: bytes) -> None:
     assert order_in(payload) is None
+    assert envelope_of(payload).attempt == 0
 
 
 @pytest.mark.parametrize("read", [order_in, envelope_of])

@@ -10,7 +10,6 @@ import msgspec
 
 from gms.domain.tasks import (
     DEFAULT_BACKEND,
-    DEFAULT_WAY,
     LOAD_THREADS,
     LoadTask,
     SaveTask,
@@ -33,12 +32,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     socket_dir: str
     checkpoint_dir: str
     order_file: str
-    traceparent: str = ""
-    save_workers: int = 4
-    load_workers: int = LOAD_THREADS
-    shard_bytes: int | None = None
-    lock_s: float | None = None
-    way: Way = DEFAULT_WAY
+    traceparent: str
+    save_workers: int
+    load_workers: int
+    shard_bytes: int | None
+    lock_s: float | None
+    way: Way
 
 
 _NUMBERS = (

@@ -400,8 +400,6 @@ class MemoryTable:
             raise InvalidMessage("a hidden layout needs its layout id")
         if (device.uuid, session.request.load_token) in self._dropped:
             raise Superseded("this load was dropped", token=session.request.load_token)
-        if self.fences.phase(device.uuid) in (Phase.HELD, Phase.LEASED):
-            raise Fenced(f"a capture holds {device.uuid}", device=device.uuid)
 
     def _stage(
         self, device: DeviceTable, session: Session, layout: Layout, request: Commit, shape: str

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from snapshot_shared.errors import LayoutConflict
 from snapshot_shared.frames import MAX_METADATA_BYTES, MetadataItem
 
-_ENTRY_BYTES = 64
+ENTRY_BYTES = 64
 """What an entry counts for beside its strings."""
 
 
@@ -65,4 +65,4 @@ class Metadata:
 
 def weight(entry: MetadataItem) -> int:
     """Return the bytes that an entry counts for."""
-    return len(entry.key.encode()) + len(entry.allocation) + len(entry.value) + _ENTRY_BYTES
+    return len(entry.key.encode()) + len(entry.allocation) + len(entry.value) + ENTRY_BYTES

@@ -15,9 +15,9 @@ from snapshot_shared.errors import Failure, UnsupportedVersion
 from snapshot_shared.objects import OrderStatus, time_of
 from snapshot_shared.orders import MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
 
-_RANKS = {"ordered": 0, "accepted": 1, "leased": 2}
-_TERMINAL_RANK = 10
-_AFTER = {"ready": 11, "exited": 12}
+_END = "any terminal report"
+_AFTER = ("ready", "exited")
+_RANKED = ("ordered", "accepted", "leased", _END, *_AFTER)
 LOST = "lost"
 REST_S = 30.0
 """How long a cleaning order rests after its first failure, in seconds; it grows with each."""
@@ -30,7 +30,7 @@ ANSWER_GRACE_S = 15.0
 
 def rank(state: str) -> int:
     """Return the rank of an order's state; a terminal report ranks above all progress."""
-    return _RANKS.get(state) or _AFTER.get(state) or (0 if state == "ordered" else _TERMINAL_RANK)
+    return _RANKED.index(state if state in _RANKED else _END)
 
 
 def fold(orders: Sequence[OrderStatus], report: Report, now: float) -> list[OrderStatus] | None:

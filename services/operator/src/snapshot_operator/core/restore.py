@@ -247,6 +247,9 @@ def _deleted(view: RestoreView, _now: float) -> Failure | None:
 
 
 def _order_failed(view: RestoreView, now: float) -> Failure | None:
+    # What waits to begin again has the orders of the attempt that failed until it does.
+    if view.restore.status.state is Restore.PENDING:
+        return None
     return fold.failure_in(_attempted(view.restore), now)
 
 

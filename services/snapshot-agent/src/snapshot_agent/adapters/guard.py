@@ -254,9 +254,8 @@ class _Watch:
     def _welcome(self) -> None:
         """Let a returning agent take over from the one that started us."""
         with contextlib.suppress(OSError):
-            caller, _ = self.listener.accept()
-            if peer_of(caller)[1] not in (0, os.getuid()):
-                caller.close()
+            caller = let_in(self.listener)
+            if caller is None:
                 return
             if self.link is not None:
                 self._hang_up(self.link)
@@ -280,6 +279,15 @@ def _listen(name: str) -> socket.socket:
     listener.bind(name)
     listener.listen(4)
     return listener
+
+
+def let_in(listener: socket.socket) -> socket.socket | None:
+    """Accept a caller; None for one of another user, who is turned away."""
+    caller, _ = listener.accept()
+    if peer_of(caller)[1] in (0, os.getuid()):
+        return caller
+    caller.close()
+    return None
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:

@@ -92,6 +92,19 @@ def decide(left: Left) -> Recovery:
     return answer
 
 
+def deadline_of(
+    prepare: Entry, noted: float | None, hold_s: float, *, boot_id: str, now: float
+) -> float:
+    """Give the deadline of a hold on the monotonic clock, which reads `now`.
+
+    It is the one that was `noted`, where the capture came that far. A reboot has ended every hold,
+    and a time that was noted before it says nothing on the clock of another boot.
+    """
+    if prepare.accepted.boot_id != boot_id:
+        return now
+    return now + hold_s if noted is None else noted
+
+
 def interruption(entry: Entry) -> SnapbackError:
     """Say why an order that a restart cut off has failed."""
     step = entry.open_step or (entry.ended[-1] if entry.ended else "")

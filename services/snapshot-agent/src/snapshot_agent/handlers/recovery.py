@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from snapshot_agent.domain.driving import Phase, phase_of
-from snapshot_agent.domain.recovery import Left, Recovery, decide, interruption
+from snapshot_agent.domain.recovery import Left, Recovery, deadline_of, decide, interruption
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.opening import DEADLINE_NOTE
 from snapshot_agent.handlers.pods import Pods
@@ -94,12 +94,10 @@ class Recoverer:
         return entry.terminal.failure is None
 
     def _deadline(self, prepare: Entry, order: PrepareOrder) -> float:
-        """Give the deadline of a hold on the monotonic clock; a reboot has ended every hold."""
-        clocks = self._machine.clocks
-        if prepare.accepted.boot_id != clocks.boot_id:
-            return clocks.monotonic()
-        noted = prepare.notes.get(DEADLINE_NOTE)
-        return float(noted) if noted is not None else clocks.monotonic() + order.hold_s
+        clocks, noted = self._machine.clocks, prepare.notes.get(DEADLINE_NOTE)
+        return deadline_of(
+            prepare, noted, order.hold_s, boot_id=clocks.boot_id, now=clocks.monotonic()
+        )
 
     async def _rebuilt(self, left: Left, order: PrepareOrder, worker: Worker) -> Hold | None:
         """Return the hold that the earlier agent had, with its guard if that lives.

@@ -1,0 +1,51 @@
+"""The limits and defaults of messages, frames, manifests and files on disk stay what they are.
+
+Two builds meet on one bus and on one disk, so each of these is part of what was released. Whoever
+means to change one runs `python tests/golden/test_numbers.py`, which writes the file again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from gms.domain import tasks, transfer
+from snapshot_agent.domain import control
+from snapshot_shared import artifact, codec, frames, identity, ledger, manifests, orders
+
+FILE = Path(__file__).parent / "data" / "numbers.json"
+MODULES = (
+    *(artifact, codec, frames, identity, ledger, manifests, orders),
+    *(control, tasks, transfer),
+)
+
+
+def numbers_of(module: ModuleType) -> dict[str, Any]:
+    """Every constant number of a module and every default of its messages, by name."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, int | float):
+            found[name] = value
+        if not isinstance(value, type) or not issubclass(value, msgspec.Struct):
+            continue
+        if value.__module__ == module.__name__:
+            for field in msgspec.structs.fields(value):
+                if isinstance(field.default, bool | int | float | str | None):
+                    found[f"{name}.{field.name}"] = field.default
+    return dict(sorted(found.items()))
+
+
+def numbers() -> dict[str, dict[str, Any]]:
+    return {module.__name__.rpartition(".")[2]: numbers_of(module) for module in MODULES}
+
+
+def test_no_limit_and_no_default_is_another_than_was_released() -> None:
+    assert numbers() == json.loads(FILE.read_text("utf-8"))
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(numbers(), indent=2) + "\n", "utf-8")

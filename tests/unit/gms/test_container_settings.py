@@ -1,0 +1,102 @@
+"""What a saver and a loader in a container read off their environment."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from gms.domain.containers import Settings, read_settings, save_task
+from gms.domain.tasks import SHARD_BYTES, Way
+from snapshot_shared.errors import InvalidInput
+from snapshot_shared.orders import LayoutRef, SaveOrder
+
+UID = "00000000-0000-4000-8000-000000000001"
+NEEDED = {"GMS_SOCKET_DIR": "/run/gms", "GMS_CHECKPOINT_DIR": "/store"}
+PLAIN = {
+    "socket_dir": "/run/gms",
+    "checkpoint_dir": "/store",
+    "order_file": "/store/order.json",
+    "traceparent": "",
+    "save_workers": 4,
+    "load_workers": 8,
+    "shard_bytes": None,
+    "lock_s": None,
+    "way": Way("posix-direct", ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {}),
+        ({"GMS_ORDER_FILE": "/order"}, {"order_file": "/order"}),
+        (
+            {"GMS_SAVE_WORKERS": "64", "GMS_LOAD_WORKERS": "1"},
+            {"save_workers": 64, "load_workers": 1},
+        ),
+        (
+            {"GMS_SAVE_WORKERS": "65", "GMS_LOAD_WORKERS": "65"},
+            {"save_workers": 64, "load_workers": 64},
+        ),
+        ({"GMS_SHARD_SIZE_BYTES": str(2**50 - 1)}, {"shard_bytes": 2**50 - 1}),
+        ({"GMS_SAVE_LOCK_TIMEOUT_MS": "1500"}, {"lock_s": 1.5}),
+    ],
+)
+def test_what_is_not_set_has_its_default(given: dict[str, str], found: dict[str, object]) -> None:
+    assert read_settings(NEEDED | given) == Settings(**PLAIN | found)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", str(2**50), "\u0663"])
+def test_a_number_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(InvalidInput, match="GMS_SAVE_WORKERS"):
+        read_settings(NEEDED | {"GMS_SAVE_WORKERS": text})
+
+
+def save_order() -> SaveOrder:
+    return SaveOrder(
+        order=f"save-{UID}-gpu-0",
+        attempt=2,
+        node="node-1",
+        owner=UID,
+        deadline_s=60.0,
+        traceparent="of the order",
+        namespace="default",
+        content_uid=UID,
+        part="gpu-0",
+        layout=LayoutRef(
+            device="GPU-1",
+            incarnation="i",
+            generation=1,
+            layout_id="l",
+            structure_hash="h",
+            bytes=1,
+        ),
+        fence_token="",
+    )
+
+
+def settings(**changes: str) -> Settings:
+    folder = f"/store/default/{UID}/gen-2"
+    return read_settings({**NEEDED, "GMS_CHECKPOINT_DIR": folder, **changes})
+
+
+def test_a_save_is_what_its_order_and_the_environment_say() -> None:
+    task = save_task(settings(), save_order())
+    assert (task.root, task.namespace, task.generation) == ("/store", "default", 2)
+    assert (task.deadline_s, task.threads, task.fence_token) == (60.0, 4, None)
+    assert (task.traceparent, task.shard_bytes) == ("of the order", SHARD_BYTES)
+
+
+@pytest.mark.parametrize(("lock_ms", "deadline_s"), [("1500", 1.5), ("90000", 60.0)])
+def test_a_save_may_be_given_less_time_and_other_shards(lock_ms: str, deadline_s: float) -> None:
+    given = settings(
+        GMS_SAVE_LOCK_TIMEOUT_MS=lock_ms, GMS_SHARD_SIZE_BYTES="8192", TRACEPARENT="of the pod"
+    )
+    task = save_task(given, replace(save_order(), fence_token="f"))
+    assert (task.deadline_s, task.shard_bytes, task.fence_token) == (deadline_s, 8192, "f")
+    assert task.traceparent == "of the pod"
+
+
+def test_an_order_about_another_generation_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="gen-3"):
+        save_task(settings(), replace(save_order(), attempt=3))

@@ -1,0 +1,35 @@
+"""The history of a server: whoever reads slowly is told what it missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from gms.domain.history import History
+from snapshot_shared.frames import MAX_EVENTS, EventKind
+
+
+@pytest.fixture
+def history() -> History:
+    """One event more than is kept, from 1 on."""
+    made = History()
+    for number in range(MAX_EVENTS + 1):
+        made.add(next(iter(EventKind)), float(number), "GPU-a")
+    return made
+
+
+def test_whoever_has_seen_all_or_more_than_there_is_has_missed_nothing(history: History) -> None:
+    assert history.since(history.last) == ([], 0)
+    assert history.since(history.last + 9) == ([], 0)
+
+
+@pytest.mark.parametrize(("seen", "first", "forgotten"), [(0, 2, 1), (1, 2, 0), (2, 3, 0)])
+def test_what_is_forgotten_is_counted(
+    history: History, seen: int, first: int, forgotten: int
+) -> None:
+    found, missed = history.since(seen)
+    assert (found[0].seq, found[-1].seq, missed) == (first, MAX_EVENTS + 1, forgotten)
+
+
+def test_of_the_latest_there_are_as_many_as_are_asked_for(history: History) -> None:
+    assert [record.seq for record in history.latest(2)] == [MAX_EVENTS, MAX_EVENTS + 1]
+    assert history.latest(0) == []

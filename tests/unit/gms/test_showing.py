@@ -1,0 +1,145 @@
+"""What the command line shows of a service, of two parts and of a measurement."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from gms.domain.parts import Difference
+from gms.domain.showing import BenchRow, bench_text, difference_text, size_text, status_text
+from snapshot_shared.frames import (
+    Access,
+    DeviceStatus,
+    DomainStatus,
+    EventKind,
+    EventRecord,
+    FenceStatus,
+    LoadStatus,
+    LockMode,
+    MemoryDomain,
+    SessionStatus,
+    StatusReply,
+    WaitingStatus,
+)
+from snapshot_shared.orders import LayoutRef
+
+LAYOUT = LayoutRef(
+    device="GPU-a",
+    incarnation="i",
+    generation=3,
+    layout_id="l",
+    structure_hash="0123456789abcdef0",
+    bytes=1536,
+)
+WEIGHTS = DomainStatus(
+    domain=MemoryDomain.WEIGHTS,
+    lock="reading",
+    layout=LAYOUT,
+    sessions=[
+        SessionStatus(session=1, access=Access.RO, client="a", pid=7, state="active"),
+        SessionStatus(session=2, access=Access.RO, client="", pid=8, state="active", fence="pidfd"),
+        SessionStatus(session=3, access=Access.RO, client="c", pid=9, state="lingering", fence="x"),
+    ],
+    waiting=[
+        WaitingStatus(lock=LockMode.RW, client="d", pid=10),
+        WaitingStatus(lock=LockMode.RW, client="", pid=11, why="a fence"),
+    ],
+)
+DEVICE = DeviceStatus(
+    uuid="GPU-a",
+    index=0,
+    product="sim",
+    endpoint="",
+    capacity=2**30,
+    used=2048,
+    free=0,
+    retired=0,
+    domains=[WEIGHTS],
+    fence=FenceStatus(phase="held", ends_in_s=4.4),
+    loads=[LoadStatus(load_token="t", layout_id="m", structure_hash="h", bytes=1024)],
+    capabilities={"peer": 1, "pages": 0},
+)
+EVENTS = [
+    EventRecord(seq=1, at_s=90.0, kind=EventKind.COMMIT, device="GPU-a", session=1, pid=7),
+    EventRecord(
+        seq=2, at_s=99.5, kind=EventKind.ATTACH, device="GPU-a", reason="late", generation=2
+    ),
+]
+STATUS = """\
+node n, incarnation i
+
+device 0  GPU-a  sim
+  2 KiB of 1 GiB used, 0 B wait for importers
+  peer 1, pages 0
+  fence held, ends in 4 s
+  loaded and not published: m, 1 KiB
+  weights: reading
+    generation 3, 1.5 KiB, layout l, structure 0123456789abcdef
+    ro a (pid 7), active
+    ro unnamed (pid 8), active
+    ro c (pid 9), lingering, fenced by x
+    waits, 1 of 2: rw d (pid 10)
+    waits, 2 of 2: rw unnamed (pid 11): a fence
+
+last events (seconds ago)
+      10.0  commit   unnamed (pid 7) on weights of GPU-a
+       0.5  attach   late, generation 2 on weights of GPU-a"""
+
+
+def test_a_status_tells_all_that_is_held_and_waited_for() -> None:
+    reply = StatusReply(node="n", incarnation="i", devices=[DEVICE], events=EVENTS, now_s=100.0)
+    assert status_text(reply).lower() == STATUS.lower()
+
+
+def test_a_status_of_little_is_short() -> None:
+    device = replace(DEVICE, domains=[], fence=None, loads=[], capabilities={})
+    reply = StatusReply(node="n", incarnation="i", devices=[device])
+    assert status_text(reply).splitlines()[2:] == [
+        "device 0  GPU-a  sim",
+        "  2 KiB of 1 GiB used, 0 B wait for importers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1234567, "1.18 MiB"),
+        (100 * 1024 + 300, "100 KiB"),
+        (2**50, "1024 TiB"),
+    ],
+)
+def test_a_size_has_three_digits(count: int, text: str) -> None:
+    assert size_text(count) == text
+
+
+def test_a_difference_names_the_first_eight_of_each_kind() -> None:
+    names = [f"w{number}" for number in range(9)]
+    found = Difference(
+        equal=False,
+        same_bytes=1024,
+        changed_bytes=2048,
+        added=names[:8],
+        removed=[],
+        resized=[],
+        changed=names,
+        metadata=["k"],
+    )
+    assert difference_text(found).splitlines() == [
+        "2 KiB changed, 1 KiB the same",
+        "    added: w0, w1, w2, w3, w4, w5, w6, w7",
+        "  changed: w0, w1, w2, w3, w4, w5, w6, w7 and 1 more",
+        " metadata: k",
+    ]
+    assert difference_text(replace(found, equal=True)) == "equal: 1 KiB"
+
+
+def test_a_measurement_is_a_table() -> None:
+    row = BenchRow(what="allocate", calls=10, p50_us=12.4, p99_us=100.6)
+    first, second = bench_text([row]).splitlines()
+    assert first.split() == ["call", "calls", "p50", "p99"]
+    assert second.split() == ["allocate", "10", "12", "us", "101", "us"]
+    assert len(first) == len(second)

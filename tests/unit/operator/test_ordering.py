@@ -1,0 +1,157 @@
+"""The orders of a capture and a restore: their time, their tries, and what children get of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from snapshot_operator.core import ordering
+from snapshot_operator.core.fold import ANSWER_GRACE_S
+from snapshot_operator.core.plan import FINALIZER
+from snapshot_shared.objects import time_of
+from snapshot_shared.orders import DeviceRef, PodRef, RunOrder, StopOrder
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World, payload
+
+UID = "00000000-0000-4000-8000-000000000001"
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+BUDGETS_S = {
+    "run": 60.0,
+    "prepare": 300.0,
+    "dump": 600.0,
+    "save": 1800.0,
+    "seal": 120.0,
+    "release": 60.0,
+    "load": 1800.0,
+    "commit": 60.0,
+    "restore": 600.0,
+    "stop": 60.0,
+    "drop": 60.0,
+    "delete": 600.0,
+}
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"))
+    return world
+
+
+async def test_every_order_has_the_time_of_its_verb_and_begins_with_its_first_try(
+    world: World,
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    await world.apply(restore_document(node="node-2"))
+    await world.answer_all()
+    await world.cluster.delete(await world.get("Pod", "restored"))
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    await world.answer_all()
+    found = {item.verb: item for item in world.orders.history}
+    assert {verb: payload(item)["deadline_s"] for verb, item in found.items()} == BUDGETS_S
+    for verb, item in found.items():
+        given_s = item.deadline.timestamp() - item.ordered_at.timestamp()
+        assert given_s == BUDGETS_S[verb] + ANSWER_GRACE_S
+        assert (item.attempt, item.tries) == (1, 1)
+
+
+def run_order(**changes: Any) -> RunOrder:
+    base = RunOrder(
+        order=f"run-{UID}",
+        attempt=3,
+        node="node-1",
+        owner=UID,
+        deadline_s=60.0,
+        traceparent=TRACE,
+        pod=PodRef(namespace="default", name="p", uid=UID, container="main"),
+        template_digest="sha256:" + "0" * 64,
+        devices=[DeviceRef(ordinal=0, uuid="GPU-a")],
+    )
+    return replace(base, **changes)
+
+
+def test_the_next_try_of_an_order_is_the_same_order_with_a_span_of_its_own() -> None:
+    first = ordering.status_of(run_order(), "agent", 100.0, tries=2)
+    again = ordering.again(first, 500.0)
+    assert again is not None
+    assert (again.attempt, again.tries, again.ordered_at) == (4, 3, time_of(500.0))
+    assert again.deadline == time_of(500.0 + 60.0 + ANSWER_GRACE_S)
+    before, after = payload(first), payload(again)
+    assert after["traceparent"] != before["traceparent"]
+    assert after["traceparent"].split("-")[1] == "a" * 32
+    assert {**after, "attempt": 3, "traceparent": TRACE} == before
+
+
+def test_an_order_without_a_trace_has_none_in_its_next_try() -> None:
+    again = ordering.again(ordering.status_of(run_order(traceparent=""), "agent", 100.0), 500.0)
+    assert again is not None
+    assert payload(again).get("traceparent", "") == ""
+    assert ordering.order_span("", f"run-{UID}", 1) == ""
+
+
+def test_an_order_of_an_unknown_version_is_not_given_again() -> None:
+    item = ordering.status_of(run_order(), "agent", 100.0)
+    unknown = replace(item, payload=msgspec.Raw(b'{"type": "snapback.v9.run_order"}'))
+    assert ordering.again(unknown, 500.0) is None
+
+
+def test_only_what_cleans_and_is_due_is_given_again() -> None:
+    run = ordering.status_of(run_order(), "agent", 100.0)
+    pod = PodRef(namespace="default", name="p", uid=UID, container="main")
+    ending = StopOrder(
+        order=f"stop-{UID}", attempt=3, node="node-1", owner=UID, deadline_s=60.0, pod=pod
+    )
+    stop = ordering.status_of(ending, "agent", 100.0)
+    assert ordering.renewed([run, stop], 174.0) is None
+    assert ordering.renewed([run, stop], 175.0, besides="stop") is None
+    kept, again = ordering.renewed([run, stop], 175.0) or []
+    assert (kept, again.attempt) == (run, 4)
+
+
+async def test_a_child_gets_the_time_that_its_owner_has_left(world: World) -> None:
+    await world.apply(checkpoint_document(activeDeadlineSeconds=1000))
+    (run,) = world.open("run")
+    world.now += 400.0
+    await world.answer_well(run)
+    snapshot = await world.get("Snapshot", "llm")
+    assert snapshot.spec.deadline_seconds == 600
+    assert (await world.content()).spec.deadline_seconds == 600
+    assert snapshot.metadata.finalizers == [FINALIZER]
+    assert FINALIZER in (await world.content()).metadata.finalizers
+
+
+async def test_a_child_that_comes_in_the_last_second_gets_one(world: World) -> None:
+    await world.apply(checkpoint_document(activeDeadlineSeconds=1000))
+    (run,) = world.open("run")
+    world.now += 999.5
+    await world.answer_well(run)
+    assert (await world.get("Snapshot", "llm")).spec.deadline_seconds == 1
+
+
+@pytest.mark.parametrize(("policy", "limit"), [("Resume", None), ("Terminate", 1000)])
+async def test_the_job_of_a_worker_that_goes_on_has_no_deadline(
+    world: World, policy: str, limit: int | None
+) -> None:
+    await world.apply(checkpoint_document(activeDeadlineSeconds=1000, sourcePolicy=policy))
+    job = await world.get("Job", "llm")
+    assert job.spec.active_deadline_seconds == limit
+
+
+@pytest.mark.parametrize("kind", ["Job", "Snapshot"])
+async def test_a_name_that_something_else_has_fails_the_checkpoint(world: World, kind: str) -> None:
+    await world.apply(checkpoint_document("first"))
+    await world.answer_all()
+    child = await world.get(kind, "first")
+    stranger = replace(child.metadata, name="llm", owner_references=[], uid="", finalizers=[])
+    await world.cluster.create(replace(child, metadata=stranger))
+    await world.apply(checkpoint_document())
+    await world.advance(1.0)
+    found = await world.get("DynamoCheckpoint", "llm")
+    rows = found.status.conditions
+    assert (found.status.phase, rows[0].reason) == ("Failed", f"{kind}NameConflict")
+    assert f"{kind} llm exists and belongs to something else" in rows[0].message

@@ -1,0 +1,120 @@
+"""A snapshot of a pod: why it can never be taken, and what it waits for until its deadline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_shared.objects import Pod, condition
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World
+
+UID = "00000000-0000-4000-8000-00000000abcd"
+
+
+@pytest.fixture
+async def world() -> World:
+    """A world in which one pod runs that was captured and released."""
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    return world
+
+
+def running(world: World) -> Pod:
+    (pod,) = world.cluster.all("Pod")
+    assert isinstance(pod, Pod)
+    return pod
+
+
+def snapshot(pod: str, *, deadline_s: int = 100, **reference: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": "s"},
+        "spec": {"source": {"podRef": {"name": pod, **reference}}, "deadlineSeconds": deadline_s},
+    }
+
+
+async def said(world: World, row: str = "Failed") -> tuple[str, str]:
+    """Reason and message of a condition that is true; nothing when it is not."""
+    rows = (await world.get("Snapshot", "s")).status.conditions
+    found = condition(rows, row)
+    return (found.reason, found.message) if found and found.status == "True" else ("", "")
+
+
+async def test_a_snapshot_of_another_incarnation_of_a_pod_is_refused_with_both(
+    world: World,
+) -> None:
+    pod = running(world)
+    await world.apply(snapshot(pod.metadata.name, uid=UID))
+    reason, message = await said(world)
+    assert reason == "StalePodReference"
+    assert UID in message
+    assert pod.metadata.uid in message
+
+
+async def test_a_snapshot_of_this_incarnation_of_a_pod_is_taken(world: World) -> None:
+    pod = running(world)
+    await world.apply(snapshot(pod.metadata.name, uid=pod.metadata.uid))
+    await world.answer_all()
+    assert (await said(world, "Ready"))[0] == "Captured"
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+async def test_a_pod_that_has_ended_is_not_captured(world: World, phase: str) -> None:
+    pod = running(world)
+    ended = replace(pod, status=replace(pod.status, phase=phase))
+    await world.cluster.update_status(ended)
+    await world.settle()
+    await world.apply(snapshot(pod.metadata.name))
+    reason, message = await said(world)
+    assert reason == "SourcePodGone"
+    assert phase in message
+
+
+async def test_a_container_that_the_pod_has_not_is_named_with_those_that_it_has(
+    world: World,
+) -> None:
+    await world.apply(snapshot(running(world).metadata.name, containers=["engine"]))
+    reason, message = await said(world)
+    assert reason == "InvalidTargetContainer"
+    assert "engine (found main)" in message
+
+
+async def test_a_pod_that_is_not_there_is_waited_for_until_the_deadline(world: World) -> None:
+    await world.apply(snapshot("later"))
+    await world.advance(99.0)
+    assert await said(world) == ("", "")
+    await world.advance(1.0)
+    reason, message = await said(world)
+    assert reason == "SourcePodNotFound"
+    assert "no pod later in namespace default within deadlineSeconds (100)" in message
+
+
+async def test_a_pod_that_never_gets_ready_is_waited_for_until_the_deadline(world: World) -> None:
+    await world.join(presence("node-2"))
+    cold = restore_document(name="cold", node="node-2")
+    del cold["metadata"]["annotations"]
+    await world.apply(cold, snapshot("cold"))
+    (run,) = world.open("run")
+    await world.report(run)
+    await world.advance(99.0)
+    assert await said(world) == ("", "")
+    await world.advance(1.0)
+    assert (await said(world))[0] == "DeadlineExceeded"
+
+
+async def test_a_job_that_is_deleted_under_its_checkpoint_fails_it(world: World) -> None:
+    await world.join(presence("node-2"))
+    await world.apply(checkpoint_document("other"))
+    job = await world.get("Job", "other")
+    for name in job.metadata.finalizers:
+        await world.store.remove_finalizer(await world.get("Job", "other"), name)
+    await world.cluster.delete(await world.get("Job", "other"))
+    await world.advance(1.0)
+    found = await world.get("DynamoCheckpoint", "other")
+    assert (found.status.phase, found.status.conditions[0].reason) == ("Failed", "JobDeleted")
