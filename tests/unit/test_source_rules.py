@@ -46,7 +46,6 @@ ALLOWED_BLOCKS = {
     "services/gms/src/gms/adapters/lease_socket.py:close": NODES_OWN,
     "services/gms/src/gms/containers.py:_carry_out": "a process that does one thing",
     "services/gms/src/gms/main.py:serve": AT_THE_START,
-    "services/gms/src/gms/main.py:_serve_orders": AT_THE_START,
     "services/operator/src/snapshot_operator/local/lock.py:held": AT_THE_START,
     "services/operator/src/snapshot_operator/main.py:serve": AT_THE_START,
     "services/operator/src/snapshot_operator/main.py:_active": AT_THE_START,

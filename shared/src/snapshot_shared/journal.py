@@ -122,7 +122,7 @@ class Journal:
                 f"another process works with the journal in {folder}",
                 next_step="stop it, or give this one a state folder of its own",
             )
-        return cls(folder, lock, _compact(folder, wall() - KEEP_S), wall, metrics)
+        return cls(folder, lock, _compacted(folder, wall() - KEEP_S), wall, metrics)
 
     async def append(self, *records: Record) -> None:
         """Write records, wait until they are on disk, then fold them.
@@ -232,7 +232,7 @@ class Journal:
         with self._in_use:
             if self._fd < 0:
                 return
-            _compact(self._folder, older_than)
+            _compacted(self._folder, older_than)
             os.close(self._fd)
             self._fd = _open(self._folder)
 
@@ -302,7 +302,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
     return records, size
 
 
-def _compact(folder: Path, older_than: float) -> Ledger:
+def _compacted(folder: Path, older_than: float) -> Ledger:
     """Write a journal anew without what is too old, and return its fold.
 
     On a full disk it stays as it is, without its torn end: what makes room has to be journalled.

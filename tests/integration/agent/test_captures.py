@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from snapshot_agent.adapters import artifacts
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
-from snapshot_shared import files
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.orders import (
@@ -213,7 +213,7 @@ async def test_a_dump_of_another_plan_is_refused_and_the_worker_stays_held(rig: 
 async def test_a_capture_that_the_disk_has_no_room_for_is_refused_before_the_worker_is_frozen(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "free_bytes", lambda _: 2**20 - 1)
+    monkeypatch.setattr(artifacts, "free_bytes", lambda _: 2**20 - 1)
     async with rig.agent():
         pod = await rig.running("--state-bytes", str(2**20))
         report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
