@@ -206,7 +206,16 @@ def faults_of(seed: int) -> list[Fault]:
         # Most of a capture happens in the first seconds.
         at = rng.random() * rng.choice((6.0, 20.0, FAULT_S))
         found.append(Fault(at, kind, _target(kind, rng, settings), rng.random()))
-    return sorted([*found, *_unknowns(seed)], key=lambda fault: fault.at)
+    more = [*_unknowns(seed), *_stalls(seed, settings)]
+    return sorted([*found, *more], key=lambda fault: fault.at)
+
+
+def _stalls(seed: int, settings: Settings) -> Iterator[Fault]:
+    """Have the artifact root of a node hang in one of four worlds."""
+    rng = random.Random(f"stall {seed}")
+    for _ in range(rng.choice((0, 0, 0, 2))):
+        node = f"node-{rng.randrange(settings.nodes)}"
+        yield Fault(rng.random() * 10.0, "stall", node, rng.random())
 
 
 def _unknowns(seed: int) -> Iterator[Fault]:
@@ -467,6 +476,10 @@ def _jump(world: World, fault: Fault) -> None:
     world.node(fault.target).machine.jump += (fault.amount - 0.5) * 7200
 
 
+def _stall(world: World, fault: Fault) -> None:
+    world.node(fault.target).machine.hangs_until = world.loop.now + fault.amount**2 * 90.0
+
+
 def _full(world: World, fault: Fault) -> None:
     limits = world.disk.limits
     limits[fault.target] = int(fault.amount * 40_000)
@@ -563,6 +576,7 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "retire": _retire,
     "upgrade": _upgrade,
     "jump": _jump,
+    "stall": _stall,
     "full": _full,
     "eio": _eio,
     "flip": _flip,

@@ -55,13 +55,15 @@ class _Future(asyncio.Future[Any]):
 class Machine:
     """What the processes of one computer share: its name, its clocks and its power.
 
-    `rate` is how fast its clocks go, `jump` how far its wall clock is off, in seconds.
+    `rate` is how fast its clocks go, `jump` how far its wall clock is off, in seconds. Until
+    `hangs_until`, in the world's time, calls on the artifact root do not return.
     """
 
     def __init__(self, name: str, *, rate: float = 1.0) -> None:
         self.name = name
         self.rate = rate
         self.jump = 0.0
+        self.hangs_until = 0.0
         self.boots = 1
         self.is_on = True
 
@@ -231,7 +233,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     future.set_result(result)
 
         chance = self._rng.random()
-        if chance < 0.5:
+        process = CURRENT.get()
+        # Threads of their own are those of the artifact root.
+        if executor is not None and process and process.machine.hangs_until > self.now:
+            self._schedule(process.machine.hangs_until, run, (), contextvars.copy_context())
+        elif chance < 0.5:
             self.call_later(chance * 2 * EXECUTOR_S, run)
         else:
             run()

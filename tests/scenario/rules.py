@@ -93,6 +93,7 @@ class Rules:
         self.restores = 0
         self.captures = 0
         self._dumps: dict[tuple[str, int], Process] = {}
+        self._deleted: set[str] = set()
         self._terminal: dict[tuple[str, str, str, int], str] = {}
         self._attempts: dict[str, int] = {}
         self._seen: dict[str, AnyObject] = {}
@@ -192,6 +193,12 @@ class Rules:
         reason = report.failure and report.failure.reason
         if report.schema not in build.schemas and reason != "UnsupportedVersion":
             self.fail("defect", f"{key} was carried out by a build that cannot read it")
+        owner = owner_of(OrderId(report.order))
+        if report.kind == "deleted":
+            self._deleted.add(owner)
+        if reason == "Superseded" and owner in self._deleted:
+            # A store of before asks again for what led to an artifact that is deleted by now.
+            return
         value = f"{report.kind} {report.failure and report.failure.reason} {report.part}"
         value += f" {report.root_digest}"
         known = self._terminal.setdefault(key, value)
