@@ -21,6 +21,7 @@ SnapbackError
 │   ├── StaleLayout / GenerationMismatch / LayoutConflict / Fenced / InvalidTransition
 ├── ArtifactError
 │   ├── ArtifactCorrupt / ArtifactMissing / ArtifactExists / Incompatible
+├── ArtifactRootEmpty         nothing at all lies below the artifact root of a node
 ├── TransferKilled            a process that moved bytes was killed from outside
 ├── NoSpace                   needed and free bytes
 ├── StorageFailed             the disk does not read or write any more
@@ -259,6 +260,12 @@ class ArtifactCorrupt(ArtifactError):
 
 class ArtifactMissing(ArtifactError):
     """A part, file or manifest is not there."""
+
+
+class ArtifactRootEmpty(SnapbackError):
+    """Nothing at all lies below the artifact root: it says something of the node alone."""
+
+    default_next_step = "mount the storage of artifacts on that node, or cordon the node"
 
 
 class ArtifactExists(ArtifactError):

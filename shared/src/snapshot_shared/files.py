@@ -18,6 +18,7 @@ from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactExists,
     ArtifactMissing,
+    ArtifactRootEmpty,
     InvalidName,
     NoSpace,
 )
@@ -103,6 +104,22 @@ def open_dir(root: int, parts: Sequence[str]) -> int:
         os.close(current)
         raise
     return current
+
+
+def open_artifact(root: int, parts: Sequence[str]) -> int:
+    """Open a directory of an artifact to read it. ArtifactRootEmpty, ArtifactMissing.
+
+    A root that holds nothing at all was not mounted, rather than every artifact lost.
+    """
+    try:
+        return open_dir(root, parts)
+    except ArtifactMissing as error:
+        if any(name[0] != "." and name != "lost+found" for name in os.listdir(root)):
+            raise
+        raise ArtifactRootEmpty(
+            f"{'/'.join(parts)} is not there, nor anything else below the artifact root",
+            path="/".join(parts),
+        ) from error
 
 
 def make_dir(root: int, parts: Sequence[str], *, exclusive: bool = False) -> int:

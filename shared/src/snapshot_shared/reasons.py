@@ -354,6 +354,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "that node.",
             "Mount or restore the storage, then `snapshotctl verify NAME`.",
         ),
+        "ArtifactRootEmpty": Reason(
+            "Nothing at all lies below the artifact root of the node.",
+            "The storage of artifacts is not mounted there. Nothing is quarantined for it.",
+            "Mount it on that node, or cordon the node; then apply the restore again.",
+        ),
         "BucketMissing": Reason(
             "The bucket or container of the object storage does not exist.",
             "`SNAPBACK_OBJECT_STORAGE` names another one than was made, or the credentials are "

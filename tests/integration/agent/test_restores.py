@@ -9,6 +9,13 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.orders import AbortOrder, ArtifactRef, DeviceRef, Report
 from tests.support.agent_rig import Pod, Rig, fresh_uid, until
 
+NOWHERE = ArtifactRef(
+    namespace="default",
+    content_uid=fresh_uid(),
+    generation=1,
+    root_digest="sha256:" + "0" * 64,
+)
+
 
 def failure_of(report: Report) -> Failure:
     assert report.failure is not None, report
@@ -111,17 +118,24 @@ async def test_another_number_of_devices_is_refused_with_both_values(rig: Rig) -
         untouched(pod)
 
 
-async def test_an_artifact_that_is_not_there_is_missing(rig: Rig) -> None:
+async def test_an_artifact_that_is_not_there_beside_others_is_missing(rig: Rig) -> None:
+    async with rig.agent():
+        await artifact_of(rig)
+        pod = await rig.running(standby=True)
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, NOWHERE)))
+        assert failure.reason == "ArtifactMissing"
+
+
+async def test_a_restore_on_a_node_whose_artifact_root_is_empty_says_nothing_of_the_artifact(
+    rig: Rig,
+) -> None:
+    (rig.root / "lost+found").mkdir(parents=True)
     async with rig.agent():
         pod = await rig.running(standby=True)
-        ref = ArtifactRef(
-            namespace="default",
-            content_uid=fresh_uid(),
-            generation=1,
-            root_digest="sha256:" + "0" * 64,
-        )
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, ref)))
-        assert failure.reason == "ArtifactMissing"
+        failure = failure_of(await rig.carry_out(rig.restore_order(pod, NOWHERE)))
+        assert failure.reason == "ArtifactRootEmpty"
+        assert "mount" in failure.next_step
+        untouched(pod)
 
 
 async def test_a_worker_that_does_not_wait_for_a_restore_is_refused(rig: Rig) -> None:

@@ -77,6 +77,7 @@ from snapshot_shared.errors import (
     failure_of,
 )
 from snapshot_shared.files import (
+    open_artifact,
     open_dir,
     open_regular,
     open_root,
@@ -216,7 +217,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
     """Read a part into memory, verified, and leave it hidden under the load token."""
     with (
         opened(open_root(task.root)) as root,
-        opened(open_dir(root, _path_of(task))) as directory,
+        opened(open_artifact(root, _path_of(task))) as directory,
     ):
         manifest = read_manifest(directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)

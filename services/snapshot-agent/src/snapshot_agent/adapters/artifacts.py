@@ -34,6 +34,7 @@ from snapshot_shared.files import (
     check_space,
     free_bytes,
     make_dir,
+    open_artifact,
     open_dir,
     open_regular,
     open_root,
@@ -128,7 +129,7 @@ class ArtifactRoot:
 
     def _open_part(self, place: Place, part: str) -> int:
         with opened(self._open()) as root:
-            return open_dir(root, part_path(*place, part))
+            return open_artifact(root, part_path(*place, part))
 
     async def finish_part(self, directory: int, manifest: PartManifest) -> str:
         data = encode_pretty(check_part_manifest(manifest))
@@ -189,7 +190,7 @@ class ArtifactRoot:
 
     def _read_root(self, ref: ArtifactRef) -> RootManifest:
         path = generation_path(ref.namespace, ref.content_uid, ref.generation)
-        with opened(self._open()) as root, opened(open_dir(root, path)) as directory:
+        with opened(self._open()) as root, opened(open_artifact(root, path)) as directory:
             data = read_bounded(directory, ROOT_MANIFEST, MAX_MANIFEST_BYTES)
         if digest(data) != ref.root_digest:
             raise ArtifactCorrupt(
