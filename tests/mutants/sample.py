@@ -31,18 +31,19 @@ LIMIT_OF_ONE_S = 60.0
 """How long one test may take: whatever hangs in it hangs for ever."""
 
 _SCENARIOS = ["tests/scenario/test_scenarios.py", "-k", "calm or test_no_rule_is_broken"]
+_NUMBERS = "tests/golden/test_numbers.py"
 _SHARED = """
     ledger orders ids identity manifests transitions subjects artifact frames codec
 """
 SOURCES: dict[str, list[list[str]]] = {
     "services/operator/src/snapshot_operator/core/*.py": [["tests/unit/operator"], _SCENARIOS],
     "services/gms/src/gms/domain/*.py": [
-        ["tests/unit/gms"],
+        ["tests/unit/gms", _NUMBERS],
         _SCENARIOS,
         ["tests/integration/gms/test_command_line.py", "tests/contract/test_transfer_backends.py"],
     ],
     "services/snapshot-agent/src/snapshot_agent/domain/*.py": [
-        ["tests/unit/agent"],
+        ["tests/unit/agent", _NUMBERS],
         _SCENARIOS,
         ["tests/contract/test_driver_rules.py", "tests/contract/test_process_drivers.py"],
     ],
