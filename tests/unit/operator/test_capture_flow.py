@@ -233,6 +233,21 @@ async def test_each_container_keeps_its_own_exit_code_and_one_that_is_not_known_
     assert codes == {"main": 3, "left": 143, "right": None}
 
 
+async def test_a_checkpoint_says_what_its_worker_waits_for() -> None:
+    async def reason() -> str:
+        found = await world.get("DynamoCheckpoint", "llm")
+        return str(found.status.conditions[0].reason)
+
+    world = World()
+    await world.apply(checkpoint_document())
+    assert await reason() == "NoSuchNode"
+    await world.join(presence("node-1"))
+    assert await reason() == "WorkerStarting"
+    world.present.clear()
+    await world.see(absent_s=100.0)
+    assert await reason() == "NodeSilent"
+
+
 async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_ended(
     world: World,
 ) -> None:
