@@ -348,7 +348,8 @@ async def test_a_capture_that_is_deleted_while_it_runs_is_waited_for_until_it_ha
     world.now += 5
     await world.apply(snapshot_document("second", pod.metadata.name))
     await world.cluster.delete(await world.get("Snapshot", "llm"))
-    await world.settle()
+    await world.advance(1.0)
+    await world.advance(1.0)
     assert world.open("abort")
     assert world.open("prepare") == [first]
     await world.answer_all()
