@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from tests.mutants.trials import copy_sources, run_tests, write_source
+from tests.mutants.trials import Ran, copy_sources, run_tests, write_source
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -31,18 +31,19 @@ LIMIT_OF_ONE_S = 60.0
 """How long one test may take: whatever hangs in it hangs for ever."""
 
 _SCENARIOS = ["tests/scenario/test_scenarios.py", "-k", "calm or test_no_rule_is_broken"]
+_NUMBERS = "tests/golden/test_numbers.py"
 _SHARED = """
     ledger orders ids identity manifests transitions subjects artifact frames codec
 """
 SOURCES: dict[str, list[list[str]]] = {
     "services/operator/src/snapshot_operator/core/*.py": [["tests/unit/operator"], _SCENARIOS],
     "services/gms/src/gms/domain/*.py": [
-        ["tests/unit/gms"],
+        ["tests/unit/gms", _NUMBERS],
         _SCENARIOS,
         ["tests/integration/gms/test_command_line.py", "tests/contract/test_transfer_backends.py"],
     ],
     "services/snapshot-agent/src/snapshot_agent/domain/*.py": [
-        ["tests/unit/agent"],
+        ["tests/unit/agent", _NUMBERS],
         _SCENARIOS,
         ["tests/contract/test_driver_rules.py", "tests/contract/test_process_drivers.py"],
     ],
@@ -87,6 +88,10 @@ class Mutation(NamedTuple):
     def shown(self) -> str:
         """Say where it is and what it is."""
         return f"{self.file}:{self.line}: {self.before} -> {self.after}"
+
+
+class Harmed(Exception):
+    """The tests do not pass on what is not mutated; with their output."""
 
 
 class Equivalent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -225,14 +230,26 @@ async def verdict_on(mutation: Mutation, tree: Path) -> str:
     write_source(path, mutation.text)
     try:
         for stage in mutation.stages:
-            place = f"--basetemp={tree.parent / f'{tree.name}-tmp'}"
-            options = ["-x", "--tb=no", f"--timeout={LIMIT_OF_ONE_S}", place]
-            ran = await run_tests(tree, [*options, *stage], limit_s=LIMIT_S)
-            if ran.status != 0:
+            if (ran := await _run(stage, tree)).status != 0:
                 return "hangs" if ran.status is None else "caught"
     finally:
         write_source(path, unharmed)
     return "survived"
+
+
+async def _run(stage: list[str], tree: Path) -> Ran:
+    place = f"--basetemp={tree.parent / f'{tree.name}-tmp'}"
+    options = ["-x", "--tb=no", f"--timeout={LIMIT_OF_ONE_S}", place]
+    return await run_tests(tree, [*options, *stage], limit_s=LIMIT_S)
+
+
+async def _check_unharmed(drawn: Sequence[Mutation], tree: Path) -> str:
+    """Run every test once without any mutation; give what was printed if one does not pass."""
+    stages = {tuple(stage): stage for mutation in drawn for stage in mutation.stages}
+    for stage in stages.values():
+        if (ran := await _run(stage, tree)).status != 0:
+            return ran.output or f"{' '.join(stage)} takes more than {LIMIT_S:.0f} s"
+    return ""
 
 
 async def _try_out(drawn: Sequence[Mutation], root: Path, jobs: int) -> list[Mutation]:
@@ -256,6 +273,9 @@ async def _try_out(drawn: Sequence[Mutation], root: Path, jobs: int) -> list[Mut
             )
 
     with tempfile.TemporaryDirectory(prefix="sample-", ignore_cleanup_errors=True) as folder:
+        await asyncio.to_thread(copy_sources, root, Path(folder, "tree"))
+        if output := await _check_unharmed(drawn, Path(folder, "tree")):
+            raise Harmed(output)
         async with asyncio.TaskGroup() as group:
             for job in range(jobs):
                 group.create_task(work(Path(folder, f"tree-{job}")))
@@ -274,7 +294,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     equivalent = read_equivalents(EQUIVALENT)
     drawn = draw(options.root, options.count, options.seed, options.only)
     drawn = [one for one in drawn if (one.file, one.before, one.after) not in equivalent]
-    survivors = asyncio.run(_try_out(drawn, options.root, options.jobs))
+    try:
+        survivors = asyncio.run(_try_out(drawn, options.root, options.jobs))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    except Harmed as error:
+        print(f"{error}\nthese tests fail without any mutation, so they say nothing")
+        return 1
     for mutation in survivors:
         print(mutation.shown)
     share = len(survivors) / max(len(drawn), 1)

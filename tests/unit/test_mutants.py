@@ -207,21 +207,37 @@ def test_what_nobody_can_notice_is_still_there() -> None:
     assert sample.read_equivalents(sample.EQUIVALENT) - there == set()
 
 
+@pytest.fixture
+def tested(pure: Path) -> Path:
+    """The same tree with all the tests that a mutation in it is tried out with."""
+    sources = "from pathlib import Path\n"
+    reads = "Path('shared/src/snapshot_shared/ledger.py').read_text()"
+    seen = f"{sources}\n\ndef test_it():\n    assert 'value < LIMIT and' in {reads}\n"
+    for name in ("unit/gms", "unit/agent", "unit/operator", "scenario"):
+        (pure / "tests" / name).mkdir(parents=True)
+    for path, text in (
+        ("unit/shared/test_ledger.py", seen),
+        ("unit/gms/test_gms.py", "def test_it():\n    pass\n"),
+        ("scenario/test_scenarios.py", "def test_calm():\n    pass\n"),
+    ):
+        (pure / "tests" / path).write_text(text)
+    return pure
+
+
 @pytest.mark.waits
 def test_what_survives_is_shown_with_its_place_and_too_many_fail_the_run(
-    pure: Path, capsys: pytest.CaptureFixture[str]
+    tested: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sources = "import sys\nfrom pathlib import Path\n"
-    reads = "Path('shared/src/snapshot_shared/ledger.py').read_text()"
-    test = f"{sources}\n\ndef test_it():\n    assert 'value < LIMIT and' in {reads}\n"
-    (pure / "tests/unit/shared/test_ledger.py").write_text(test)
-    for name in ("gms", "agent", "operator"):
-        (pure / "tests/unit" / name).mkdir()
-        (pure / "tests/unit" / name / f"test_{name}.py").write_text("def test_it():\n    pass\n")
-    (pure / "tests/scenario").mkdir()
-    calm = "def test_calm():\n    pass\n"
-    (pure / "tests/scenario/test_scenarios.py").write_text(calm)
-    assert sample.main(["--root", str(pure), "--count", "2", "--seed", "1"]) == 1
+    assert sample.main(["--root", str(tested), "--count", "2", "--seed", "1"]) == 1
     shown = capsys.readouterr()
     assert "of 2 survived" in shown.out
     assert "shared/src/snapshot_shared/ledger.py:" in shown.out
+
+
+@pytest.mark.waits
+def test_a_sample_whose_tests_fail_without_a_mutation_says_nothing(
+    tested: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tested / "tests/unit/gms/test_gms.py").write_text("def test_it():\n    assert False\n")
+    assert sample.main(["--root", str(tested), "--count", "1"]) == 1
+    assert "FAILED tests/unit/gms/test_gms.py::test_it" in capsys.readouterr().out

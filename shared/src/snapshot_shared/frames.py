@@ -607,6 +607,9 @@ class _Head(msgspec.Struct, frozen=True):
     v: int = PROTOCOL_VERSION
 
 
+_NUMBERS_BYTES = 40
+"""More than the numbers of an entry and the lengths of its texts take when they are encoded."""
+
 E = TypeVar("E")
 F = TypeVar("F", bound=Request | Reply)
 
@@ -656,12 +659,13 @@ def batches(
 
 def cost_of_allocation(entry: AllocationSpec | AllocationInfo) -> int:
     """Bound the encoded bytes of an allocation from above."""
-    return len(entry.id) + len(entry.tag) + 40
+    return len(entry.id) + len(entry.tag) + _NUMBERS_BYTES
 
 
 def cost_of_metadata(entry: MetadataItem) -> int:
     """Bound the encoded bytes of a metadata entry from above."""
-    return len(entry.key.encode()) + len(entry.allocation) + len(entry.value) + 40
+    text = len(entry.key.encode()) + len(entry.allocation)
+    return text + len(entry.value) + _NUMBERS_BYTES
 
 
 def error_of(failure: Failure) -> SnapbackError:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from snapshot_agent.domain.driving import PHASE_NOTE, Phase, device_map, phase_of
+from snapshot_agent.domain.driving import PHASE_NOTE, Phase, Release, device_map, phase_of
 from snapshot_shared.artifact import RootManifest, RootPart
 from snapshot_shared.ledger import Accepted, Entry
 from snapshot_shared.orders import DeviceRef, LayoutRef, PodRef
@@ -67,3 +67,10 @@ def test_a_device_takes_the_place_of_the_one_with_its_ordinal() -> None:
     here = [DeviceRef(ordinal=0, uuid="new-a"), DeviceRef(ordinal=1, uuid="new-b")]
     assert device_map(root, here) == {"old-a": "new-a", "old-b": "new-b"}
     assert device_map(root, here[:1]) == {"old-a": "new-a"}
+
+
+def test_a_release_that_says_nothing_sends_a_signal_and_is_over() -> None:
+    release = Release()
+    assert release.program == ()
+    assert not release.ends
+    assert not release.stays

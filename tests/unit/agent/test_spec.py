@@ -173,3 +173,8 @@ def test_whether_a_program_waits_for_a_restore_depends_on_why_it_is_started_agai
 ) -> None:
     after = resumed(launched(standby=was_standby), is_standby=is_standby)
     assert after.env.get("SNAPSHOT_RESTORE_STANDBY") == ("1" if is_standby else None)
+
+
+def test_what_nobody_says_otherwise_of_belongs_to_the_agent_and_is_for_nobody_else() -> None:
+    assert WHERE.access == (-1, -1, 0o700, 0o600)
+    assert WHERE.sockets == Path("/run/sb/00000000")

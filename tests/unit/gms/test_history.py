@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gms.domain.history import History
-from snapshot_shared.frames import MAX_EVENTS, EventKind
+from gms.domain.sessions import Peer, Waiter
+from snapshot_shared.frames import MAX_EVENTS, Attach, EventKind, LockMode, MemoryDomain
 
 
 @pytest.fixture
@@ -33,3 +34,17 @@ def test_what_is_forgotten_is_counted(
 def test_of_the_latest_there_are_as_many_as_are_asked_for(history: History) -> None:
     assert [record.seq for record in history.latest(2)] == [MAX_EVENTS, MAX_EVENTS + 1]
     assert history.latest(0) == []
+
+
+def test_an_event_says_only_what_it_was_told() -> None:
+    made = History()
+    request = Attach(
+        device="GPU-a", domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=1.0, client="c"
+    )
+    made.add(EventKind.COMMIT, 1.0, "GPU-a")
+    waiter = Waiter(ticket=7, request=request, peer=Peer(pid=9, uid=0))
+    made.add_of(waiter, EventKind.ATTACH, 2.0)
+    first, second = made.latest(2)
+    assert (first.reason, first.generation, first.bytes, first.session) == ("", 0, 0, 0)
+    assert (second.reason, second.generation, second.bytes) == ("", 0, 0)
+    assert (second.session, second.pid, second.client) == (7, 9, "c")

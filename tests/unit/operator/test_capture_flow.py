@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.capture import MAX_BYTES
-from snapshot_shared.objects import Condition, is_true
+from snapshot_shared.objects import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence
@@ -233,6 +233,21 @@ async def test_each_container_keeps_its_own_exit_code_and_one_that_is_not_known_
     assert codes == {"main": 3, "left": 143, "right": None}
 
 
+async def test_a_checkpoint_says_what_its_worker_waits_for() -> None:
+    async def reason() -> str:
+        found = await world.get("DynamoCheckpoint", "llm")
+        return str(found.status.conditions[0].reason)
+
+    world = World()
+    await world.apply(checkpoint_document())
+    assert await reason() == "NoSuchNode"
+    await world.join(presence("node-1"))
+    assert await reason() == "WorkerStarting"
+    world.present.clear()
+    await world.see(absent_s=100.0)
+    assert await reason() == "NodeSilent"
+
+
 async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_ended(
     world: World,
 ) -> None:
@@ -333,7 +348,8 @@ async def test_a_capture_that_is_deleted_while_it_runs_is_waited_for_until_it_ha
     world.now += 5
     await world.apply(snapshot_document("second", pod.metadata.name))
     await world.cluster.delete(await world.get("Snapshot", "llm"))
-    await world.settle()
+    await world.advance(1.0)
+    await world.advance(1.0)
     assert world.open("abort")
     assert world.open("prepare") == [first]
     await world.answer_all()
@@ -410,6 +426,52 @@ async def test_a_delete_that_failed_is_tried_again_until_the_artifact_is_gone(
     assert again.attempt == 2
     await world.answer_all()
     assert not world.cluster.page("SnapshotContent")
+
+
+async def deletion_waits(world: World) -> tuple[str, str]:
+    found = condition((await world.content()).status.conditions, "Deleting")
+    return (found.reason, found.message) if found is not None else ("", "")
+
+
+async def test_an_artifact_stays_until_its_worker_was_let_go(world: World) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    for order in world.open("dump") + world.open("save"):
+        await world.answer_well(order)
+    await world.answer_well(world.open("seal")[0])
+    (release,) = world.open("release")
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    assert await deletion_waits(world) == ("CleaningOwed", "waits for release on node-1")
+    assert not world.open("delete")
+    await world.answer_well(release)
+    assert world.open("delete")
+    await world.answer_all()
+    assert not world.cluster.page("SnapshotContent")
+
+
+async def test_an_artifact_stays_while_no_node_can_remove_it(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    here = dict(world.present)
+    world.present.clear()
+    await world.see(absent_s=95.0)
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    message = "no node is ready to remove the artifact"
+    assert await deletion_waits(world) == ("NoNode", message)
+    await world.join(*here.values())
+    await world.answer_all()
+    assert not world.cluster.page("SnapshotContent")
+
+
+async def test_a_delete_that_failed_says_of_what_while_it_rests(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    await world.fail(world.open("delete")[0], "DeviceBusy")
+    assert await deletion_waits(world) == ("DeleteFailed", "DeviceBusy happened")
 
 
 async def test_an_unanswered_release_is_ordered_again_past_its_deadline_and_no_sooner(

@@ -242,6 +242,20 @@ async def test_a_verification_that_could_not_read_says_that_nothing_is_known(
     assert content.status.verified == 1
 
 
+async def test_a_verification_that_is_older_than_the_node_knows_is_made_past_that(
+    world: World,
+) -> None:
+    await ask(world)
+    superseded = Failure(reason="Superseded", message="older", values={"attempt": 7})
+    await world.report(world.open("verify")[0], "rejected", failure=superseded)
+    (order,) = world.open("verify")
+    assert order.attempt == 8
+    await world.answer_all()
+    status = (await world.content()).status
+    assert (status.verifications, status.verified) == (8, 8)
+    assert (await row(world, "Verified")).status == "True"
+
+
 async def test_an_answer_after_the_deadline_still_counts(world: World) -> None:
     await ask(world)
     (order,) = world.open("verify")

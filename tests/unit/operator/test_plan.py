@@ -1,0 +1,148 @@
+"""Which plans cannot be taken back, so that what they rest on is read from the store first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_operator.core import fold
+from snapshot_operator.core.plan import (
+    Adopt,
+    Create,
+    Delete,
+    Finalize,
+    Plan,
+    SetStatus,
+    is_final,
+    new_orders,
+    rebased,
+    status_plan,
+)
+from snapshot_shared.objects import Condition
+from snapshot_shared.transitions import Capture, Restore
+from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.operator_world import World
+
+
+@pytest.fixture
+async def world() -> World:
+    """A world in which a checkpoint is captured, and a pod is being restored from it."""
+    world = World()
+    await world.join(presence("node-1"), presence("node-2"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    await world.apply(restore_document(node="node-2"))
+    return world
+
+
+async def one(world: World, kind: str) -> Any:
+    if kind == "SnapshotContent":
+        return await world.content()
+    if kind == "SnapshotRestore":
+        return await world.restore("restored")
+    return await world.get(kind, "restored" if kind == "Pod" else "llm")
+
+
+def with_status(value: Any, **changes: Any) -> Any:
+    return replace(value, status=replace(value.status, **changes))
+
+
+def lost(value: Any) -> list[Any]:
+    return [replace(item, state=fold.LOST) for item in value.status.orders]
+
+
+def removing(value: Any) -> list[Any]:
+    first = value.status.orders[0]
+    return [*value.status.orders, replace(first, order="delete-x", verb="delete")]
+
+
+FAILED = [Condition(type="Failed", status="True", reason="x")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "is_taken_back"),
+    [
+        ("DynamoCheckpoint", {"message": "m"}, False),
+        ("DynamoCheckpoint", {"phase": "Creating"}, True),
+        ("DynamoCheckpoint", {"phase": "Failed"}, True),
+        ("DynamoCheckpoint", {"job_name": ""}, True),
+        ("Pod", {"phase": "Running"}, False),
+        ("Pod", {"phase": "Failed"}, True),
+        ("Snapshot", {"bytes": 1}, False),
+        ("Snapshot", {"conditions": FAILED}, True),
+        ("SnapshotContent", {"retries": 1}, False),
+        ("SnapshotContent", {"capture": Capture.SEALING}, False),
+        ("SnapshotContent", {"capture": Capture.ABORTING}, True),
+        ("SnapshotContent", {"capture": Capture.FAILED}, True),
+        ("SnapshotContent", lambda v: {"readers": [*v.status.readers, "another"]}, False),
+        ("SnapshotContent", {"readers": []}, True),
+        ("SnapshotContent", lambda v: {"orders": removing(v)}, True),
+        ("SnapshotContent", lambda v: {"orders": lost(v)}, True),
+        ("SnapshotRestore", {"retries": 1}, False),
+        ("SnapshotRestore", {"state": Restore.DROPPING}, True),
+        ("SnapshotRestore", {"state": Restore.FAILED}, True),
+        ("SnapshotRestore", lambda v: {"orders": lost(v)}, True),
+    ],
+)
+async def test_a_status_that_fails_or_gives_something_up_is_final(
+    world: World,
+    kind: str,
+    change: dict[str, Any] | Callable[[Any], dict[str, Any]],
+    is_taken_back: bool,
+) -> None:
+    old = await one(world, kind)
+    new = with_status(old, **(change(old) if callable(change) else change))
+    assert new != old
+    assert is_final(status_plan(old, new)) is is_taken_back
+    # What was given up before is not given up again.
+    assert not is_final(Plan((SetStatus(new, with_status(new)),)))
+
+
+async def test_a_checkpoint_that_becomes_ready_or_begins_gives_nothing_up(world: World) -> None:
+    ready = await one(world, "DynamoCheckpoint")
+    creating = with_status(ready, phase="Creating", job_name="")
+    assert not is_final(status_plan(creating, ready))
+    assert not is_final(status_plan(creating, with_status(creating, message="m")))
+    named = with_status(creating, job_name="llm")
+    assert not is_final(status_plan(named, with_status(named, message="m")))
+
+
+async def test_what_deletes_forgets_starts_a_worker_or_takes_an_artifact_is_final(
+    world: World,
+) -> None:
+    job, content, snapshot = [
+        await one(world, kind) for kind in ("Job", "SnapshotContent", "Snapshot")
+    ]
+    assert not is_final(Plan())
+    assert not is_final(Plan((Adopt(job),)))
+    for write in (Delete(job), Finalize(job), Create(job)):
+        assert is_final(Plan((Adopt(job), write)))
+    assert not is_final(Plan((Create(content),)))
+    assert not is_final(Plan((Create(snapshot),)))
+
+
+async def test_what_was_folded_in_is_written_once_with_or_without_a_decision(
+    world: World,
+) -> None:
+    stored = await one(world, "SnapshotContent")
+    folded, decided = with_status(stored, retries=1), with_status(stored, retries=2)
+    child = Delete(await one(world, "Job"))
+    assert rebased(Plan((child,)), stored, stored) == Plan((child,))
+    assert rebased(Plan((child,)), stored, folded).writes == (SetStatus(stored, folded), child)
+    both = Plan((child, SetStatus(folded, decided)))
+    assert rebased(both, stored, folded).writes == (child, SetStatus(stored, decided))
+    for write in (Adopt(folded), Finalize(folded)):
+        assert rebased(Plan((child, write)), stored, folded).writes == (SetStatus(stored, folded),)
+
+
+async def test_an_order_is_new_by_its_name_and_attempt(world: World) -> None:
+    content = await one(world, "SnapshotContent")
+    first, *others = content.status.orders
+    fewer = with_status(content, orders=others)
+    assert new_orders(fewer, content) == [first]
+    assert new_orders(None, content) == [first, *others]
+    again = replace(first, attempt=first.attempt + 1)
+    assert new_orders(content, with_status(content, orders=[again, *others])) == [again]
