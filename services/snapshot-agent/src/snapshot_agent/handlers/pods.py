@@ -34,6 +34,7 @@ from snapshot_shared.errors import (
     InvalidName,
     OutcomeUnknown,
     SnapbackError,
+    SourceExited,
     StalePodReference,
     Superseded,
     failure_of,
@@ -210,7 +211,9 @@ class Pods:
 
     @contextlib.asynccontextmanager
     async def replacing(self, worker: Worker) -> AsyncIterator[Succeed]:
-        pod, name = self.known[worker.pod.uid], worker.pod.container
+        pod, name = self.known.get(worker.pod.uid), worker.pod.container
+        if pod is None:
+            raise SourceExited(f"pod {worker.pod.name} was stopped", pod=worker.pod.uid)
         over = pod.replaced[name] = asyncio.Event()
 
         async def succeed(process: Process) -> Worker:
