@@ -183,14 +183,22 @@ async def test_a_compensation_that_hangs_keeps_no_other_from_running(
     plan.arm(Fault(action="fail", step="copy-state"))
     ran: list[str] = []
     freeze, copy, *others = _table(ran, 60.0)
-    hanging = replace(copy, undo=asyncio.Event().wait)
+    hangs = asyncio.Event()
+
+    async def hang() -> None:
+        await hangs.wait()
+
+    table = [freeze, replace(copy, undo=hang), *others]
     runner = Runner(journal, telemetry, plan, undo_s=0.05)
-    with pytest.raises(InjectedFault):
-        await asyncio.wait_for(
-            runner.run("dump", ORDER, [freeze, hanging, *others], remaining_s=lambda: 60.0), 10.0
-        )
-    telemetry.shutdown()
-    journal.close()
+    running = asyncio.ensure_future(runner.run("dump", ORDER, table, remaining_s=lambda: 60.0))
+    try:
+        with pytest.raises(InjectedFault):
+            await asyncio.wait_for(asyncio.shield(running), 10.0)
+    finally:
+        hangs.set()
+        await asyncio.gather(running, return_exceptions=True)
+        telemetry.shutdown()
+        journal.close()
     assert ran == ["freeze", "undo freeze"]
 
 
