@@ -286,7 +286,7 @@ async def test_a_load_of_what_is_not_there_fails_with_its_reason(operator: Opera
     report = await operator.carry_out(load_order(str(uuid.uuid4())))
     assert report.kind == "failed"
     assert report.failure is not None
-    assert report.failure.reason == "ArtifactMissing"
+    assert report.failure.reason == "ArtifactRootEmpty"
 
 
 async def test_an_order_for_a_device_that_is_not_here_fails_with_both(operator: Operator) -> None:
