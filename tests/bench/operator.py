@@ -187,13 +187,13 @@ def of_checkpoint(model: dict[str, Any], kind: str, number: int) -> Any:
         replace(owner, name=name, uid=uids[owner.kind]) for owner in value.metadata.owner_references
     ]
     if kind == "SnapshotContent":
-        name = content_name(uids["Snapshot"])
+        name = content_name(renamed(model["Snapshot"], name))
         reference = replace(value.spec.snapshot_ref, uid=uids["Snapshot"], name=f"llm-{number}")
         pod = replace(value.spec.source.pod_ref, uid=uids["Pod"])
         source = replace(value.spec.source, pod_ref=pod, node_name=f"node-{number // 4}")
         value = replace(value, spec=replace(value.spec, snapshot_ref=reference, source=source))
     if kind == "Snapshot":
-        bound = content_name(uids["Snapshot"])
+        bound = content_name(renamed(value, name))
         value = replace(value, status=replace(value.status, bound_snapshot_content_name=bound))
     if kind == "Pod":
         devices = [
