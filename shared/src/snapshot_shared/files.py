@@ -311,8 +311,12 @@ def own_by(fd: int, owner: tuple[int, int], mode: int) -> None:
 
 def remove_tree(parent: int, name: str, *, durable: bool = True) -> None:
     """Remove a directory tree beneath `parent`, following no link. Absent is success."""
-    with contextlib.suppress(FileNotFoundError):
-        with opened(os.open(check_component(name), _DIRECTORY, dir_fd=parent)) as top:
+    try:
+        directory = os.open(check_component(name), _DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        pass
+    else:
+        with opened(directory) as top:
             _empty(top)
         os.rmdir(name, dir_fd=parent)
     if durable:

@@ -139,3 +139,15 @@ def test_one_fsync_makes_the_end_of_a_whole_tree_durable(
 def test_too_little_room_names_both_numbers(root: int) -> None:
     with pytest.raises(NoSpace, match="1125899906842624 bytes"):
         files.require_space(root, 2**50, "the artifact")
+
+
+def test_a_tree_of_which_something_vanishes_while_it_is_removed_is_not_called_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "file").write_bytes(b"")
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda where: ["vanished", *listed(where)])
+    with files.opened(files.open_root(tmp_path)) as root, pytest.raises(FileNotFoundError):
+        files.remove_tree(root, "tree")
+    assert (tmp_path / "tree" / "file").exists()
