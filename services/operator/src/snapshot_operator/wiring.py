@@ -14,6 +14,7 @@ from snapshot_operator.api.objects import Api
 from snapshot_operator.api.operations import Operations, Sweeping
 from snapshot_operator.core.inventory import Policy
 from snapshot_operator.core.retention import Limits
+from snapshot_operator.local import garbage
 from snapshot_operator.local.controllers import CONTROLLERS
 from snapshot_operator.local.presence import PresenceFollower
 from snapshot_operator.runtime.cluster import Cluster
@@ -71,6 +72,11 @@ async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> No
     """Serve as the active operator until `stop` is set."""
     bus, metrics, clocks = given.bus, given.metrics, given.clocks
     now = steady(clocks)
+
+    async def tidy() -> None:
+        await garbage.collect(cluster)
+        await retention.run()
+
     await cluster.sync()
     orders = NatsOrders(bus, given.telemetry)
     interpreter = Interpreter(cluster, orders, Spans(given.telemetry, now, metrics), metrics)
@@ -95,7 +101,7 @@ async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> No
         given.telemetry.publish_to(bus),
         announcer.run(),
         manager.run(),
-        sweep.run(bus.reconnections(), retention.run),
+        sweep.run(bus.reconnections(), tidy),
         count_objects(cluster, metrics),
         Reports(bus, cluster, manager, clocks.wall, metrics).run(),
         PresenceFollower(bus, cluster, clocks).run(),
