@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from snapshot_shared import bus as bus_module
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus, Delivery
+from snapshot_shared.bus import Bus, Delivery, assets, connection, streams
 from snapshot_shared.errors import BusUnavailable, Conflict, InvalidName, NotFound
 from snapshot_shared.ids import NodeName, OrderId
 from tests.support.brokers import Broker, SimulatedBroker, VirtualLoop, real_broker
@@ -37,13 +36,12 @@ TTL_S = 1.5
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what a test has to wait out on a real server."""
-    buckets = tuple(
-        bucket.evolve(ttl=TTL_S) if bucket.ttl else bucket for bucket in bus_module.BUCKETS
-    )
-    monkeypatch.setattr(bus_module, "BUCKETS", buckets)
-    monkeypatch.setattr(bus_module, "ACK_WAIT_S", ACK_WAIT_S)
-    monkeypatch.setattr(bus_module, "REQUEST_S", REQUEST_S)
-    monkeypatch.setattr(bus_module, "FETCH_S", FETCH_S)
+    buckets = tuple(bucket.evolve(ttl=TTL_S) if bucket.ttl else bucket for bucket in assets.BUCKETS)
+    monkeypatch.setattr(assets, "BUCKETS", buckets)
+    monkeypatch.setattr(streams, "ACK_WAIT_S", ACK_WAIT_S)
+    for module in (assets, connection, streams):
+        monkeypatch.setattr(module, "REQUEST_S", REQUEST_S)
+    monkeypatch.setattr(streams, "FETCH_S", FETCH_S)
 
 
 @pytest.fixture
@@ -176,7 +174,7 @@ async def test_bucket_entries_can_be_listed_changed_and_removed(bus: Bus) -> Non
 async def test_nothing_stays_for_ever_of_a_key_that_was_removed(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus_module, "MARKER_TTL_S", 2.0)
+    monkeypatch.setattr(streams, "MARKER_TTL_S", 2.0)
     stream = subjects.stream_of_bucket(subjects.OBJECTS_BUCKET)
     filter_ = subjects.bucket_key(subjects.OBJECTS_BUCKET, ">")
     for key in ("pods.default.gone", "pods.default.new", "pods.default.stays"):
@@ -195,7 +193,7 @@ async def test_nothing_stays_for_ever_of_a_key_that_was_removed(
 
 
 async def test_a_request_that_nobody_serves_is_not_found(bus: Bus) -> None:
-    with pytest.raises(NotFound, match="nobody answers"):
+    with pytest.raises(NotFound, match="nothing answers"):
         await bus.request("snap.api.get", b"")
 
 

@@ -452,7 +452,7 @@ async def test_a_refused_subject_is_named_at_once_with_the_user(world: World) ->
             await agent.last(subjects.ORDERS, TO_B)
         with pytest.raises(NotPermitted, match=r"DIRECT\.GET\.KV_snap_nodes"):
             await agent.entries(subjects.NODES_BUCKET)
-        with pytest.raises(NotPermitted, match=r"listen to snap\.order\.>"):
+        with pytest.raises(NotPermitted, match=r"subscribe to snap\.order\.>"):
             async with agent.listening("snap.order.>"):
                 pass
         await agent.publish(subjects.report(A, ORDER, "dumped"), b"{}")

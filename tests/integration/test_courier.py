@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_shared import bus as bus_module
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus
+from snapshot_shared.bus import Bus, streams
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier, OrderContext
@@ -288,7 +287,7 @@ async def test_a_lower_attempt_than_the_known_one_is_rejected_with_the_known_one
 async def test_a_refusal_that_cannot_be_published_is_made_when_the_order_comes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus_module, "ACK_WAIT_S", 1.0)
+    monkeypatch.setattr(streams, "ACK_WAIT_S", 1.0)
     async with running_nats_server(tmp_path / "nats") as server:
         bus = await Bus(server.url, "test").connect()
         await bus.ensure_assets()

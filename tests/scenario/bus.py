@@ -16,18 +16,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from snapshot_shared import bus as bus_module
-from snapshot_shared import bus as real
-from snapshot_shared.bus import (
-    ENSURE_EVERY_S,
-    IMPATIENCE_S,
-    REQUEST_S,
-    Bus,
-    Delivery,
-    Handler,
-)
+from snapshot_shared.bus import ASKED, REQUEST_S, Bus, Delivery, Handler, streams
+from snapshot_shared.bus.assets import ENSURE_EVERY_S
+from snapshot_shared.bus.connection import IMPATIENCE_S
+from snapshot_shared.bus.pull import Pull
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
-from snapshot_shared.pull import Pull
 from snapshot_shared.subjects import check_key
 from tests.scenario import network
 from tests.scenario.network import UNANSWERED, Call, Faults, Link, SeededFaults, Subscription
@@ -70,7 +63,7 @@ class SimBus(Bus):
             return
         self._connected.set()
         if self._link.session > 1:
-            self._announce()
+            self._notify_reconnected()
 
     async def close(self) -> None:
         self._closing = True
@@ -189,7 +182,7 @@ class SimBus(Bus):
 
         async def ask(count: int) -> None:
             self._check_connected()
-            request = network.Pull(self._link, (stream, durable), count, take, bus_module.FETCH_S)
+            request = network.Pull(self._link, (stream, durable), count, take, streams.FETCH_S)
             requests.append(request)
             request.future.add_done_callback(lambda done: ended(request, done.result()))
 
@@ -233,7 +226,7 @@ class SimBus(Bus):
         subscription = Subscription(subject, "", take)
         self._link.subscribe(subscription)
         try:
-            await self._settle()
+            await self._flush()
             yield queue
         finally:
             self._link.unsubscribe(subscription)
@@ -251,7 +244,7 @@ class SimBus(Bus):
         await self._write(bucket, key, value, {}, f"put {bucket}/{key}")
 
     async def remove(self, bucket: str, key: str) -> None:
-        await self._write(bucket, key, b"", bus_module.marker(), f"delete {bucket}/{key}")
+        await self._write(bucket, key, b"", streams.marker(), f"delete {bucket}/{key}")
 
     async def _write(
         self, bucket: str, key: str, value: bytes, headers: Mapping[str, str], what: str
@@ -292,7 +285,7 @@ class SimBus(Bus):
         result = await call.future
         if result is NOBODY:
             raise NotFound(
-                f"nobody answers {subject}",
+                f"nothing answers {subject}",
                 subject=subject,
                 next_step="check that the service behind it runs (nats micro ls)",
             )
@@ -319,9 +312,9 @@ class SimBus(Bus):
         for kind in ("ping", "info"):
             for subject in (f"$SRV.{kind.upper()}", f"$SRV.{kind.upper()}.{name}"):
                 self._answer(subject, "", functools.partial(tell, kind))
-        await self._settle()
+        await self._flush()
 
-    async def _settle(self) -> None:
+    async def _flush(self) -> None:
         with contextlib.suppress(BusUnavailable):
             await self._ask("subscribe", lambda: None)
 
@@ -402,7 +395,7 @@ class _Endpoint:
             while self._backlog:
                 request = self._backlog.popleft()
                 try:
-                    headers = {**request.headers, real.ASKED: request.subject}
+                    headers = {**request.headers, ASKED: request.subject}
                     answer = await self._handler(request.data, headers)
                 except Exception:  # noqa: BLE001 - as nats.micro, which answers with an error
                     answer = b""
@@ -426,5 +419,5 @@ def _check(subject: str, payload: bytes) -> None:
 
 def _error(refusal: Refused, what: str) -> BusUnavailable | Conflict:
     if refusal.code == WRONG_LAST_SEQUENCE:
-        return Conflict(f"{what}: somebody else published first")
+        return Conflict(f"{what}: another client has published first")
     return BusUnavailable(f"{what}: {refusal}")

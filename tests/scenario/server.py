@@ -14,7 +14,7 @@ from typing import Any
 
 from nats.js.api import StorageType
 
-from snapshot_shared import bus
+from snapshot_shared.bus import assets
 from tests.scenario.loop import VirtualLoop
 from tests.scenario.network import UNANSWERED, Call, Link, Pull, Subscription
 from tests.scenario.streams import Durable, Refused, Stream, matches, stream_of_bucket
@@ -177,7 +177,7 @@ class SimServer:
 
     def ensure(self) -> None:
         """Create the streams and buckets of the product that are missing."""
-        wanted = [*bus.STREAMS, *map(stream_of_bucket, bus.BUCKETS)]
+        wanted = [*assets.STREAMS, *map(stream_of_bucket, assets.BUCKETS)]
         for config in wanted:
             name = config.name or ""
             if name not in self.streams:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from snapshot_shared import subjects
-from snapshot_shared.bus import ACK_WAIT_S, FETCH_S, REQUEST_S, Delivery
+from snapshot_shared.bus import REQUEST_S, Delivery
+from snapshot_shared.bus.streams import ACK_WAIT_S, FETCH_S
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
 from snapshot_shared.ids import NodeName, OrderId
 from tests.scenario.bus import Faults, SeededFaults, SimBus, SimServer

@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from snapshot_shared import bus as bus_module
-from snapshot_shared.bus import Bus
+from snapshot_shared.bus import STREAMS, Bus
 from tests.scenario.bus import SimBus, SimServer
 from tests.support.nats_server import NatsServer, running_nats_server
 
@@ -84,7 +83,7 @@ class RealBroker:
         await self._admin.client.jetstream().delete_stream(name)
 
     async def limit(self, name: str, **limits: Any) -> None:
-        config = next(found for found in bus_module.STREAMS if found.name == name)
+        config = next(found for found in STREAMS if found.name == name)
         await self._admin.client.jetstream().update_stream(config.evolve(**limits))
 
 

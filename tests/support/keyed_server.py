@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshot_shared.bus import Bus
-from snapshot_shared.nats_client import BusClient
+from snapshot_shared.bus.client import BusClient
 from snapshot_shared.permissions import MAIN, STREAMS, User, server_accounts
 from snapshotctl.adapters.nkeys import public_key
 from tests.support.nats_server import running_nats_server

@@ -54,7 +54,7 @@ class Says(Operator):
 
 class Nobody(Operator):
     async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-        raise NotFound("nobody answers")
+        raise NotFound("nothing answers")
 
 
 def inventory(root: Path, operator: Operator, now: float = NOW) -> Inventory:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from snapshot_shared.bus.pull import BATCH, Pull
 from snapshot_shared.errors import BusUnavailable
-from snapshot_shared.pull import BATCH, Pull
 
 SOON_S = 0.05
 

@@ -1,4 +1,4 @@
-"""The client of nats-py with what permissions call for besides.
+"""The client of nats-py, extended by what permissions make necessary.
 
 A subject that the server forbids ends the request at once instead of by its timeout; a stream is
 read without a consumer; services answer to inboxes only; and a flush includes all that was sent.
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 INBOXES = "_INBOX."
 _IMPORTED = "_R_."
-"""Begins the replies that a server makes up between accounts; no client may choose one."""
+"""The prefix of replies that a server generates between accounts; no client may choose one."""
 
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 FLUSH_S = 60
@@ -48,18 +48,18 @@ class BusClient(Client):
         """Connect with `connect`; its `error_cb` must call `take_violation`."""
         super().__init__()
         self._user = user
-        # In lower case, because nats-py writes all that the server complains about so.
+        # In lower case, as nats-py reports the errors of the server.
         self._asking: dict[str, set[Callable[[], None]]] = {}
         self._answers = _Answers()
         self._answers_to: str | None = None
-        self._unheard: set[str] = set()
-        self._is_deaf = False
+        self._refused: set[str] = set()
+        self._has_no_inbox = False
 
     def take_violation(self, error: Exception) -> bool:
-        """End what waits for a subject that the server forbids. False when nothing waited for it.
+        """End the requests to a subject that the server forbids; return whether there were any.
 
-        The subject of a subscription is kept for `check_heard`. Without an inbox nothing is ever
-        answered, so its refusal ends all that waits.
+        The subject of a subscription is kept for `check_subscription`. Without an inbox there
+        are no answers, so its refusal ends every request.
         """
         found = _VIOLATION.search(str(error))
         if found is None:
@@ -67,18 +67,18 @@ class BusClient(Client):
         kind, subject = found.groups()
         waiting = tuple(self._asking.get(subject, ()))
         if kind == "subscription":
-            self._unheard.add(subject)
+            self._refused.add(subject)
             if self._is_inbox(subject):
-                self._is_deaf = True
+                self._has_no_inbox = True
                 waiting = tuple(end for ends in self._asking.values() for end in ends)
         for end in waiting:
             end()
         return bool(waiting)
 
-    def check_heard(self, subject: str) -> None:
-        """NotPermitted when the server has refused a subscription to this subject."""
-        if subject.lower() in self._unheard:
-            raise self._refusal(subject, "listen to")
+    def check_subscription(self, subject: str) -> None:
+        """Raise NotPermitted when the server has refused a subscription to this subject."""
+        if subject.lower() in self._refused:
+            raise self._refusal(subject, "subscribe to")
 
     async def _unless_refused(self, subject: str, work: Awaitable[T]) -> T:
         """Publish and wait for answers. NotPermitted as soon as the server forbids the subject."""
@@ -110,7 +110,7 @@ class BusClient(Client):
                 self._asking.pop(key, None)
 
     def _why_not(self, subject: str) -> NotPermitted:
-        return self._deafness() if self._is_deaf else self._refusal(subject, "publish to")
+        return self._no_inbox() if self._has_no_inbox else self._refusal(subject, "publish to")
 
     def _refusal(self, subject: str, what: str) -> NotPermitted:
         return NotPermitted(
@@ -120,10 +120,10 @@ class BusClient(Client):
     def _is_inbox(self, subject: str) -> bool:
         return subject.startswith(self._inbox_prefix.decode().lower() + ".")
 
-    def _deafness(self) -> NotPermitted:
+    def _no_inbox(self) -> NotPermitted:
         inbox = self._inbox_prefix.decode()
         return NotPermitted(
-            f"this nkey may not hear the answers below {inbox}",
+            f"this nkey may not subscribe to answers below {inbox}",
             next_step="use the inbox of its user, _INBOX.<user>; NATS_INBOX_PREFIX names it",
             subject=f"{inbox}.>",
             user=self._user,
@@ -264,7 +264,7 @@ class _Sink:
 
 
 class _Answers:
-    """The futures of those who wait for an answer, by the last word of its subject."""
+    """The futures of open requests, by the last token of the subject of their answer."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
@@ -287,7 +287,7 @@ class _Answers:
 
 
 class MessageStatus(NamedTuple):
-    """What a server says instead of a message; `pending`: messages that will not come."""
+    """A status that a server sends instead of a message; `pending` messages will not come."""
 
     code: str
     description: str
@@ -295,7 +295,7 @@ class MessageStatus(NamedTuple):
 
 
 def message_status(message: Msg) -> MessageStatus | None:
-    """Return the status that a message is; None for one of a stream."""
+    """Return the status that a message carries; None for a message of a stream."""
     if not message.headers or not (code := _header(message, "Status")):
         return None
     pending = int(_header(message, "Nats-Pending-Messages") or 0)
@@ -303,7 +303,7 @@ def message_status(message: Msg) -> MessageStatus | None:
 
 
 async def _collect(source: Subscription) -> tuple[list[Msg], int]:
-    """Take the messages of one page; give how many are left behind it."""
+    """Return the messages of one page and how many are left after it."""
     found: list[Msg] = []
     while True:
         message = await source.next_msg(timeout=ANSWER_S)
@@ -319,30 +319,31 @@ async def _collect(source: Subscription) -> tuple[list[Msg], int]:
 
 
 class InboxAnswers:
-    """A client whose subscribers see only what they can answer to an inbox.
+    """A client whose subscribers get only requests with an inbox as reply subject.
 
-    Whoever asks chooses the reply subject, and it could be one that only we may publish to.
+    The sender of a request chooses the reply subject, and could name one that only we may publish
+    to.
     """
 
     def __init__(self, client: Client) -> None:
-        """Pass everything on to a client."""
+        """Use `client` for everything else."""
         self._client = client
 
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None
     ) -> Subscription:
-        """Subscribe; a question whose answer would go elsewhere is dropped."""
+        """Subscribe; a request whose answer would go elsewhere is dropped."""
 
         async def take(message: Msg) -> None:
             if cb is None or not message.reply.startswith((INBOXES, _IMPORTED)):
-                log.warning("a question on %s wants no inbox: %s", subject, message.reply)
+                log.warning("a request on %s has no inbox to answer to: %s", subject, message.reply)
                 return
             await cb(message)
 
         return await self._client.subscribe(subject, queue=queue, cb=take)
 
     def __getattr__(self, name: str) -> Any:
-        """Be the client in all other things."""
+        """Return the attribute of the client."""
         return getattr(self._client, name)
 
 

@@ -1,0 +1,241 @@
+"""The streams, buckets and durables that NATS holds for us: made, compared and measured."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import nats.errors
+import nats.js.errors
+from nats.js.api import (
+    DiscardPolicy,
+    KeyValueConfig,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+
+from snapshot_shared import subjects
+from snapshot_shared.bus.connection import REQUEST_S, Connection, translated, unavailable
+from snapshot_shared.errors import BusUnavailable
+
+log = logging.getLogger(__name__)
+
+ENSURE_EVERY_S = 30.0
+ENSURE_AGAIN_S = 1.0
+PRESENCE_TTL_S = 30.0
+DAY_S = 86400.0
+DEDUPLICATE_S = 120.0
+CONSUMERS_A_PAGE = 256
+
+STREAMS: tuple[StreamConfig, ...] = (
+    StreamConfig(
+        name=subjects.ORDERS,
+        subjects=["snap.order.*.*.*"],
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.NEW,
+        max_msgs_per_subject=1,
+        max_msgs=100_000,
+        max_bytes=256 * 1024 * 1024,
+        max_msg_size=256 * 1024,
+        max_consumers=10_000,
+        allow_direct=True,
+    ),
+    StreamConfig(
+        name=subjects.REPORTS,
+        subjects=["snap.report.*.*.*"],
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_age=14 * DAY_S,
+        max_bytes=512 * 1024 * 1024,
+        max_msg_size=256 * 1024,
+        allow_direct=True,
+    ),
+    StreamConfig(
+        name=subjects.PROGRESS,
+        subjects=["snap.progress.*.*"],
+        storage=StorageType.MEMORY,
+        discard=DiscardPolicy.OLD,
+        max_msgs_per_subject=1,
+        max_age=DAY_S,
+        max_bytes=16 * 1024 * 1024,
+        allow_direct=True,
+    ),
+    StreamConfig(
+        name=subjects.SPANS,
+        subjects=["snap.span.*.*"],
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_age=2 * DAY_S,
+        max_bytes=64 * 1024 * 1024,
+        allow_direct=True,
+    ),
+    StreamConfig(
+        name=subjects.DEAD,
+        subjects=["snap.dead.*"],
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_age=30 * DAY_S,
+        max_bytes=64 * 1024 * 1024,
+        allow_direct=True,
+    ),
+)
+
+BUCKETS: tuple[KeyValueConfig, ...] = (
+    KeyValueConfig(bucket=subjects.NODES_BUCKET, history=1, ttl=PRESENCE_TTL_S, direct=True),
+    KeyValueConfig(bucket=subjects.OBJECTS_BUCKET, history=1, direct=True),
+    KeyValueConfig(bucket=subjects.SCHEMAS_BUCKET, history=1, direct=True),
+)
+
+
+def stream_of(bucket: KeyValueConfig) -> StreamConfig:
+    """Describe the stream behind a bucket.
+
+    As nats-py does, but without rollups: with one, a user who may write one key could delete
+    every other.
+    """
+    return StreamConfig(
+        name=subjects.stream_of_bucket(bucket.bucket),
+        subjects=[subjects.bucket_key(bucket.bucket, ">")],
+        discard=DiscardPolicy.NEW,
+        max_msgs_per_subject=bucket.history,
+        max_age=bucket.ttl,
+        duplicate_window=min(bucket.ttl or DEDUPLICATE_S, DEDUPLICATE_S),
+        deny_delete=True,
+        allow_rollup_hdrs=False,
+        allow_direct=bucket.direct,
+        allow_msg_ttl=True,
+    )
+
+
+class StreamState(NamedTuple):
+    """A stream as it is. `differs` names the settings that are not as the product wants them.
+
+    `fill` is the share of its room that is taken, from 0 to 1; `durables` gives filters by name.
+    """
+
+    name: str
+    exists: bool
+    differs: tuple[str, ...] = ()
+    messages: int = 0
+    bytes: int = 0
+    fill: float = 0.0
+    durables: Mapping[str, str] = MappingProxyType({})
+
+
+class Assets(Connection):
+    """A connection that keeps what its streams and buckets need in existence."""
+
+    async def ensure_assets(self) -> None:
+        """Create what is missing of streams and buckets; change what differs. Idempotent.
+
+        BusUnavailable when JetStream does not answer, as while its servers choose a leader.
+        """
+        stream = self.client.jetstream(timeout=REQUEST_S)
+        for wanted in (*STREAMS, *map(stream_of, BUCKETS)):
+            config = wanted.evolve(num_replicas=self._replicas)
+            try:
+                found = (await stream.stream_info(config.name or "")).config
+            except nats.js.errors.NotFoundError:
+                await translated(stream.add_stream(config), f"create stream {config.name}")
+                continue
+            except (nats.errors.Error, nats.js.errors.Error) as error:
+                raise unavailable(error, f"look at stream {config.name}") from error
+            if _differing(config, found):
+                await translated(stream.update_stream(config), f"update stream {config.name}")
+
+    async def examine(self) -> list[StreamState]:
+        """Look at every stream, and at those of buckets, without changing any. BusUnavailable."""
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        found = []
+        for wanted in (*STREAMS, *map(stream_of, BUCKETS)):
+            name = wanted.name or ""
+            try:
+                info = await manager.stream_info(name)
+            except nats.js.errors.NotFoundError:
+                found.append(StreamState(name, exists=False))
+                continue
+            except (nats.errors.Error, nats.js.errors.Error) as error:
+                raise unavailable(error, f"look at stream {name}") from error
+            state = info.state
+            # How many servers keep it is a setting of the operator.
+            differs = tuple(f for f in _differing(wanted, info.config) if f != "num_replicas")
+            found.append(
+                StreamState(
+                    name,
+                    exists=True,
+                    differs=differs,
+                    messages=state.messages,
+                    bytes=state.bytes,
+                    fill=fill_of(state.messages, state.bytes, info.config),
+                    durables=await self._durables(name, state.consumer_count),
+                )
+            )
+        return found
+
+    async def _durables(self, stream: str, count: int) -> dict[str, str]:
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        found: dict[str, str] = {}
+        for offset in range(0, count, CONSUMERS_A_PAGE):
+            page = await translated(manager.consumers_info(stream, offset), f"list {stream}")
+            found |= {consumer.name: consumer.config.filter_subject or "" for consumer in page}
+        return found
+
+    async def connect_and_ensure(self) -> None:
+        """Wait until NATS answers and streams and buckets are there, however long that takes."""
+        await self.connect()
+        again = self.reconnections()
+        while True:
+            try:
+                return await self.ensure_assets()
+            except BusUnavailable as error:
+                log.warning("cannot ensure streams and buckets: %s", error)
+                await self.pause(again)
+
+    async def keep_assets(self) -> None:
+        """Ensure the assets now, after each reconnection and every 30 s, until it is cancelled.
+
+        What failed is tried again soon: a cluster that lost its store still chooses a leader then.
+        """
+        again = self.reconnections()
+        while True:
+            rest_s = ENSURE_EVERY_S
+            try:
+                await self.ensure_assets()
+            except BusUnavailable as error:
+                log.warning("cannot ensure streams and buckets: %s", error)
+                rest_s = ENSURE_AGAIN_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(again.wait(), rest_s)
+            again.clear()
+
+
+def fill_of(messages: int, size: int, limits: StreamConfig) -> float:
+    """Return the share of a stream's room that is taken, by messages or bytes, from 0 to 1."""
+    taken = ((messages, limits.max_msgs), (size, limits.max_bytes))
+    return max((used / most for used, most in taken if most and most > 0), default=0.0)
+
+
+def _differing(wanted: StreamConfig, found: StreamConfig) -> list[str]:
+    fields = (
+        "subjects",
+        "max_msgs_per_subject",
+        "max_bytes",
+        "max_age",
+        "discard",
+        "max_msgs",
+        "num_replicas",
+        "allow_direct",
+        "allow_rollup_hdrs",
+        "allow_msg_ttl",
+    )
+    return [
+        field
+        for field in fields
+        if getattr(wanted, field) is not None and getattr(wanted, field) != getattr(found, field)
+    ]
