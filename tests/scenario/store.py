@@ -12,9 +12,10 @@ import contextvars
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from snapshot_operator.local.pods import holds_devices
 from snapshot_operator.ports import Event
-from snapshot_shared.errors import StoreBusy
-from snapshot_shared.objects import AnyObject, kind_of
+from snapshot_shared.errors import Conflict, StoreBusy
+from snapshot_shared.objects import AnyObject, Pod, kind_of
 from tests.scenario.loop import CURRENT
 
 if TYPE_CHECKING:
@@ -112,7 +113,27 @@ class SimStore:
 
     async def update_status(self, value: AnyObject) -> AnyObject:
         await self._meddle(value)
-        return await self._call(self._world.store.update_status(value))
+        return await self._call(self._update_status(value))
+
+    async def _update_status(self, value: AnyObject) -> AnyObject:
+        if self._world.settings.lease == "lease" and isinstance(value, Pod):
+            await self._check_placement(value)
+        return await self._world.store.update_status(value)
+
+    async def _check_placement(self, pod: Pod) -> None:
+        """Refuse a second pod on a device, as one scheduler for a whole cluster does.
+
+        Under a lease two operators may place for a moment; in a cluster neither of them does.
+        """
+        found = await self._world.store.find(pod.metadata.uid)
+        if not isinstance(found, Pod) or found.status.node_name:
+            return
+        wanted = {device.uuid for device in pod.status.devices}
+        for other in await self._world.store.list("Pod") if wanted else []:
+            if not isinstance(other, Pod) or not holds_devices(other):
+                continue
+            if wanted & {device.uuid for device in other.status.devices}:
+                raise Conflict(f"{other.metadata.name} has a device of {pod.metadata.name}")
 
     async def _meddle(self, value: AnyObject) -> None:
         """Have somebody else annotate the object first, by chance."""

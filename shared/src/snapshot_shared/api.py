@@ -251,7 +251,7 @@ class InventoryRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Verdict = Literal["keep", "tell", "quarantine"]
-"""A generation is somebody's, or too young to say; nobody's, and left where it is; or moved."""
+"""A generation has an owner or is too young to judge; has none and is reported; or is moved."""
 
 
 class InventoryReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

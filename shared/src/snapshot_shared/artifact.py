@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 PART_MANIFEST = "part.json"
 ROOT_MANIFEST = "root.json"
 QUARANTINE = ".quarantine"
-"""Where an artifact root keeps what was found in it and belongs to nobody."""
+"""Where an artifact root keeps what was found in it and has no owner."""
 MAX_FILES = 10_000
 MAX_ALLOCATIONS = 100_000
 MAX_CHUNKS = 1_000_000
@@ -114,7 +114,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class SavedObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The bytes of a part are in object storage, each chunk in `<prefix>/<file>/<chunk>`.
 
-    The prefix is that of the part, relative to the storage that a service was told of.
+    The prefix is that of the part, relative to the storage of the service's settings.
     """
 
     backend: Literal["object"] = "object"
@@ -177,12 +177,12 @@ class RootManifest(
 
 
 def generation_path(namespace: str, content_uid: str, generation: int) -> tuple[str, ...]:
-    """Give the path components of a generation below the artifact root, each checked."""
+    """Return the path components of a generation below the artifact root, each checked."""
     return (check_label(namespace), check_uid(content_uid), f"gen-{int(generation)}")
 
 
 def generation_of(namespace: str, content_uid: str, folder: str) -> int | None:
-    """Give the number of a generation by its path; None when these are no names of one."""
+    """Return the number of a generation by its path; None when these are no names of one."""
     digits = folder.removeprefix("gen-")
     try:
         # Numbers have one spelling, and those of attempts an end.
@@ -194,7 +194,7 @@ def generation_of(namespace: str, content_uid: str, folder: str) -> int | None:
 
 
 def part_path(namespace: str, content_uid: str, generation: int, part: str) -> tuple[str, ...]:
-    """Give the path components of a part below the artifact root, each checked."""
+    """Return the path components of a part below the artifact root, each checked."""
     return (*generation_path(namespace, content_uid, generation), check_part(part))
 
 

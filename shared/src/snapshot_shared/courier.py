@@ -156,7 +156,7 @@ class Courier:
         self._metrics = runner.metrics
 
     async def serve(self) -> None:
-        """Resume unfinished orders, then deliver reports and take orders, for ever.
+        """Resume unfinished orders, then deliver reports and take orders.
 
         StorageFailed when the journal cannot be written any more: only a new start can find out
         what it holds.
@@ -362,14 +362,14 @@ class Courier:
         while True:
             await outbox.filled()
             reports, are_new = outbox.take(MAX_REPORTS)
-            heard = await asyncio.gather(*map(self._is_heard, reports))
+            delivered = await asyncio.gather(*map(self._is_delivered, reports))
             if are_new:
-                self.book.delivered(compress(reports, heard))
-            if not all(heard):
-                outbox.put_back(compress(reports, map(not_, heard)), are_new=are_new)
+                self.book.delivered(compress(reports, delivered))
+            if not all(delivered):
+                outbox.put_back(compress(reports, map(not_, delivered)), are_new=are_new)
                 await self.bus.pause(self._again)
 
-    async def _is_heard(self, report: Report) -> bool:
+    async def _is_delivered(self, report: Report) -> bool:
         """Publish a report; whether it need not be published once more."""
         try:
             await self._publish(report)

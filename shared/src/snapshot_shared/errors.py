@@ -1,7 +1,7 @@
 """One tree of errors, and the value (`Failure`) that carries any of them over a wire.
 
 SnapbackError
-├── InvalidInput              what somebody wrote is not acceptable
+├── InvalidInput              what was entered is not acceptable
 │   ├── InvalidManifest       a manifest: every problem at once, by path
 │   ├── InvalidMessage        a frame or message that does not decode
 │   ├── InvalidName           a name, id or path outside its alphabet
@@ -27,11 +27,11 @@ SnapbackError
 ├── StorageFailed             the disk does not read or write any more
 ├── BusUnavailable            NATS does not answer
 │   └── NotPermitted          NATS refuses this user: names the subject
-├── InjectedFault             a step that was told to fail, in the simulation
+├── InjectedFault             a step that fails on request, in the simulation
 └── Internal                  a defect of ours
 
 `reason` is CamelCase and stable; `retryable` says whether the same request may be tried again
-before any side effect; `values` are the facts involved; `next_step` tells the reader what to do.
+before any side effect; `values` are the facts involved; `next_step` says what to do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     next_step: str = ""
 
     def __str__(self) -> str:
-        """Give the line that a person reads: what is wrong, then what to do."""
+        """Return the line that a person reads: what is wrong, then what to do."""
         tail = f" Next: {self.next_step}" if self.next_step else ""
         return f"{self.reason}: {self.message}{tail}"
 
@@ -96,12 +96,12 @@ class RemoteFailure(SnapbackError):
         self.failure = failure
 
     def to_failure(self) -> Failure:
-        """Give back what was received, unchanged."""
+        """Return what was received, unchanged."""
         return self.failure
 
 
 class InvalidInput(SnapbackError):
-    """What somebody wrote is not acceptable."""
+    """What was entered is not acceptable."""
 
 
 class InvalidManifest(InvalidInput):
@@ -113,7 +113,7 @@ class InvalidMessage(InvalidInput):
 
 
 class AddressInUse(InvalidInput):
-    """A service cannot listen where it was told to."""
+    """A service cannot listen on its address."""
 
 
 class InvalidName(InvalidInput):
@@ -197,7 +197,7 @@ class ControlFolderBroken(SnapbackError):
 
 
 class OutcomeUnknown(SnapbackError):
-    """A step that must not run twice was interrupted; nobody can tell how it ended."""
+    """A step that must not run twice was interrupted; how it ended is not known."""
 
 
 class Aborted(SnapbackError):
@@ -277,7 +277,7 @@ class Incompatible(ArtifactError):
 
 
 class TransferKilled(SnapbackError):
-    """Somebody killed the process that moved bytes; `values` has the signal."""
+    """The process that moved bytes was killed; `values` has the signal."""
 
 
 class NoSpace(SnapbackError):
@@ -307,7 +307,7 @@ class NotPermitted(BusUnavailable):
 
 
 class InjectedFault(SnapbackError):
-    """A step failed because the fault switch of the simulation was told so."""
+    """A step failed because the fault switch of the simulation is set so."""
 
 
 class Internal(SnapbackError):

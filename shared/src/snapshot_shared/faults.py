@@ -68,7 +68,7 @@ class FaultPlan:
                 )
 
     async def answer(self, data: bytes, _headers: Mapping[str, str]) -> bytes:
-        """Answer one `SimRequest`. Never raises for what somebody sent."""
+        """Answer one `SimRequest`. Never raises for bad input."""
         try:
             request = decode_json(data, SimRequest)
             if request.clear:

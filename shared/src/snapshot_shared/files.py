@@ -45,7 +45,7 @@ def opened(fd: int) -> Iterator[int]:
 def make_folder(path: str | os.PathLike[str]) -> None:
     """Create a directory and what is missing above it, durably.
 
-    What is there already is secured too: whoever made it may have ended before that.
+    What is there already is secured too: its maker may have ended before that.
     """
     path = os.path.abspath(path)
     try:
@@ -140,7 +140,7 @@ def make_dir(root: int, parts: Sequence[str], *, exclusive: bool = False) -> int
                     ) from None
             except OSError as error:
                 raise translated(error, part) from error
-            # One that was there too: whoever made it may have ended before that.
+            # One that was there too: its maker may have ended before that.
             secure(current, part)
             following = _openat(current, part, _DIRECTORY)
             os.close(current)
@@ -294,7 +294,7 @@ def write_replacing(
                 secure(fd, name)
         os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     except Exception:
-        # What it takes of a full disk may be what somebody else needs.
+        # What it takes of a full disk may be what others need.
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=directory)
         raise
@@ -320,7 +320,7 @@ def remove_tree(parent: int, name: str, *, durable: bool = True) -> None:
             _empty(top)
         os.rmdir(name, dir_fd=parent)
     if durable:
-        # Also of an absent one: whoever removed it may have ended before that.
+        # Also of an absent one: what removed it may have ended before that.
         secure(parent, name)
 
 
@@ -370,7 +370,7 @@ def secure_tree(directory: int) -> None:
 
 
 def free_bytes(directory: int) -> int:
-    """Give the bytes that an unprivileged writer can still use on the file system."""
+    """Return the bytes that an unprivileged writer can still use on the file system."""
     found = os.fstatvfs(directory)
     return found.f_bavail * found.f_frsize
 

@@ -291,7 +291,7 @@ class ErrorReply(_Frame, frozen=True, kw_only=True, tag="error"):
         )
 
     def to_failure(self) -> Failure:
-        """Give back the failure."""
+        """Return the failure."""
         return Failure(
             reason=self.reason,
             message=self.message,
@@ -321,7 +321,7 @@ FAILURE_TRAILER = "snapback-failure-bin"
 
 
 def grpc_method(name: str) -> str:
-    """Give the path of a gRPC method, such as `Fence`."""
+    """Return the path of a gRPC method, such as `Fence`."""
     return f"/{GRPC_SERVICE}/{name}"
 
 
@@ -418,7 +418,7 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One session. `state` is active, or lingering: the socket ended and imports may remain.
 
-    `fence` says what tells that its process has ended: a `pidfd`, or where the kernel gave none
+    `fence` says how the end of its process is seen: a `pidfd`, or where the kernel gave none
     the end of its socket alone (`socket-only`).
     """
 
@@ -669,7 +669,7 @@ def cost_of_metadata(entry: MetadataItem) -> int:
 
 
 def error_of(failure: Failure) -> SnapbackError:
-    """Give a received failure its own class again, so that callers can catch it by name."""
+    """Return a received failure its own class again, so that callers can catch it by name."""
     kind = _known_errors().get(failure.reason)
     if kind is None:
         return RemoteFailure(failure)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 1.0
 """How long open answers may hold up the end, in seconds."""
 
-MOST_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 """How many connections there are at a time; one more is closed at once."""
 PATIENCE_S = 10.0
 """How long a connection may wait for the whole head of a request, in seconds."""
@@ -37,7 +37,7 @@ async def http_port(
     not_ready: NotReady,
     routes: Iterable[web.AbstractRouteDef] = (),
     *,
-    most: int = MOST_CONNECTIONS,
+    most: int = MAX_CONNECTIONS,
     patience_s: float = PATIENCE_S,
 ) -> AsyncIterator[int | None]:
     """Serve `/healthz`, `/readyz` and `routes` on `host:port` for the length of the block.

@@ -78,18 +78,18 @@ def check_order_id(value: str) -> OrderId:
 
 
 def order_id(verb: str, owner: Uid, part: str | None = None) -> OrderId:
-    """Build the deterministic id of an order: the same wish always has the same id."""
+    """Build the deterministic id of an order: the same request always has the same id."""
     return check_order_id(f"{verb}-{owner}" + (f"-{part}" if part else ""))
 
 
 def owner_of(order: OrderId) -> Uid:
-    """Give the uid of the object that an order belongs to."""
+    """Return the uid of the object that an order belongs to."""
     verb = order.partition("-")[0]
     return Uid(order[len(verb) + 1 : len(verb) + 37])
 
 
 def verb_of(order: OrderId) -> str:
-    """Give the verb of an order id."""
+    """Return the verb of an order id."""
     return order.partition("-")[0]
 
 

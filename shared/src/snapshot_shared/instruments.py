@@ -194,7 +194,7 @@ DEAD_LETTERS = Instrument(
     "{message}",
     Of.NODE,
     "messages that could not be taken as an order and were copied to DEAD",
-    "ever: versions differ, or somebody publishes who should not",
+    "ever: versions differ, or an unknown client publishes",
     (ERROR,),
 )
 QUEUED = Instrument(
@@ -470,7 +470,7 @@ SESSIONS = Instrument(
     "{session}",
     Of.GMS,
     "sessions that hold a lock: `RW` or `RO`; `lingering` ones ended while their process lives",
-    "a fence or a writer waits: somebody still uses the device",
+    "a fence or a writer waits: a client still uses the device",
     (DEVICE, DOMAIN, LOCK),
 )
 LOCK_QUEUE = Instrument(
@@ -505,7 +505,7 @@ MEMORY_FREE = Instrument(
     Shape.UP_DOWN,
     "By",
     Of.GMS,
-    "bytes of a device that nobody has",
+    "bytes of a device that are free",
     "out of device memory",
     (DEVICE,),
 )

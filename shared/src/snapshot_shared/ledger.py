@@ -94,28 +94,28 @@ class Entry:
 
     @property
     def terminal(self) -> Report | None:
-        """Give the report that ended the order, if it has ended."""
+        """Return the report that ended the order, if it has ended."""
         return next((report for report in self.reports if report.is_terminal), None)
 
     @property
     def open_step(self) -> str | None:
-        """Give the step that began and has no end on record."""
+        """Return the step that began and has no end on record."""
         return self.began[-1] if len(self.began) > len(self.ended) else None
 
     @property
     def undelivered(self) -> list[Report]:
-        """Give the reports that still have to be published, in order."""
+        """Return the reports that still have to be published, in order."""
         return [report for report in self.reports if report.n not in self.delivered]
 
     @property
     def is_live(self) -> bool:
-        """Say whether something can still come of it: a pod that runs has yet to end."""
+        """Whether more reports can follow: a pod that runs has yet to end."""
         kinds = {report.kind for report in self.reports}
         is_running = "started" in kinds and "exited" not in kinds
         return self.terminal is None or is_running or bool(self.undelivered)
 
     def records(self) -> list[Record]:
-        """Give the records that rebuild this entry, for compaction."""
+        """Return the records that rebuild this entry, for compaction."""
         order, attempt = self.order, self.attempt
         records: list[Record] = [self.accepted]
         records += [
@@ -171,15 +171,15 @@ class Ledger:
                 del self.entries[entry.order]
 
     def unfinished(self) -> list[Entry]:
-        """Give the orders that were accepted and have no terminal report, oldest first."""
+        """Return the orders that were accepted and have no terminal report, oldest first."""
         return [entry for entry in self.entries.values() if entry.terminal is None]
 
     def pending_reports(self) -> list[Report]:
-        """Give every report that has not been acknowledged by NATS."""
+        """Return every report that has not been acknowledged by NATS."""
         return [report for entry in self.entries.values() for report in entry.undelivered]
 
     def is_tombstoned(self, subject: str, attempt: int) -> bool:
-        """Say whether work named `subject` was aborted at this attempt or a later one."""
+        """Whether work named `subject` was aborted at this attempt or a later one."""
         return attempt <= self.tombstones.get(subject, 0)
 
     def forget(self, *, older_than: float) -> None:
@@ -196,7 +196,7 @@ class Ledger:
                 del self.tombstones[subject]
 
     def records(self) -> list[Record]:
-        """Give the records that rebuild the ledger."""
+        """Return the records that rebuild the ledger."""
         records: list[Record] = [
             Tombstoned(subject=subject, attempt=attempt)
             for subject, attempt in self.tombstones.items()

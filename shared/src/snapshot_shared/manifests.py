@@ -85,7 +85,7 @@ def parse_identity(document: Any, *, where: str = "") -> IdentitySpec:
 
 @cache
 def message_schemas() -> dict[str, Any]:
-    """Give the JSON Schema of every message on NATS and of every kind, by `<type>.<version>`.
+    """Return the JSON Schema of every message on NATS and of every kind, by `<type>.<version>`.
 
     Requests, their replies and events have no tag; their type is their name, as `get_request`.
     """

@@ -1,6 +1,6 @@
-"""Records the metrics of `instruments`, for whoever reads them: Prometheus, a collector, nobody.
+"""Records the metrics of `instruments`, for Prometheus, for a collector, or for neither.
 
-`OFF` records nothing and costs a comparison; the SDK is imported only when somebody reads. All
+`OFF` records nothing and costs a comparison; the SDK is imported only when something reads. All
 reading happens in the event loop, where the state that is read lives; what is read is sent by a
 thread, and nothing waits for it.
 """
@@ -43,7 +43,7 @@ Read = Callable[[], Mapping[tuple[str, ...], float]]
 
 
 def resource_attributes(service: str, node: str, version: str) -> dict[str, str]:
-    """Say who records, in the words of OpenTelemetry."""
+    """Return who records, as attributes of OpenTelemetry."""
     return {"service.name": service, "service.version": version, "k8s.node.name": node}
 
 
@@ -99,7 +99,7 @@ class Metrics:
 
     @property
     def is_on(self) -> bool:
-        """Say whether anybody reads."""
+        """Whether anything reads."""
         return self._meter is not None
 
     def add(self, instrument: Instrument, *values: str, by: float = 1) -> None:
@@ -142,7 +142,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def moving(self, verb: str) -> Iterator[Callable[[int], None]]:
-        """Record how long a part takes and, when it is told, how many bytes were moved."""
+        """Record how long a part takes and, where it is given, how many bytes were moved."""
 
         def moved(size: int) -> None:
             self.add(instruments.TRANSFER_IO, verb, by=size)
@@ -187,7 +187,7 @@ class Metrics:
         return read_all
 
     def routes(self) -> list[web.RouteDef]:
-        """Give the route `/metrics` for Prometheus, or none."""
+        """Return the route `/metrics` for Prometheus, or none."""
         if self._registry is None:
             return []
         from aiohttp import web  # noqa: PLC0415 - costs start-up time
@@ -199,7 +199,7 @@ class Metrics:
         return [web.get("/metrics", metrics)]
 
     def text(self) -> bytes:
-        """Give all values in the text format of Prometheus; empty when nobody scrapes."""
+        """Return all values in the text format of Prometheus; empty when nothing scrapes."""
         if self._registry is None:
             return b""
         from prometheus_client import generate_latest  # noqa: PLC0415 - costs start-up time
@@ -246,7 +246,7 @@ OFF = Metrics()
 
 
 def reason_of(error: BaseException) -> str:
-    """Give the reason of a failure as the value of `error.type`."""
+    """Return the reason of a failure as the value of `error.type`."""
     if isinstance(error, asyncio.CancelledError):
         return "Cancelled"
     return failure_of(error).reason

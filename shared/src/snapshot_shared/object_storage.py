@@ -59,7 +59,7 @@ _DENIED = (401, 403)
 
 
 class ObjectStorageUnset(SnapbackError):
-    """An artifact is in object storage, and this program was not told which or lacks obstore."""
+    """An artifact is in object storage, and this program does not know which or lacks obstore."""
 
 
 class BucketMissing(SnapbackError):
@@ -147,7 +147,7 @@ class ObjectStorage:
         return state.hexdigest()
 
     def read(self, key: str, size: int) -> Iterator[bytes]:
-        """Give an object of exactly `size` bytes in pieces. ArtifactMissing, ArtifactCorrupt."""
+        """Return an object of exactly `size` bytes in pieces. ArtifactMissing, ArtifactCorrupt."""
         result = self._ask(lambda: self._api.get(self._store, key), key)
         if (found := result.meta["size"]) != size:
             raise ArtifactCorrupt(
@@ -189,7 +189,7 @@ class ObjectStorage:
             )
 
     def secure(self, prefix: str) -> None:
-        """Make durable what was written below a prefix, if anything: a folder has to be told."""
+        """Make durable what was written below a prefix, if anything: a folder needs an fsync."""
         if self._folder is None or not self.sizes(prefix):
             return
         with opened(open_root(self._folder)) as root:
@@ -267,7 +267,7 @@ def _found(pattern: str, text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Give what went wrong without addresses and bodies, in which secrets may be."""
+    """Return what went wrong without addresses and bodies, in which secrets may be."""
     line = text.partition("\n")[0].rpartition(" - ")[2].partition("<")[0]
     return re.sub(r"https?://\S+", "…", line)[:200].rstrip(": ")
 
@@ -282,12 +282,12 @@ def object_key(prefix: str, file: str, chunk: int) -> str:
 
 @functools.cache
 def zeros_digest(size: int) -> str:
-    """Give the digest of a chunk of zeros, which is a hole in a file and has no object."""
+    """Return the digest of a chunk of zeros, which is a hole in a file and has no object."""
     return xxhash.xxh3_128_hexdigest(bytes(size))
 
 
 def stored_chunks(entry: FileEntry) -> Iterator[tuple[int, int, str]]:
-    """Give (index, bytes, digest) of every chunk of a file that has an object, in order."""
+    """Return (index, bytes, digest) of every chunk of a file that has an object, in order."""
     for index, digest in enumerate(entry.chunks):
         size = min(entry.chunk_bytes, entry.size - index * entry.chunk_bytes)
         if digest != zeros_digest(size):
@@ -295,7 +295,7 @@ def stored_chunks(entry: FileEntry) -> Iterator[tuple[int, int, str]]:
 
 
 def mark_objects(directory: int, prefix: str) -> None:
-    """Say in the folder of a part that it has objects, durably, before there is any."""
+    """Note in the folder of a part that it has objects, durably, before there is any."""
     write_new(directory, MARK, encode_pretty(SavedObjects(prefix=prefix)))
 
 
@@ -361,7 +361,7 @@ def read_object(
 def verify_objects(storage: ObjectStorage, manifest: PartManifest) -> Iterator[int]:
     """Read every object of a part; give the bytes of each file's chunk as it is found sound.
 
-    Chunks of zeros are told, too. ArtifactMissing, ArtifactCorrupt.
+    Chunks of zeros are included. ArtifactMissing, ArtifactCorrupt.
     """
     if not manifest.objects:
         return

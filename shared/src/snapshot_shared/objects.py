@@ -46,7 +46,7 @@ ABORT = "nvidia.com/abort"
 VERIFY = "nvidia.com/verify"
 """Annotation of a SnapshotContent: each new value asks for one verification of its artifact."""
 UNKNOWN_ARTIFACTS = "UnknownArtifacts"
-"""Condition of a Node: something below its artifact root belongs to nobody."""
+"""Condition of a Node: something below its artifact root has no owner."""
 GPU_RESOURCE = "nvidia.com/gpu"
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 
@@ -597,7 +597,7 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL_KINDS}
 
 
 def kind_of(value: AnyObject) -> Kind:
-    """Give the kind of an object."""
+    """Return the kind of an object."""
     return KINDS[type(value).__name__]
 
 
@@ -627,7 +627,7 @@ def condition(conditions: list[Condition], type_: str) -> Condition | None:
 
 
 def is_true(conditions: list[Condition], type_: str) -> bool:
-    """Say whether a condition is there and True."""
+    """Whether a condition is there and True."""
     found = condition(conditions, type_)
     return found is not None and found.status == "True"
 
@@ -643,5 +643,5 @@ def set_condition(conditions: list[Condition], new: Condition, now: str) -> list
 
 
 def gpus_wanted(spec: PodSpec) -> int:
-    """Give the number of whole devices that a pod's containers ask for together."""
+    """Return the number of whole devices that a pod's containers ask for together."""
     return sum(int(c.resources.limits.get(GPU_RESOURCE, 0)) for c in spec.containers)

@@ -44,7 +44,7 @@ LIFE_SIGNS = frozenset({"ready", "exited"})
 
 
 class Outbox:
-    """Reports on their way: new ones in their order, then those told again, each once."""
+    """Reports on their way: new ones in their order, then those that are resent, each once."""
 
     def __init__(self) -> None:
         """Begin empty."""

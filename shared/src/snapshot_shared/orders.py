@@ -1,6 +1,6 @@
 """Work orders, the reports that answer them, and progress: the messages of the NATS streams.
 
-An order is one wish for one node: immutable, with a deterministic id (`ids.order_id`) and an
+An order is one request to one node: immutable, with a deterministic id (`ids.order_id`) and an
 attempt that fences it. (order, attempt) is the only idempotency key. Every message is JSON with a
 `type`; a new field always has a default. Deadlines are budgets in seconds that begin when the
 receiver accepts; `not_after` (seconds since the epoch) may only refuse a late start.
@@ -28,7 +28,7 @@ SCHEMAS = (1,)
 """The versions of the messages that this build reads, the newest last."""
 SCHEMA_VERSION = SCHEMAS[-1]
 FIRST_SCHEMA = 1
-"""What a message means that names no version, whoever reads it."""
+"""What a message means that names no version, in every program."""
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=63)]
 Label = Annotated[str, Meta(pattern=LABEL_PATTERN, max_length=63)]
@@ -413,7 +413,7 @@ class Report(
 
     @property
     def is_terminal(self) -> bool:
-        """Say whether nothing but later life signs of the same pod can follow."""
+        """Whether only later life signs of the same pod can follow."""
         verb = self.order.partition("-")[0]
         return self.kind in ("failed", "rejected") or self.kind == TERMINAL.get(verb)
 
@@ -481,7 +481,7 @@ class PresenceDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def version_gap(announced: Iterable[int]) -> str:
-    """Say which versions two programs know that have none in common; empty when they have one."""
+    """Return the versions of two programs that have none in common; empty when they have one."""
     if set(SCHEMAS) & set(announced):
         return ""
     return f"it knows message schemas {sorted(announced)}, the operator knows {list(SCHEMAS)}"
@@ -493,5 +493,5 @@ def driver_of(order: Order) -> Driver | None:
 
 
 def service_of(order: Order) -> Service:
-    """Say which service of the node carries an order out (aborts go where they are sent)."""
+    """Return which service of the node carries an order out (aborts go where they are sent)."""
     return "gms" if isinstance(order, SaveOrder | LoadOrder | CommitOrder | DropOrder) else "agent"

@@ -1,4 +1,4 @@
-"""Who may say and hear what on NATS: the users, and the exact subjects of each.
+"""Who may publish and receive what on NATS: the users, and the exact subjects of each.
 
 Everything that is not listed is refused; nothing is listed only to be taken away again. The lists
 follow from what `snapshot_shared.bus` does, so a new operation there needs its subjects here.
@@ -63,7 +63,7 @@ class User(NamedTuple):
 
     @property
     def inbox(self) -> str:
-        """Prefix below which this user, and nobody else, hears answers."""
+        """Prefix below which this user, and no other, receives answers."""
         return f"_INBOX.{self.name}"
 
 
@@ -86,7 +86,7 @@ def users_of(nodes: Iterable[NodeName]) -> list[User]:
 
 
 def allowed(user: User) -> Allowed:
-    """Give the exact lists of a user. ValueError for a role with a node missing or too many."""
+    """Return the exact lists of a user. ValueError for a role with a node missing or too many."""
     if (user.node is not None) != (user.role in ("agent", "gms")):
         raise ValueError(f"{user.role} with node {user.node!r} is no user")
     match user.role:
@@ -105,15 +105,15 @@ def allowed(user: User) -> Allowed:
 
 
 def server_accounts(keys: Sequence[tuple[User, str]]) -> dict[str, Any]:
-    """Give the `accounts` of nats-server, from users and their public nkeys.
+    """Return the `accounts` of nats-server, from users and their public nkeys.
 
-    Viewers have an account apart, which imports exactly what is in their lists. Whoever asks
+    Viewers have an account apart, which imports exactly what is in their lists. A client
     chooses the reply subject, and JetStream answers to any; from an account apart the answer can
     only go back there. It also decides which question a viewer's `get` is.
     """
     viewer = allowed(User("viewer"))
     questions = [subject for subject in viewer.publish if not subject.startswith("$SYS.")]
-    told = [subject for subject in viewer.subscribe if not subject.startswith("_INBOX.")]
+    shared = [subject for subject in viewer.subscribe if not subject.startswith("_INBOX.")]
     guests = [VIEWERS]
     return {
         MAIN: {
@@ -124,7 +124,7 @@ def server_accounts(keys: Sequence[tuple[User, str]]) -> dict[str, Any]:
                     {"service": _BEHIND.get(s, s), "accounts": guests, "response": "stream"}
                     for s in questions
                 ),
-                *({"stream": s, "accounts": guests} for s in told),
+                *({"stream": s, "accounts": guests} for s in shared),
             ],
         },
         VIEWERS: {
@@ -134,7 +134,7 @@ def server_accounts(keys: Sequence[tuple[User, str]]) -> dict[str, Any]:
                     {"service": {"account": MAIN, "subject": _BEHIND.get(s, s)}, "to": s}
                     for s in questions
                 ),
-                *({"stream": {"account": MAIN, "subject": s}} for s in told),
+                *({"stream": {"account": MAIN, "subject": s}} for s in shared),
             ],
         },
     }
@@ -235,7 +235,7 @@ def _viewer() -> Allowed:
 
 
 def _snapshotctl() -> Allowed:
-    """Give what a viewer may, the operator's API, the switches, and what `nats` needs to show."""
+    """Return what a viewer may, the operator's API, the switches, and what `nats` needs to show."""
     viewer = _viewer()
     publish = (
         *viewer.publish,
@@ -249,7 +249,7 @@ def _snapshotctl() -> Allowed:
 
 
 def _consumer(stream: str, durable: str, filter_: str) -> tuple[str, ...]:
-    """Give what one durable needs: to be made with this filter, pulled from, acknowledged."""
+    """Return what one durable needs: to be made with this filter, pulled from, acknowledged."""
     return (
         f"{_API}.CONSUMER.CREATE.{stream}.{durable}.{filter_}",
         f"{_API}.CONSUMER.MSG.NEXT.{stream}.{durable}",
@@ -258,7 +258,7 @@ def _consumer(stream: str, durable: str, filter_: str) -> tuple[str, ...]:
 
 
 def _consumers(stream: str) -> tuple[str, ...]:
-    """Give what consumers of any name need, on a stream where no service depends on one."""
+    """Return what consumers of any name need, on a stream where no service depends on one."""
     return (
         f"{_API}.CONSUMER.CREATE.{stream}",
         f"{_API}.CONSUMER.CREATE.{stream}.>",
@@ -270,5 +270,5 @@ def _consumers(stream: str) -> tuple[str, ...]:
 
 
 def _discovery(service: str) -> tuple[str, ...]:
-    """Give the questions of `nats micro` that a service answers."""
+    """Return the subjects of `nats micro` that a service answers."""
     return ("$SRV.*", f"$SRV.*.{service}", f"$SRV.*.{service}.*")

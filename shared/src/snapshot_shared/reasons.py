@@ -22,7 +22,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "AgentPresent": Reason(
             "The agent of this node says every 10 s that it is there.",
             "Its presence was read from the bucket `snap_nodes`.",
-            "Nothing is to be done; `snapshotctl nodes` says when it was last heard of.",
+            "Nothing is to be done; `snapshotctl nodes` says when it was last seen.",
         ),
         "Captured": Reason(
             "The artifact is committed and may be restored.",
@@ -43,7 +43,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "NoUnknownArtifacts": Reason(
             "All that lies below the artifact root of the node belongs to a SnapshotContent again.",
-            "What belonged to nobody was removed or has an owner.",
+            "What had no owner was removed or has one.",
             "Nothing is to be done.",
         ),
         "Restored": Reason(
@@ -139,7 +139,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "Verifying": Reason(
             "A node reads every byte of the artifact.",
-            "Somebody ran `snapshotctl verify`, or damage was found while it was read.",
+            "A user ran `snapshotctl verify`, or damage was found while it was read.",
             "Wait: `snapshotctl verify NAME` joins it and ends with the result.",
         ),
         "WaitingForCapture": Reason(
@@ -188,7 +188,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "ControlFolderBroken": Reason(
             "The control directory of the worker is not as the agent made it.",
-            "The worker, or somebody in its container, replaced or removed the directory.",
+            "The worker, or another process of its container, replaced or removed the directory.",
             "Correct the worker: it may write into the directory, not replace it. Then start it "
             "again and take a new snapshot.",
         ),
@@ -202,7 +202,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Checkpoints of one identity share one artifact, so `spec.job.podTemplateSpec`, "
             "`spec.job.targetContainerName` and `spec.gpuMemoryService` have to be equal. The "
             "message names the checkpoint and the field.",
-            "Make the field equal, or tell the two apart by `spec.identity.extraParameters`; then "
+            "Make the field equal, or distinguish the two by `spec.identity.extraParameters`; then "
             "`snapshotctl delete dynamocheckpoint NAME`, and apply it again.",
         ),
         "InvalidTargetContainer": Reason(
@@ -212,7 +212,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "JobDeleted": Reason(
             "The Job of the checkpoint was deleted before the capture was done.",
-            "Somebody deleted it by hand.",
+            "A user deleted the object.",
             "`snapshotctl delete dynamocheckpoint NAME`, then apply it again.",
         ),
         "JobNameConflict": Reason(
@@ -233,12 +233,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "PodDeleted": Reason(
             "The pod of the Job is gone.",
-            "Somebody deleted it before the Job had ended.",
+            "A user deleted it before the Job had ended.",
             "Delete the checkpoint and apply it again: `snapshotctl delete dynamocheckpoint NAME`.",
         ),
         "PodNameConflict": Reason(
             "A pod of the name that the Job gives exists and belongs to something else.",
-            "The name follows from the Job's uid, so somebody has made that pod by hand.",
+            "The name follows from the Job's uid, so that pod was created by a user.",
             "`snapshotctl delete pod NAME`, then apply the checkpoint again.",
         ),
         "PodFailed": Reason(
@@ -248,17 +248,17 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "SnapshotContentDeleted": Reason(
             "The content of the snapshot was deleted.",
-            "Somebody deleted the SnapshotContent by hand; the artifact went with it.",
+            "A user deleted the SnapshotContent; the artifact went with it.",
             "Delete the snapshot and take a new one: `snapshotctl delete snapshot NAME`.",
         ),
         "SnapshotContentNameConflict": Reason(
             "A content of the snapshot's name exists and belongs to something else.",
-            "The name follows from the snapshot's uid, so somebody has made that content by hand.",
+            "The name follows from the snapshot's uid, so that content was created by a user.",
             "Delete the snapshot and take a new one: `snapshotctl delete snapshot NAME`.",
         ),
         "SnapshotDeleted": Reason(
             "The Snapshot of the checkpoint was deleted before the capture was done.",
-            "Somebody deleted it by hand.",
+            "A user deleted the object.",
             "`snapshotctl delete dynamocheckpoint NAME`, then apply it again.",
         ),
         "SnapshotNameConflict": Reason(
@@ -300,7 +300,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "the source was.",
         ),
         "Quarantined": Reason(
-            "The artifact was found damaged; nobody begins to restore from it.",
+            "The artifact was found damaged; no restore begins from it.",
             "A load, a restore or a verification found bytes that differ from their digests.",
             "Restore another one (`snapshotctl artifacts ls`); if the storage was repaired, "
             "`snapshotctl verify NAME` lifts it.",
@@ -312,7 +312,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "SnapshotGone": Reason(
             "What the pod shall be restored from was deleted while its worker waited for it.",
-            "Somebody deleted the snapshot or checkpoint after the pod had got its place.",
+            "A user deleted the snapshot or checkpoint after the pod had got its place.",
             "Name another snapshot in `nvidia.com/restore-from`, or start the worker cold.",
         ),
         "SnapshotFailed": Reason(
@@ -325,7 +325,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
     "Artifacts and disks": {
         "ArtifactCorrupt": Reason(
             "Bytes, sizes, names or digests of the artifact differ from its manifest.",
-            "The storage lost or changed data, or somebody wrote into the artifact; part, file "
+            "The storage lost or changed data, or a process wrote into the artifact; part, file "
             "and chunk stand in the message.",
             "Restore another one; repair the storage, then `snapshotctl verify NAME`.",
         ),
@@ -350,7 +350,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "ArtifactMissing": Reason(
             "A part, a file or a manifest of the artifact is not there.",
-            "Somebody removed files below the artifact root, or the storage is not mounted on "
+            "A process removed files below the artifact root, or the storage is not mounted on "
             "that node.",
             "Mount or restore the storage, then `snapshotctl verify NAME`.",
         ),
@@ -417,7 +417,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Look at the kernel's log on that node: `dmesg | tail`, and replace the disk.",
         ),
         "TransferKilled": Reason(
-            "Somebody killed the process that moved the bytes.",
+            "The process that moved the bytes was killed.",
             "Often the kernel did, because memory was short; the signal stands in the message.",
             "Look for it: `dmesg | grep -i oom` on that node; give GMS more memory.",
         ),
@@ -427,20 +427,20 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Restore another one: `snapshotctl artifacts ls`; this one stays in quarantine.",
         ),
         "Unverified": Reason(
-            "Nobody could read all of the artifact; whether it is sound is not known.",
+            "Not all of the artifact could be read; whether it is sound is not known.",
             "The node that read it was lost, or time ran out.",
             "Try again: `snapshotctl verify NAME`.",
         ),
         "UnknownArtifactsFound": Reason(
             "Below the artifact root of a node lies something that belongs to no SnapshotContent.",
             "The store was lost or is another one, `Retain` left an artifact, or something else "
-            "writes there. Nothing was moved, and nobody restores from it.",
+            "writes there. Nothing was moved, and no restore reads it.",
             "`snapshotctl describe node NAME` says how much; with SNAPBACK_QUARANTINE=all the "
             "operator has it moved aside.",
         ),
         "UnknownArtifactsMoved": Reason(
             "What belongs to no SnapshotContent was moved into .quarantine below its root.",
-            "A capture whose content is gone left it, without a root manifest: nobody can read it.",
+            "A capture whose content is gone left it, without a root manifest; nothing reads it.",
             "Look into .quarantine; move a directory back to where its path says, or remove it: "
             "`ls -R ROOT/.quarantine`.",
         ),
@@ -467,7 +467,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Look at the GPU on that node: `nvidia-smi`; in simulation read the log of GMS.",
         ),
         "Fenced": Reason(
-            "A capture holds the device; nobody attaches or commits meanwhile.",
+            "A capture holds the device; attaches and commits wait meanwhile.",
             "The worker asked while it is being captured.",
             "Wait, it is retryable; `snapshotctl get snapshotcontents` shows the capture.",
         ),
@@ -504,14 +504,14 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "StaleLayout": Reason(
             "The committed layout is not the one that the worker knew.",
-            "GMS was restarted, or somebody committed other weights; both hashes stand in the "
+            "GMS was restarted, or a client committed other weights; both hashes stand in the "
             "message.",
             "Load the weights again, or restore the worker: `snapshotctl restore NAME`.",
         ),
         "TooManySessions": Reason(
             "GMS serves as many clients as it may.",
             "Clients were left running, or one process, pod or user opens too many.",
-            "End workers that nobody needs on that node, then try again; it is retryable.",
+            "End workers that are not needed on that node, then try again; it is retryable.",
         ),
         "UnknownDevice": Reason(
             "No such device is served on this node.",
@@ -529,7 +529,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "Aborted": Reason(
             "The work was ended by an abort order or a shutdown.",
-            "Another part of the same capture or restore failed, somebody aborted the capture or "
+            "Another part of the same capture or restore failed, a user aborted the capture or "
             "deleted the object, or the service was stopped.",
             "`snapshotctl explain NAME` shows which order failed first.",
         ),
@@ -555,12 +555,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "Deleted": Reason(
             "The object was deleted during its capture or restore.",
-            "Somebody, or the retention, asked for it.",
+            "A user or the retention requested it.",
             "Nothing is to be done; what was begun is undone.",
         ),
         "InjectedFault": Reason(
-            "A step failed because the fault switch was told so.",
-            "Somebody ran `snapshotctl sim fail` in a local cluster.",
+            "A step failed because the fault switch is set so.",
+            "A user ran `snapshotctl sim fail` in a local cluster.",
             "Disarm it: `snapshotctl sim fail NODE --clear`, then try again.",
         ),
         "InvalidReport": Reason(
@@ -570,17 +570,17 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "NodeCordoned": Reason(
             "The capture waits because nothing new may begin on its node.",
-            "Somebody cordoned the node: `snapshotctl nodes` says SchedulingDisabled.",
+            "A user cordoned the node: `snapshotctl nodes` says SchedulingDisabled.",
             "`snapshotctl uncordon NODE`, or `snapshotctl abort NAME` if it should not wait.",
         ),
         "NodeLost": Reason(
             "The Node object was deleted while the node had work.",
-            "Somebody ran `snapshotctl delete node`, which gives up all that the node owes. A node "
+            "A user ran `snapshotctl delete node`, which gives up all that the node owes. A node "
             "that is only silent loses nothing.",
             "Restore its workers on another node: `snapshotctl restore NAME`.",
         ),
         "NodeSilent": Reason(
-            "Nothing was heard from the pod's node for 90 s; its worker may well run.",
+            "The pod's node was silent for 90 s; its worker may well run.",
             "The machine, the agent or its network is down. The phase of the pod is Unknown; "
             "nothing fails and nothing is ended for that.",
             "See since when: `snapshotctl nodes`. Bring the node back and all goes on; or give it "
@@ -588,16 +588,16 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "NotReady": Reason(
             "Nothing new begins on this node: it is not known to be there with its devices.",
-            "Its agent was not heard of for 30 s, or has not found its GPU memory service yet.",
+            "Its agent was silent for 30 s, or has not found its GPU memory service yet.",
             "`snapshotctl explain NODE`; in a local cluster: `snapshotctl sim restart NODE`.",
         ),
         "OutcomeUnknown": Reason(
-            "A step that must not run twice was interrupted; nobody can tell how it ended.",
+            "A step that must not run twice was interrupted; how it ended is not known.",
             "The service crashed within the step.",
             "The worker was thawed or ended. Take a new snapshot: `snapshotctl checkpoint POD`.",
         ),
         "PresenceMissing": Reason(
-            "Nothing was heard from the agent of this node for more than 30 s.",
+            "The agent of this node was silent for more than 30 s.",
             "The machine, the agent or its network is down; its work is not stopped for that.",
             "Start the agent; in a local cluster: `snapshotctl sim restart NODE`.",
         ),
@@ -608,7 +608,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "SchedulingDisabled": Reason(
             "Nothing new begins on this node; what runs there goes on.",
-            "Somebody cordoned it.",
+            "A user cordoned the node.",
             "Let it take work again: `snapshotctl uncordon NODE`.",
         ),
         "Superseded": Reason(
@@ -669,7 +669,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
     },
     "What was asked for": {
         "AddressInUse": Reason(
-            "A service cannot listen where it was told to.",
+            "A service cannot listen on its address.",
             "Another process has the port.",
             "See which: `ss -ltnp`; change SNAPBACK_HTTP_ADDRESS or end the other one.",
         ),

@@ -73,6 +73,6 @@ async def until_stopped(stop: asyncio.Event, *tasks: Awaitable[None]) -> None:
 
 
 def system_clocks() -> Clocks:
-    """Give the clocks of this machine and its boot id."""
+    """Return the clocks of this machine and its boot id."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return Clocks(time.monotonic, time.time, boot)

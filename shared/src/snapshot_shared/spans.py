@@ -1,8 +1,8 @@
 """Trace context and finished spans as values. Ids of long spans are derived, never remembered.
 
 The operator ends a capture's span minutes after its children have begun, perhaps in another
-process. So the span id of an order or of a whole capture is a hash of its identity, and whoever
-knows the identity can be its child, or end it.
+process. So the span id of an order or of a whole capture is a hash of its identity: any process
+that knows the identity can create child spans, or end the span.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ def parse_traceparent(value: str) -> SpanContext | None:
 
 
 def derived_context(trace_id: str, *identity: str) -> SpanContext:
-    """Give the context of the span with this identity in a trace."""
+    """Return the context of the span with this identity in a trace."""
     return SpanContext(trace_id, short_hash("span", trace_id, *identity, length=16))
 
 
 def derived_trace(*identity: str) -> str:
-    """Give the trace id of work that nobody started with a trace of his own."""
+    """Return the trace id of work that began without a trace."""
     return short_hash("trace", *identity, length=32)
 
 
 def order_context(traceparent: str, order: str, attempt: int) -> SpanContext | None:
-    """Give the context of an order's own span: the parent of every step of it."""
+    """Return the context of an order's own span: the parent of every step of it."""
     parent = parse_traceparent(traceparent)
     return derived_context(parent.trace_id, order, str(attempt)) if parent else None
 

@@ -104,7 +104,7 @@ def find(step: str, *, verb: str = "", service: str = "") -> list[Place]:
 
 
 def all_names() -> frozenset[str]:
-    """Give every name that a span of the product may have: steps, orders and the rest."""
+    """Return every name that a span of the product may have: steps, orders and the rest."""
     found = set(OPERATOR_STEPS) | set(GMS_STEPS)
     found.update(order_span(verb) for verb in STEPS)
     for service, verbs in VERBS_OF.items():

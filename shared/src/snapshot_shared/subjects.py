@@ -27,7 +27,7 @@ _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 
 
 def family(subject: str) -> str:
-    """Give the first two words of a subject: what kind of message it is, of few kinds."""
+    """Return the first two words of a subject: what kind of message it is, of few kinds."""
     return ".".join(subject.split(".")[:2])
 
 
@@ -60,7 +60,7 @@ def durable(node: NodeName, service: str) -> str:
 
 
 def elections(stream: str, durable_name: str) -> str:
-    """Subject on which the servers tell that a durable has a new leader."""
+    """Subject on which the servers publish that a durable has a new leader."""
     return f"$JS.EVENT.ADVISORY.CONSUMER.LEADER_ELECTED.{stream}.{durable_name}"
 
 

@@ -51,9 +51,9 @@ async def heeding(work: Awaitable[T]) -> T:
 
 
 async def over(*works: asyncio.Future[Any]) -> None:
-    """Return when all are done. Whoever cancels meanwhile, however often, waits for that, too.
+    """Return when all are done. A cancellation meanwhile, however often, waits for that, too.
 
-    What they raise is for whoever asks them.
+    What they raise is left in them.
     """
     cancelled: asyncio.CancelledError | None = None
     while pending := [work for work in works if not work.done()]:
@@ -62,7 +62,7 @@ async def over(*works: asyncio.Future[Any]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     for work in works:
-        # Or else asyncio logs what nobody asks for.
+        # Retrieve the exception, or asyncio logs it.
         work.cancelled() or work.exception()
     if cancelled is not None:
         raise cancelled

@@ -159,7 +159,7 @@ class Telemetry:
             self._export.add(record)
 
     async def publish_to(self, bus: Bus) -> None:
-        """Send finished spans to the SPANS stream, for ever."""
+        """Send finished spans to the SPANS stream."""
         while True:
             await self._outbox.filled.wait()
             self._outbox.filled.clear()
@@ -204,7 +204,7 @@ def _set(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
 
 
 def current_traceparent() -> str:
-    """Give the traceparent of the span around the caller, or an empty string."""
+    """Return the traceparent of the span around the caller, or an empty string."""
     return _CURRENT.get()
 
 

@@ -21,7 +21,7 @@ class TransitionTable(Generic[S, E]):
         self.rows = dict(rows)
 
     def next(self, state: S, event: E) -> S:
-        """Give the state after `event`. InvalidTransition with both when there is none."""
+        """Return the state after `event`. InvalidTransition with both when there is none."""
         try:
             return self.rows[(state, event)]
         except KeyError:
@@ -32,11 +32,11 @@ class TransitionTable(Generic[S, E]):
             ) from None
 
     def allows(self, state: S, event: E) -> bool:
-        """Say whether `event` has a row for `state`."""
+        """Whether `event` has a row for `state`."""
         return (state, event) in self.rows
 
     def terminal(self) -> frozenset[S]:
-        """Give the states that are reached and never left."""
+        """Return the states that are reached and never left."""
         left = {state for state, _ in self.rows}
         return frozenset(target for target in self.rows.values() if target not in left)
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.restore import restore_for
-from snapshot_operator.core.retention import DAY_S, Holdings, Limits, Verdict, judged
+from snapshot_operator.core.retention import DAY_S, Decision, Holdings, Limits, judged
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared.api import RetentionRequest
 from snapshot_shared.ids import derived_uid
@@ -78,7 +78,7 @@ def contents(*names: str, pod: str = "worker", namespace: str = "default") -> li
     return [content_of(name, namespace, pod, age) for name, age in zip(names, ages, strict=True)]
 
 
-def let_go(holdings: Holdings, limits: Limits, now: float) -> list[Verdict]:
+def let_go(holdings: Holdings, limits: Limits, now: float) -> list[Decision]:
     return [verdict for verdict in judged(holdings, limits, now) if verdict.goes]
 
 

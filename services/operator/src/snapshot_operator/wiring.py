@@ -20,7 +20,7 @@ from snapshot_operator.local.presence import PresenceFollower
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.interpreter import Interpreter
 from snapshot_operator.runtime.manager import Manager
-from snapshot_operator.runtime.nats import Announcer, NatsOrders
+from snapshot_operator.runtime.nats import ChangePublisher, NatsOrders
 from snapshot_operator.runtime.reports import Reports
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.sweep import Sweep
@@ -83,8 +83,8 @@ async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> No
     manager = Manager(cluster, CONTROLLERS, interpreter, now, given.jitter, metrics)
     sweep = Sweep(cluster, orders, manager, interpreter.unpublished, now, metrics)
     retention = Retention(cluster, given.limits, now)
-    announcer = Announcer(bus, given.new_id(), is_mirroring=given.is_mirrored)
-    cluster.subscribe(announcer.watcher)
+    changes = ChangePublisher(bus, given.new_id(), is_mirroring=given.is_mirrored)
+    cluster.subscribe(changes.watcher)
     answers = (
         Api(cluster, retention, clocks.wall, given.new_id).endpoints()
         | Operations(
@@ -99,7 +99,7 @@ async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> No
         stop,
         bus.keep_assets(),
         given.telemetry.publish_to(bus),
-        announcer.run(),
+        changes.run(),
         manager.run(),
         sweep.run(bus.reconnections(), tidy),
         count_objects(cluster, metrics),
@@ -116,7 +116,7 @@ def encoded_schemas() -> dict[str, bytes]:
 
 
 async def _publish_schemas(bus: Bus) -> None:
-    """Put the JSON Schema of every message where people find it, then wait for ever."""
+    """Put the JSON Schema of every message where people find it, then wait."""
     try:
         known = await bus.entries(subjects.SCHEMAS_BUCKET)
         for key, schema in encoded_schemas().items():

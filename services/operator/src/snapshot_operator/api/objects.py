@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.core.content import content_behind
-from snapshot_operator.core.retention import Verdict
+from snapshot_operator.core.retention import Decision
 from snapshot_operator.runtime.cluster import Cluster, key_of
 from snapshot_operator.runtime.upkeep import Retention
 from snapshot_shared.api import (
@@ -183,7 +183,7 @@ class Api:
         return VerifyReply(content=name, verification=status.verified + 1)
 
     async def retention(self, request: RetentionRequest) -> RetentionReply:
-        """Say what goes now and why each other artifact stays; do it first when that is asked."""
+        """Return what goes now and why the other artifacts stay; delete first if requested."""
         if request.run:
             await self._retention.run()
         limits = self._retention.limits
@@ -291,7 +291,7 @@ def _prepared(value: AnyObject, traceparent: str) -> AnyObject:
     return changed  # type: ignore[no-any-return]
 
 
-def _retained(verdict: Verdict) -> Retained:
+def _retained(verdict: Decision) -> Retained:
     meta, committed = verdict.value.metadata, verdict.content.status.committed
     return Retained(
         kind=kind_of(verdict.value).name,

@@ -67,7 +67,7 @@ def with_truth(
 def ready(
     conditions: list[Condition], owner: AnyObject, now: float, reason: str, message: str
 ) -> list[Condition]:
-    """Say that it is done."""
+    """Return the conditions of what is done."""
     return with_conditions(
         conditions, owner, now, ("Ready", True, reason, message), ("Failed", False, reason, "")
     )
@@ -76,9 +76,9 @@ def ready(
 def mirrored(
     conditions: list[Condition], owner: AnyObject, now: float, ready: Condition
 ) -> list[Condition]:
-    """Say that it was captured, and what `Ready` says there of what was captured.
+    """Return the conditions of what was captured, with `ready` as its condition `Ready`.
 
-    That it was captured stays true when the artifact is found damaged, even if nobody looked
+    That it was captured stays true when the artifact is found damaged, even if it was not verified
     while it was ready.
     """
     return with_conditions(
@@ -93,14 +93,14 @@ def mirrored(
 def pending(
     conditions: list[Condition], owner: AnyObject, now: float, reason: str, message: str
 ) -> list[Condition]:
-    """Say what is being waited for."""
+    """Return the conditions of what waits."""
     return with_conditions(conditions, owner, now, ("Ready", False, reason, message))
 
 
 def failed(
     conditions: list[Condition], owner: AnyObject, now: float, failure: Failure
 ) -> list[Condition]:
-    """Say what went wrong and what to do."""
+    """Return the conditions of what failed: what went wrong and what to do."""
     message = failure.message.rstrip(".")
     if failure.next_step:
         message += f". Next: {failure.next_step}"
@@ -116,7 +116,7 @@ def failed(
 def captured(
     conditions: list[Condition], owner: AnyObject, committed: Committed | None, now: float
 ) -> list[Condition]:
-    """Say that an artifact is committed and may be used."""
+    """Return the conditions of an artifact that is committed and may be used."""
     if committed is None:
         return conditions
     size, digest = committed.bytes, committed.root_digest

@@ -162,7 +162,7 @@ def is_late(item: OrderStatus, now: float) -> bool:
 def resumed(orders: Sequence[OrderStatus], started_at: float, now: float) -> list[OrderStatus]:
     """Return orders with the deadlines that an operator which started at a time judges them by.
 
-    While it was away it heard no answers, so that none is late before they could come in; and a
+    While it was away it received no answers, so that none is late before it could arrive; and a
     clock that was set back meanwhile gives no order more than its whole time again.
     """
     return [

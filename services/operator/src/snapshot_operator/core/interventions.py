@@ -66,7 +66,7 @@ def sent_again(
     if not mine:
         raise NotEligible(
             f"{name} has never ordered {order_id}",
-            next_step="nobody waits for it; leave the dead letter as it is",
+            next_step="nothing waits for it; leave the dead letter as it is",
         )
     current = max(mine, key=lambda item: item.attempt)
     if fold.is_answered(current):

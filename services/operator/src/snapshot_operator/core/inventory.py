@@ -2,7 +2,7 @@
 
 The agent lists its root first and the store is read after that. A content is in the store before
 anything of it is on a disk, and its uid never comes again; so what is unknown now stays unknown,
-unless somebody imports it: an artifact that is named while an agent moves it is missing then.
+unless it is imported: an artifact that is named while an agent moves it is missing then.
 Only age speaks for what a store does not know: the store may be another one than that of the
 artifacts, or have been lost.
 """
@@ -55,7 +55,7 @@ def _verdict(item: FoundGeneration, contents: Iterable[SnapshotContent], policy:
 
 
 def _may_hold(content: SnapshotContent, item: FoundGeneration) -> bool:
-    """Say whether a generation is that of an attempt; there may be more until the capture ends."""
+    """Whether a generation is that of an attempt; there may be more until the capture ends."""
     if item.namespace != content.spec.source.namespace:
         return False
     if content.spec.source.artifact is not None:

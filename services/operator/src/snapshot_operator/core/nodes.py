@@ -27,7 +27,7 @@ def known(reader: Reader, names: Iterable[str]) -> frozenset[str]:
 
 
 def is_silent(found: Node | None) -> bool:
-    """Whether a node that is there has not been heard of for so long that nothing waits for it."""
+    """Whether a node that is there has been silent for so long that nothing waits for it."""
     return found is not None and is_true(found.status.conditions, "Lost")
 
 

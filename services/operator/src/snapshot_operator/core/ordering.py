@@ -112,7 +112,7 @@ def renewed(
 
 
 def order_span(parent: str, order: str, attempt: int) -> str:
-    """Give the traceparent of the operator's span for one order; empty without a trace."""
+    """Return the traceparent of the operator's span for one order; empty without a trace."""
     context = parse_traceparent(parent)
     if context is None:
         return ""

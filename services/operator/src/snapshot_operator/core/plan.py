@@ -41,7 +41,7 @@ class Reader(Protocol):
         ...
 
     def peek_index(self, index: str, value: str) -> list[AnyObject]:
-        """Return the same, and wake nobody: for what is only preferred, not waited for."""
+        """Return the same, but wake nothing: for what is preferred and not waited for."""
         ...
 
     def is_first(self, index: str, value: str, me: AnyObject) -> bool:

@@ -143,13 +143,13 @@ def _judged(content: SnapshotContent, item: OrderStatus, now: float) -> Snapshot
     if attempt := fold.superseding(item):
         return replace(status, verifications=attempt + 1, verified=attempt)
     if failure.reason not in DAMAGE:
-        told = _shown(content, "Unknown", failure.reason, failure.message, now)
-        return replace(told, verified=item.attempt)
+        shown = _shown(content, "Unknown", failure.reason, failure.message, now)
+        return replace(shown, verified=item.attempt)
     finder = "a verification"
     marked = replace(content, status=quarantined(content, item, finder, now))
     message = _finding(item, failure, finder)
-    told = _shown(marked, "False", failure.reason, message, now)
-    return replace(told, verified=item.attempt)
+    shown = _shown(marked, "False", failure.reason, message, now)
+    return replace(shown, verified=item.attempt)
 
 
 def _passed(content: SnapshotContent, item: OrderStatus, now: float) -> SnapshotContentStatus:
@@ -158,8 +158,8 @@ def _passed(content: SnapshotContent, item: OrderStatus, now: float) -> Snapshot
         # Damage was found while this one read: what it says may be of before.
         return replace(status, verifications=item.attempt + 1, verified=item.attempt)
     size = status.committed.bytes if status.committed is not None else 0
-    told = _shown(content, "True", "DigestsMatch", f"{item.node} read {size} bytes", now)
-    done = replace(told, verified=item.attempt)
+    shown = _shown(content, "True", "DigestsMatch", f"{item.node} read {size} bytes", now)
+    done = replace(shown, verified=item.attempt)
     if not is_quarantined(content):
         return done
     lifted = conditions.with_conditions(

@@ -311,7 +311,7 @@ def _moved(
 def _pending(view: RestoreView, now: float) -> Plan:
     """Name a content, wait for the pod to be placed, then to be registered as a reader.
 
-    One that has no place yet is no reader: it may wait for ever, and would keep the artifact.
+    One that has no place yet is no reader: it may wait without limit, and would keep the artifact.
     """
     restore, status, content = view.restore, view.restore.status, view.content
     if not status.content_name:

@@ -61,7 +61,7 @@ class Holdings(NamedTuple):
         )
 
 
-class Verdict(NamedTuple):
+class Decision(NamedTuple):
     """Whether an artifact goes now with the object that stands for it, and why, or why it stays."""
 
     value: DynamoCheckpoint | Snapshot
@@ -96,7 +96,7 @@ class _Artifact(NamedTuple):
         return (self.content.metadata.creation_timestamp, self.content.metadata.name)
 
 
-def judged(holdings: Holdings, limits: Limits, now: float) -> list[Verdict]:
+def judged(holdings: Holdings, limits: Limits, now: float) -> list[Decision]:
     """Judge every captured artifact, the oldest first; `now` is seconds since the epoch.
 
     What is needed or may be needed stays, whatever the limits are, and counts: what has readers,
@@ -112,7 +112,7 @@ def judged(holdings: Holdings, limits: Limits, now: float) -> list[Verdict]:
         if source_of(pod) and pod.metadata.uid not in ended
     }
     pods = _Pods(frozenset(pod.metadata.uid for pod in running), frozenset(asked))
-    verdicts: list[Verdict] = []
+    verdicts: list[Decision] = []
     for namespace in dict.fromkeys(artifact.namespace for artifact in found):
         here = [artifact for artifact in found if artifact.namespace == namespace]
         verdicts += _of_namespace(here, pods, limits, now)
@@ -128,19 +128,19 @@ class _Pods(NamedTuple):
 
 def _of_namespace(
     here: Sequence[_Artifact], pods: _Pods, limits: Limits, now: float
-) -> list[Verdict]:
+) -> list[Decision]:
     count, size = len(here), sum(artifact.bytes for artifact in here)
     newest = {a.identity: a.content.metadata.uid for a in here if _is_usable(a)}
-    verdicts: list[Verdict] = []
+    verdicts: list[Decision] = []
     for artifact in here:
         why = _excess(artifact, count, size, limits, now)
         is_newest = newest.get(artifact.identity) == artifact.content.metadata.uid
         need = "it is the newest usable one of its identity" if is_newest else ""
         stays = need or _need(artifact, pods) or (not why and "it is within the limits")
         if stays:
-            verdicts.append(Verdict(artifact.value, artifact.content, goes=False, why=stays))
+            verdicts.append(Decision(artifact.value, artifact.content, goes=False, why=stays))
             continue
-        verdicts.append(Verdict(artifact.value, artifact.content, goes=True, why=why))
+        verdicts.append(Decision(artifact.value, artifact.content, goes=True, why=why))
         count, size = count - 1, size - artifact.bytes
     return verdicts
 

@@ -42,7 +42,7 @@ class FileLock:
 
 
 async def _locked(descriptor: int) -> None:
-    """Wait in a thread, which has a descriptor of its own: it cannot be told to stop waiting."""
+    """Wait in a thread, which has a descriptor of its own: flock cannot be interrupted there."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     own = os.dup(descriptor)
 

@@ -272,7 +272,7 @@ def _restore_wait(view: PodView) -> str:
 
 
 def _wait(pod: Pod, reason: str, message: str, now: float, *, is_kept: bool = False) -> Plan:
-    """Say what a pod waits for; what it has said already may be kept."""
+    """Return the status with what a pod waits for; an equal message is kept."""
     if is_kept and pod.status.reason:
         return NOTHING
     waiting = conditions.with_conditions(

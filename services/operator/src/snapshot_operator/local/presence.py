@@ -45,7 +45,7 @@ class PresenceFollower:
         self._last_seen: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Follow presence, for ever."""
+        """Follow presence until it is cancelled."""
         again = self._bus.reconnections()
         async with self._bus.listening(f"$KV.{subjects.NODES_BUCKET}.>") as changes:
             while True:
@@ -84,7 +84,7 @@ class PresenceFollower:
         )
 
     async def _follow(self, changes: asyncio.Queue[Delivery]) -> None:
-        """Fold each presence as it is written, without reading the bucket; for ever."""
+        """Fold each presence as it is written, without reading the bucket."""
         while True:
             delivery = await changes.get()
             try:

@@ -94,7 +94,7 @@ def _selection(pod: Pod) -> str:
 
 
 def _refusal(node: Node, wanted: int, vector: Sequence[VectorEntry]) -> Failure | None:
-    """Say why a node can never hold the artifact, with both values."""
+    """Return why a node can never hold the artifact, with both values."""
     needed = [entry.layout for entry in vector if entry.layout is not None]
     if vector and wanted != len(needed):
         return Failure(

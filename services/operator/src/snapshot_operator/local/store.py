@@ -300,7 +300,7 @@ class SqliteStore:
 
 @contextlib.contextmanager
 def _opening(path: Path | None) -> Iterator[None]:
-    """Say what is wrong with a file that cannot be opened as a store."""
+    """Return what is wrong with a file that cannot be opened as a store."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -313,11 +313,11 @@ def _opening(path: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Give the errors of SQLite that are not our defects their names."""
+    """Raise the errors of SQLite that are no defects of ours as errors of our own."""
     try:
         yield
     except sqlite3.OperationalError as error:
-        # The low byte is the kind; the rest tells more of it.
+        # The low byte is the kind; the rest is the extended code.
         match error.sqlite_errorcode & 0xFF:
             case sqlite3.SQLITE_BUSY:
                 raise StoreBusy("another process has the object store open and writes") from error
@@ -331,7 +331,7 @@ def _translated() -> Iterator[None]:
 
 
 def _readable(value: AnyObject) -> bytes:
-    """Encode what can be read again; anything else would close the store for ever."""
+    """Encode what can be read again; anything else would make the store unreadable."""
     try:
         body = encode_json(value)
         _DECODERS[kind_of(value).name].decode(body)

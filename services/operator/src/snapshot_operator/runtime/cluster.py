@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
 
 Interest = tuple[str, ...]
-"""What somebody has read: an object by its key, a uid, or a value of an index."""
+"""What a decision has read: an object by its key, a uid, or a value of an index."""
 
 Watcher = Callable[[AnyObject | None, AnyObject | None], None]
 """Gets an object before and after a change; None where it was or is not there."""
@@ -338,7 +338,7 @@ class Tracker:
         return self._cluster.by_index(index, value)
 
     def peek_index(self, index: str, value: str) -> list[AnyObject]:
-        """Return the objects under a value of an index, and wake nobody for them."""
+        """Return the objects under a value of an index; their changes wake nothing."""
         return self._cluster.by_index(index, value)
 
     def is_first(self, index: str, value: str, me: AnyObject) -> bool:

@@ -125,7 +125,7 @@ class Manager:
             self.enqueue(key)
 
     async def run(self) -> None:
-        """Decide about every object once, then about those that something has woken, for ever."""
+        """Decide about every object once, then about those that something wakes."""
         self.resync()
         try:
             while True:

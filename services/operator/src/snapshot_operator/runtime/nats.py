@@ -118,7 +118,7 @@ class NatsOrders:
             await self._bus.delete(subjects.ORDERS, found[0])
 
 
-class Announcer:
+class ChangePublisher:
     """Publishes every change on `snap.event.…` and keeps the mirror for people up to date."""
 
     def __init__(self, bus: Bus, source: str = "", *, is_mirroring: bool = True) -> None:
@@ -139,7 +139,7 @@ class Announcer:
         self._filled.set()
 
     async def run(self) -> None:
-        """Publish changes, oldest first, for ever; what cannot be published is left out."""
+        """Publish changes, oldest first; what cannot be published is left out."""
         while True:
             await self._filled.wait()
             self._filled.clear()

@@ -52,12 +52,12 @@ class WorkQueue:
         return key
 
     def done(self, key: Key, *, after_s: float | None = None) -> None:
-        """Give a key back that went well, and have it decided about again after a time."""
+        """Release a key that went well; it is due again after a time."""
         self._failures.pop(key, None)
         self._release(key, after_s)
 
     def failed(self, key: Key) -> None:
-        """Give a key back that has to be tried again, after a time that grows with each failure."""
+        """Release a key that is tried again, after a time that grows with each failure."""
         count = self._failures[key] = self._failures.get(key, 0) + 1
         longest = min(FIRST_RETRY_S * 2 ** min(count - 1, 16), MAX_RETRY_S)
         # Those that failed together do not come again together.

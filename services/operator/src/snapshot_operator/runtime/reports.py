@@ -55,7 +55,7 @@ class Reports:
         self._acks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Take reports in the order of the stream, for ever. None of them can end this."""
+        """Take reports in the order of the stream. No report can end this."""
         async for delivery in self._bus.consume(
             subjects.REPORTS, DURABLE, "snap.report.>", ack_wait_s=ACK_WAIT_S
         ):

@@ -55,7 +55,7 @@ class Sweep:
         metrics.observe(instruments.SWEEP_AGE, lambda: {(): time.monotonic() - self._swept})
 
     async def run(self, again: asyncio.Event, also: Callable[[], Awaitable[None]]) -> None:
-        """Sweep, then do `also`, for ever. `again` is set by a reconnection."""
+        """Sweep, then do `also`, until it is cancelled. `again` is set by a reconnection."""
         while True:
             try:
                 await self.once()

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from snapshot_operator.core.census import Census, census
-from snapshot_operator.core.retention import Holdings, Limits, Verdict, judged
+from snapshot_operator.core.retention import Decision, Holdings, Limits, judged
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared import instruments
 from snapshot_shared.errors import Conflict, NoSpace, NotFound, StoreBusy
@@ -29,7 +29,7 @@ class Retention:
         self.limits = limits
         self._now = now
 
-    def judged(self) -> list[Verdict]:
+    def judged(self) -> list[Decision]:
         """Judge every captured artifact: whether it goes now, and why, or why it stays."""
         return judged(Holdings.of(self._cluster.all), self.limits, self._now())
 
@@ -54,7 +54,7 @@ class Retention:
 
 
 async def count_objects(cluster: Cluster, metrics: Metrics) -> None:
-    """Count what the store holds, where metrics are read: every 10 s, for ever."""
+    """Count what the store holds, where metrics are read: every 10 s."""
     last: Census | None = None
     metrics.observe(instruments.OBJECTS, lambda: last.objects if last else {})
     metrics.observe(instruments.NODES, lambda: last.nodes if last else {})
