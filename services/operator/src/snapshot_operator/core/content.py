@@ -262,28 +262,62 @@ def _is_owed(content: SnapshotContent, now: float) -> bool:
     )
 
 
-def _deletion(view: ContentView, now: float) -> Plan:
-    """End a content: the worker is let go, readers end, the artifact is removed."""
+# What is left to do before a content that is deleted may go: the first of these that holds.
+
+
+def _unreleased(view: ContentView, now: float) -> Plan | None:
     content, status = view.content, view.content.status
-    if status.capture is Capture.READY and _is_held(content):
-        order = ordering.release(content, status.traceparent, now)
-        return content_plan(content, replace(status, orders=[*status.orders, order]), now)
+    if status.capture is not Capture.READY or not _is_held(content):
+        return None
+    order = ordering.release(content, status.traceparent, now)
+    return content_plan(content, replace(status, orders=[*status.orders, order]), now)
+
+
+def _uncleaned(view: ContentView, now: float) -> Plan | None:
     owed = [
         item
-        for item in status.orders
+        for item in view.content.status.orders
         if item.verb in ("release", "abort") and not fold.is_done(item)
     ]
-    if owed:
-        verbs = ", ".join(f"{item.verb} on {item.node}" for item in owed)
-        return _deletion_waits(content, "CleaningOwed", f"waits for {verbs}", now)
-    if status.readers:
-        message = f"restored by {', '.join(status.readers)}"
-        return _deletion_waits(content, "ReadersRegistered", message, now)
-    if _is_owed(content, now):
-        return content_plan(content, status, now)
-    keep = status.committed if content.spec.deletion_policy == "Retain" else None
+    if not owed:
+        return None
+    verbs = ", ".join(f"{item.verb} on {item.node}" for item in owed)
+    return _deletion_waits(view.content, "CleaningOwed", f"waits for {verbs}", now)
+
+
+def _read(view: ContentView, now: float) -> Plan | None:
+    readers = view.content.status.readers
+    if not readers:
+        return None
+    message = f"restored by {', '.join(readers)}"
+    return _deletion_waits(view.content, "ReadersRegistered", message, now)
+
+
+def _written(view: ContentView, now: float) -> Plan | None:
+    content = view.content
+    return content_plan(content, content.status, now) if _is_owed(content, now) else None
+
+
+def _unremoved(view: ContentView, now: float) -> Plan | None:
+    status = view.content.status
+    keep = status.committed if view.content.spec.deletion_policy == "Retain" else None
     left = [n for n in status.generations if keep is None or n != keep.generation]
-    return _remove(view, left[0], now) if left else Plan((Finalize(content),))
+    return _remove(view, left[0], now) if left else None
+
+
+_DELETION: tuple[Callable[[ContentView, float], Plan | None], ...] = (
+    _unreleased,
+    _uncleaned,
+    _read,
+    _written,
+    _unremoved,
+)
+
+
+def _deletion(view: ContentView, now: float) -> Plan:
+    """End a content: the worker is let go, readers end, the artifact is removed."""
+    left = (plan for step in _DELETION if (plan := step(view, now)) is not None)
+    return next(left, Plan((Finalize(view.content),)))
 
 
 def _deletion_waits(content: SnapshotContent, reason: str, message: str, now: float) -> Plan:

@@ -106,15 +106,14 @@ def verification(content: SnapshotContent, node: str | Wait, now: float) -> Snap
     last = _last(status)
     if last is not None and not _is_judged(status, last):
         return _judged(content, last, now)
-    if status.verifications <= status.verified:
-        return status
-    if last is not None and last.attempt == status.verifications:
-        return status
-    if status.committed is None:
+    committed = status.committed
+    is_wanted = status.verifications > status.verified
+    is_ordered = last is not None and last.attempt == status.verifications
+    if committed is None or not is_wanted or is_ordered:
         return status
     if isinstance(node, Wait):
         return _shown(content, "Unknown", node.reason, node.message, now)
-    order = ordering.verify(content, status.committed, node, now, attempt=status.verifications)
+    order = ordering.verify(content, committed, node, now, attempt=status.verifications)
     begun = _shown(content, "Unknown", "Verifying", f"{node} reads all bytes", now)
     others = [item for item in status.orders if item.verb != "verify"]
     return replace(begun, orders=[*others, order])
