@@ -47,7 +47,7 @@ from snapshot_shared.orders import (
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.spans import message_attributes, order_context
 from snapshot_shared.steps import message_span
-from snapshot_shared.tasks import end_all
+from snapshot_shared.tasks import any_set, end_all
 from snapshot_shared.telemetry import Telemetry, working_on
 
 __all__ = ["Courier", "Handler", "OrderContext", "Result"]
@@ -55,7 +55,7 @@ __all__ = ["Courier", "Handler", "OrderContext", "Result"]
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.5
-RETELL_S = 3600.0
+REPEAT_S = 3600.0
 """How old an order's last report may be to be published again after a reconnection, in seconds."""
 LIFE_SIGNS_EVERY_S = 600.0
 """How often the life signs of the last two such periods are published again, in seconds."""
@@ -166,7 +166,7 @@ class Courier:
         tasks = (
             asyncio.create_task(self._deliver(), name="outbox"),
             asyncio.create_task(self._take(), name="intake"),
-            asyncio.create_task(self._retell(), name="retelling"),
+            asyncio.create_task(self._resend(), name="resending"),
             asyncio.create_task(self.book.journal.until_broken(), name="journal"),
         )
         try:
@@ -379,7 +379,7 @@ class Courier:
             return False
         return True
 
-    async def _retell(self) -> None:
+    async def _resend(self) -> None:
         """After a reconnection report again what was reported lately, and life signs regularly.
 
         A server that lost its store has lost reports that it had acknowledged, perhaps before
@@ -388,14 +388,12 @@ class Courier:
         """
         again = self.bus.reconnections()
         while True:
-            try:
-                await asyncio.wait_for(again.wait(), LIFE_SIGNS_EVERY_S)
-            except TimeoutError:
+            if await any_set(LIFE_SIGNS_EVERY_S, again):
+                again.clear()
+                self.book.queue_since(self.book.clocks.wall() - REPEAT_S)
+            else:
                 since = self.book.clocks.wall() - 2 * LIFE_SIGNS_EVERY_S
                 self.book.queue_since(since, LIFE_SIGNS)
-            else:
-                again.clear()
-                self.book.queue_since(self.book.clocks.wall() - RETELL_S)
 
     async def _publish(self, report: Report, *, again: str = "") -> None:
         payload = encode_json(report)

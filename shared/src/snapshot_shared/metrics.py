@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from snapshot_shared import instruments
 from snapshot_shared.errors import failure_of
 from snapshot_shared.instruments import Instrument, Shape
+from snapshot_shared.tasks import any_set
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -224,12 +225,11 @@ class Metrics:
             self._provider.shutdown()
 
     async def _look(self) -> None:
-        never, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         pushed_at = loop.time()
         while True:
             began = loop.time()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(never.wait(), LOOK_EVERY_S)
+            await any_set(LOOK_EVERY_S)
             late = max(loop.time() - began - LOOK_EVERY_S, 0.0)
             self.record(instruments.LOOP_DELAY, late)
             if loop.time() - pushed_at >= EXPORT_EVERY_S:

@@ -16,10 +16,21 @@ T = TypeVar("T")
 
 
 async def yield_turn() -> None:
-    """Let whatever else is ready run first."""
+    """Let other tasks that are ready run first."""
     turn = asyncio.Event()
     asyncio.get_running_loop().call_soon(turn.set)
     await turn.wait()
+
+
+async def any_set(within_s: float, *events: asyncio.Event) -> bool:
+    """Wait until an event is set, or for `within_s` seconds. Return whether one was set in time."""
+    waiters = [asyncio.ensure_future(event.wait()) for event in events or (asyncio.Event(),)]
+    try:
+        done, _ = await asyncio.wait(waiters, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for waiter in waiters:
+            waiter.cancel()
+    return bool(done)
 
 
 async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:

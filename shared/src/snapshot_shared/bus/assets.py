@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -22,6 +20,7 @@ from nats.js.api import (
 from snapshot_shared import subjects
 from snapshot_shared.bus.connection import REQUEST_S, Connection, translated, unavailable
 from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)
 
@@ -210,8 +209,7 @@ class Assets(Connection):
             except BusUnavailable as error:
                 log.warning("cannot ensure streams and buckets: %s", error)
                 rest_s = ENSURE_AGAIN_S
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(again.wait(), rest_s)
+            await any_set(rest_s, again)
             again.clear()
 
 

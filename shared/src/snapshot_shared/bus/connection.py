@@ -30,6 +30,7 @@ from snapshot_shared.errors import (
     SnapbackError,
 )
 from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)
 
@@ -163,14 +164,12 @@ class Connection:
                 await self._rebuild()
 
     async def _rebuild(self) -> None:
-        never = asyncio.Event()
         while not self._closing:
             try:
                 await self._open(patiently=True)
             except (SnapbackError, nats.errors.Error, OSError, ValueError) as error:
                 log.warning("no new NATS connection yet: %s", error)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(never.wait(), RETRY_S)
+                await any_set(RETRY_S)
             else:
                 self._notify_reconnected()
                 return
@@ -219,8 +218,7 @@ class Connection:
 
     async def pause(self, again: asyncio.Event) -> None:
         """Wait before another try: until a reconnection (`again`), or half a second."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(again.wait(), RETRY_S)
+        await any_set(RETRY_S, again)
         again.clear()
         await self.wait_connected()
 

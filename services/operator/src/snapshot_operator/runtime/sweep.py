@@ -21,6 +21,7 @@ from snapshot_shared.errors import BusUnavailable, Conflict, InvalidName, StoreB
 from snapshot_shared.ids import check_order_id, owner_of
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects import KINDS, OrderStatus
+from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class Sweep:
 
     async def _rest(self, again: asyncio.Event) -> None:
         """Wait for a reconnection or 30 s; or RETRY_S, when an order could not be published."""
-        if not await _any_set(RETRY_S, again):
-            await _any_set(EVERY_S - RETRY_S, again, self._unpublished)
+        if not await any_set(RETRY_S, again):
+            await any_set(EVERY_S - RETRY_S, again, self._unpublished)
         again.clear()
         self._unpublished.clear()
 
@@ -131,14 +132,3 @@ class Sweep:
             await self._orders.publish(order)
         except Conflict as error:
             log.warning("sweep: %s", error)
-
-
-async def _any_set(within_s: float, *events: asyncio.Event) -> bool:
-    """Wait until an event is set; False when none was in time."""
-    waiters = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        done, _ = await asyncio.wait(waiters, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for waiter in waiters:
-            waiter.cancel()
-    return bool(done)

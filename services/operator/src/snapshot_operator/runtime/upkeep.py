@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from snapshot_shared import instruments
 from snapshot_shared.errors import Conflict, NoSpace, NotFound, StoreBusy
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.objects import KINDS, kind_of
+from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,7 @@ async def count_objects(cluster: Cluster, metrics: Metrics) -> None:
     metrics.observe(instruments.NODES, lambda: last.nodes if last else {})
     metrics.observe(instruments.READERS, lambda: {(): last.readers} if last else {})
     metrics.observe(instruments.QUARANTINED, lambda: {(): last.quarantined} if last else {})
-    never = asyncio.Event()
     while metrics.is_on:
         last = census(value for kind in KINDS for value in cluster.all(kind))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(never.wait(), COUNT_EVERY_S)
-    await never.wait()
+        await any_set(COUNT_EVERY_S)
+    await asyncio.Event().wait()
