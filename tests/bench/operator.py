@@ -215,12 +215,12 @@ async def read(path: Path) -> dict[str, float]:
     sync_s = spent() - began
     memory = rss_mb()
     manager.resync()
-    await manager.settle()
+    await manager.drain()
     rounds = 3
     began, before = spent(), manager.reconciles
     for _ in range(rounds):
         manager.resync()
-        await manager.settle()
+        await manager.drain()
     noop = (manager.reconciles - before) / (spent() - began)
     changed = [value for kind in KINDS for value in cluster.all(kind)]
     decoders = {name: msgspec.json.Decoder(kind.type) for name, kind in KINDS.items()}

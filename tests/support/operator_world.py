@@ -146,7 +146,7 @@ class World:
 
     async def settle(self) -> None:
         await self._sync()
-        await self.manager.settle()
+        await self.manager.drain()
 
     async def advance(self, seconds: float) -> None:
         """Let time pass, then decide about everything."""

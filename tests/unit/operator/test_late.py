@@ -46,7 +46,7 @@ async def test_a_report_for_an_order_that_is_not_seen_yet_waits_for_it() -> None
         failure=None,
     )
     second.manager.take(key_of(content), Input(report, lambda: stored.append(report)))
-    await second.manager.settle()
+    await second.manager.drain()
     assert stored == []
     seen = second.cluster.by_uid(content.metadata.uid)
     assert seen is not None

@@ -137,7 +137,7 @@ class Manager:
             self._queue.close()
             await end_all(*self._tasks)
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Work until nothing is left to decide or to carry out."""
         while self._queue or self._tasks:
             await self._turn()
