@@ -331,7 +331,7 @@ class SimLauncher:
         self._agent = agent
         self._own: set[int] = set()
 
-    def spawn(self, launch: Launch) -> ProcessId:
+    async def spawn(self, launch: Launch) -> ProcessId:
         process = self._node.process("worker")
         worker = SimWorker(self._node, process, launch, self._node.world.habits_of(launch))
         self._node.workers[process.pid] = worker

@@ -93,7 +93,7 @@ class Workers(Protocol):
 class Launcher(Protocol):
     """Starts the processes of containers, where no kubelet does. They outlive the agent."""
 
-    def spawn(self, launch: Launch) -> Process:
+    async def spawn(self, launch: Launch) -> Process:
         """Start a process in a session of its own. NotFound when the program is not there."""
         ...
 

@@ -24,12 +24,15 @@ from snapshot_agent.domain.spec import CONTROL_DIR, Launch, Places
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import InvalidInput, NotFound
 from snapshot_shared.files import open_root, opened, remove_tree
-from snapshot_shared.tasks import in_thread
+from snapshot_shared.tasks import Threads, in_thread, undisturbed
 
 log = logging.getLogger(__name__)
 
 KILLED_WITHIN_S = 10.0
 """How long the kernel may take to end a process after SIGKILL, in seconds."""
+
+_STARTS = Threads(8, "start")
+"""The threads that start processes: a working directory may lie on a file system that hangs."""
 
 
 class _Watched(NamedTuple):
@@ -45,30 +48,13 @@ class LocalProcesses:
         """Watch nothing yet."""
         self._watched: dict[Process, _Watched] = {}
 
-    def spawn(self, launch: Launch) -> Process:
-        _require_startable(launch)
-        _make_folders(launch.places)
-        with opened(_open_log(launch.places.log)) as output:
-            try:
-                child = subprocess.Popen(
-                    launch.argv,
-                    env=launch.env,
-                    cwd=launch.cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    # The usual one of a container: what a worker writes is its own affair.
-                    umask=0o022,
-                )
-            except OSError as error:
-                raise _not_startable(launch, error) from error
-        # From here on it is watched and reaped by its pidfd, so Popen must do neither.
-        child.returncode = 0
-        found = procfs.read(child.pid)
-        start = found.start if found else 0
-        process = Process(child.pid, start)
-        self._watch(process, os.pidfd_open(child.pid), is_child=True)
+    async def spawn(self, launch: Launch) -> Process:
+        # A cancellation waits until the process is watched, or it would never be reaped.
+        return await undisturbed(self._spawn(launch))
+
+    async def _spawn(self, launch: Launch) -> Process:
+        process, pidfd = await _STARTS.run(_start, launch)
+        self._watch(process, pidfd, is_child=True)
         return process
 
     def adopt(self, process: Process) -> bool:
@@ -139,6 +125,31 @@ class LocalProcesses:
                 os.close(watched.pidfd)
                 watched.end.cancel()
         self._watched.clear()
+
+
+def _start(launch: Launch) -> tuple[Process, int]:
+    """Start a process; its pidfd is the caller's."""
+    _require_startable(launch)
+    _make_folders(launch.places)
+    with opened(_open_log(launch.places.log)) as output:
+        try:
+            child = subprocess.Popen(
+                launch.argv,
+                env=launch.env,
+                cwd=launch.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                # The usual one of a container: what a worker writes is its own affair.
+                umask=0o022,
+            )
+        except OSError as error:
+            raise _not_startable(launch, error) from error
+    # From here on it is watched and reaped by its pidfd, so Popen must do neither.
+    child.returncode = 0
+    found = procfs.read(child.pid)
+    return Process(child.pid, found.start if found else 0), os.pidfd_open(child.pid)
 
 
 def _folders(where: Path) -> list[str]:

@@ -103,7 +103,7 @@ class Respawn:
         await self._launcher.terminate(worker.process, worker.places, 0.0)
         if not is_standby:
             self._control.remove(worker.places, control.QUIESCED)
-        return self._launcher.spawn(launch)
+        return await self._launcher.spawn(launch)
 
     def release(self, worker: Worker, phase: Phase) -> Release:
         if phase is not Phase.BEGUN:

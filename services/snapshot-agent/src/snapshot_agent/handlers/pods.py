@@ -419,7 +419,7 @@ class _Starting:
         for container in self._spec.containers:
             launched = self._pods.launch(container, self._pod.order, self._spec)
             self._machine.control.create(launched.places)
-            process = self._machine.launcher.spawn(launched)
+            process = await self._machine.launcher.spawn(launched)
             noticed = Noticed(
                 pid=process.pid,
                 start=process.start,
