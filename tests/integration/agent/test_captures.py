@@ -491,3 +491,16 @@ async def test_a_repeated_order_is_answered_from_the_record_and_not_carried_out_
         again = await rig.carry_out(release)
         assert msgspec.structs.astuple(again) == msgspec.structs.astuple(first)
         assert not (pod.control / control.COMPLETE).exists()
+
+
+async def test_a_worker_that_polls_learns_how_a_capture_ended_just_before_the_next_one(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running("--poll-s", "2")
+        await rig.staged(pod, content := fresh_uid())
+        await rig.carry_out(rig.release_order(pod, content))
+        # The worker has not looked yet, and the files of the capture before go.
+        prepared = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
+        assert prepared.kind == "prepared"
+        assert pod.events()[1:] == ["quiesced 1", "snapshot-complete 1, missed", "quiesced 1"]

@@ -20,9 +20,8 @@ from tests.support.hanging import HangingRoot
 
 def zombies() -> set[int]:
     """The children of this process that have ended and that nothing has reaped."""
-    stats = (Path(f"/proc/{name}/stat") for name in os.listdir("/proc") if name.isdigit())
     found = set()
-    for path in stats:
+    for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state == "Z" and int(parent) == os.getpid():

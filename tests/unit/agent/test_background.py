@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from snapshot_agent.handlers.background import first
+from snapshot_agent.handlers.background import abandoning, compensated, first
 
 OFTEN = 3
 
@@ -33,3 +33,40 @@ async def test_whoever_waits_for_the_first_is_not_gone_before_all_have_ended() -
     with pytest.raises(asyncio.CancelledError):
         await task
     assert told == 1
+
+
+async def test_work_that_heeds_its_cancellation_is_not_compensated() -> None:
+    compensated_calls = 0
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def compensate() -> None:
+        nonlocal compensated_calls
+        compensated_calls += 1
+
+    task = asyncio.create_task(compensated(never(), compensate))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert compensated_calls == 0
+
+
+async def test_work_that_is_abandoned_is_cancelled_and_not_waited_for() -> None:
+    ends, is_cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hangs() -> None:
+        try:
+            await ends.wait()
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            await ends.wait()
+
+    task = asyncio.create_task(abandoning(hangs()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await is_cancelled.wait()
+    ends.set()

@@ -53,6 +53,10 @@ SERVICE = "snap-agent"
 FLUSH_S = 2.0
 """How long the last spans may hold up the end, in seconds."""
 
+DRAIN_S = 5.0
+"""How long orders may hold up the end, in seconds; with all else it is less than the 10 s that
+container engines wait after SIGTERM. The guards let go the workers of those that take longer."""
+
 
 class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     """What an agent needs to know. `slots` bounds how many parts it writes or reads at a time."""
@@ -186,7 +190,7 @@ class _Node:
 
     async def close(self) -> None:
         """End orderly: compensate what is under way, leave containers running."""
-        await self.book.drain()
+        await self.book.drain(DRAIN_S)
         await self.agent.close()
         await self.control.close()
         self.launcher.close()

@@ -23,6 +23,9 @@ RESTORED = "restored"
 STATE = "state"
 """The folder in which a worker saves its own state, and finds it again after a restore."""
 
+OUTCOMES = {COMPLETE: "complete", ABORTED: "aborted"}
+"""How a capture ended, by the file that reports it to the worker."""
+
 CAPTURE_FILES = (QUIESCE, QUIESCED, COMPLETE, ABORTED)
 RESTORE_FILES = (RESTORE_COMPLETE, RESTORE_FAILED, RESTORED)
 
@@ -30,11 +33,17 @@ MAX_BODY_BYTES = 64 * 1024
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of a control file; `reason` and `message` say why something failed."""
+    """The body of a control file; `reason` and `message` say why something failed.
+
+    In `quiesce`, `capture` is the uid of the content, and `previous` names how the capture before
+    this one ended, for a worker that has not seen its end: `complete` or `aborted`.
+    """
 
     attempt: int
     reason: str = ""
     message: str = ""
+    capture: str = ""
+    previous: str = ""
 
 
 def body(attempt: int, failure: Failure | None = None) -> bytes:
@@ -44,6 +53,11 @@ def body(attempt: int, failure: Failure | None = None) -> bytes:
     return encode_json(
         Signal(attempt=attempt, reason=failure.reason, message=failure.message[:4096])
     )
+
+
+def request(attempt: int, capture: str, previous: str) -> bytes:
+    """Write the body of `quiesce`."""
+    return encode_json(Signal(attempt=attempt, capture=capture, previous=previous))
 
 
 def is_of(data: bytes, attempt: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.tasks import over
+from snapshot_shared.tasks import over, undisturbed
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,48 @@ async def repeated(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await stop.wait()
+
+
+async def abandoning(work: Coroutine[Any, Any, T]) -> T:
+    """Return what work returns. A cancellation cancels the work, and does not wait for its end.
+
+    For work that may hang and that nothing depends on.
+    """
+    task = asyncio.ensure_future(work)
+    # Or else asyncio logs the error of a task whose result is not read.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        await asyncio.wait([task])
+    finally:
+        task.cancel()
+    return task.result()
+
+
+async def compensated(
+    work: Coroutine[Any, Any, None], compensate: Callable[[], Awaitable[None]]
+) -> None:
+    """Do work. When it is cancelled and hangs, compensate soon, and return when it has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task])
+    finally:
+        if not task.done():
+            task.cancel()
+            await undisturbed(_compensated_before(task, compensate))
+    task.result()
+
+
+async def _compensated_before(
+    task: asyncio.Future[None], compensate: Callable[[], Awaitable[None]]
+) -> None:
+    await asyncio.wait([task], timeout=HANGS_S / 2)
+    try:
+        if not task.done():
+            await compensate()
+    except (SnapbackError, OSError):
+        log.exception("work that hangs could not be compensated")
+    finally:
+        await over(task)
 
 
 async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:

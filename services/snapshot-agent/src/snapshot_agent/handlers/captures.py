@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from typing import Any
 
 import msgspec
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase
 from snapshot_agent.domain.gate import check_vector
-from snapshot_agent.handlers.background import HANGS_S
+from snapshot_agent.handlers.background import HANGS_S, compensated
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.opening import Opening, facts_of
 from snapshot_agent.handlers.workers import while_alive
@@ -29,7 +27,6 @@ from snapshot_shared.orders import (
     ReleaseOrder,
 )
 from snapshot_shared.runner import Step
-from snapshot_shared.tasks import over, undisturbed
 
 PROCESS = "process"
 TERMINATE_GRACE_S = 5.0
@@ -156,7 +153,7 @@ class Captures:
     async def _cancel_all(self, names: list[OrderId], attempt: int) -> None:
         for name in names:
             # A worker waits for what is undone in it, and not for a disk that hangs.
-            within_s = HANGS_S if verb_of(name) in ("dump", "seal") else None
+            within_s = None if verb_of(name) == "prepare" else HANGS_S
             await self._orders.cancel(name, attempt, within_s)
 
     async def _give_up(self, content: str, order: AbortOrder) -> None:
@@ -212,32 +209,13 @@ class _Staging:
             if stage is stages[0]:
                 self._holds.begin_pause(self._hold)
             self._holds.may_freeze(self._hold, budget + SLACK_S)
-            await self._or_let_go(self._run(stage))
+            await compensated(self._run(stage), self._let_go)
             if stage is stages[-1]:
                 self._holds.end_pause(self._hold)
                 self._holds.may_freeze(self._hold)
 
         undo = self._let_go if stage is stages[0] else None
         return Step(stage.name, run, budget, undo=undo, replayable=not stage.writes)
-
-    async def _or_let_go(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work. When it is given up the worker goes on soon, even if the work then hangs."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([task])
-        finally:
-            if not task.done():
-                task.cancel()
-                await undisturbed(self._let_go_before(task))
-        task.result()
-
-    async def _let_go_before(self, task: asyncio.Future[None]) -> None:
-        await asyncio.wait([task], timeout=HANGS_S / 2)
-        try:
-            if not task.done():
-                await self._let_go()
-        finally:
-            await over(task)
 
     async def _let_go(self) -> None:
         # What hung may end when the next capture holds the worker already.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from snapshot_agent.handlers.background import repeated
+from snapshot_agent.handlers.background import abandoning, repeated
 from snapshot_agent.ports import Inventories, Library, Listing
 from snapshot_shared.api import MAX_FOUND, InventoryReply, Verdict
 from snapshot_shared.artifact import QUARANTINE, generation_path
@@ -54,7 +54,11 @@ class Inventory:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Look until `stop` is set; a look that fails is made again."""
-        await repeated(self.look, stop, "the artifact root is listed", self._every_s, (AGAIN_S,))
+
+        async def look() -> None:
+            await abandoning(self.look())
+
+        await repeated(look, stop, "the artifact root is listed", self._every_s, (AGAIN_S,))
 
     async def look(self) -> None:
         """List, ask, and move aside what is to be moved. BusUnavailable, NotFound, OSError."""

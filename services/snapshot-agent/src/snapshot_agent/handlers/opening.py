@@ -63,6 +63,7 @@ class Opening:
         self._found: Found | None = None
         self._hold: Hold | None = None
         self._layouts: list[LayoutRef] = []
+        self._previous = ""
 
     def table(self) -> list[Step]:
         """Give the steps in their order."""
@@ -122,7 +123,15 @@ class Opening:
             "the worker was not ready for a snapshot",
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
+        # A worker that polls may not have seen how its last capture ended; `quiesce` repeats it.
+        self._previous = self._outcome_left(worker)
         await self._machine.control.clear(worker.places, *control.CAPTURE_FILES, control.STATE)
+
+    def _outcome_left(self, worker: Worker) -> str:
+        for name, outcome in control.OUTCOMES.items():
+            if self._machine.control.get(worker.places, name) is not None:
+                return outcome
+        return ""
 
     async def _leave(self) -> None:
         if self._hold is not None:
@@ -141,7 +150,11 @@ class Opening:
         order, worker = self._order, self.hold.worker
         where = worker.places
         self.hold.quiet_since = self._machine.clocks.monotonic()
-        self._machine.control.put(where, control.QUIESCE, control.body(order.attempt))
+        self._machine.control.put(
+            where,
+            control.QUIESCE,
+            control.request(order.attempt, order.content_uid, self._previous),
+        )
         await self._within(
             min(order.quiesce_s, order.hold_s),
             worker,

@@ -10,6 +10,7 @@ from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import device_map
 from snapshot_agent.domain.gate import COMPATIBILITY_CHECKS, RESTORE_CHECKS, Target, refuse
 from snapshot_agent.handlers.artifacts import naming, proven_parts
+from snapshot_agent.handlers.background import compensated
 from snapshot_agent.handlers.opening import device_product
 from snapshot_agent.handlers.workers import while_alive
 from snapshot_agent.ports import Machine, Orders, Place, Restoring, Succeed, Worker, Workers
@@ -64,9 +65,13 @@ class _Filling:
 
     def table(self) -> list[Step]:
         order = self._order
+
+        async def bring_back() -> None:
+            await compensated(self._bring_back(), self._fail)
+
         return [
             Step("check", self._check, CHECK_S),
-            Step(self._driver.restore_step, self._bring_back, order.deadline_s, undo=self._fail),
+            Step(self._driver.restore_step, bring_back, order.deadline_s, undo=self._fail),
             Step("signal", self._signal, 10.0),
             Step("await-restored", self._await, order.ready_s + 5.0),
         ]
