@@ -21,9 +21,10 @@ from snapshot_agent.adapters.guards import Guards
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.respawn import Respawn
 from snapshot_agent.domain import control
+from snapshot_agent.domain.control import ContainerPaths
 from snapshot_agent.domain.driving import Phase
-from snapshot_agent.domain.spec import STANDBY, Launch, Places
-from snapshot_agent.ports import Dump, Process, ProcessDriver, Progress, Restoring, Worker
+from snapshot_agent.domain.spec import STANDBY, ProcessSpec
+from snapshot_agent.ports import Dump, Process, ProcessDriver, Progress, RestoreSource, Worker
 from snapshot_shared import steps
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, DeadlineExceeded, InvalidName, SourceExited
@@ -48,10 +49,10 @@ class Node:
         return made(self)
 
     async def start(self, name: str, argv: Sequence[str], **env: str) -> "Source":
-        places = Places(self.folder / name, self.folder / name / "sockets")
+        places = ContainerPaths(self.folder / name, self.folder / name / "sockets")
         self.control.create(places)
         own = {**os.environ, "SNAPSHOT_CONTROL_DIR": str(places.control), **env}
-        process = await self.launcher.spawn(Launch(list(argv), own, self.folder, places))
+        process = await self.launcher.spawn(ProcessSpec(list(argv), own, self.folder, places))
         return Source(Worker(POD, process, places))
 
     async def worker(self, name: str, *arguments: str, **env: str) -> "Source":
@@ -62,7 +63,7 @@ class Node:
         await self.guards.release(worker.process, driver.release(worker, phase))
 
     async def close(self) -> None:
-        for member in procfs.everybody():
+        for member in procfs.running():
             environment = Path(f"/proc/{member.pid}/environ")
             with contextlib.suppress(OSError):
                 if os.fsencode(self.folder) in environment.read_bytes():
@@ -76,8 +77,8 @@ class Source:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.home = worker.places.home
-        self.control = worker.places.control
+        self.home = worker.paths.home
+        self.control = worker.paths.control
         self.state = self.control / control.STATE
 
     @property
@@ -158,8 +159,8 @@ async def dumped(driver: ProcessDriver, source: Source, part: int) -> Sequence[F
     return dump.files
 
 
-def restoring(part: int, files: Sequence[FileEntry]) -> Restoring:
-    return Restoring(part, files, {}, time.monotonic() + BUDGET_S, ignored)
+def restoring(part: int, files: Sequence[FileEntry]) -> RestoreSource:
+    return RestoreSource(part, files, {}, time.monotonic() + BUDGET_S, ignored)
 
 
 def test_the_steps_of_a_driver_are_those_that_all_services_know(driver: ProcessDriver) -> None:
@@ -213,7 +214,7 @@ async def test_letting_a_worker_go_that_runs_changes_nothing(
 async def test_a_worker_that_has_ended_cannot_be_dumped(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
-    await node.launcher.terminate(source.worker.process, source.worker.places, 0.0)
+    await node.launcher.terminate(source.worker.process, source.worker.paths, 0.0)
     with pytest.raises(SourceExited):
         await driver.stages[0].run(a_dump(source, part))
 
@@ -256,7 +257,7 @@ async def test_a_restored_process_has_what_was_dumped_and_its_end_is_followed(
 
 async def only(process: Process, node: Node) -> None:
     """Of the container "target" no other process runs."""
-    places = Places(node.folder / "target", node.folder / "target" / "sockets")
+    places = ContainerPaths(node.folder / "target", node.folder / "target" / "sockets")
     await until(
         lambda: [member.pid for member in procfs.carrying(places.marker)] == [process.pid],
         "the end of every other process",

@@ -12,7 +12,8 @@ import pytest
 
 from snapshot_agent.adapters import control_dir, processes
 from snapshot_agent.adapters.processes import LocalProcesses
-from snapshot_agent.domain.spec import Launch, Places
+from snapshot_agent.domain.control import ContainerPaths
+from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.errors import InvalidInput
 from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, until
 from tests.support.hanging import HangingRoot
@@ -200,7 +201,7 @@ async def test_orders_of_many_pods_are_carried_out_side_by_side(rig: Rig) -> Non
 async def test_what_a_worker_puts_in_the_place_of_its_log_is_not_written_to(
     tmp_path: Path, kind: str
 ) -> None:
-    places = Places(tmp_path / "main", tmp_path / "sockets")
+    places = ContainerPaths(tmp_path / "main", tmp_path / "sockets")
     places.log.parent.mkdir(parents=True)
     if kind == "fifo":
         os.mkfifo(places.log)
@@ -210,7 +211,7 @@ async def test_what_a_worker_puts_in_the_place_of_its_log_is_not_written_to(
         places.log.symlink_to(tmp_path / "elsewhere")
     launcher = LocalProcesses()
     with pytest.raises(InvalidInput, match="no plain file"):
-        await launcher.spawn(Launch(["true"], dict(os.environ), tmp_path, places))
+        await launcher.spawn(ProcessSpec(["true"], dict(os.environ), tmp_path, places))
     launcher.close()
     assert not (tmp_path / "elsewhere").exists()
 

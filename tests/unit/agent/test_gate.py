@@ -7,7 +7,7 @@ from snapshot_agent.domain.gate import (
     CAPTURE_CHECKS,
     COMPATIBILITY_CHECKS,
     RESTORE_CHECKS,
-    PodSeen,
+    ObservedPod,
     Target,
     check_vector,
     refuse,
@@ -20,7 +20,7 @@ UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
 DIGEST = "sha256:" + "0" * 64
 POD = PodRef(namespace="default", name="llm", uid=UID)
-SEEN = PodSeen(POD, POD, containers=("main",), alive=True)
+SEEN = ObservedPod(POD, POD, containers=("main",), alive=True)
 
 
 def reason_of(checks: object, seen: object) -> str:
@@ -44,7 +44,7 @@ def reason_of(checks: object, seen: object) -> str:
     ],
 )
 def test_a_capture_is_opened_only_on_the_live_free_container_of_the_named_pod(
-    seen: PodSeen, reason: str
+    seen: ObservedPod, reason: str
 ) -> None:
     assert reason_of(CAPTURE_CHECKS, seen) == reason
 

@@ -5,9 +5,9 @@ import pytest
 
 from snapshot_agent.domain.recovery import (
     TABLE,
-    Dump,
-    Left,
-    Prepare,
+    CaptureLeft,
+    DumpState,
+    PrepareState,
     Recovery,
     deadline_of,
     decide,
@@ -88,7 +88,7 @@ DUMP_FAILED = entry("dump", terminal="failed")
 def test_what_was_prepared_is_held_and_what_was_cut_off_is_undone(
     prepare: Entry, dump: Entry | None, decision: Recovery
 ) -> None:
-    left = Left(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False)
+    left = CaptureLeft(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False)
     assert decide(left) is decision
 
 
@@ -97,7 +97,7 @@ def test_what_was_prepared_is_held_and_what_was_cut_off_is_undone(
 def test_nothing_is_done_for_a_capture_that_was_released_or_aborted(
     prepare: Entry, dump: Entry | None
 ) -> None:
-    left = Left(prepare, dump, is_settled=True, is_let_go=True, is_overdue=True)
+    left = CaptureLeft(prepare, dump, is_settled=True, is_let_go=True, is_overdue=True)
     assert decide(left) is Recovery.NOTHING
 
 
@@ -105,7 +105,7 @@ def test_nothing_is_done_for_a_capture_that_was_released_or_aborted(
 def test_a_hold_whose_worker_goes_on_already_or_whose_time_is_up_is_only_reported(
     let_go: bool, overdue: bool
 ) -> None:
-    left = Left(PREPARED, STAGED, is_settled=False, is_let_go=let_go, is_overdue=overdue)
+    left = CaptureLeft(PREPARED, STAGED, is_settled=False, is_let_go=let_go, is_overdue=overdue)
     assert decide(left) is Recovery.LET_GO
     cut_off = left._replace(dump=COPYING)
     assert decide(cut_off) is Recovery.COMPENSATE
@@ -122,14 +122,16 @@ def test_a_hold_keeps_its_deadline_over_a_restart_and_ends_with_a_reboot(
 
 
 def test_every_pair_that_can_arise_in_order_stands_in_the_table() -> None:
-    begun = {(Prepare.PREPARED, dump) for dump in Dump}
-    before = {(prepare, Dump.WAITING) for prepare in Prepare}
+    begun = {(PrepareState.PREPARED, dump) for dump in DumpState}
+    before = {(prepare, DumpState.WAITING) for prepare in PrepareState}
     assert set(TABLE) == begun | before
 
 
 def test_the_order_that_was_cut_off_is_the_one_that_fails() -> None:
     def cut_off(prepare: Entry, dump: Entry | None) -> Entry | None:
-        return Left(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False).interrupted
+        return CaptureLeft(
+            prepare, dump, is_settled=False, is_let_go=False, is_overdue=False
+        ).interrupted
 
     assert cut_off(QUIESCING, None) is QUIESCING
     assert cut_off(PREPARED, COPYING) is COPYING

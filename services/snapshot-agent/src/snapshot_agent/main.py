@@ -12,21 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from snapshot_agent.adapters.artifacts import ArtifactRoot
-from snapshot_agent.adapters.control_dir import ControlDirectories
+from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.adapters.guards import Guards
-from snapshot_agent.adapters.known_pods import OperatorPods
-from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
-from snapshot_agent.adapters.locks import FileLocks
-from snapshot_agent.adapters.presence import Announcer
+from snapshot_agent.adapters.library import ArtifactLibrary
+from snapshot_agent.adapters.operator import OperatorInventories, OperatorPods, OperatorTemplates
+from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.respawn import Respawn
-from snapshot_agent.adapters.templates import OperatorTemplates
-from snapshot_agent.domain.spec import Surroundings
-from snapshot_agent.handlers import Agent, routes
-from snapshot_agent.handlers.inventory import Inventory
-from snapshot_agent.handlers.pod_inventory import PodInventory
+from snapshot_agent.domain.spec import NodeEnvironment
+from snapshot_agent.handlers.agent import Agent, routes
+from snapshot_agent.handlers.inventory import Inventory, PodInventory
 from snapshot_agent.ports import Machine, ProcessDriver
 from snapshot_shared import subjects
 from snapshot_shared.artifact import Facts
@@ -116,7 +113,7 @@ class _Node:
             metrics=self.metrics,
         )
         self.agent = Agent(
-            self._machine(), self.book, self._around(), settings.state_dir, settings.slots
+            self._machine(), self.book, self._environment(), settings.state_dir, settings.slots
         )
         self.courier = Courier(
             self.book,
@@ -157,9 +154,9 @@ class _Node:
             metrics=self.metrics,
         )
 
-    def _around(self) -> Surroundings:
+    def _environment(self) -> NodeEnvironment:
         own = str(Path(sys.executable).parent)
-        return Surroundings(
+        return NodeEnvironment(
             node=self.settings.node,
             run=self.settings.run,
             socket_dir=self.settings.socket_dir,
@@ -230,8 +227,8 @@ async def serve(stop: asyncio.Event) -> None:
         await node.close()
 
 
-def _announcer(node: _Node, stop: asyncio.Event) -> Announcer:
-    return Announcer(node.bus, node.gms, node.presence, stop, node.pod_inventory.is_known)
+def _announcer(node: _Node, stop: asyncio.Event) -> PresencePublisher:
+    return PresencePublisher(node.bus, node.gms, node.presence, stop, node.pod_inventory.is_known)
 
 
 async def _connect(node: _Node) -> None:

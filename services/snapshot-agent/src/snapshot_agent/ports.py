@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_agent.domain.driving import AS_BEFORE, Phase, Phases, Release
-from snapshot_agent.domain.gate import PodSeen
-from snapshot_agent.domain.spec import Access, Launch, Places
+from snapshot_agent.domain.gate import ObservedPod
+from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.clocks import Clocks
@@ -37,13 +38,13 @@ class Worker:
 
     pod: PodRef
     process: Process
-    places: Places
+    paths: ContainerPaths
 
 
-class Found(NamedTuple):
+class ResolvedContainer(NamedTuple):
     """A container as `Workers.resolve` finds it. `image` and `command` are those of its start."""
 
-    seen: PodSeen
+    pod: ObservedPod
     worker: Worker | None = None
     image: str = ""
     command: Sequence[str] = ()
@@ -51,18 +52,18 @@ class Found(NamedTuple):
     def running(self) -> Worker:
         """Return the worker. StalePodReference when the container is not on this node."""
         if self.worker is None:
-            raise StalePodReference(f"pod {self.seen.wanted.name} does not run on this node")
+            raise StalePodReference(f"pod {self.pod.wanted.name} does not run on this node")
         return self.worker
 
 
-Succeed = Callable[[Process], Awaitable[Worker]]
+SetProcess = Callable[[Process], Awaitable[Worker]]
 """Takes a process as that of the container from here on; the same one again changes nothing."""
 
 
 class Workers(Protocol):
     """The workers of this node, whatever has started them."""
 
-    async def resolve(self, pod: PodRef) -> Found:
+    async def resolve(self, pod: PodRef) -> ResolvedContainer:
         """Find the process of a container by the pod's uid and the container's name."""
         ...
 
@@ -82,7 +83,7 @@ class Workers(Protocol):
         """End everything of a pod; nothing left to end is success."""
         ...
 
-    def replacing(self, worker: Worker) -> AbstractAsyncContextManager[Succeed]:
+    def replacing(self, worker: Worker) -> AbstractAsyncContextManager[SetProcess]:
         """Let a process end within a block without the end of its container.
 
         The container has ended with it after all unless the block names the next process.
@@ -93,7 +94,7 @@ class Workers(Protocol):
 class Launcher(Protocol):
     """Starts the processes of containers, where no kubelet does. They outlive the agent."""
 
-    async def spawn(self, launch: Launch) -> Process:
+    async def spawn(self, spec: ProcessSpec) -> Process:
         """Start a process in a session of its own. NotFound when the program is not there."""
         ...
 
@@ -105,14 +106,16 @@ class Launcher(Protocol):
         """Wait for the end. The exit code (128 + n after signal n), None when it is not known."""
         ...
 
-    async def terminate(self, process: Process | None, where: Places, grace_s: float) -> None:
+    async def terminate(
+        self, process: Process | None, where: ContainerPaths, grace_s: float
+    ) -> None:
         """Thaw, SIGTERM, SIGKILL after the grace period: the whole session, and what left it.
 
         Without a grace period there is only SIGKILL.
         """
         ...
 
-    def find(self, where: Places) -> Process | None:
+    def find(self, where: ContainerPaths) -> Process | None:
         """Find the process of a container by its environment, or None."""
         ...
 
@@ -135,27 +138,29 @@ class Launcher(Protocol):
 class ControlDirectory(Protocol):
     """The control directories of containers. What a worker puts there is hostile input."""
 
-    def create(self, where: Places) -> None:
+    def create(self, where: ContainerPaths) -> None:
         """Make an empty control directory with its `state` folder, if there is none."""
         ...
 
-    def put(self, where: Places, name: str, data: bytes) -> None:
+    def put(self, where: ContainerPaths, name: str, data: bytes) -> None:
         """Put a file in place, whole. A directory that is gone is no error."""
         ...
 
-    def get(self, where: Places, name: str) -> bytes | None:
+    def get(self, where: ContainerPaths, name: str) -> bytes | None:
         """Read a file; None when it is not there or is no plain file."""
         ...
 
-    def remove(self, where: Places, name: str) -> None:
+    def remove(self, where: ContainerPaths, name: str) -> None:
         """Remove a file; an absent one is no error."""
         ...
 
-    async def clear(self, where: Places, *names: str) -> None:
+    async def clear(self, where: ContainerPaths, *names: str) -> None:
         """Remove files and folders; absent ones are no error. `state` is emptied, not removed."""
         ...
 
-    async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
+    async def appears(
+        self, where: ContainerPaths, name: str, accepts: Callable[[bytes], bool]
+    ) -> None:
         """Wait until a file is there whose body is accepted. The caller sets the deadline."""
         ...
 
@@ -193,7 +198,7 @@ class Stage:
     phases: Phases = AS_BEFORE
 
 
-class Restoring(NamedTuple):
+class RestoreSource(NamedTuple):
     """What a process is brought back from.
 
     `part` is a descriptor of the directory that holds `files`. `devices` names the device here in
@@ -237,7 +242,7 @@ class ProcessDriver(Protocol):
         """Return how many bytes a dump will write, as far as can be known."""
         ...
 
-    async def restore(self, placeholder: Worker, restoring: Restoring) -> Process:
+    async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
         """Return a process with the saved state, which waits in the placeholder's place.
 
         ArtifactCorrupt before a bad byte gets to a worker.
@@ -275,7 +280,7 @@ class GpuMemory(Protocol):
         ...
 
 
-class Duty(NamedTuple):
+class GuardSpec(NamedTuple):
     """What a guard watches, and what it does when nobody else can.
 
     `deadline` is in seconds of the monotonic clock of boot `boot_id`. `release` lets the worker go
@@ -332,11 +337,11 @@ class GuardLink(Protocol):
 class Guard(Protocol):
     """Starts guards and finds those that an earlier agent started."""
 
-    async def start(self, duty: Duty) -> GuardLink:
+    async def start(self, spec: GuardSpec) -> GuardLink:
         """Start a guard and return when it is armed. SourceExited when the worker is gone."""
         ...
 
-    async def adopt(self, duty: Duty) -> GuardLink | None:
+    async def adopt(self, spec: GuardSpec) -> GuardLink | None:
         """Take over a guard that waits for a returning agent; None when there is none."""
         ...
 
@@ -345,7 +350,7 @@ class Guard(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class GenerationRef(NamedTuple):
     """One generation below the artifact root."""
 
     namespace: str
@@ -360,11 +365,11 @@ class Artifacts(Protocol):
         """NoSpace unless a worker's own state fits, and its weights where they come here, too."""
         ...
 
-    def new_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+    def new_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
         """Create a part's directory and keep it open. ArtifactExists when it is there already."""
         ...
 
-    def open_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+    def open_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
         """Keep a part's directory open for reading."""
         ...
 
@@ -372,11 +377,13 @@ class Artifacts(Protocol):
         """Write the part manifest, last and durably; its digest."""
         ...
 
-    async def read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
+    async def read_part(self, place: GenerationRef, part: str) -> tuple[PartManifest, str]:
         """Read a part manifest and its digest; sizes and kinds of all files are checked."""
         ...
 
-    async def check_bytes(self, place: Place, manifest: PartManifest, progress: Progress) -> None:
+    async def check_bytes(
+        self, place: GenerationRef, manifest: PartManifest, progress: Progress
+    ) -> None:
         """Read every byte of a part. ArtifactCorrupt names file and chunk."""
         ...
 
@@ -384,7 +391,7 @@ class Artifacts(Protocol):
 class Generations(Protocol):
     """Whole generations below the artifact root."""
 
-    async def parts(self, place: Place) -> list[str]:
+    async def parts(self, place: GenerationRef) -> list[str]:
         """Name the parts that a generation holds on disk."""
         ...
 
@@ -396,7 +403,7 @@ class Generations(Protocol):
         """Read the root manifest. ArtifactCorrupt when its digest is not the one given."""
         ...
 
-    async def remove(self, place: Place) -> None:
+    async def remove(self, place: GenerationRef) -> None:
         """Remove a generation, its root manifest first. Absent is success."""
         ...
 
@@ -432,7 +439,7 @@ class Library(Protocol):
         """
         ...
 
-    async def set_aside_before(self) -> int:
+    async def count_set_aside(self) -> int:
         """Count what lies in quarantine."""
         ...
 

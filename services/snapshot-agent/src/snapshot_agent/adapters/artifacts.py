@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TypeVar
 
-from snapshot_agent.adapters.copying import ROOT, Counter, read_checked
-from snapshot_agent.ports import Place, Progress
+from snapshot_agent.adapters.copying import ROOT, ByteCounter, read_checked
+from snapshot_agent.ports import GenerationRef, Progress
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     ROOT_MANIFEST,
@@ -117,17 +117,17 @@ class ArtifactRoot:
         with opened(self._open()) as root:
             return free_bytes(root)
 
-    def new_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+    def new_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
         return ROOT.opened(self._new_part, place, part)
 
-    def _new_part(self, place: Place, part: str) -> int:
+    def _new_part(self, place: GenerationRef, part: str) -> int:
         with opened(open_root(self._root, create=True)) as root:
             return make_dir(root, part_path(*place, part), exclusive=True)
 
-    def open_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+    def open_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
         return ROOT.opened(self._open_part, place, part)
 
-    def _open_part(self, place: Place, part: str) -> int:
+    def _open_part(self, place: GenerationRef, part: str) -> int:
         with opened(self._open()) as root:
             return open_artifact(root, part_path(*place, part))
 
@@ -140,10 +140,10 @@ class ArtifactRoot:
         await ROOT.run(write_new, directory, PART_MANIFEST, data)
         return digest(data)
 
-    async def read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
+    async def read_part(self, place: GenerationRef, part: str) -> tuple[PartManifest, str]:
         return await ROOT.run(self._read_part, place, part)
 
-    def _read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
+    def _read_part(self, place: GenerationRef, part: str) -> tuple[PartManifest, str]:
         with opened(self._open_part(place, part)) as directory:
             data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
@@ -156,32 +156,34 @@ class ArtifactRoot:
             _check_nothing_else(directory, manifest)
         return manifest, digest(data)
 
-    async def check_bytes(self, place: Place, manifest: PartManifest, progress: Progress) -> None:
+    async def check_bytes(
+        self, place: GenerationRef, manifest: PartManifest, progress: Progress
+    ) -> None:
         if manifest.objects:
-            counter = Counter(progress)
+            counter = ByteCounter(progress)
             sizes = verify_objects(self._objects, manifest)
             while size := await ROOT.run(next, sizes, 0):
                 await counter.add(size)
             return
         async with self.open_part(place, manifest.part) as directory:
             await read_checked(
-                directory, manifest.files, Counter(progress), shared=manifest.kind == "gms"
+                directory, manifest.files, ByteCounter(progress), shared=manifest.kind == "gms"
             )
 
-    async def parts(self, place: Place) -> list[str]:
+    async def parts(self, place: GenerationRef) -> list[str]:
         return await ROOT.run(self._parts, place)
 
-    def _parts(self, place: Place) -> list[str]:
+    def _parts(self, place: GenerationRef) -> list[str]:
         with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
             return sorted(filter(_is_part, os.listdir(fd)))  # noqa: PTH208 - of a descriptor
 
     async def seal(self, manifest: RootManifest) -> str:
-        place = Place(manifest.namespace, manifest.content_uid, manifest.generation)
+        place = GenerationRef(manifest.namespace, manifest.content_uid, manifest.generation)
         data = encode_pretty(manifest)
         await ROOT.run(self._write_root, place, data)
         return digest(data)
 
-    def _write_root(self, place: Place, data: bytes) -> None:
+    def _write_root(self, place: GenerationRef, data: bytes) -> None:
         with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
             write_new(fd, ROOT_MANIFEST, data)
 
@@ -202,10 +204,10 @@ class ArtifactRoot:
             )
         return _decoded(data, RootManifest, ROOT_MANIFEST)
 
-    async def remove(self, place: Place) -> None:
+    async def remove(self, place: GenerationRef) -> None:
         await ROOT.run(self._remove, place)
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, place: GenerationRef) -> None:
         namespace, content, generation = generation_path(*place)
         with contextlib.suppress(ArtifactMissing), opened(self._open()) as root:
             with opened(open_dir(root, (namespace, content))) as parent:

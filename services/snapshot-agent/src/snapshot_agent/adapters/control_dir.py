@@ -19,7 +19,7 @@ from pathlib import Path
 from asyncinotify import Inotify, Mask
 
 from snapshot_agent.domain import control
-from snapshot_agent.domain.spec import Access, Places
+from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, ControlFolderBroken
 from snapshot_shared.files import (
     open_dir,
@@ -28,6 +28,7 @@ from snapshot_shared.files import (
     own_by,
     read_bounded,
     remove_tree,
+    take_lock,
     write_replacing,
 )
 from snapshot_shared.tasks import in_thread
@@ -45,13 +46,13 @@ class ControlDirectories:
         self._pump: asyncio.Task[None] | None = None
         self._waits: dict[Path, set[asyncio.Event]] = {}
 
-    def create(self, where: Places) -> None:
+    def create(self, where: ContainerPaths) -> None:
         (where.control / control.STATE).mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(where) as folder, opened(open_dir(folder, [control.STATE])) as state:
             for directory in (folder, state):
                 hand_over(directory, where.access, where.access.folder_mode)
 
-    def put(self, where: Places, name: str, data: bytes) -> None:
+    def put(self, where: ContainerPaths, name: str, data: bytes) -> None:
         with workers_own(), contextlib.suppress(*_GONE), _opened(where) as directory:
             access = where.access
             owner = (access.uid, access.gid)
@@ -59,14 +60,14 @@ class ControlDirectories:
                 directory, name, data, mode=access.file_mode, owner=owner, durable=False
             )
 
-    def get(self, where: Places, name: str) -> bytes | None:
+    def get(self, where: ContainerPaths, name: str) -> bytes | None:
         try:
             with _opened(where) as directory:
                 return read_bounded(directory, name, control.MAX_BODY_BYTES)
         except (ArtifactCorrupt, ArtifactMissing, FileNotFoundError):
             return None
 
-    def remove(self, where: Places, name: str) -> None:
+    def remove(self, where: ContainerPaths, name: str) -> None:
         # A folder in its place is a worker's own doing, and goes when the next capture begins.
         with (
             workers_own(),
@@ -75,10 +76,12 @@ class ControlDirectories:
         ):
             os.unlink(name, dir_fd=directory)
 
-    async def clear(self, where: Places, *names: str) -> None:
+    async def clear(self, where: ContainerPaths, *names: str) -> None:
         await in_thread(_clear, where, names)
 
-    async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
+    async def appears(
+        self, where: ContainerPaths, name: str, accepts: Callable[[bytes], bool]
+    ) -> None:
         with self._following(where.control) as changed:
             while True:
                 changed.clear()
@@ -123,6 +126,14 @@ class ControlDirectories:
             self._inotify.close()
 
 
+class FileLocks:
+    """The `Locks` port over flock(2)."""
+
+    def take(self, path: Path) -> Callable[[], None] | None:
+        fd = take_lock(path)
+        return None if fd is None else lambda: os.close(fd)
+
+
 @contextlib.contextmanager
 def workers_own() -> Iterator[None]:
     """Tell errors about what belongs to a worker apart from those about artifacts.
@@ -135,7 +146,7 @@ def workers_own() -> Iterator[None]:
         raise ControlFolderBroken(error.message, **error.values) from error
 
 
-def _clear(where: Places, names: Sequence[str]) -> None:
+def _clear(where: ContainerPaths, names: Sequence[str]) -> None:
     with workers_own(), contextlib.suppress(*_GONE), _opened(where) as directory:
         for name in names:
             _remove(directory, name)
@@ -146,7 +157,7 @@ def _clear(where: Places, names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _opened(where: Places) -> Iterator[int]:
+def _opened(where: ContainerPaths) -> Iterator[int]:
     """Open a control directory; a link in its place is ArtifactCorrupt."""
     with (
         opened(open_root(str(where.home))) as home,

@@ -55,7 +55,7 @@ def _is_file_name(name: str) -> bool:
     return name != PART_MANIFEST
 
 
-class Counter:
+class ByteCounter:
     """Adds up bytes and tells them on."""
 
     def __init__(self, progress: Progress) -> None:
@@ -69,7 +69,7 @@ class Counter:
         await self._progress(self.done)
 
 
-async def copy_in(source: int, target: int, name: str, counter: Counter) -> FileEntry:
+async def copy_in(source: int, target: int, name: str, counter: ByteCounter) -> FileEntry:
     """Copy one file into a part, durably."""
     async with (
         ROOT.opened(open_regular, source, name) as reading,
@@ -115,7 +115,7 @@ def _sync(fd: int, name: str) -> None:
 async def read_checked(
     source: int,
     entries: Iterable[FileEntry],
-    counter: Counter,
+    counter: ByteCounter,
     target: int | None = None,
     *,
     shared: bool = False,
@@ -141,7 +141,9 @@ def _create_workers(target: int, name: str) -> int:
         return create_file(target, name)
 
 
-async def _read_entry(reading: int, entry: FileEntry, counter: Counter, sink: int | None) -> None:
+async def _read_entry(
+    reading: int, entry: FileEntry, counter: ByteCounter, sink: int | None
+) -> None:
     for index, digest in enumerate(entry.chunks):
         offset = index * entry.chunk_bytes
         count = min(entry.chunk_bytes, entry.size - offset)

@@ -9,7 +9,7 @@ memory, lets the worker go as the driver said last (a program and a signal), and
 `snapshot-aborted`; or kills the worker, where its duty says so. It goes when it is dismissed and
 when the worker ends, unless the driver is about to replace it, and leaves no socket behind.
 
-`python -m snapshot_agent.adapters.guard <charge>`; standard library only, and of it only what
+`python -m snapshot_agent.adapters.guard <task>`; standard library only, and of it only what
 starts at once: a capture waits until its guard is armed. So no json, pathlib or typing here.
 """
 
@@ -40,7 +40,7 @@ DISMISS = b"dismiss"
 FOLLOW = b"follow "
 """Followed by the pid and the start time of the process that the worker has from here on."""
 RELEASE = b"release "
-"""Followed by a `Release` that takes the place of the one before."""
+"""Followed by a `WireRelease` that takes the place of the one before."""
 UNFENCE = b"unfence "
 """Followed by the arguments of the program that ends the fence, with a NUL after each."""
 THAW_BY = b"thaw-by "
@@ -50,7 +50,7 @@ MESSAGE_BYTES = 65536
 _PEER = struct.Struct("3i")
 
 
-class Charge:
+class GuardTask:
     """What one guard has to do. `link` is the descriptor of its first connection.
 
     `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker go, the
@@ -108,7 +108,7 @@ class Charge:
         return [f"{name}={value}" for name, value in vars(self).items()]
 
     @classmethod
-    def read(cls, arguments: list[str]) -> Charge:
+    def read(cls, arguments: list[str]) -> GuardTask:
         """Read what `arguments` wrote."""
         given = dict(argument.split("=", 1) for argument in arguments)
         return cls(
@@ -134,7 +134,7 @@ class Charge:
         )
 
 
-class Release:
+class WireRelease:
     """How a worker is let go, as `snapshot_agent.domain.driving.Release` describes it."""
 
     def __init__(self, program: list[str], within_s: float, *, ends: bool, stays: bool) -> None:
@@ -149,7 +149,7 @@ class Release:
         return RELEASE + joined(head + self.program)
 
     @classmethod
-    def read(cls, words: bytes) -> Release:
+    def read(cls, words: bytes) -> WireRelease:
         """Read what `words` wrote, without its first word."""
         within_s, ends, stays, *program = split(words)
         return cls(program, float(within_s), ends=ends == "1", stays=stays == "1")
@@ -168,16 +168,16 @@ def split(data: bytes) -> list[str]:
 class _Watch:
     """The events that a guard waits for."""
 
-    def __init__(self, charge: Charge, worker: int) -> None:
-        self.charge = charge
+    def __init__(self, task: GuardTask, worker: int) -> None:
+        self.task = task
         self.worker = worker
-        self.process = charge.pid, charge.start
-        self.release = Release([], 0.0, ends=False, stays=False)
+        self.process = task.pid, task.start
+        self.release = WireRelease([], 0.0, ends=False, stays=False)
         self.unfence: list[str] = []
         self.returns_by = math.inf
         self.thaw_by = math.inf
-        self.link: socket.socket | None = socket.socket(fileno=charge.link)
-        self.listener = _listen(charge.socket)
+        self.link: socket.socket | None = socket.socket(fileno=task.link)
+        self.listener = _listen(task.socket)
         self.alarm, alarm = socket.socketpair()
         alarm.setblocking(False)  # noqa: FBT003 - its only form
         self._alarm = alarm
@@ -191,7 +191,7 @@ class _Watch:
     def until_over(self) -> bool:
         """Wait; True when the worker has to be let go, False when there is nothing to do."""
         while True:
-            left = min(self.charge.deadline, self.returns_by, self.thaw_by) - time.monotonic()
+            left = min(self.task.deadline, self.returns_by, self.thaw_by) - time.monotonic()
             if left <= 0:
                 return True
             ready = {fd for fd, _ in self.poll.poll(math.ceil(min(left, 86400) * 1000))}
@@ -199,12 +199,12 @@ class _Watch:
                 return False
             if self.alarm.fileno() in ready:
                 return True
-            if self.link is not None and self.link.fileno() in ready and self._hear(self.link):
+            if self.link is not None and self.link.fileno() in ready and self._receive(self.link):
                 return False
             if self.listener.fileno() in ready:
                 self._welcome()
 
-    def _hear(self, link: socket.socket) -> bool:
+    def _receive(self, link: socket.socket) -> bool:
         """Take one message; True when dismissed."""
         try:
             message = link.recv(MESSAGE_BYTES)
@@ -218,7 +218,7 @@ class _Watch:
         elif message.startswith(THAW_BY):
             self.thaw_by = float(message[len(THAW_BY) :])
         elif message.startswith(RELEASE):
-            self.release = Release.read(message[len(RELEASE) :])
+            self.release = WireRelease.read(message[len(RELEASE) :])
             self._attend()
         elif message.startswith(UNFENCE):
             self.unfence = split(message[len(UNFENCE) :])
@@ -267,7 +267,7 @@ class _Watch:
     def forget(self) -> None:
         """Remove the socket, so that no agent finds a guard that has decided."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.charge.socket)
+            os.unlink(self.task.socket)
         self.listener.close()
 
 
@@ -297,24 +297,26 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def free(charge: Charge, process: tuple[int, int], release: Release, unfence: list[str]) -> None:
+def free(
+    task: GuardTask, process: tuple[int, int], release: WireRelease, unfence: list[str]
+) -> None:
     """Let the worker go, or kill it."""
     if unfence:
         # Nothing waits for it but the worker itself.
         _start(unfence)
     try:
-        control = os.open(charge.control, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        control = os.open(task.control, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         control = None
-    is_over = control is not None and _exists(control, charge.unless)
+    is_over = control is not None and _exists(control, task.unless)
     run_program(release.program, release.within_s)
-    let_go(process, ends=release.ends or (charge.kill and not is_over))
+    let_go(process, ends=release.ends or (task.kill and not is_over))
     if control is not None and not is_over:
-        while not _is_written(control, charge) and any(procfs.session_of(*process)):
+        while not _is_written(control, task) and any(procfs.session_of(*process)):
             # The disk is full. The worker waits for this file, and nobody else will write it.
             select.select([], [], [], FULL_S)
         with contextlib.suppress(OSError):
-            os.unlink(charge.ends, dir_fd=control)
+            os.unlink(task.ends, dir_fd=control)
 
 
 def let_go(process: tuple[int, int], *, ends: bool) -> None:
@@ -345,9 +347,9 @@ def _start(program: list[str]) -> int | None:
         return None
 
 
-def _is_written(control: int, charge: Charge) -> bool:
+def _is_written(control: int, task: GuardTask) -> bool:
     try:
-        _write(control, charge)
+        _write(control, task)
     except OSError as error:
         return error.errno not in (errno.ENOSPC, errno.EDQUOT)
     return True
@@ -361,21 +363,21 @@ def _exists(directory: int, name: str) -> bool:
     return True
 
 
-def _write(directory: int, charge: Charge) -> None:
-    temporary = f".{charge.says}.guard"
+def _write(directory: int, task: GuardTask) -> None:
+    temporary = f".{task.says}.guard"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=directory)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     fd = os.open(temporary, flags, 0o600, dir_fd=directory)
     try:
-        if (charge.uid, charge.gid) != (-1, -1):
-            os.fchown(fd, charge.uid, charge.gid)
-        os.fchmod(fd, charge.mode)
-        os.write(fd, charge.body.encode())
+        if (task.uid, task.gid) != (-1, -1):
+            os.fchown(fd, task.uid, task.gid)
+        os.fchmod(fd, task.mode)
+        os.write(fd, task.body.encode())
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(temporary, charge.says, src_dir_fd=directory, dst_dir_fd=directory)
+    os.rename(temporary, task.says, src_dir_fd=directory, dst_dir_fd=directory)
 
 
 def _boot_id() -> str:
@@ -383,44 +385,44 @@ def _boot_id() -> str:
         return file.read().strip()
 
 
-def _line(charge: Charge, message: str) -> str:
+def _line(task: GuardTask, message: str) -> str:
     """Write a line of the log as the services do. No value holds anything that JSON would quote."""
     now = time.time()
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
-    trace_id, _, span_id = charge.trace.partition(":")
+    trace_id, _, span_id = task.trace.partition(":")
     words = {
         "at": at,
         "level": "WARNING",
         "service": "snap-guard",
-        "node": charge.node,
+        "node": task.node,
         "logger": "guard",
         "message": message,
         "trace_id": trace_id,
         "span_id": span_id,
-        "order_id": charge.order,
+        "order_id": task.order,
     }
     said = ", ".join(f'"{name}": "{word}"' for name, word in words.items() if word)
-    return f'{{{said}, "attempt": {charge.attempt}}}\n'
+    return f'{{{said}, "attempt": {task.attempt}}}\n'
 
 
 def main(arguments: list[str]) -> int:
-    """Keep one charge to its end. The working directory is where the socket goes."""
-    charge = Charge.read(arguments)
+    """Keep one task to its end. The working directory is where the socket goes."""
+    task = GuardTask.read(arguments)
     # What ends the fence must not keep our connection open.
-    os.set_inheritable(charge.link, False)  # noqa: FBT003 - its only form
-    worker = procfs.open_pidfd(charge.pid, charge.start)
-    if worker is None or charge.boot_id != _boot_id():
-        with socket.socket(fileno=charge.link) as link:
+    os.set_inheritable(task.link, False)  # noqa: FBT003 - its only form
+    worker = procfs.open_pidfd(task.pid, task.start)
+    if worker is None or task.boot_id != _boot_id():
+        with socket.socket(fileno=task.link) as link:
             link.send(GONE)
         return 1
-    watch = _Watch(charge, worker)
+    watch = _Watch(task, worker)
     if watch.link is not None:
         watch.link.send(ARMED)
     must_act = watch.until_over()
     watch.forget()
     if must_act:
-        free(charge, watch.process, watch.release, watch.unfence)
-        sys.stderr.write(_line(charge, f"freed process {watch.process[0]} ({charge.socket})"))
+        free(task, watch.process, watch.release, watch.unfence)
+        sys.stderr.write(_line(task, f"freed process {watch.process[0]} ({task.socket})"))
     return 0
 
 

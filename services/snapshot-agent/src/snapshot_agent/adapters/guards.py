@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import snapshot_agent
-from snapshot_agent.adapters import guard, procfs, procwait
+from snapshot_agent.adapters import guard, processes, procfs
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Release
-from snapshot_agent.ports import Duty, GuardLink, Process
+from snapshot_agent.ports import GuardLink, GuardSpec, Process
 from snapshot_shared.errors import DeadlineExceeded, Failure, SourceExited
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.spans import parse_traceparent
@@ -42,20 +42,20 @@ class Guards:
         self._run = run
         self._node = node
 
-    async def start(self, duty: Duty) -> GuardLink:
+    async def start(self, spec: GuardSpec) -> GuardLink:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)  # noqa: FBT003 - its only form
         try:
-            child = self._spawn(duty, theirs)
+            child = self._spawn(spec, theirs)
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        link = _Link(ours, self._folder / _socket_name(duty), child)
+        link = _Link(ours, self._folder / _socket_name(spec), child)
         try:
-            link.charge_with(duty)
-            answer = await link.hear(ARMED_WITHIN_S)
+            link.send_spec(spec)
+            answer = await link.receive(ARMED_WITHIN_S)
         except BaseException:
             await link.kill()
             raise
@@ -70,34 +70,34 @@ class Guards:
             budget_s=ARMED_WITHIN_S,
         )
 
-    def _spawn(self, duty: Duty, theirs: socket.socket) -> procfs.Stat | None:
+    def _spawn(self, spec: GuardSpec, theirs: socket.socket) -> procfs.Stat | None:
         """Start the program. It inherits nothing but the connection and the log."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        charge = guard.Charge(
-            socket=_socket_name(duty),
+        task = guard.GuardTask(
+            socket=_socket_name(spec),
             link=theirs.fileno(),
-            pid=duty.process.pid,
-            start=duty.process.start,
-            control=str(duty.control),
-            deadline=duty.deadline + MARGIN_S,
-            boot_id=duty.boot_id,
-            kill=duty.on_failure == "Kill",
+            pid=spec.process.pid,
+            start=spec.process.start,
+            control=str(spec.control),
+            deadline=spec.deadline + MARGIN_S,
+            boot_id=spec.boot_id,
+            kill=spec.on_failure == "Kill",
             says=control.ABORTED,
-            body=control.body(duty.attempt, _ABORTED).decode(),
+            body=control.body(spec.attempt, _ABORTED).decode(),
             ends=control.QUIESCE,
             unless=control.COMPLETE,
-            uid=duty.access.uid,
-            gid=duty.access.gid,
-            mode=duty.access.file_mode,
+            uid=spec.access.uid,
+            gid=spec.access.gid,
+            mode=spec.access.file_mode,
             node=self._node,
-            order=duty.order,
-            attempt=duty.attempt,
-            trace=":".join(parse_traceparent(duty.traceparent) or ()),
+            order=spec.order,
+            attempt=spec.attempt,
+            trace=":".join(parse_traceparent(spec.traceparent) or ()),
         )
         with (self._folder / "log").open("ab") as output:
             child = subprocess.Popen(
                 # -S: without site-packages a start takes a third of the time.
-                [sys.executable, "-S", "-m", guard.__name__, *charge.arguments()],
+                [sys.executable, "-S", "-m", guard.__name__, *task.arguments()],
                 env={"PYTHONPATH": _SOURCES, "SNAPBACK_RUN": self._run},
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
@@ -110,8 +110,8 @@ class Guards:
         child.returncode = 0
         return procfs.read(child.pid)
 
-    async def adopt(self, duty: Duty) -> GuardLink | None:
-        path = self._folder / _socket_name(duty)
+    async def adopt(self, spec: GuardSpec) -> GuardLink | None:
+        path = self._folder / _socket_name(spec)
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         caller.setblocking(False)  # noqa: FBT003 - its only form
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class Guards:
             with opened(open_root(str(self._folder))) as folder:
                 caller.connect(f"/proc/self/fd/{folder}/{path.name}")
             link = _Link(caller, path, _peer(caller))
-            if await link.hear(ARMED_WITHIN_S) == guard.ARMED:
+            if await link.receive(ARMED_WITHIN_S) == guard.ARMED:
                 return link
         caller.close()
         path.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ class _Link:
         self._path = path
         self._process = process
 
-    async def hear(self, within_s: float) -> bytes:
+    async def receive(self, within_s: float) -> bytes:
         """Wait for a message; empty when the guard hung up or said nothing in time."""
         loop = asyncio.get_running_loop()
         try:
@@ -173,15 +173,15 @@ class _Link:
                 pass
         await self._gone()
 
-    def charge_with(self, duty: Duty) -> None:
+    def send_spec(self, spec: GuardSpec) -> None:
         """Send what does not fit into arguments; it lies in the socket before the guard reads."""
-        if duty.unfence:
-            self._sock.send(guard.UNFENCE + guard.joined(list(duty.unfence)))
-        if duty.release != Release():
-            self.release_by(duty.release)
+        if spec.unfence:
+            self._sock.send(guard.UNFENCE + guard.joined(list(spec.unfence)))
+        if spec.release != Release():
+            self.release_by(spec.release)
 
     def release_by(self, release: Release) -> None:
-        words = guard.Release(
+        words = guard.WireRelease(
             list(release.program), release.within_s, ends=release.ends, stays=release.stays
         ).words()
         with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class _Link:
 
     async def _gone(self) -> None:
         if self._process is not None:
-            await procwait.ended(self._process)
+            await processes.ended(self._process)
             _reap(self._process)
             self._process = None
 
@@ -235,5 +235,5 @@ def _peer(sock: socket.socket) -> procfs.Stat | None:
     return procfs.read(guard.peer_of(sock)[0])
 
 
-def _socket_name(duty: Duty) -> str:
-    return f"{duty.name}.sock"
+def _socket_name(spec: GuardSpec) -> str:
+    return f"{spec.name}.sock"

@@ -10,15 +10,11 @@ from pathlib import Path
 
 from snapshot_agent.adapters.copying import ROOT
 from snapshot_agent.ports import Listing, Stray
-from snapshot_shared import subjects
-from snapshot_shared.api import FoundGeneration, InventoryReply, InventoryRequest
+from snapshot_shared.api import FoundGeneration
 from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST, generation_of
-from snapshot_shared.bus import Bus
-from snapshot_shared.codec import MAX_FRAME_BYTES, decode_json, encode_json
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactExists, ArtifactMissing, InvalidName
 from snapshot_shared.files import make_dir, open_dir, open_root, opened, secure
-from snapshot_shared.frames import error_of
-from snapshot_shared.ids import check_label, check_node, check_uid
+from snapshot_shared.ids import check_label, check_uid
 
 _NOT_OURS = frozenset({"lost+found"})
 """What file systems put into their root; the rest of it is hidden."""
@@ -37,7 +33,7 @@ class ArtifactLibrary:
     async def set_aside(self, path: Sequence[str], label: str) -> bool:
         return await ROOT.run(self._set_aside, tuple(path), label)
 
-    async def set_aside_before(self) -> int:
+    async def count_set_aside(self) -> int:
         return await ROOT.run(self._set_aside_before)
 
     def _set_aside_before(self) -> int:
@@ -80,24 +76,6 @@ class ArtifactLibrary:
         except (FileNotFoundError, ArtifactMissing):
             return False
         return True
-
-
-class OperatorInventories:
-    """The `Inventories` port: the operator is asked over NATS."""
-
-    def __init__(self, bus: Bus, node: str) -> None:
-        """Ask as `node`."""
-        self._bus = bus
-        self._node = node
-
-    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-        request = InventoryRequest(node=self._node, generations=list(found))
-        subject = subjects.inventory(check_node(self._node))
-        data = await self._bus.request(subject, encode_json(request))
-        reply = decode_json(data, InventoryReply, limit=MAX_FRAME_BYTES)
-        if reply.failure is not None:
-            raise error_of(reply.failure)
-        return reply
 
 
 def _entries(root: int, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], os.stat_result]]:

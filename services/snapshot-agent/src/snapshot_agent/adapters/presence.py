@@ -23,7 +23,7 @@ AGAIN_S = 0.5
 """How long to wait after presence could not be written, in seconds."""
 
 
-class Announcer:
+class PresencePublisher:
     """Writes presence until `stop` is set."""
 
     def __init__(

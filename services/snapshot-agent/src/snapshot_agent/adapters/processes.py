@@ -15,14 +15,15 @@ import shutil
 import signal
 import stat
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from snapshot_agent.adapters import procfs, procwait
-from snapshot_agent.domain.spec import CONTROL_DIR, Launch, Places
+from snapshot_agent.adapters import procfs
+from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
+from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_agent.ports import Process
-from snapshot_shared.errors import InvalidInput, NotFound
+from snapshot_shared.errors import DeadlineExceeded, InvalidInput, NotFound
 from snapshot_shared.files import open_root, opened, remove_tree
 from snapshot_shared.tasks import Threads, in_thread, undisturbed
 
@@ -33,6 +34,10 @@ KILLED_WITHIN_S = 10.0
 
 _STARTS = Threads(8, "start")
 """The threads that start processes: a working directory may lie on a file system that hangs."""
+
+
+LOOK_AGAIN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
+"""When a stop is looked for again. The first look nearly always finds it."""
 
 
 class _Watched(NamedTuple):
@@ -48,12 +53,12 @@ class LocalProcesses:
         """Watch nothing yet."""
         self._watched: dict[Process, _Watched] = {}
 
-    async def spawn(self, launch: Launch) -> Process:
+    async def spawn(self, spec: ProcessSpec) -> Process:
         # A cancellation waits until the process is watched, or it would never be reaped.
-        return await undisturbed(self._spawn(launch))
+        return await undisturbed(self._spawn(spec))
 
-    async def _spawn(self, launch: Launch) -> Process:
-        process, pidfd = await _STARTS.run(_start, launch)
+    async def _spawn(self, spec: ProcessSpec) -> Process:
+        process, pidfd = await _STARTS.run(_start, spec)
         self._watch(process, pidfd, is_child=True)
         return process
 
@@ -83,7 +88,9 @@ class LocalProcesses:
             return None
         return await asyncio.shield(self._watched[process].end)
 
-    async def terminate(self, process: Process | None, where: Places, grace_s: float) -> None:
+    async def terminate(
+        self, process: Process | None, where: ContainerPaths, grace_s: float
+    ) -> None:
         if grace_s > 0 and process is not None and procfs.is_alive(*process):
             for member in procfs.session_of(*process):
                 procfs.send(member, signal.SIGCONT)
@@ -96,11 +103,11 @@ class LocalProcesses:
             while rest := _everything_of(process, where):
                 for member in rest:
                     procfs.send(member, signal.SIGKILL)
-                await asyncio.gather(*(procwait.ended(member) for member in rest))
+                await asyncio.gather(*(ended(member) for member in rest))
             if process is not None:
                 await self.ended(process)
 
-    def find(self, where: Places) -> Process | None:
+    def find(self, where: ContainerPaths) -> Process | None:
         for member in procfs.carrying(where.marker):
             if member.session == member.pid:
                 return Process(member.pid, member.start)
@@ -127,16 +134,16 @@ class LocalProcesses:
         self._watched.clear()
 
 
-def _start(launch: Launch) -> tuple[Process, int]:
+def _start(spec: ProcessSpec) -> tuple[Process, int]:
     """Start a process; its pidfd is the caller's."""
-    _require_startable(launch)
-    _make_folders(launch.places)
-    with opened(_open_log(launch.places.log)) as output:
+    _require_startable(spec)
+    _make_folders(spec.paths)
+    with opened(_open_log(spec.paths.log)) as output:
         try:
             child = subprocess.Popen(
-                launch.argv,
-                env=launch.env,
-                cwd=launch.cwd,
+                spec.argv,
+                env=spec.env,
+                cwd=spec.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -145,7 +152,7 @@ def _start(launch: Launch) -> tuple[Process, int]:
                 umask=0o022,
             )
         except OSError as error:
-            raise _not_startable(launch, error) from error
+            raise _not_startable(spec, error) from error
     # From here on it is watched and reaped by its pidfd, so Popen must do neither.
     child.returncode = 0
     found = procfs.read(child.pid)
@@ -165,16 +172,16 @@ def _remove(where: Path) -> None:
         remove_tree(parent, where.name, durable=False)
 
 
-def _require_startable(launch: Launch) -> None:
-    if not launch.cwd.is_dir():
+def _require_startable(spec: ProcessSpec) -> None:
+    if not spec.cwd.is_dir():
         raise InvalidInput(
-            f"the working directory {launch.cwd} does not exist on this node",
+            f"the working directory {spec.cwd} does not exist on this node",
             next_step="correct workingDir, or SNAPBACK_WORKDIR of the agent",
         )
     # As execvp does it: a name with a slash is taken from the working directory.
-    name = launch.argv[0]
-    program = str(launch.cwd / name) if "/" in name else name
-    if shutil.which(program, path=launch.env["PATH"]) is None:
+    name = spec.argv[0]
+    program = str(spec.cwd / name) if "/" in name else name
+    if shutil.which(program, path=spec.env["PATH"]) is None:
         raise NotFound(
             f"program {name[:200]!r} is not on this node",
             next_step="correct the container's command or install the program",
@@ -196,14 +203,14 @@ def _open_log(log: Path) -> int:
     raise InvalidInput(f"{log} is no plain file", next_step="remove it")
 
 
-def _make_folders(where: Places) -> None:
+def _make_folders(where: ContainerPaths) -> None:
     where.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     where.sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _not_startable(launch: Launch, error: OSError) -> InvalidInput:
+def _not_startable(spec: ProcessSpec, error: OSError) -> InvalidInput:
     reason = "too long" if error.errno == errno.E2BIG else error.strerror
-    return InvalidInput(f"{launch.argv[0][:200]!r} cannot be started: {reason}")
+    return InvalidInput(f"{spec.argv[0][:200]!r} cannot be started: {reason}")
 
 
 def _reap(pidfd: int) -> int | None:
@@ -216,8 +223,56 @@ def _reap(pidfd: int) -> int | None:
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
-def _everything_of(process: Process | None, where: Places) -> list[procfs.Stat]:
+def _everything_of(process: Process | None, where: ContainerPaths) -> list[procfs.Stat]:
     """Give the session, and what left it but still has the container's environment."""
     members: Iterable[procfs.Stat] = procfs.session_of(*process) if process else ()
     found = {member.pid: member for member in (*members, *procfs.carrying(where.marker))}
     return list(found.values())
+
+
+async def ended(process: procfs.Stat) -> None:
+    """Wait for the end of a process."""
+    with procfs.opened(process.pid, process.start) as pidfd:
+        if pidfd is None:
+            return
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(pidfd, _settle, end)
+        try:
+            await end
+        finally:
+            loop.remove_reader(pidfd)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def stopped(process: procfs.Stat) -> None:
+    """Wait until every thread of a process that was sent SIGSTOP has stopped, or it has ended.
+
+    The kernel tells nobody but the parent that a process has stopped, so the state is read again
+    while its end, of which it does tell, is waited for. DeadlineExceeded after five seconds.
+    """
+    for wait_s in LOOK_AGAIN_S:
+        if procfs.has_stopped(process):
+            return
+        try:
+            async with asyncio.timeout(wait_s):
+                await ended(process)
+        except TimeoutError:
+            continue
+        return
+    if not procfs.has_stopped(process):
+        raise DeadlineExceeded(
+            f"process {process.pid} did not stop within {sum(LOOK_AGAIN_S):.0f} s",
+            next_step="see what its threads wait for: /proc/<pid>/task/*/stack",
+            step="freeze",
+            budget_s=sum(LOOK_AGAIN_S),
+        )
+
+
+async def all_stopped(processes: Sequence[procfs.Stat]) -> None:
+    """Do the same for many."""
+    await asyncio.gather(*(stopped(process) for process in processes))

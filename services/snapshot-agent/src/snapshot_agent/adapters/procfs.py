@@ -55,7 +55,7 @@ def is_alive(pid: int, start: int) -> bool:
     return found is not None and found.start == start and found.is_running
 
 
-def everybody() -> Iterator[Stat]:
+def running() -> Iterator[Stat]:
     """Give every process that runs."""
     for name in os.listdir("/proc"):
         if name.isdigit() and (found := read(int(name))) and found.is_running:
@@ -71,19 +71,19 @@ def session_of(leader: int, start: int) -> list[Stat]:
     found = read(leader)
     if found is not None and found.start != start:
         return []
-    return [process for process in everybody() if process.session == leader]
+    return [process for process in running() if process.session == leader]
 
 
 def carrying(entry: str) -> list[Stat]:
     """Give the running processes that were started with this entry in their environment."""
     wanted = b"\0" + os.fsencode(entry) + b"\0"
-    return [process for process in everybody() if wanted in b"\0" + _environment(process.pid)]
+    return [process for process in running() if wanted in b"\0" + _environment(process.pid)]
 
 
 def entries(prefix: str) -> set[str]:
     """Return the entries of the environments of all running processes that begin so."""
     wanted = os.fsencode(prefix)
-    found = (entry for each in everybody() for entry in _environment(each.pid).split(b"\0"))
+    found = (entry for each in running() for entry in _environment(each.pid).split(b"\0"))
     return {os.fsdecode(entry) for entry in found if entry.startswith(wanted)}
 
 

@@ -6,10 +6,16 @@ is JSON with the attempt that it belongs to. Whatever a worker writes there is h
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 import msgspec
 
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure, InvalidMessage
+
+CONTROL_DIR = "SNAPSHOT_CONTROL_DIR"
+"""The variable of a container that names its control directory."""
 
 READY = "ready-for-snapshot"
 QUIESCE = "quiesce"
@@ -30,6 +36,53 @@ CAPTURE_FILES = (QUIESCE, QUIESCED, COMPLETE, ABORTED)
 RESTORE_FILES = (RESTORE_COMPLETE, RESTORE_FAILED, RESTORED)
 
 MAX_BODY_BYTES = 64 * 1024
+
+
+class Access(NamedTuple):
+    """Who owns the control directory of a container, and the modes of what is put there.
+
+    `uid` and `gid` of -1 are those of the agent, as with chown(2).
+    """
+
+    uid: int = -1
+    gid: int = -1
+    folder_mode: int = 0o700
+    file_mode: int = 0o600
+
+
+class ContainerPaths(NamedTuple):
+    """Where everything of one container lies on this node, and who may use its control files."""
+
+    home: Path
+    sockets: Path
+    access: Access = Access()
+
+    @property
+    def control(self) -> Path:
+        """The control directory."""
+        return self.home / "control"
+
+    @property
+    def log(self) -> Path:
+        """Standard output and standard error."""
+        return self.home / "log"
+
+    @property
+    def lock(self) -> Path:
+        """The file that whoever captures the container locks."""
+        return self.home / "lock"
+
+    @property
+    def marker(self) -> str:
+        """The entry of the environment by which the container's processes are recognised."""
+        return f"{CONTROL_DIR}={self.control}"
+
+
+def container_paths(
+    state_dir: Path, socket_dir: Path, pod_uid: str, container: str
+) -> ContainerPaths:
+    """Give the places of a container."""
+    return ContainerPaths(state_dir / "pods" / pod_uid / container, socket_dir / pod_uid[:8])
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

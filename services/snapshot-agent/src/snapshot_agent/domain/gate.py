@@ -24,7 +24,7 @@ T = TypeVar("T")
 Check = Callable[[T], SnapbackError | None]
 
 
-class PodSeen(NamedTuple):
+class ObservedPod(NamedTuple):
     """A pod of this node as an order finds it.
 
     `known` is None when no such pod was started here. `exit_code` counts only when it is not
@@ -59,7 +59,7 @@ def refuse(checks: Sequence[Check[T]], seen: T) -> None:
             raise error
 
 
-def _is_this_pod(seen: PodSeen) -> SnapbackError | None:
+def _is_this_pod(seen: ObservedPod) -> SnapbackError | None:
     if seen.known is None:
         return StalePodReference(
             f"pod {seen.wanted.namespace}/{seen.wanted.name} with uid {seen.wanted.uid} was not "
@@ -77,7 +77,7 @@ def _is_this_pod(seen: PodSeen) -> SnapbackError | None:
     return None
 
 
-def _has_container(seen: PodSeen) -> SnapbackError | None:
+def _has_container(seen: ObservedPod) -> SnapbackError | None:
     if seen.wanted.container in seen.containers:
         return None
     return NotEligible(
@@ -89,11 +89,11 @@ def _has_container(seen: PodSeen) -> SnapbackError | None:
     )
 
 
-def _is_alive(seen: PodSeen) -> SnapbackError | None:
+def _is_alive(seen: ObservedPod) -> SnapbackError | None:
     return None if seen.alive else source_exited(seen.wanted, seen.exit_code)
 
 
-def _is_free(seen: PodSeen) -> SnapbackError | None:
+def _is_free(seen: ObservedPod) -> SnapbackError | None:
     if seen.captured_by is None:
         return None
     return NotEligible(
@@ -104,7 +104,7 @@ def _is_free(seen: PodSeen) -> SnapbackError | None:
     )
 
 
-def _is_standby(seen: PodSeen) -> SnapbackError | None:
+def _is_standby(seen: ObservedPod) -> SnapbackError | None:
     if seen.standby:
         return None
     return NotEligible(
@@ -113,8 +113,13 @@ def _is_standby(seen: PodSeen) -> SnapbackError | None:
     )
 
 
-CAPTURE_CHECKS: tuple[Check[PodSeen], ...] = (_is_this_pod, _has_container, _is_alive, _is_free)
-RESTORE_CHECKS: tuple[Check[PodSeen], ...] = (_is_this_pod, _has_container, _is_alive, _is_standby)
+CAPTURE_CHECKS: tuple[Check[ObservedPod], ...] = (_is_this_pod, _has_container, _is_alive, _is_free)
+RESTORE_CHECKS: tuple[Check[ObservedPod], ...] = (
+    _is_this_pod,
+    _has_container,
+    _is_alive,
+    _is_standby,
+)
 
 
 def _is_that_artifact(target: Target) -> SnapbackError | None:

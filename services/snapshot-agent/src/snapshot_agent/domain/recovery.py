@@ -14,7 +14,7 @@ from snapshot_shared.errors import Aborted, OutcomeUnknown, SnapbackError
 from snapshot_shared.ledger import Entry
 
 
-class Prepare(StrEnum):
+class PrepareState(StrEnum):
     """How far the prepare order came. WAITING has begun nothing."""
 
     WAITING = "waiting"
@@ -23,7 +23,7 @@ class Prepare(StrEnum):
     FAILED = "failed"
 
 
-class Dump(StrEnum):
+class DumpState(StrEnum):
     """How far the dump order of the same attempt came."""
 
     WAITING = "waiting"
@@ -45,13 +45,13 @@ class Recovery(StrEnum):
     LET_GO = "let-go"
 
 
-TABLE: dict[tuple[Prepare, Dump], Recovery] = {
-    (Prepare.WAITING, Dump.WAITING): Recovery.NOTHING,
-    (Prepare.INTERRUPTED, Dump.WAITING): Recovery.COMPENSATE,
-    (Prepare.PREPARED, Dump.WAITING): Recovery.HOLD,
-    (Prepare.PREPARED, Dump.INTERRUPTED): Recovery.COMPENSATE,
-    (Prepare.PREPARED, Dump.ENDED): Recovery.HOLD,
-    (Prepare.FAILED, Dump.WAITING): Recovery.NOTHING,
+TABLE: dict[tuple[PrepareState, DumpState], Recovery] = {
+    (PrepareState.WAITING, DumpState.WAITING): Recovery.NOTHING,
+    (PrepareState.INTERRUPTED, DumpState.WAITING): Recovery.COMPENSATE,
+    (PrepareState.PREPARED, DumpState.WAITING): Recovery.HOLD,
+    (PrepareState.PREPARED, DumpState.INTERRUPTED): Recovery.COMPENSATE,
+    (PrepareState.PREPARED, DumpState.ENDED): Recovery.HOLD,
+    (PrepareState.FAILED, DumpState.WAITING): Recovery.NOTHING,
 }
 """A dump is begun only after its prepare has ended well; other pairs are undone to be safe."""
 
@@ -62,7 +62,7 @@ class AgentRestarted(Aborted):
     retryable = True
 
 
-class Left(NamedTuple):
+class CaptureLeft(NamedTuple):
     """One capture attempt as the journal and the control directory show it."""
 
     prepare: Entry
@@ -74,14 +74,14 @@ class Left(NamedTuple):
     @property
     def interrupted(self) -> Entry | None:
         """The order that a restart cut off, if it did."""
-        if self.dump is not None and _dump_state(self.dump) is Dump.INTERRUPTED:
+        if self.dump is not None and _dump_state(self.dump) is DumpState.INTERRUPTED:
             return self.dump
-        if _prepare_state(self.prepare) is Prepare.INTERRUPTED:
+        if _prepare_state(self.prepare) is PrepareState.INTERRUPTED:
             return self.prepare
         return None
 
 
-def decide(left: Left) -> Recovery:
+def decide(left: CaptureLeft) -> Recovery:
     """Give what is to be done with a capture attempt."""
     if left.is_settled:
         return Recovery.NOTHING
@@ -116,15 +116,15 @@ def interruption(entry: Entry) -> SnapbackError:
     )
 
 
-def _prepare_state(entry: Entry) -> Prepare:
+def _prepare_state(entry: Entry) -> PrepareState:
     if entry.terminal is None:
-        return Prepare.INTERRUPTED if entry.began else Prepare.WAITING
-    return Prepare.PREPARED if entry.terminal.kind == "prepared" else Prepare.FAILED
+        return PrepareState.INTERRUPTED if entry.began else PrepareState.WAITING
+    return PrepareState.PREPARED if entry.terminal.kind == "prepared" else PrepareState.FAILED
 
 
-def _dump_state(entry: Entry | None) -> Dump:
+def _dump_state(entry: Entry | None) -> DumpState:
     if entry is None:
-        return Dump.WAITING
+        return DumpState.WAITING
     if entry.terminal is not None:
-        return Dump.ENDED
-    return Dump.INTERRUPTED if entry.began else Dump.WAITING
+        return DumpState.ENDED
+    return DumpState.INTERRUPTED if entry.began else DumpState.WAITING

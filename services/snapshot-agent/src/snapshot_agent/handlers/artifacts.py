@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from snapshot_agent.domain.sealing import check_part, check_plan, check_proven, root_manifest
-from snapshot_agent.ports import Machine, Orders, Place
+from snapshot_agent.ports import GenerationRef, Machine, Orders
 from snapshot_shared.artifact import PartManifest, RootManifest, RootPart
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import ArtifactError
@@ -37,7 +37,7 @@ class Artifacts:
 
     async def seal(self, order: SealOrder, ctx: OrderContext) -> Result:
         """Check every part of the plan and write the root manifest last."""
-        place = Place(order.namespace, order.content_uid, order.attempt)
+        place = GenerationRef(order.namespace, order.content_uid, order.attempt)
         parts: list[tuple[PartManifest, str]] = []
         sealed: dict[str, object] = {}
 
@@ -69,7 +69,7 @@ class Artifacts:
         async def remove() -> None:
             for verb in ("dump", "seal"):
                 await self._orders.cancel(order_id(verb, content), order.generation)
-            place = Place(order.namespace, order.content_uid, order.generation)
+            place = GenerationRef(order.namespace, order.content_uid, order.generation)
             await self._machine.generations.remove(place)
 
         table = [Step("tombstone", tombstone, 10.0), Step("remove", remove, order.deadline_s)]
@@ -91,7 +91,7 @@ class Artifacts:
                 async def tell(done: int, name: str = manifest.part, base: int = before) -> None:
                     await ctx.progress(name, "read-all", base + done, root.bytes)
 
-                place = Place(ref.namespace, ref.content_uid, ref.generation)
+                place = GenerationRef(ref.namespace, ref.content_uid, ref.generation)
                 with naming(manifest.part):
                     await self._machine.artifacts.check_bytes(place, manifest, tell)
                 counted += manifest.bytes
@@ -136,7 +136,7 @@ async def proven_parts(
     machine: Machine, ref: ArtifactRef, root: RootManifest
 ) -> list[PartManifest]:
     """Read all part manifests of an artifact; each must be the one that the root proves."""
-    place = Place(ref.namespace, ref.content_uid, ref.generation)
+    place = GenerationRef(ref.namespace, ref.content_uid, ref.generation)
     found: list[PartManifest] = []
     for row in root.parts:
         with naming(row.part):

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
+from snapshot_agent.domain.gate import source_exited
+from snapshot_agent.ports import Worker, Workers
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.tasks import over, undisturbed
 
@@ -148,3 +150,10 @@ async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:
         for task in tasks:
             task.cancel()
         await over(*tasks)
+
+
+async def while_alive(workers: Workers, worker: Worker, work: Coroutine[Any, Any, object]) -> None:
+    """Wait for something while the worker lives. SourceExited with its exit code when not."""
+    index, code = await first(work, workers.ended(worker.process))
+    if index == 1:
+        raise source_exited(worker.pod, code if isinstance(code, int) else None)

@@ -9,11 +9,10 @@ import msgspec
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase
 from snapshot_agent.domain.gate import check_vector
-from snapshot_agent.handlers.background import HANGS_S, compensated
+from snapshot_agent.handlers.background import HANGS_S, compensated, while_alive
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
-from snapshot_agent.handlers.opening import Opening, facts_of
-from snapshot_agent.handlers.workers import while_alive
-from snapshot_agent.ports import Dump, Machine, Orders, Place, Stage, Workers
+from snapshot_agent.handlers.prepare import Prepare, facts_of
+from snapshot_agent.ports import Dump, GenerationRef, Machine, Orders, Stage, Workers
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import Aborted, InvalidMessage, NotEligible
@@ -57,7 +56,7 @@ class Captures:
 
     async def prepare(self, order: PrepareOrder, ctx: OrderContext) -> Result:
         """Open a capture; the worker is held from here on."""
-        opening = Opening(
+        steps = Prepare(
             machine=self._machine,
             orders=self._orders,
             workers=self._workers,
@@ -65,9 +64,9 @@ class Captures:
             order=order,
             ctx=ctx,
         )
-        await ctx.steps("prepare", opening.table())
-        self._holds.keep(opening.hold)
-        return {"vector": opening.vector}
+        await ctx.steps("prepare", steps.table())
+        self._holds.watch(steps.hold)
+        return {"vector": steps.vector}
 
     async def dump(self, order: DumpOrder, ctx: OrderContext) -> Result:
         """Write the process part of a held worker."""
@@ -88,11 +87,11 @@ class Captures:
                 found=order.driver,
             )
         async with self._slots, contextlib.AsyncExitStack() as closing:
-            staging = _Staging(self._machine, self._workers, self._holds, hold, ctx, closing)
+            steps = _DumpSteps(self._machine, self._workers, self._holds, hold, ctx, closing)
             with self._machine.metrics.moving("dump") as moved:
-                await ctx.steps("dump", staging.table(prepared))
-                moved(staging.result().bytes)
-        return {"part": staging.result()}
+                await ctx.steps("dump", steps.table(prepared))
+                moved(steps.result().bytes)
+        return {"part": steps.result()}
 
     def _prepared(self, order: DumpOrder) -> Entry | None:
         entry = self._entry("prepare", Uid(order.content_uid), order.attempt)
@@ -165,7 +164,7 @@ class Captures:
             await (memory.at(order.pod) if order.pod else memory).unfence(order.fence_token)
 
 
-class _Staging:
+class _DumpSteps:
     """The steps of one dump order: those of the driver, and the one that finishes the part."""
 
     def __init__(
@@ -247,7 +246,7 @@ class _Staging:
         """Create the part. From here on nothing is run a second time."""
         await self._ctx.note("no-replay", value=True)
         order = self._order
-        place = Place(order.pod.namespace, order.content_uid, order.attempt)
+        place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
         new_part = self._machine.artifacts.new_part(place, PROCESS)
         self._dump.part = await self._closing.enter_async_context(new_part)
         self._total = await self._hold.driver.size(self._dump.worker)

@@ -17,8 +17,8 @@ from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase
 from snapshot_agent.handlers.background import HANGS_S, Background
 from snapshot_agent.ports import (
-    Duty,
     GuardLink,
+    GuardSpec,
     Machine,
     Orders,
     ProcessDriver,
@@ -65,7 +65,7 @@ class Hold:
     phase: Phase = Phase.SIGNAL
     guard: GuardLink | None = None
     thaw_by: float = math.inf
-    keeper: asyncio.Task[None] | None = None
+    watchdog: asyncio.Task[None] | None = None
     quiet_since: float | None = None
     frozen_since: float | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -123,19 +123,19 @@ class Holds:
                 return content
         return None
 
-    def duty(self, hold: Hold) -> Duty:
+    def guard_spec(self, hold: Hold) -> GuardSpec:
         """Say what the guard of a hold has to do."""
-        return Duty(
+        return GuardSpec(
             name=short_hash(hold.content, str(hold.attempt)),
             process=hold.worker.process,
-            control=hold.worker.places.control,
+            control=hold.worker.paths.control,
             attempt=hold.attempt,
             deadline=hold.deadline,
             boot_id=self._machine.clocks.boot_id,
             on_failure=hold.order.on_failure,
             release=hold.driver.release(hold.worker, hold.phase),
             unfence=self._unfencing(hold.order),
-            access=hold.worker.places.access,
+            access=hold.worker.paths.access,
             order=hold.order.order,
             traceparent=hold.order.traceparent,
         )
@@ -147,7 +147,7 @@ class Holds:
 
     async def arm(self, hold: Hold) -> None:
         """Start the guard of a hold."""
-        hold.guard = await self._machine.guards.start(self.duty(hold))
+        hold.guard = await self._machine.guards.start(self.guard_spec(hold))
         hold.guard.thaw_by(hold.thaw_by)
 
     def enter(self, hold: Hold, phase: Phase) -> None:
@@ -178,12 +178,12 @@ class Holds:
         except (SnapbackError, OSError):
             log.exception("no guard for %s", hold.content)
 
-    def keep(self, hold: Hold) -> None:
+    def watch(self, hold: Hold) -> None:
         """Hold a prepared worker until it is let go, at the latest at its deadline."""
         self.by_content[hold.content] = hold
-        hold.keeper = self._background.start(self._keep(hold), f"hold of {hold.content}")
+        hold.watchdog = self._background.start(self._watch(hold), f"hold of {hold.content}")
 
-    async def _keep(self, hold: Hold) -> None:
+    async def _watch(self, hold: Hold) -> None:
         while True:
             left = hold.deadline - self._machine.clocks.monotonic()
             try:
@@ -219,7 +219,7 @@ class Holds:
 
     def is_let_go(self, worker: Worker, attempt: int) -> bool:
         """Say whether somebody told the worker that the capture is given up."""
-        data = self._machine.control.get(worker.places, control.ABORTED)
+        data = self._machine.control.get(worker.paths, control.ABORTED)
         return data is not None and control.is_of(data, attempt)
 
     # The three ways in which a hold ends.
@@ -230,7 +230,7 @@ class Holds:
             if self.by_content.get(hold.content) is not hold:
                 return
             await self.let_go(hold)
-            where = hold.worker.places
+            where = hold.worker.paths
             self._machine.control.put(where, control.COMPLETE, control.body(hold.attempt))
             self._machine.control.remove(where, control.QUIESCE)
             self.count(hold, "complete")
@@ -307,7 +307,7 @@ class Holds:
 
     async def free(self, hold: Hold, why: Failure) -> None:
         """Tell the worker to go on without the capture, or kill it by policy."""
-        where = hold.worker.places
+        where = hold.worker.paths
         self.count(hold, "aborted")
         self._machine.control.put(where, control.ABORTED, control.body(hold.attempt, why))
         self._machine.control.remove(where, control.QUIESCE)
@@ -316,10 +316,10 @@ class Holds:
 
     async def _forget(self, hold: Hold) -> None:
         """Dismiss the guard and give the lock back: the hold is over."""
-        keeper = hold.keeper
-        if keeper is not None and keeper is not asyncio.current_task():
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+        watchdog = hold.watchdog
+        if watchdog is not None and watchdog is not asyncio.current_task():
+            watchdog.cancel()
+            await asyncio.gather(watchdog, return_exceptions=True)
         await self.dismiss(hold)
         self.drop(hold)
 

@@ -15,17 +15,16 @@ from pathlib import Path
 import msgspec
 
 from snapshot_agent.domain import control
-from snapshot_agent.domain.gate import PodSeen
+from snapshot_agent.domain.control import ContainerPaths, container_paths
+from snapshot_agent.domain.gate import ObservedPod
 from snapshot_agent.domain.spec import (
-    Launch,
-    Places,
-    Surroundings,
-    launch,
-    places,
+    NodeEnvironment,
+    ProcessSpec,
+    process_spec,
     shared_out,
 )
 from snapshot_agent.handlers.background import Background, first
-from snapshot_agent.ports import Found, Machine, Orders, Process, Succeed, Worker
+from snapshot_agent.ports import Machine, Orders, Process, ResolvedContainer, SetProcess, Worker
 from snapshot_shared.codec import decode_json, digest, encode_json
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import (
@@ -59,7 +58,7 @@ END_MARGIN_S = 15.0
 """What an ending takes besides the grace period, in seconds."""
 
 
-class Noticed(msgspec.Struct, frozen=True, kw_only=True):
+class StartedContainer(msgspec.Struct, frozen=True, kw_only=True):
     """What the journal keeps of a container, under the key `container:<name>`."""
 
     pid: int
@@ -79,15 +78,15 @@ class RunningPod:
     order: RunOrder
     entry: Entry
     workers: dict[str, Worker] = field(default_factory=dict)
-    origins: dict[str, Noticed] = field(default_factory=dict)
+    origins: dict[str, StartedContainer] = field(default_factory=dict)
     codes: dict[str, int | None] = field(default_factory=dict)
     replaced: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    def add(self, name: str, noticed: Noticed, where: Places) -> Worker:
+    def add(self, name: str, started: StartedContainer, where: ContainerPaths) -> Worker:
         """Take a container's process in."""
         pod = msgspec.structs.replace(self.order.pod, container=name)
-        worker = Worker(pod, Process(noticed.pid, noticed.start), where)
-        self.workers[name], self.origins[name] = worker, noticed
+        worker = Worker(pod, Process(started.pid, started.start), where)
+        self.workers[name], self.origins[name] = worker, started
         return worker
 
 
@@ -99,21 +98,23 @@ class Pods:
         machine: Machine,
         orders: Orders,
         background: Background,
-        around: Surroundings,
+        environment: NodeEnvironment,
         state_dir: Path,
     ) -> None:
         """Keep the files of pods below `state_dir`; `recover` brings those of an earlier agent."""
         self._machine = machine
         self._orders = orders
         self._background = background
-        self._around = around
+        self._environment = environment
         self._state_dir = state_dir
         self._launcher = machine.launcher
         self.known: dict[str, RunningPod] = {}
 
-    def places(self, pod_uid: str, container: str) -> Places:
+    def paths(self, pod_uid: str, container: str) -> ContainerPaths:
         """Give the places of a container."""
-        return places(self._state_dir, Path(self._around.socket_dir), pod_uid, container)
+        return container_paths(
+            self._state_dir, Path(self._environment.socket_dir), pod_uid, container
+        )
 
     # Orders.
 
@@ -122,12 +123,12 @@ class Pods:
         if order_id("stop", Uid(order.pod.uid)) in self._orders.journal.ledger.entries:
             raise Superseded(f"pod {order.pod.name} was stopped already")
         pod = RunningPod(order, ctx.entry)
-        starting = _Starting(self, self._machine, pod, ctx)
+        steps = _RunSteps(self, self._machine, pod, ctx)
         await ctx.steps(
             "run",
             [
-                Step("resolve", starting.resolve, 45.0),
-                Step("spawn", starting.spawn, 30.0, undo=starting.undo, replayable=False),
+                Step("resolve", steps.resolve, 45.0),
+                Step("spawn", steps.spawn, 30.0, undo=steps.undo, replayable=False),
             ],
         )
         await ctx.report("started")
@@ -172,11 +173,11 @@ class Pods:
 
     # The port `Workers`.
 
-    async def resolve(self, pod: PodRef) -> Found:
+    async def resolve(self, pod: PodRef) -> ResolvedContainer:
         known = self.known.get(pod.uid)
         if known is None:
-            return Found(PodSeen(pod, None))
-        seen = PodSeen(
+            return ResolvedContainer(ObservedPod(pod, None))
+        seen = ObservedPod(
             pod,
             known.order.pod,
             containers=tuple(known.workers),
@@ -184,8 +185,10 @@ class Pods:
             exit_code=known.codes.get(pod.container),
             standby=known.order.standby,
         )
-        origin = known.origins.get(pod.container, Noticed(pid=0, start=0))
-        return Found(seen, known.workers.get(pod.container), origin.image, origin.command)
+        origin = known.origins.get(pod.container, StartedContainer(pid=0, start=0))
+        return ResolvedContainer(
+            seen, known.workers.get(pod.container), origin.image, origin.command
+        )
 
     def is_alive(self, process: Process) -> bool:
         return self._launcher.adopt(process)
@@ -194,14 +197,14 @@ class Pods:
         return await self._launcher.ended(process)
 
     async def end(self, worker: Worker) -> None:
-        await self._launcher.terminate(worker.process, worker.places, 0.0)
+        await self._launcher.terminate(worker.process, worker.paths, 0.0)
 
     async def end_pod(self, pod_uid: str, grace_s: float) -> None:
         found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
         home = self._state_dir / "pods" / pod_uid
         seen = [*await self._launcher.folders(home), *self._launcher.running(home)]
         names = {*found, *self._noted_names(pod_uid), *(name for name in seen if _is_label(name))}
-        where = {name: self.places(pod_uid, name) for name in names}
+        where = {name: self.paths(pod_uid, name) for name in names}
         await asyncio.gather(
             *(self._launcher.terminate(found.get(name), where[name], grace_s) for name in names)
         )
@@ -210,7 +213,7 @@ class Pods:
             await _tidied(self._launcher.remove(place.sockets))
 
     @contextlib.asynccontextmanager
-    async def replacing(self, worker: Worker) -> AsyncIterator[Succeed]:
+    async def replacing(self, worker: Worker) -> AsyncIterator[SetProcess]:
         pod, name = self.known.get(worker.pod.uid), worker.pod.container
         if pod is None:
             raise SourceExited(f"pod {worker.pod.name} was stopped", pod=worker.pod.uid)
@@ -219,11 +222,11 @@ class Pods:
         async def succeed(process: Process) -> Worker:
             if process == worker.process:
                 return worker
-            noticed = msgspec.structs.replace(
+            started = msgspec.structs.replace(
                 pod.origins[name], pid=process.pid, start=process.start
             )
-            await self._note(pod.entry, name, noticed)
-            return pod.add(name, noticed, worker.places)
+            await self._note(pod.entry, name, started)
+            return pod.add(name, started, worker.paths)
 
         try:
             yield succeed
@@ -231,27 +234,27 @@ class Pods:
             del pod.replaced[name]
             over.set()
 
-    async def _note(self, entry: Entry, name: str, noticed: Noticed) -> None:
+    async def _note(self, entry: Entry, name: str, started: StartedContainer) -> None:
         """Put a container's process on record."""
         note = Noted(
             order=entry.order,
             attempt=entry.attempt,
             key=f"container:{name}",
-            value=msgspec.to_builtins(noticed),
+            value=msgspec.to_builtins(started),
         )
         await self._orders.journal.append(note)
 
     # How a container is started.
 
-    def launch(self, container: Container, order: RunOrder, spec: PodSpec) -> Launch:
-        """Build a container's process; its trace goes on in the step around."""
+    def process_spec(self, container: Container, order: RunOrder, spec: PodSpec) -> ProcessSpec:
+        """Build a container's process; its trace goes on in the step environment."""
         devices = shared_out(spec.containers, order.devices)[container.name]
-        where = self.places(order.pod.uid, container.name)
-        return launch(
+        where = self.paths(order.pod.uid, container.name)
+        return process_spec(
             container,
             order.pod,
             devices,
-            self._around,
+            self._environment,
             where,
             standby=order.standby,
             traceparent=current_traceparent(),
@@ -276,12 +279,12 @@ class Pods:
                 ready.cancel()
                 await asyncio.gather(ready, return_exceptions=True)
         for worker in pod.workers.values():
-            await _tidied(self._launcher.remove(worker.places.sockets))
+            await _tidied(self._launcher.remove(worker.paths.sockets))
         bad = [name for name, code in pod.codes.items() if code != 0]
         name = bad[0] if bad else next(iter(pod.codes))
         code = pod.codes[name]
         shown = "an unknown exit code" if code is None else f"exit code {code}"
-        log_path = pod.workers[name].places.log
+        log_path = pod.workers[name].paths.log
         message = f"container {name} ended with {shown}; its log is {log_path}"
         codes = {key: each for key, each in pod.codes.items() if each is not None}
         await self._orders.report(
@@ -292,7 +295,7 @@ class Pods:
         appears = self._machine.control.appears
         index, _ = await first(
             *(
-                appears(worker.places, control.READY, lambda _: True)
+                appears(worker.paths, control.READY, lambda _: True)
                 for worker in pod.workers.values()
             )
         )
@@ -326,12 +329,12 @@ class Pods:
     async def _ended(self, pod: RunningPod, name: str, code: int | None) -> None:
         pod.codes[name] = code
         worker = pod.workers[name]
-        await self._launcher.terminate(worker.process, worker.places, 0.0)
+        await self._launcher.terminate(worker.process, worker.paths, 0.0)
         if code == 0:
             return
         others = [other for key, other in pod.workers.items() if key not in pod.codes]
         await asyncio.gather(
-            *(self._launcher.terminate(w.process, w.places, SIBLINGS_GRACE_S) for w in others)
+            *(self._launcher.terminate(w.process, w.paths, SIBLINGS_GRACE_S) for w in others)
         )
 
     # After a restart.
@@ -345,23 +348,23 @@ class Pods:
         order = decode_json(bytes(entry.accepted.payload), RunOrder)
         pod = RunningPod(order, entry)
         for name in entry.notes.get("containers", []):
-            if noticed := await self._find(entry, name):
-                pod.add(name, noticed, self.places(order.pod.uid, name))
+            if started := await self._find(entry, name):
+                pod.add(name, started, self.paths(order.pod.uid, name))
         if entry.terminal is None and not await self._finish_start(pod):
             return
         self._follow(pod)
 
-    async def _find(self, entry: Entry, name: str) -> Noticed | None:
+    async def _find(self, entry: Entry, name: str) -> StartedContainer | None:
         """Find a container's process: on record, or started just before the record."""
         noted = entry.notes.get(f"container:{name}")
         if noted is not None:
-            found = msgspec.convert(noted, Noticed)
+            found = msgspec.convert(noted, StartedContainer)
             self._launcher.adopt(Process(found.pid, found.start))
             return found
-        process = self._launcher.find(self.places(_pod_uid(entry), name))
+        process = self._launcher.find(self.paths(_pod_uid(entry), name))
         if process is None or not self._launcher.adopt(process):
             return None
-        found = Noticed(pid=process.pid, start=process.start)
+        found = StartedContainer(pid=process.pid, start=process.start)
         await self._note(entry, name, found)
         return found
 
@@ -375,14 +378,14 @@ class Pods:
             return True
         for name in names:
             worker = pod.workers.get(name)
-            where = self.places(pod.order.pod.uid, name)
+            where = self.paths(pod.order.pod.uid, name)
             await self._launcher.terminate(worker.process if worker else None, where, 0.0)
         error = OutcomeUnknown("the agent was restarted while it started the pod", step="spawn")
         await self._orders.report(pod.entry, "failed", failure=failure_of(error))
         return False
 
 
-class _Starting:
+class _RunSteps:
     """The steps of one run order."""
 
     def __init__(self, pods: Pods, machine: Machine, pod: RunningPod, ctx: OrderContext) -> None:
@@ -417,23 +420,23 @@ class _Starting:
         if self._spec is None:
             raise Internal("the pod was not resolved")
         for container in self._spec.containers:
-            launched = self._pods.launch(container, self._pod.order, self._spec)
-            self._machine.control.create(launched.places)
-            process = await self._machine.launcher.spawn(launched)
-            noticed = Noticed(
+            spec = self._pods.process_spec(container, self._pod.order, self._spec)
+            self._machine.control.create(spec.paths)
+            process = await self._machine.launcher.spawn(spec)
+            started = StartedContainer(
                 pid=process.pid,
                 start=process.start,
                 image=container.image,
                 command=container.command,
             )
-            self._pod.add(container.name, noticed, launched.places)
-            await self._ctx.note(f"container:{container.name}", msgspec.to_builtins(noticed))
+            self._pod.add(container.name, started, spec.paths)
+            await self._ctx.note(f"container:{container.name}", msgspec.to_builtins(started))
 
     async def undo(self) -> None:
         """End what was started, on record or not."""
         for container in self._spec.containers if self._spec else ():
             worker = self._pod.workers.get(container.name)
-            where = self._pods.places(self._pod.order.pod.uid, container.name)
+            where = self._pods.paths(self._pod.order.pod.uid, container.name)
             await self._machine.launcher.terminate(worker.process if worker else None, where, 0.0)
             await _tidied(self._machine.launcher.remove(where.sockets))
 

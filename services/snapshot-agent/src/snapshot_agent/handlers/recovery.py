@@ -11,10 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from snapshot_agent.domain.driving import Phase, phase_of
-from snapshot_agent.domain.recovery import Left, Recovery, deadline_of, decide, interruption
+from snapshot_agent.domain.recovery import CaptureLeft, Recovery, deadline_of, decide, interruption
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
-from snapshot_agent.handlers.opening import DEADLINE_NOTE
 from snapshot_agent.handlers.pods import Pods
+from snapshot_agent.handlers.prepare import DEADLINE_NOTE
 from snapshot_agent.ports import Machine, Orders, Worker, Workers
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import SnapbackError
@@ -70,12 +70,12 @@ class Recoverer:
         elif hold is not None:
             await self._holds.release_alone(hold)
 
-    def _observe(self, prepare: Entry, order: PrepareOrder, worker: Worker | None) -> Left:
+    def _observe(self, prepare: Entry, order: PrepareOrder, worker: Worker | None) -> CaptureLeft:
         content = owner_of(OrderId(prepare.order))
         dump = self._entry("dump", content)
         if dump is not None and dump.attempt != prepare.attempt:
             dump = None
-        return Left(
+        return CaptureLeft(
             prepare=prepare,
             dump=dump,
             is_settled=bool(prepare.notes.get(UNCONFIRMED))
@@ -99,7 +99,7 @@ class Recoverer:
             prepare, noted, order.hold_s, boot_id=clocks.boot_id, now=clocks.monotonic()
         )
 
-    async def _rebuilt(self, left: Left, order: PrepareOrder, worker: Worker) -> Hold | None:
+    async def _rebuilt(self, left: CaptureLeft, order: PrepareOrder, worker: Worker) -> Hold | None:
         """Return the hold that the earlier agent had, with its guard if that lives.
 
         None when the driver is not here any more: then the guard alone can let the worker go.
@@ -108,16 +108,16 @@ class Recoverer:
         if driver is None:
             log.error("driver %s of %s is not here any more", order.driver, left.prepare.order)
             return None
-        unlock = self._machine.locks.take(worker.places.lock)
+        unlock = self._machine.locks.take(worker.paths.lock)
         deadline = self._deadline(left.prepare, order)
         # A guard that has let the worker go did all that the phase needed.
         phase = Phase.SIGNAL if left.is_let_go else phase_of(left.dump)
         hold = Hold(order, worker, driver, deadline, unlock or _nothing, phase)
-        hold.guard = await self._machine.guards.adopt(self._holds.duty(hold))
+        hold.guard = await self._machine.guards.adopt(self._holds.guard_spec(hold))
         self._holds.by_content[hold.content] = hold
         return hold
 
-    async def _compensate(self, left: Left, order: PrepareOrder, hold: Hold | None) -> None:
+    async def _compensate(self, left: CaptureLeft, order: PrepareOrder, hold: Hold | None) -> None:
         entry = left.interrupted
         error = interruption(entry or left.prepare)
         try:
@@ -129,7 +129,7 @@ class Recoverer:
             log.exception("capture of %s could not be undone completely", order.content_uid)
             if hold is not None:
                 hold.deadline = self._machine.clocks.monotonic()
-                self._holds.keep(hold)
+                self._holds.watch(hold)
         if entry is not None:
             await self._orders.report(entry, "failed", failure=error.to_failure())
 
@@ -139,7 +139,7 @@ class Recoverer:
         self._holds.may_freeze(hold)
         if hold.guard is None:
             await self._holds.arm_if_possible(hold)
-        self._holds.keep(hold)
+        self._holds.watch(hold)
 
 
 def _nothing() -> None:

@@ -10,10 +10,17 @@ from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import device_map
 from snapshot_agent.domain.gate import COMPATIBILITY_CHECKS, RESTORE_CHECKS, Target, refuse
 from snapshot_agent.handlers.artifacts import naming, proven_parts
-from snapshot_agent.handlers.background import compensated
-from snapshot_agent.handlers.opening import device_product
-from snapshot_agent.handlers.workers import while_alive
-from snapshot_agent.ports import Machine, Orders, Place, Restoring, Succeed, Worker, Workers
+from snapshot_agent.handlers.background import compensated, while_alive
+from snapshot_agent.handlers.prepare import device_product
+from snapshot_agent.ports import (
+    GenerationRef,
+    Machine,
+    Orders,
+    RestoreSource,
+    SetProcess,
+    Worker,
+    Workers,
+)
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import Aborted, DeadlineExceeded, Internal
@@ -35,14 +42,14 @@ class Restores:
 
     async def restore(self, order: RestoreOrder, ctx: OrderContext) -> Result:
         """Bring a waiting worker to the state of the process part and let it go."""
-        filling = _Filling(self._machine, self._orders, self._workers, order, ctx)
+        steps = _RestoreSteps(self._machine, self._orders, self._workers, order, ctx)
         with self._machine.metrics.moving("restore") as moved:
-            await ctx.steps("restore", filling.table())
-            moved(filling.part.bytes)
-        return {"bytes": filling.part.bytes}
+            await ctx.steps("restore", steps.table())
+            moved(steps.part.bytes)
+        return {"bytes": steps.part.bytes}
 
 
-class _Filling:
+class _RestoreSteps:
     """The steps of one restore order. After a restart each goes on where it was."""
 
     def __init__(
@@ -95,7 +102,7 @@ class _Filling:
         order = self._order
         self._orders.require_current(f"restore-{order.pod.uid}", order.attempt)
         found = await self._workers.resolve(order.pod)
-        refuse(RESTORE_CHECKS, found.seen)
+        refuse(RESTORE_CHECKS, found.pod)
         self._root = root = await self._machine.generations.read_root(order.artifact)
         product = ""
         if root.facts.device_product:
@@ -108,7 +115,7 @@ class _Filling:
         self._worker = found.running()
 
     def _is_told(self) -> bool:
-        where = self.worker.places
+        where = self.worker.paths
         data = self._machine.control.get(where, control.RESTORE_COMPLETE)
         return data is not None and control.is_of(data, self._order.attempt)
 
@@ -116,16 +123,16 @@ class _Filling:
         if self._is_told():
             return
         ref = self._order.artifact
-        await self._machine.control.clear(self.worker.places, *control.RESTORE_FILES)
-        place = Place(ref.namespace, ref.content_uid, ref.generation)
+        await self._machine.control.clear(self.worker.paths, *control.RESTORE_FILES)
+        place = GenerationRef(ref.namespace, ref.content_uid, ref.generation)
         with naming(PROCESS):
             async with (
                 self._machine.artifacts.open_part(place, PROCESS) as directory,
                 self._workers.replacing(self.worker) as succeed,
             ):
-                await self._restore(self._restoring(directory), succeed)
+                await self._restore(self._source(directory), succeed)
 
-    def _restoring(self, directory: int) -> Restoring:
+    def _source(self, directory: int) -> RestoreSource:
         if self._root is None:
             raise Internal("the artifact was not checked")
         part, driver = self.part, self._driver
@@ -133,7 +140,7 @@ class _Filling:
         async def tell(done: int) -> None:
             await self._ctx.progress(PROCESS, driver.restore_step, done, part.bytes)
 
-        return Restoring(
+        return RestoreSource(
             part=directory,
             files=part.files,
             devices=device_map(self._root, self._order.devices),
@@ -141,11 +148,11 @@ class _Filling:
             progress=tell,
         )
 
-    async def _restore(self, restoring: Restoring, succeed: Succeed) -> None:
+    async def _restore(self, source: RestoreSource, succeed: SetProcess) -> None:
         placeholder = self.worker
 
         async def restore() -> None:
-            process = await self._driver.restore(placeholder, restoring)
+            process = await self._driver.restore(placeholder, source)
             self._worker = await succeed(process)
 
         if self._driver.replaces:
@@ -156,10 +163,10 @@ class _Filling:
     async def _signal(self) -> None:
         if not self._is_told():
             body = control.body(self._order.attempt)
-            self._machine.control.put(self.worker.places, control.RESTORE_COMPLETE, body)
+            self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
 
     async def _await(self) -> None:
-        order, where = self._order, self.worker.places
+        order, where = self._order, self.worker.paths
         restored = self._machine.control.appears(
             where, control.RESTORED, lambda data: control.is_of(data, order.attempt)
         )
@@ -174,7 +181,7 @@ class _Filling:
             ) from None
 
     async def _fail(self) -> None:
-        where = self.worker.places
+        where = self.worker.paths
         await self._machine.control.clear(where, control.RESTORE_COMPLETE, control.STATE)
         why = Aborted("the restore failed").to_failure()
         body = control.body(self._order.attempt, why)

@@ -6,10 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from snapshot_shared import subjects
-from snapshot_shared.api import TemplateReply, TemplateRequest
+from snapshot_shared.api import (
+    FoundGeneration,
+    InventoryReply,
+    InventoryRequest,
+    PodsReply,
+    PodsRequest,
+    TemplateReply,
+    TemplateRequest,
+)
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_json, encode_json
 from snapshot_shared.errors import BusUnavailable, NotFound
@@ -53,3 +62,39 @@ class OperatorTemplates:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(next(delays)):
                     await self._returned.wait()
+
+
+class OperatorPods:
+    """The `KnownPods` port."""
+
+    def __init__(self, bus: Bus, node: str) -> None:
+        """Ask as `node`."""
+        self._bus = bus
+        self._node = node
+
+    async def unknown(self, pods: Sequence[str]) -> list[str]:
+        request = PodsRequest(node=self._node, pods=list(pods))
+        subject = subjects.pods(check_node(self._node))
+        data = await self._bus.request(subject, encode_json(request))
+        reply = decode_json(data, PodsReply, limit=MAX_FRAME_BYTES)
+        if reply.failure is not None:
+            raise error_of(reply.failure)
+        return reply.unknown
+
+
+class OperatorInventories:
+    """The `Inventories` port: the operator is asked over NATS."""
+
+    def __init__(self, bus: Bus, node: str) -> None:
+        """Ask as `node`."""
+        self._bus = bus
+        self._node = node
+
+    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        request = InventoryRequest(node=self._node, generations=list(found))
+        subject = subjects.inventory(check_node(self._node))
+        data = await self._bus.request(subject, encode_json(request))
+        reply = decode_json(data, InventoryReply, limit=MAX_FRAME_BYTES)
+        if reply.failure is not None:
+            raise error_of(reply.failure)
+        return reply

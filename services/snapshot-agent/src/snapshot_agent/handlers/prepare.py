@@ -10,9 +10,9 @@ import msgspec
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.gate import CAPTURE_CHECKS, refuse
+from snapshot_agent.handlers.background import while_alive
 from snapshot_agent.handlers.holds import Hold, Holds
-from snapshot_agent.handlers.workers import while_alive
-from snapshot_agent.ports import Found, Machine, Orders, Worker, Workers
+from snapshot_agent.ports import Machine, Orders, ResolvedContainer, Worker, Workers
 from snapshot_shared.artifact import Facts
 from snapshot_shared.courier import OrderContext
 from snapshot_shared.errors import (
@@ -40,7 +40,7 @@ FACTS_NOTE = "facts"
 _GIVEN_UP = Aborted("the capture could not be opened").to_failure()
 
 
-class Opening:
+class Prepare:
     """One prepare order under way."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Opening:
         self._holds = holds
         self._order = order
         self._ctx = ctx
-        self._found: Found | None = None
+        self._found: ResolvedContainer | None = None
         self._hold: Hold | None = None
         self._layouts: list[LayoutRef] = []
         self._previous = ""
@@ -77,7 +77,7 @@ class Opening:
         ]
 
     @property
-    def found(self) -> Found:
+    def found(self) -> ResolvedContainer:
         """The container, once the gate has looked for it."""
         if self._found is None:
             raise Internal("the gate has not been passed")
@@ -108,9 +108,9 @@ class Opening:
         driver = self._machine.driver(order.driver)
         self._found = found = await self._workers.resolve(order.pod)
         holder = self._holds.holder_of(order.pod)
-        refuse(CAPTURE_CHECKS, found.seen._replace(captured_by=holder))
+        refuse(CAPTURE_CHECKS, found.pod._replace(captured_by=holder))
         worker = found.running()
-        unlock = self._machine.locks.take(worker.places.lock)
+        unlock = self._machine.locks.take(worker.paths.lock)
         if unlock is None:
             raise NotEligible(f"another process captures container {order.pod.container}")
         now = self._machine.clocks.monotonic()
@@ -119,17 +119,17 @@ class Opening:
         await self._within(
             order.ready_s,
             worker,
-            self._machine.control.appears(worker.places, control.READY, lambda _: True),
+            self._machine.control.appears(worker.paths, control.READY, lambda _: True),
             "the worker was not ready for a snapshot",
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
         # A worker that polls may not have seen how its last capture ended; `quiesce` repeats it.
         self._previous = self._outcome_left(worker)
-        await self._machine.control.clear(worker.places, *control.CAPTURE_FILES, control.STATE)
+        await self._machine.control.clear(worker.paths, *control.CAPTURE_FILES, control.STATE)
 
     def _outcome_left(self, worker: Worker) -> str:
         for name, outcome in control.OUTCOMES.items():
-            if self._machine.control.get(worker.places, name) is not None:
+            if self._machine.control.get(worker.paths, name) is not None:
                 return outcome
         return ""
 
@@ -148,7 +148,7 @@ class Opening:
 
     async def _quiesce(self) -> None:
         order, worker = self._order, self.hold.worker
-        where = worker.places
+        where = worker.paths
         self.hold.quiet_since = self._machine.clocks.monotonic()
         self._machine.control.put(
             where,
