@@ -7,11 +7,13 @@ from snapshot_agent.domain.recovery import (
     TABLE,
     CaptureLeft,
     DumpState,
+    PodRecovery,
     PrepareState,
     Recovery,
     deadline_of,
     decide,
     interruption,
+    run_row,
 )
 from snapshot_shared.ledger import Accepted, Began, Ended, Entry, Ledger, Noted, Record, Reported
 from snapshot_shared.orders import Report
@@ -174,3 +176,27 @@ def test_a_step_that_must_not_run_twice_has_an_unknown_outcome_others_may_be_tri
     assert undone.values == {"step": "quiesce"}
     between = interruption(BETWEEN).to_failure()
     assert between.message == "the agent was restarted within prepare, step guard; it was undone"
+
+
+@pytest.mark.parametrize(
+    ("run", "recovery", "may_run"),
+    [
+        (entry("run"), PodRecovery.NOTHING, False),
+        (entry("run", "resolve", ended=1), PodRecovery.NOTHING, False),
+        (entry("run", "resolve", "spawn", ended=1), PodRecovery.FINISH, True),
+        (entry("run", "resolve", "spawn", ended=2, terminal="started"), PodRecovery.FOLLOW, True),
+        (entry("run", "resolve", ended=1, terminal="failed"), PodRecovery.NOTHING, False),
+        (entry("run", "resolve", "spawn", ended=1, terminal="failed"), PodRecovery.NOTHING, True),
+    ],
+)
+def test_a_pod_is_recovered_by_how_far_its_run_order_came(
+    run: Entry, recovery: PodRecovery, *, may_run: bool
+) -> None:
+    assert run_row(run) == (recovery, may_run)
+
+
+def test_a_pod_that_has_exited_is_left_alone() -> None:
+    run = entry("run", "resolve", "spawn", ended=2, terminal="started")
+    exited = Report(order=run.order, attempt=1, n=9, kind="exited", node="n", service="agent", at=0)
+    run.reports.append(exited)
+    assert run_row(run) == (PodRecovery.NOTHING, False)

@@ -18,7 +18,7 @@ from snapshot_shared.errors import (
     SourceExited,
     StalePodReference,
 )
-from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, PodRef, VectorEntry
+from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, DumpOrder, PodRef, VectorEntry
 
 T = TypeVar("T")
 Check = Callable[[T], SnapbackError | None]
@@ -189,14 +189,51 @@ COMPATIBILITY_CHECKS: tuple[Check[Target], ...] = (
 )
 
 
-def check_vector(prepared: Sequence[VectorEntry], ordered: Sequence[VectorEntry]) -> None:
-    """NotEligible unless an order works on the very plan that was prepared."""
-    if sorted(prepared, key=_part) != sorted(ordered, key=_part):
-        raise NotEligible(
-            "the order's vector is not the one that was prepared",
-            expected=[entry.part for entry in prepared],
-            found=[entry.part for entry in ordered],
-        )
+class DumpRequest(NamedTuple):
+    """A dump order, and the capture that is held for its content.
+
+    `held` is its attempt, None when there is none. `prepared` is the vector that `prepare` reported
+    for the attempt of the order, None when it has not.
+    """
+
+    order: DumpOrder
+    held: int | None
+    driver: str
+    prepared: Sequence[VectorEntry] | None
+
+
+def _is_held(dump: DumpRequest) -> SnapbackError | None:
+    if dump.held == dump.order.attempt and dump.prepared is not None:
+        return None
+    return NotEligible(
+        f"attempt {dump.order.attempt} of content {dump.order.content_uid} is not held here",
+        next_step="prepare the capture again",
+    )
+
+
+def _has_prepared_vector(dump: DumpRequest) -> SnapbackError | None:
+    prepared, ordered = dump.prepared or (), dump.order.vector
+    if sorted(prepared, key=_part) == sorted(ordered, key=_part):
+        return None
+    return NotEligible(
+        "the order's vector is not the one that was prepared",
+        expected=[entry.part for entry in prepared],
+        found=[entry.part for entry in ordered],
+    )
+
+
+def _has_prepared_driver(dump: DumpRequest) -> SnapbackError | None:
+    if dump.order.driver == dump.driver:
+        return None
+    return NotEligible(
+        f"the capture was opened with driver {dump.driver}, not {dump.order.driver}",
+        next_step="prepare the capture again with the driver that is wanted",
+        expected=dump.driver,
+        found=dump.order.driver,
+    )
+
+
+DUMP_CHECKS: tuple[Check[DumpRequest], ...] = (_is_held, _has_prepared_vector, _has_prepared_driver)
 
 
 def _part(entry: VectorEntry) -> str:

@@ -56,6 +56,50 @@ TABLE: dict[tuple[PrepareState, DumpState], Recovery] = {
 """A dump is begun only after its prepare has ended well; other pairs are undone to be safe."""
 
 
+class RunState(StrEnum):
+    """How far a run order and its pod came. STARTING: processes may have been started."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    FAILED = "failed"
+    EXITED = "exited"
+
+
+class PodRecovery(StrEnum):
+    """What is to be done with a pod at a start of the agent.
+
+    FINISH: report `started` when every container runs, otherwise end them all and report a failure.
+    FOLLOW: wait for the end of its containers.
+    """
+
+    NOTHING = "nothing"
+    FINISH = "finish"
+    FOLLOW = "follow"
+
+
+class RunRow(NamedTuple):
+    """What a state of a run order implies; `may_run` is whether processes may be left."""
+
+    recovery: PodRecovery
+    may_run: bool
+
+
+RUN_TABLE: dict[RunState, RunRow] = {
+    RunState.WAITING: RunRow(PodRecovery.NOTHING, may_run=False),
+    RunState.STARTING: RunRow(PodRecovery.FINISH, may_run=True),
+    RunState.RUNNING: RunRow(PodRecovery.FOLLOW, may_run=True),
+    # Its compensation has ended the containers, or could not end them.
+    RunState.FAILED: RunRow(PodRecovery.NOTHING, may_run=True),
+    RunState.EXITED: RunRow(PodRecovery.NOTHING, may_run=False),
+}
+
+
+def run_row(run: Entry) -> RunRow:
+    """Return the row of a run order, from its journal entry."""
+    return RUN_TABLE[_run_state(run)]
+
+
 class AgentRestarted(Aborted):
     """The agent ended within a step; what had been done was undone at its next start."""
 
@@ -114,6 +158,16 @@ def interruption(entry: Entry) -> SnapbackError:
     return AgentRestarted(
         f"the agent was restarted within {verb}, step {step}; it was undone", step=step
     )
+
+
+def _run_state(run: Entry) -> RunState:
+    if any(report.kind == "exited" for report in run.reports):
+        return RunState.EXITED
+    if "spawn" not in run.began:
+        return RunState.WAITING
+    if run.terminal is None:
+        return RunState.STARTING
+    return RunState.RUNNING if run.terminal.kind == "started" else RunState.FAILED
 
 
 def _prepare_state(entry: Entry) -> PrepareState:

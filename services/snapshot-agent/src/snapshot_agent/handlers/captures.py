@@ -8,14 +8,14 @@ import contextlib
 import msgspec
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase
-from snapshot_agent.domain.gate import check_vector
+from snapshot_agent.domain.gate import DUMP_CHECKS, DumpRequest, refuse
 from snapshot_agent.handlers.background import HANGS_S, compensated, while_alive
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.prepare import Prepare, facts_of
 from snapshot_agent.ports import Dump, GenerationRef, Machine, Orders, Stage, Workers
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.courier import OrderContext, Result
-from snapshot_shared.errors import Aborted, InvalidMessage, NotEligible
+from snapshot_shared.errors import Aborted, Internal, InvalidMessage
 from snapshot_shared.ids import OrderId, Uid, order_id, verb_of
 from snapshot_shared.ledger import Entry
 from snapshot_shared.orders import (
@@ -73,19 +73,12 @@ class Captures:
         self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
         hold = self._holds.of(order.content_uid, order.attempt)
         prepared = self._prepared(order)
-        if hold is None or prepared is None or hold.attempt != order.attempt:
-            raise NotEligible(
-                f"attempt {order.attempt} of content {order.content_uid} is not held here",
-                next_step="prepare the capture again",
-            )
-        check_vector(prepared.terminal.vector if prepared.terminal else [], order.vector)
-        if order.driver != hold.driver.name:
-            raise NotEligible(
-                f"the capture was opened with driver {hold.driver.name}, not {order.driver}",
-                next_step="prepare the capture again with the driver that is wanted",
-                expected=hold.driver.name,
-                found=order.driver,
-            )
+        vector = prepared.terminal.vector if prepared and prepared.terminal else None
+        held = hold.attempt if hold else None
+        driver = hold.driver.name if hold else ""
+        refuse(DUMP_CHECKS, DumpRequest(order, held, driver, vector))
+        if hold is None or prepared is None:
+            raise Internal("the gate has been passed with no hold")
         async with self._slots, contextlib.AsyncExitStack() as closing:
             steps = _DumpSteps(self._machine, self._workers, self._holds, hold, ctx, closing)
             with self._machine.metrics.moving("dump") as moved:

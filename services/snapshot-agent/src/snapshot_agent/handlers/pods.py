@@ -17,6 +17,7 @@ import msgspec
 from snapshot_agent.domain import control
 from snapshot_agent.domain.control import ContainerPaths, container_paths
 from snapshot_agent.domain.gate import ObservedPod
+from snapshot_agent.domain.recovery import PodRecovery, run_row
 from snapshot_agent.domain.spec import (
     NodeEnvironment,
     ProcessSpec,
@@ -154,7 +155,8 @@ class Pods:
     async def all_uids(self) -> list[str]:
         """Return the uid of every pod that left a trace here: in memory, journal or folder."""
         entries = self._orders.journal.ledger.entries.values()
-        noted = {owner_of(OrderId(e.order)) for e in entries if _may_run(e)}
+        runs = [entry for entry in entries if verb_of(OrderId(entry.order)) == "run"]
+        noted = {owner_of(OrderId(entry.order)) for entry in runs if run_row(entry).may_run}
         folders = await self._launcher.folders(self._state_dir / "pods")
         return sorted({*self.known, *noted, *filter(_is_uid, folders)})
 
@@ -341,18 +343,16 @@ class Pods:
 
     async def recover(self, entry: Entry) -> None:
         """Adopt the processes of a run order, or settle what became of it."""
-        has_ended = any(report.kind == "exited" for report in entry.reports)
-        was_refused = entry.terminal is not None and entry.terminal.failure is not None
-        if has_ended or was_refused or "spawn" not in entry.began:
+        recovery = run_row(entry).recovery
+        if recovery is PodRecovery.NOTHING:
             return
         order = decode_json(bytes(entry.accepted.payload), RunOrder)
         pod = RunningPod(order, entry)
         for name in entry.notes.get("containers", []):
             if started := await self._find(entry, name):
                 pod.add(name, started, self.paths(order.pod.uid, name))
-        if entry.terminal is None and not await self._finish_start(pod):
-            return
-        self._follow(pod)
+        if recovery is PodRecovery.FOLLOW or await self._finish_start(pod):
+            self._follow(pod)
 
     async def _find(self, entry: Entry, name: str) -> StartedContainer | None:
         """Find a container's process: on record, or started just before the record."""
@@ -361,7 +361,7 @@ class Pods:
             found = msgspec.convert(noted, StartedContainer)
             self._launcher.adopt(Process(found.pid, found.start))
             return found
-        process = self._launcher.find(self.paths(_pod_uid(entry), name))
+        process = self._launcher.find(self.paths(owner_of(OrderId(entry.order)), name))
         if process is None or not self._launcher.adopt(process):
             return None
         found = StartedContainer(pid=process.pid, start=process.start)
@@ -463,14 +463,3 @@ def _passes(check: Callable[[str], str], name: str) -> bool:
     except InvalidName:
         return False
     return True
-
-
-def _may_run(entry: Entry) -> bool:
-    """Whether something of a pod may run, as far as its run order is on record."""
-    if verb_of(OrderId(entry.order)) != "run" or "spawn" not in entry.began:
-        return False
-    return not any(report.kind == "exited" for report in entry.reports)
-
-
-def _pod_uid(entry: Entry) -> str:
-    return entry.order.partition("-")[2]
