@@ -19,7 +19,7 @@ from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.adapters.library import ArtifactLibrary
-from snapshot_agent.adapters.operator import OperatorInventories, OperatorPods, OperatorTemplates
+from snapshot_agent.adapters.operator import OperatorClient
 from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.domain import control
 from snapshot_agent.domain.control import ContainerPaths
@@ -259,6 +259,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     root = ArtifactRoot(SHARED)
     gpu_memory = SimGpuMemory(node)
     book = OrderBook(node=check_node(node.name), service="agent", journal=journal, clocks=clocks)
+    operator = OperatorClient(bus, node.name)
     machine = AgentMachine(
         launcher=SimLauncher(node, process),
         control=node.control,
@@ -267,7 +268,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         guards=SimGuards(node),
         artifacts=root,
         generations=root,
-        templates=OperatorTemplates(bus, node.name),
+        operator=operator,
         locks=SimLocks(node),
         clocks=clocks,
         facts=Facts(arch="x86_64", kernel="sim", python="3"),
@@ -286,13 +287,13 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     build = node.build
     inventory = Inventory(
         ArtifactLibrary(SHARED),
-        OperatorInventories(bus, node.name),
+        operator,
         node.name,
         clocks.wall,
         every_s=INVENTORY_EVERY_S,
     )
 
-    pods = PodInventory(agent.pods, OperatorPods(bus, node.name), every_s=INVENTORY_EVERY_S)
+    pods = PodInventory(agent.pods, operator, every_s=INVENTORY_EVERY_S)
 
     async def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(

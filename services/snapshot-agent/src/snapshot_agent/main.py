@@ -17,7 +17,7 @@ from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.adapters.guards import Guards
 from snapshot_agent.adapters.library import ArtifactLibrary
-from snapshot_agent.adapters.operator import OperatorInventories, OperatorPods, OperatorTemplates
+from snapshot_agent.adapters.operator import OperatorClient
 from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.respawn import Respawn
@@ -96,6 +96,7 @@ class _Node:
             settings.object_storage,
             weights_in_objects=settings.transfer_backend == "object",
         )
+        self.operator = OperatorClient(self.bus, settings.node)
         self.launcher = LocalProcesses()
         self.control = ControlDirectories()
         self.gms = GmsClient(settings.socket_dir)
@@ -124,11 +125,11 @@ class _Node:
         )
         self.inventory = Inventory(
             ArtifactLibrary(settings.artifact_root),
-            OperatorInventories(self.bus, settings.node),
+            self.operator,
             settings.node,
             self.clocks.wall,
         )
-        self.pod_inventory = PodInventory(self.agent.pods, OperatorPods(self.bus, settings.node))
+        self.pod_inventory = PodInventory(self.agent.pods, self.operator)
 
     def _machine(self) -> Machine:
         return Machine(
@@ -143,7 +144,7 @@ class _Node:
             ),
             artifacts=self.root,
             generations=self.root,
-            templates=OperatorTemplates(self.bus, self.settings.node),
+            operator=self.operator,
             locks=FileLocks(),
             clocks=self.clocks,
             facts=Facts(

@@ -444,27 +444,23 @@ class Library(Protocol):
         ...
 
 
-class Inventories(Protocol):
-    """Who knows whose generations are."""
-
-    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-        """Ask about generations that were listed before. BusUnavailable, NotFound."""
-        ...
-
-
-class KnownPods(Protocol):
-    """The operator, as the one that knows which pods there are."""
-
-    async def unknown(self, pods: Sequence[str]) -> list[str]:
-        """Return the uids of those that are no objects any more. BusUnavailable, NotFound."""
-        ...
-
-
-class Templates(Protocol):
-    """Where pod specs come from: they never travel in orders."""
+class Operator(Protocol):
+    """What the agent asks the operator. All raise BusUnavailable, and NotFound without one."""
 
     async def spec(self, pod: PodRef) -> Any:
-        """Ask for the spec of a pod, as JSON values. StalePodReference when it is another."""
+        """Return the spec of a pod as JSON values, waiting for an operator that is away.
+
+        Specs hold secrets, so they never travel in orders. StalePodReference when the pod of this
+        name has another uid.
+        """
+        ...
+
+    async def unknown_pods(self, pods: Sequence[str]) -> list[str]:
+        """Return which of these uids are of no Pod in the store."""
+        ...
+
+    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        """Return a verdict about each generation, which must have been listed before."""
         ...
 
 
@@ -512,7 +508,7 @@ class Machine:
     guards: Guard
     artifacts: Artifacts
     generations: Generations
-    templates: Templates
+    operator: Operator
     locks: Locks
     clocks: Clocks
     facts: Facts

@@ -27,6 +27,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 
 from snapshot_agent.adapters import procfs
 
@@ -60,78 +61,48 @@ class GuardTask:
     `order`, `attempt` and `trace` (trace and span id with a colon between) are for the log.
     """
 
-    def __init__(  # noqa: PLR0913 - a plain record; importing dataclasses takes too long
-        self,
-        *,
-        socket: str,
-        link: int,
-        pid: int,
-        start: int,
-        control: str,
-        deadline: float,
-        boot_id: str,
-        kill: bool,
-        says: str,
-        body: str,
-        ends: str,
-        unless: str,
-        uid: int = -1,
-        gid: int = -1,
-        mode: int = 0o600,
-        node: str = "",
-        order: str = "",
-        attempt: int = 0,
-        trace: str = "",
-    ) -> None:
-        self.socket = socket
-        self.link = link
-        self.pid = pid
-        self.start = start
-        self.control = control
-        self.deadline = deadline
-        self.boot_id = boot_id
-        self.kill = kill
-        self.says = says
-        self.body = body
-        self.ends = ends
-        self.unless = unless
-        self.uid = uid
-        self.gid = gid
-        self.mode = mode
-        self.node = node
-        self.order = order
-        self.attempt = attempt
-        self.trace = trace
+    socket: str
+    link: int
+    pid: int
+    start: int
+    control: str
+    deadline: float
+    boot_id: str
+    kill: bool
+    says: str
+    body: str
+    ends: str
+    unless: str
+    uid: int
+    gid: int
+    mode: int
+    node: str
+    order: str
+    attempt: int
+    trace: str
+
+    def __init__(self, **values: object) -> None:
+        # A plain record: importing dataclasses takes too long.
+        self.__dict__.update(values)
 
     def arguments(self) -> list[str]:
-        """Write it as the arguments of the program."""
+        """Return the arguments of the program."""
         return [f"{name}={value}" for name, value in vars(self).items()]
 
     @classmethod
     def read(cls, arguments: list[str]) -> GuardTask:
-        """Read what `arguments` wrote."""
+        """Return the task that `arguments` wrote."""
         given = dict(argument.split("=", 1) for argument in arguments)
-        return cls(
-            socket=given["socket"],
-            link=int(given["link"]),
-            pid=int(given["pid"]),
-            start=int(given["start"]),
-            control=given["control"],
-            deadline=float(given["deadline"]),
-            boot_id=given["boot_id"],
-            kill=given["kill"] == "True",
-            says=given["says"],
-            body=given["body"],
-            ends=given["ends"],
-            unless=given["unless"],
-            uid=int(given["uid"]),
-            gid=int(given["gid"]),
-            mode=int(given["mode"]),
-            node=given["node"],
-            order=given["order"],
-            attempt=int(given["attempt"]),
-            trace=given["trace"],
-        )
+        return cls(**{name: _READ[cls.__annotations__[name]](given[name]) for name in given})
+
+
+_READ: dict[str, Callable[[str], object]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": "True".__eq__,
+}
+"""How a value is read, by the annotation of its field."""
 
 
 class WireRelease:

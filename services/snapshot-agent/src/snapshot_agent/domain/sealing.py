@@ -43,13 +43,7 @@ def check_part(
         ("content", manifest.content_uid, order.content_uid),
         ("generation", manifest.generation, order.attempt),
     ):
-        if found != expected:
-            raise ArtifactCorrupt(
-                f"part {result.part}: {what} is {found}, expected {expected}",
-                part=result.part,
-                found=found,
-                expected=expected,
-            )
+        _check(result.part, what, found, expected)
     _check_vector(order.vector, entry, manifest)
     return manifest
 
@@ -65,13 +59,17 @@ def check_proven(root: RootManifest, row: RootPart, manifest: PartManifest, dige
         ("content", manifest.content_uid, root.content_uid),
         ("generation", manifest.generation, root.generation),
     ):
-        if found != expected:
-            raise ArtifactCorrupt(
-                f"part {row.part}: {what} is {found}, the root manifest says {expected}",
-                part=row.part,
-                found=found,
-                expected=expected,
-            )
+        _check(row.part, what, found, expected)
+
+
+def _check(part: str, what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise ArtifactCorrupt(
+            f"part {part}: {what} is {found}, expected {expected}",
+            part=part,
+            found=found,
+            expected=expected,
+        )
 
 
 def _check_vector(

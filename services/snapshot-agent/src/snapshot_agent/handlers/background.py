@@ -94,6 +94,13 @@ async def repeated(
                 await stop.wait()
 
 
+async def pause(seconds: float) -> None:
+    """Wait for time alone, as between two tries of what does not report when it works again."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.Event().wait()
+
+
 async def abandoning(work: Coroutine[Any, Any, T]) -> T:
     """Return what work returns. A cancellation cancels the work, and does not wait for its end.
 

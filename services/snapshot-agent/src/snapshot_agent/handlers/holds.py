@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase
-from snapshot_agent.handlers.background import HANGS_S, Background
+from snapshot_agent.handlers.background import HANGS_S, Background, pause
 from snapshot_agent.ports import (
     GuardLink,
     GuardSpec,
@@ -202,14 +202,12 @@ class Holds:
 
     async def _release_at_last(self, hold: Hold) -> None:
         """Release alone, and try again until it is done: nobody else will."""
-        never = asyncio.Event()
         while True:
             try:
                 return await self.release_alone(hold)
             except (SnapbackError, OSError) as error:
                 log.warning("the release of %s waits: %s", hold.content, error)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(never.wait(), AGAIN_S)
+                await pause(AGAIN_S)
 
     async def _guard_is_lost(self, hold: Hold) -> None:
         if hold.guard is not None:
@@ -294,7 +292,6 @@ class Holds:
             await asyncio.wait([ending], timeout=UNFENCE_S)
 
     async def _unfence_at_last(self, order: PrepareOrder, until: float) -> None:
-        never = asyncio.Event()
         while True:
             try:
                 return await self._machine.gpu_memory.at(order.pod).unfence(order.fence_token)
@@ -302,8 +299,7 @@ class Holds:
                 log.warning("the fence of %s waits: %s", order.content_uid, error)
             if self._machine.clocks.monotonic() >= until:
                 return None
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(never.wait(), AGAIN_S)
+            await pause(AGAIN_S)
 
     async def free(self, hold: Hold, why: Failure) -> None:
         """Tell the worker to go on without the capture, or kill it by policy."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from snapshot_agent.handlers.background import abandoning, repeated
 from snapshot_agent.handlers.pods import Pods
-from snapshot_agent.ports import Inventories, KnownPods, Library, Listing
+from snapshot_agent.ports import Library, Listing, Operator
 from snapshot_shared.api import MAX_FOUND, MAX_PODS, InventoryReply, Verdict
 from snapshot_shared.artifact import QUARANTINE, generation_path
 from snapshot_shared.errors import InvalidMessage, OutcomeUnknown, SnapbackError
@@ -43,7 +43,7 @@ class Inventory:
     def __init__(
         self,
         library: Library,
-        operator: Inventories,
+        operator: Operator,
         node: str,
         wall: Callable[[], float],
         *,
@@ -122,7 +122,7 @@ def _of_strays(
 class PodInventory:
     """Looks at once, and then every hour. `is_known` is set when all pods of the start are."""
 
-    def __init__(self, pods: Pods, operator: KnownPods, *, every_s: float = EVERY_S) -> None:
+    def __init__(self, pods: Pods, operator: Operator, *, every_s: float = EVERY_S) -> None:
         """Ask `operator` about `pods`."""
         self._pods = pods
         self._operator = operator
@@ -138,7 +138,7 @@ class PodInventory:
         listed = await self._pods.all_uids()
         for start in range(0, max(len(listed), 1), MAX_PODS):
             asked = listed[start : start + MAX_PODS]
-            unknown = await self._operator.unknown(asked)
+            unknown = await self._operator.unknown_pods(asked)
             if foreign := sorted(set(unknown) - set(asked)):
                 raise InvalidMessage(f"the operator named {foreign[0]}, which was not asked about")
             if not all(await asyncio.gather(*map(self._is_ended, unknown))):

@@ -20,7 +20,6 @@ from snapshot_agent.domain.gate import ObservedPod
 from snapshot_agent.domain.recovery import PodRecovery, run_row
 from snapshot_agent.domain.spec import (
     NodeEnvironment,
-    ProcessSpec,
     process_spec,
     shared_out,
 )
@@ -41,7 +40,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import OrderId, Uid, check_label, check_uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry, Noted
-from snapshot_shared.objects import Container, PodSpec
+from snapshot_shared.objects import PodSpec
 from snapshot_shared.orders import PodRef, RunOrder, StopOrder
 from snapshot_shared.runner import Step
 from snapshot_shared.telemetry import current_traceparent
@@ -106,7 +105,7 @@ class Pods:
         self._machine = machine
         self._orders = orders
         self._background = background
-        self._environment = environment
+        self.environment = environment
         self._state_dir = state_dir
         self._launcher = machine.launcher
         self.known: dict[str, RunningPod] = {}
@@ -114,7 +113,7 @@ class Pods:
     def paths(self, pod_uid: str, container: str) -> ContainerPaths:
         """Give the places of a container."""
         return container_paths(
-            self._state_dir, Path(self._environment.socket_dir), pod_uid, container
+            self._state_dir, Path(self.environment.socket_dir), pod_uid, container
         )
 
     # Orders.
@@ -245,22 +244,6 @@ class Pods:
             value=msgspec.to_builtins(started),
         )
         await self._orders.journal.append(note)
-
-    # How a container is started.
-
-    def process_spec(self, container: Container, order: RunOrder, spec: PodSpec) -> ProcessSpec:
-        """Build a container's process; its trace goes on in the step environment."""
-        devices = shared_out(spec.containers, order.devices)[container.name]
-        where = self.paths(order.pod.uid, container.name)
-        return process_spec(
-            container,
-            order.pod,
-            devices,
-            self._environment,
-            where,
-            standby=order.standby,
-            traceparent=current_traceparent(),
-        )
 
     # The life of a pod.
 
@@ -398,7 +381,7 @@ class _RunSteps:
     async def resolve(self) -> None:
         """Ask for the spec; it must be the one whose digest the order carries."""
         order = self._pod.order
-        raw = await self._machine.templates.spec(order.pod)
+        raw = await self._machine.operator.spec(order.pod)
         found = digest(encode_json(raw))
         if found != order.template_digest:
             raise StalePodReference(
@@ -419,8 +402,19 @@ class _RunSteps:
         await self._ctx.note("no-replay", value=True)
         if self._spec is None:
             raise Internal("the pod was not resolved")
+        order = self._pod.order
+        devices = shared_out(self._spec.containers, order.devices)
         for container in self._spec.containers:
-            spec = self._pods.process_spec(container, self._pod.order, self._spec)
+            spec = process_spec(
+                container,
+                order.pod,
+                devices[container.name],
+                self._pods.environment,
+                self._pods.paths(order.pod.uid, container.name),
+                standby=order.standby,
+                # The trace of the worker goes on in the span of this step.
+                traceparent=current_traceparent(),
+            )
             self._machine.control.create(spec.paths)
             process = await self._machine.launcher.spawn(spec)
             started = StartedContainer(
