@@ -267,7 +267,6 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         gpu_memory=gpu_memory,
         guards=SimGuards(node),
         artifacts=root,
-        generations=root,
         operator=operator,
         locks=SimLocks(node),
         clocks=clocks,

@@ -1,4 +1,4 @@
-"""Wires the agent of one node. Recovery comes first: NATS may be away, workers may be frozen."""
+"""Wires the agent of one node, and runs it."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ log = logging.getLogger(__name__)
 
 SERVICE = "snap-agent"
 FLUSH_S = 2.0
-"""How long the last spans may hold up the end, in seconds."""
+"""How long the last spans may delay the end, in seconds."""
 
 DRAIN_S = 5.0
-"""How long orders may hold up the end, in seconds; with all else it is less than the 10 s that
-container engines wait after SIGTERM. The guards let go the workers of those that take longer."""
+"""How long orders may delay the end, in seconds. With all else it is less than the 10 s that
+container engines wait after SIGTERM; guards let go the workers of orders that take longer."""
 
 
 class AgentSettings(NodeSettings, frozen=True, kw_only=True):
-    """What an agent needs to know. `slots` bounds how many parts it writes or reads at a time."""
+    """The settings of an agent. It writes or reads at most `slots` parts at a time."""
 
     workdir: Path | None = None
     slots: int = 2
@@ -143,7 +143,6 @@ class _Node:
                 node=self.settings.node,
             ),
             artifacts=self.root,
-            generations=self.root,
             operator=self.operator,
             locks=FileLocks(),
             clocks=self.clocks,
@@ -167,7 +166,7 @@ class _Node:
         )
 
     async def presence(self, devices: list[PresenceDevice]) -> Presence:
-        """Describe the node."""
+        """Return the presence of the node with these devices."""
         return Presence(
             node=self.settings.node,
             boot_id=self.clocks.boot_id,
@@ -183,11 +182,11 @@ class _Node:
         )
 
     async def status(self, _data: bytes, _headers: Mapping[str, str]) -> bytes:
-        """Answer who asks how the node is."""
+        """Answer a request for the status of the node."""
         return encode_json({"node": self.settings.node, **self.agent.status()})
 
     async def close(self) -> None:
-        """End orderly: compensate what is under way, leave containers running."""
+        """Compensate orders under way and close everything; containers run on."""
         await self.book.drain(DRAIN_S)
         await self.agent.close()
         await self.control.close()
@@ -212,6 +211,7 @@ async def serve(stop: asyncio.Event) -> None:
             http_port(settings.http_address, node.bus.not_ready, node.metrics.routes()),
             node.metrics.running(),
         ):
+            # Before NATS, which may be away: workers may be frozen.
             await node.agent.recover()
             await until_stopped(stop, _connect(node))
             if not stop.is_set():
@@ -233,7 +233,7 @@ def _announcer(node: _Node, stop: asyncio.Event) -> PresencePublisher:
 
 
 async def _connect(node: _Node) -> None:
-    """Wait for NATS as long as it takes, and answer questions there."""
+    """Connect to NATS, waiting without limit, and serve requests."""
     await node.bus.connect()
     questions: dict[str, Handler] = {subjects.rpc(node.name, "agent", "status"): node.status}
     if node.faults is not None:

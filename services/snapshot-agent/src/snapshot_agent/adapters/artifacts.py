@@ -1,4 +1,4 @@
-"""The artifact root on a file system that all nodes share."""
+"""The artifact root on a file system that all nodes share: generations, parts, manifests."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEASURED_WITHIN_S = 1.0
-"""After how long the free space is what was measured last, in seconds."""
+"""How long to wait for a measurement of the free space before the last one is used, in seconds."""
 
 
 class ArtifactRoot:
-    """The `Artifacts` and `Generations` ports over one directory."""
+    """The `Artifacts` port over one directory."""
 
     def __init__(
         self, root: Path, object_storage: str = "", *, weights_in_objects: bool = False
     ) -> None:
-        """Use `root`, which is made when it is missing.
+        """Use the directory `root`, which is created when it is missing.
 
-        Parts whose bytes are objects have them in `object_storage`, a URL; `weights_in_objects`
-        says that this is where those of the next capture go.
+        `object_storage` is the URL below which parts keep bytes as objects, and
+        `weights_in_objects` whether the weights of the next capture go there.
         """
         self._root = root
         self._object_storage = object_storage
@@ -90,7 +90,7 @@ class ArtifactRoot:
             return open_root(self._root, create=True)
 
     async def free_bytes(self) -> int:
-        """Return the bytes that can still be written, as far as they are known."""
+        """Return the free bytes, as measured last when the file system hangs; 0 at first."""
         measuring = self._measured()
         await asyncio.wait([measuring], timeout=MEASURED_WITHIN_S)
         if measuring.done():
@@ -102,12 +102,15 @@ class ArtifactRoot:
 
     async def require_space(self, own: int, weights: int) -> None:
         needed = own if self._weights_in_objects else own + weights
-        # Whoever gives up does so at once: the measurement works on nothing of theirs.
+        # Shielded: a caller that is cancelled need not wait, for the thread uses nothing of it.
         free = await asyncio.shield(self._measured())
         check_space(free, needed, f"the capture, below {self._root},")
 
     def _measured(self) -> asyncio.Future[int]:
-        """Return the measurement under way. There is one at a time, for it may hang."""
+        """Return the measurement under way, or a new one.
+
+        One at a time: each that hangs takes a thread.
+        """
         if self._measuring is None or self._measuring.done():
             self._measuring = ROOT.begin(self._measure)
             self._measuring.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -215,13 +218,13 @@ class ArtifactRoot:
                     _unlink_root(parent, generation)
                 path = (namespace, content, generation)
                 remove_with_objects(parent, path, lambda: self._objects)
-            # Others may stand beside it, of this content or of this namespace.
+            # Fails while other generations of the content are there.
             with contextlib.suppress(OSError), opened(open_dir(root, (namespace,))) as folder:
                 os.rmdir(content, dir_fd=folder)
 
 
 def _unlink_root(parent: int, generation: str) -> None:
-    """Make sure that no reader takes the generation while the rest of it goes."""
+    """Remove the root manifest first, so that no reader takes a generation that is half removed."""
     with opened(open_dir(parent, (generation,))) as directory:
         try:
             os.unlink(ROOT_MANIFEST, dir_fd=directory)

@@ -1,10 +1,8 @@
-"""Control directories, written by temporary name and rename, followed by one inotify instance.
+"""Control directories: files put in place by rename, and watched by one inotify instance.
 
-A user may have only 128 inotify instances, so all waits of an agent share one.
-
-Single files are read and written in the event loop: they lie on a disk of the node, have a few
-hundred bytes, and nothing is made durable, for what they tell a worker ends with it. Trees may be
-of any size, so they are removed in threads.
+Single files are read and written in the event loop: they are on a disk of the node, have a few
+hundred bytes and are not made durable, because they mean nothing after the end of the worker. Trees
+may have any size, so they are removed in threads.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class ControlDirectories:
     """The `ControlDirectory` port."""
 
     def __init__(self) -> None:
-        """Follow nothing yet. `close` ends what follows."""
+        """Watch no directory before the first `appears`; call `close` at the end."""
         self._inotify: Inotify | None = None
         self._pump: asyncio.Task[None] | None = None
         self._waits: dict[Path, set[asyncio.Event]] = {}
@@ -68,7 +66,7 @@ class ControlDirectories:
             return None
 
     def remove(self, where: ContainerPaths, name: str) -> None:
-        # A folder in its place is a worker's own doing, and goes when the next capture begins.
+        # A worker may have put a folder in its place; the next capture clears it.
         with (
             workers_own(),
             contextlib.suppress(*_GONE, IsADirectoryError),
@@ -92,7 +90,8 @@ class ControlDirectories:
 
     @contextlib.contextmanager
     def _following(self, where: Path) -> Iterator[asyncio.Event]:
-        """Set an event at every change of a directory for the length of a block."""
+        """Yield an event that is set at every change of a directory."""
+        # One instance for all waits: by default a user may have only 128.
         if self._inotify is None:
             self._inotify = Inotify()
             self._pump = asyncio.create_task(self._deliver(self._inotify), name="inotify")
@@ -107,10 +106,12 @@ class ControlDirectories:
             if not waits:
                 del self._waits[where]
                 with contextlib.suppress(OSError, ValueError):
+                    # Fails when the directory itself has been removed.
                     self._inotify.rm_watch(watch)
 
     async def _deliver(self, inotify: Inotify) -> None:
         async for event in inotify:
+            # After an overflow the kernel has dropped events of unknown directories.
             if event.mask & Mask.Q_OVERFLOW:
                 for waits in self._waits.values():
                     _wake(waits)
@@ -118,7 +119,7 @@ class ControlDirectories:
                 _wake(self._waits.get(event.watch.path, set()))
 
     async def close(self) -> None:
-        """End all waits' source."""
+        """Stop watching."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -136,9 +137,9 @@ class FileLocks:
 
 @contextlib.contextmanager
 def workers_own() -> Iterator[None]:
-    """Tell errors about what belongs to a worker apart from those about artifacts.
+    """Raise ControlFolderBroken for artifact errors within a block on a worker's own files.
 
-    ControlFolderBroken: or else a worker could bring a sound artifact into quarantine.
+    A worker could otherwise have a sound artifact quarantined.
     """
     try:
         yield
@@ -158,7 +159,7 @@ def _clear(where: ContainerPaths, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _opened(where: ContainerPaths) -> Iterator[int]:
-    """Open a control directory; a link in its place is ArtifactCorrupt."""
+    """Open a control directory. ArtifactCorrupt when it is a link."""
     with (
         opened(open_root(str(where.home))) as home,
         opened(open_dir(home, [where.control.name])) as found,
@@ -167,7 +168,7 @@ def _opened(where: ContainerPaths) -> Iterator[int]:
 
 
 def hand_over(fd: int, access: Access, mode: int) -> None:
-    """Set the owner that a container needs, and a mode, on what a descriptor is open on."""
+    """Set the owner that a container needs, and a mode, on an open file or directory."""
     own_by(fd, (access.uid, access.gid), mode)
 
 

@@ -1,8 +1,7 @@
 """The driver of workers that save their own state: it copies the folder `state/`, and no more.
 
-The worker is stopped by signals while the copy is made, so that nothing changes under it. Its
-process stays the same; a restore fills the folder of a worker that waits for it. No privilege is
-needed. The driver `respawn` stops workers and copies their state in the same way.
+The worker is stopped by signals while its files are copied, so that they do not change. Its process
+stays the same; a restore fills the folder of a worker in standby. No privilege is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Cooperative:
     replaces = False
 
     def __init__(self) -> None:
-        """Need nothing of the node but its processes and files."""
+        """Use the processes and files of this node; nothing has to be given."""
         self.stages: Sequence[Stage] = (
             Stage("freeze", self.freeze, FREEZE_S),
             Stage("copy-state", self.copy, writes=True),
@@ -47,7 +46,7 @@ class Cooperative:
     async def freeze(self, dump: Dump) -> None:
         """Stop every thread of the worker and return when all have stopped."""
         worker, done = dump.worker, set[tuple[int, int]]()
-        # A process forks until it has stopped: look again until no new one is found.
+        # A process can fork until it has stopped, so look again until no new one is found.
         while fresh := [m for m in _members(worker) if (m.pid, m.start) not in done]:
             for member in fresh:
                 procfs.send(member, signal.SIGSTOP)
@@ -64,7 +63,7 @@ class Cooperative:
             dump.files = [await copy_in(state, dump.part, name, counter) for name, _ in names]
 
     async def thaw(self, dump: Dump) -> None:
-        """Let the worker run again; one that is not frozen is left alone."""
+        """Let the worker run. SIGCONT changes nothing for a process that runs."""
         for member in _members(dump.worker):
             procfs.send(member, signal.SIGCONT)
 
@@ -73,7 +72,7 @@ class Cooperative:
         return placeholder.process
 
     async def fill(self, worker: Worker, source: RestoreSource) -> None:
-        """Put saved state into `state/`. ArtifactCorrupt before a bad byte gets there."""
+        """Put saved state into `state/`. ArtifactCorrupt before a bad byte is written there."""
         async with ROOT.opened(_fresh_state, worker) as state:
             await read_checked(source.part, source.files, ByteCounter(source.progress), state)
             await ROOT.run(_hand_over, worker, state, source.files)

@@ -1,16 +1,15 @@
-"""The guard: a child that outlives the agent and frees a captured worker when nobody else can.
+"""The guard: a child process that outlives the agent and releases a captured worker without it.
 
-It is armed before the worker is asked to be quiet. It holds the worker's pidfd and one connection
-from the agent. While that stands and no deadline has come, it does nothing. The agent tells it how
-long the worker may be frozen, for an agent may hang in the middle of a dump. When the
-connection ends it waits five seconds for a returning agent to connect, and then, as at the
-deadline, it has the fence on the worker's devices ended, without which it could not reach its
-memory, lets the worker go as the driver said last (a program and a signal), and writes
-`snapshot-aborted`; or kills the worker, where its duty says so. It goes when it is dismissed and
-when the worker ends, unless the driver is about to replace it, and leaves no socket behind.
+It is armed before the worker is quiesced, and holds the worker's pidfd and a connection from the
+agent. It acts when a deadline passes (that of the hold, or that until which the worker may be
+frozen, for an agent may hang within a dump), or five seconds after the connection has ended unless
+a new agent connects. It then starts the program that ends the fence on the worker's devices, lets
+the worker go as the driver set it last (a program and a signal), and writes `snapshot-aborted`; or
+kills the worker, where its task says so. It ends when it is dismissed and when the worker ends,
+unless the driver is about to replace the process, and leaves no socket behind.
 
-`python -m snapshot_agent.adapters.guard <task>`; standard library only, and of it only what
-starts at once: a capture waits until its guard is armed. So no json, pathlib or typing here.
+`python -m snapshot_agent.adapters.guard <task>`. It imports nothing outside the standard library,
+nor json, pathlib or typing, because a capture waits until its guard has started.
 """
 
 # ruff: noqa: PTH108, PTH123
@@ -32,8 +31,10 @@ from collections.abc import Callable
 from snapshot_agent.adapters import procfs
 
 RETURN_S = 5.0
-FULL_S = 1.0
 """How long the guard waits for a returning agent, in seconds."""
+
+FULL_S = 1.0
+"""How long to wait before another try while the disk is full, in seconds."""
 
 ARMED = b"armed"
 GONE = b"gone"
@@ -41,7 +42,7 @@ DISMISS = b"dismiss"
 FOLLOW = b"follow "
 """Followed by the pid and the start time of the process that the worker has from here on."""
 RELEASE = b"release "
-"""Followed by a `WireRelease` that takes the place of the one before."""
+"""Followed by a `WireRelease`, which replaces the one before."""
 UNFENCE = b"unfence "
 """Followed by the arguments of the program that ends the fence, with a NUL after each."""
 THAW_BY = b"thaw-by "
@@ -52,13 +53,14 @@ _PEER = struct.Struct("3i")
 
 
 class GuardTask:
-    """What one guard has to do. `link` is the descriptor of its first connection.
+    """What one guard has to do, as the arguments of its process.
 
-    `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker go, the
-    file `says` is written with `body` and the file `ends` is removed; with `kill` the worker is
-    killed too. Nothing of it is done to a worker for which the file `unless` is there. The fence
-    `fence` is ended at the GMS whose sockets lie in `gms`; an empty `fence` is none. `node`,
-    `order`, `attempt` and `trace` (trace and span id with a colon between) are for the log.
+    `socket` is the name of the socket for returning agents, `link` the descriptor of the first
+    connection. `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker
+    go, the file `says` is written with `body` and the file `ends` is removed in `control`; with
+    `kill` the worker is killed as well. Neither happens when the file `unless` is there. `uid`,
+    `gid` (-1: unchanged) and `mode` are those of the file. `node`, `order`, `attempt` and `trace`
+    (trace id and span id with a colon between) are for the log.
     """
 
     socket: str
@@ -106,7 +108,7 @@ _READ: dict[str, Callable[[str], object]] = {
 
 
 class WireRelease:
-    """How a worker is let go, as `snapshot_agent.domain.driving.Release` describes it."""
+    """A `snapshot_agent.domain.driving.Release` on the connection to a guard."""
 
     def __init__(self, program: list[str], within_s: float, *, ends: bool, stays: bool) -> None:
         self.program = program
@@ -115,24 +117,24 @@ class WireRelease:
         self.stays = stays
 
     def words(self) -> bytes:
-        """Write it as a message."""
+        """Return the message."""
         head = [repr(self.within_s), str(int(self.ends)), str(int(self.stays))]
         return RELEASE + joined(head + self.program)
 
     @classmethod
     def read(cls, words: bytes) -> WireRelease:
-        """Read what `words` wrote, without its first word."""
+        """Return what `words` wrote, given without its first word."""
         within_s, ends, stays, *program = split(words)
         return cls(program, float(within_s), ends=ends == "1", stays=stays == "1")
 
 
 def joined(words: list[str]) -> bytes:
-    """Write arguments, of which none holds a NUL."""
+    """Return arguments as one message, with a NUL after each."""
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
 def split(data: bytes) -> list[str]:
-    """Read what `joined` wrote."""
+    """Return the arguments that `joined` wrote."""
     return [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
 
 
@@ -152,6 +154,7 @@ class _Watch:
         self.alarm, alarm = socket.socketpair()
         alarm.setblocking(False)  # noqa: FBT003 - its only form
         self._alarm = alarm
+        # A handler in Python does not end poll by itself (PEP 475); the byte written here does.
         signal.set_wakeup_fd(alarm.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
@@ -160,11 +163,12 @@ class _Watch:
             self.poll.register(source, select.POLLIN)
 
     def until_over(self) -> bool:
-        """Wait; True when the worker has to be let go, False when there is nothing to do."""
+        """Wait for the end of the guard; whether the worker has to be let go."""
         while True:
             left = min(self.task.deadline, self.returns_by, self.thaw_by) - time.monotonic()
             if left <= 0:
                 return True
+            # poll takes an int of milliseconds, so a deadline in the far future is cut.
             ready = {fd for fd, _ in self.poll.poll(math.ceil(min(left, 86400) * 1000))}
             if self.worker in ready:
                 return False
@@ -176,7 +180,7 @@ class _Watch:
                 self._welcome()
 
     def _receive(self, link: socket.socket) -> bool:
-        """Take one message; True when dismissed."""
+        """Handle one message; whether the guard is over."""
         try:
             message = link.recv(MESSAGE_BYTES)
         except OSError:
@@ -198,14 +202,14 @@ class _Watch:
         return False
 
     def _attend(self) -> None:
-        """Wait for the worker's end, or not while it may end without the end of the capture."""
+        """Watch for the end of the worker, unless its process is about to be replaced."""
         with contextlib.suppress(KeyError):
             self.poll.unregister(self.worker)
         if not self.release.stays:
             self.poll.register(self.worker, select.POLLIN)
 
     def _follow(self, words: bytes) -> bool:
-        """Watch another process; True when it has ended already."""
+        """Watch another process; whether it has ended already."""
         pid, start = words.split()
         found = procfs.open_pidfd(int(pid), int(start))
         if found is None:
@@ -223,7 +227,7 @@ class _Watch:
         self.link = None
 
     def _welcome(self) -> None:
-        """Let a returning agent take over from the one that started us."""
+        """Let a returning agent take over from the one before."""
         with contextlib.suppress(OSError):
             caller = let_in(self.listener)
             if caller is None:
@@ -236,7 +240,7 @@ class _Watch:
             caller.send(ARMED)
 
     def forget(self) -> None:
-        """Remove the socket, so that no agent finds a guard that has decided."""
+        """Remove the socket, so that no agent connects to a guard that has decided."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.task.socket)
         self.listener.close()
@@ -246,6 +250,7 @@ def _listen(name: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # The mode of a unix socket is set by the umask at bind alone.
     os.umask(0o077)
     listener.bind(name)
     listener.listen(4)
@@ -253,7 +258,7 @@ def _listen(name: str) -> socket.socket:
 
 
 def let_in(listener: socket.socket) -> socket.socket | None:
-    """Accept a caller; None for one of another user, who is turned away."""
+    """Accept a connection; None when it is of another user, and closed again."""
     caller, _ = listener.accept()
     if peer_of(caller)[1] in (0, os.getuid()):
         return caller
@@ -262,7 +267,7 @@ def let_in(listener: socket.socket) -> socket.socket | None:
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Give pid and uid of who is at the other end, as the kernel says."""
+    """Return pid and uid of the process at the other end, from the kernel."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _ = _PEER.unpack(data)
     return pid, uid
@@ -273,7 +278,7 @@ def free(
 ) -> None:
     """Let the worker go, or kill it."""
     if unfence:
-        # Nothing waits for it but the worker itself.
+        # Not waited for: a GMS that hangs must not delay the thaw.
         _start(unfence)
     try:
         control = os.open(task.control, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -284,7 +289,7 @@ def free(
     let_go(process, ends=release.ends or (task.kill and not is_over))
     if control is not None and not is_over:
         while not _is_written(control, task) and any(procfs.session_of(*process)):
-            # The disk is full. The worker waits for this file, and nobody else will write it.
+            # The disk is full. The worker waits for this file, and no other process writes it.
             select.select([], [], [], FULL_S)
         with contextlib.suppress(OSError):
             os.unlink(task.ends, dir_fd=control)
@@ -298,7 +303,7 @@ def let_go(process: tuple[int, int], *, ends: bool) -> None:
 
 
 def run_program(program: list[str], within_s: float) -> None:
-    """Run a program to its end, or kill it when its time is up. One that is not there is none."""
+    """Run a program, and kill it after `within_s`. One that is not there is ignored."""
     pid = _start(program) if program else None
     if pid is None:
         return
@@ -357,7 +362,10 @@ def _boot_id() -> str:
 
 
 def _line(task: GuardTask, message: str) -> str:
-    """Write a line of the log as the services do. No value holds anything that JSON would quote."""
+    """Return a line of the log in the form of the services.
+
+    json is not imported here: no value has a character that would need an escape.
+    """
     now = time.time()
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
     trace_id, _, span_id = task.trace.partition(":")
@@ -377,9 +385,9 @@ def _line(task: GuardTask, message: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Keep one task to its end. The working directory is where the socket goes."""
+    """Run one guard. The socket is created in the working directory."""
     task = GuardTask.read(arguments)
-    # What ends the fence must not keep our connection open.
+    # Or else the program that ends the fence would keep the connection to the agent open.
     os.set_inheritable(task.link, False)  # noqa: FBT003 - its only form
     worker = procfs.open_pidfd(task.pid, task.start)
     if worker is None or task.boot_id != _boot_id():
@@ -400,5 +408,5 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    # The agent waits for the end, and nothing of the interpreter is worth a tidy one.
+    # The agent waits for this end; the finalization of the interpreter would take longer.
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The agent's side of guards: starting them, and finding those that an earlier agent started."""
+"""Starts guards, and connects to those that an earlier agent started."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 ARMED_WITHIN_S = 5.0
 GONE_WITHIN_S = 2.0
 MARGIN_S = 2.0
-"""How much later than an agent that is well a guard acts at the deadline, in seconds."""
+"""How much later than a healthy agent a guard acts at a deadline, in seconds."""
 
 _SOURCES = str(Path(snapshot_agent.__file__).parents[1])
 _ABORTED = Failure(reason="AgentLost", message="the capture was given up by its guard")
 
 
 class Guards:
-    """The `Guard` port. Sockets and the log of all guards lie in one folder."""
+    """The `Guard` port. Sockets and the log of all guards are in one folder."""
 
     def __init__(self, folder: Path, run: str, *, node: str = "") -> None:
-        """Use `folder`; `run` marks the processes of one local cluster, `node` names this one."""
+        """Use `folder`; `run` marks the processes of a local cluster, `node` is for the log."""
         self._folder = folder
         self._run = run
         self._node = node
@@ -71,7 +71,7 @@ class Guards:
         )
 
     def _spawn(self, spec: GuardSpec, theirs: socket.socket) -> procfs.Stat | None:
-        """Start the program. It inherits nothing but the connection and the log."""
+        """Start the program, which inherits the connection and the log."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         task = guard.GuardTask(
             socket=_socket_name(spec),
@@ -106,7 +106,7 @@ class Guards:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        # From here on it is reaped when its connection ends, so Popen must not.
+        # It is reaped when its connection ends; a return code keeps Popen from doing so.
         child.returncode = 0
         return procfs.read(child.pid)
 
@@ -115,7 +115,7 @@ class Guards:
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         caller.setblocking(False)  # noqa: FBT003 - its only form
         with contextlib.suppress(OSError):
-            # The path of a unix socket may have 107 bytes; this one has few, whatever the folder.
+            # The path of a unix socket has at most 107 bytes, and the folder may be deep.
             with opened(open_root(str(self._folder))) as folder:
                 caller.connect(f"/proc/self/fd/{folder}/{path.name}")
             link = _Link(caller, path, _peer(caller))
@@ -132,7 +132,7 @@ class Guards:
 
 
 async def _run(program: Sequence[str], within_s: float) -> None:
-    """Run a program to its end, or kill it when its time is up. One that is not there is none."""
+    """Run a program, and kill it after `within_s`. One that is not there is ignored."""
     try:
         child = await asyncio.create_subprocess_exec(*program, stdin=subprocess.DEVNULL)
     except OSError:
@@ -158,7 +158,7 @@ class _Link:
         self._process = process
 
     async def receive(self, within_s: float) -> bytes:
-        """Wait for a message; empty when the guard hung up or said nothing in time."""
+        """Return the next message; empty when the connection or the time has ended."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(within_s):
@@ -174,7 +174,7 @@ class _Link:
         await self._gone()
 
     def send_spec(self, spec: GuardSpec) -> None:
-        """Send what does not fit into arguments; it lies in the socket before the guard reads."""
+        """Send what is longer than arguments may be, before the guard reads."""
         if spec.unfence:
             self._sock.send(guard.UNFENCE + guard.joined(list(spec.unfence)))
         if spec.release != Release():
@@ -207,7 +207,7 @@ class _Link:
         self.close()
 
     async def kill(self) -> None:
-        """End a guard of ours that does not do what it should."""
+        """Kill a guard that does not answer."""
         self.close()
         if self._process is not None:
             procfs.send(self._process, signal.SIGKILL)
@@ -225,13 +225,13 @@ class _Link:
 
 
 def _reap(process: procfs.Stat) -> None:
-    """Collect a child that has ended; the child of an earlier agent is init's."""
+    """Reap a child that has ended; that of an earlier agent belongs to init."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process.pid, os.WNOHANG)
 
 
 def _peer(sock: socket.socket) -> procfs.Stat | None:
-    """Give the process that listened for a connection."""
+    """Return the process that listens at the other end."""
     return procfs.read(guard.peer_of(sock)[0])
 
 

@@ -1,4 +1,4 @@
-"""The artifact root as a whole: what lies in it, and the quarantine for what is nobody's."""
+"""The artifact root as a whole: its listing, and the quarantine for what has no owner."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from snapshot_shared.files import make_dir, open_dir, open_root, opened, secure
 from snapshot_shared.ids import check_label, check_uid
 
 _NOT_OURS = frozenset({"lost+found"})
-"""What file systems put into their root; the rest of it is hidden."""
+"""Folders that file systems create in their root. Hidden names are left out as well."""
 
 
 class ArtifactLibrary:
-    """The `Library` port over one directory, which other agents may use, too."""
+    """The `Library` port over one directory, which other agents use at the same time."""
 
     def __init__(self, root: Path) -> None:
-        """Use `root`; when it is missing, it is empty."""
+        """Use the directory `root`; a missing one counts as empty."""
         self._root = root
 
     async def listing(self, now: float) -> Listing:
@@ -79,7 +79,7 @@ class ArtifactLibrary:
 
 
 def _entries(root: int, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], os.stat_result]]:
-    """Walk down as far as generations; give them, and what stands in the way to others."""
+    """Yield generations, and all entries down to their depth that are no folders above one."""
     todo: list[tuple[str, ...]] = [()]
     while todo:
         folder = todo.pop()
@@ -93,7 +93,7 @@ def _entries(root: int, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _leads_on(path: tuple[str, ...]) -> bool:
-    """Say whether generations may lie below a folder."""
+    """Whether generations can be below a folder of this name and depth."""
     checks = (check_label, check_uid)
     if len(path) > len(checks):
         return False
@@ -105,7 +105,7 @@ def _leads_on(path: tuple[str, ...]) -> bool:
 
 
 def _statuses(root: int, path: tuple[str, ...]) -> list[tuple[str, os.stat_result]]:
-    """List a folder; one that is gone, closed to us, or none at all is empty."""
+    """List a folder; one that is gone, unreadable or no folder counts as empty."""
     found: list[tuple[str, os.stat_result]] = []
     try:
         with opened(open_dir(root, path)) as folder:

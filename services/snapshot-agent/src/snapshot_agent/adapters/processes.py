@@ -1,7 +1,7 @@
-"""Containers as local processes, each leading a session of its own, watched by pidfd.
+"""Containers as local processes, each the leader of a session, watched by pidfd.
 
-They are started so that nothing ties them to the agent: they outlive it, and a later agent adopts
-them by pid and start time. Only the exit code is lost then, for it goes to the parent.
+They outlive the agent, and a later agent adopts them by pid and start time. It cannot read their
+exit codes, because the kernel gives those to the parent alone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ KILLED_WITHIN_S = 10.0
 """How long the kernel may take to end a process after SIGKILL, in seconds."""
 
 _STARTS = Threads(8, "start")
-"""The threads that start processes: a working directory may lie on a file system that hangs."""
+"""Threads that start processes: a working directory may be on a file system that hangs."""
 
 
 LOOK_AGAIN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
-"""When a stop is looked for again. The first look nearly always finds it."""
+"""Seconds between two reads of the state of a process that was sent SIGSTOP."""
 
 
 class _Watched(NamedTuple):
@@ -50,11 +50,11 @@ class LocalProcesses:
     """The `Launcher` port. Use it from one event loop; `close` leaves the processes running."""
 
     def __init__(self) -> None:
-        """Watch nothing yet."""
+        """Watch no process before `spawn` or `adopt`."""
         self._watched: dict[Process, _Watched] = {}
 
     async def spawn(self, spec: ProcessSpec) -> Process:
-        # A cancellation waits until the process is watched, or it would never be reaped.
+        # A cancellation waits until the process is watched; else nothing would ever reap it.
         return await undisturbed(self._spawn(spec))
 
     async def _spawn(self, spec: ProcessSpec) -> Process:
@@ -99,7 +99,7 @@ class LocalProcesses:
                 async with asyncio.timeout(grace_s):
                     await self.ended(process)
         async with asyncio.timeout(KILLED_WITHIN_S):
-            # What a dying process had just started is seen by the next look.
+            # A dying process may have forked just before, so list again until none is left.
             while rest := _everything_of(process, where):
                 for member in rest:
                     procfs.send(member, signal.SIGKILL)
@@ -135,7 +135,7 @@ class LocalProcesses:
 
 
 def _start(spec: ProcessSpec) -> tuple[Process, int]:
-    """Start a process; its pidfd is the caller's."""
+    """Start a process; return it with a pidfd, which the caller closes."""
     _require_startable(spec)
     _make_folders(spec.paths)
     with opened(_open_log(spec.paths.log)) as output:
@@ -148,12 +148,12 @@ def _start(spec: ProcessSpec) -> tuple[Process, int]:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                # The usual one of a container: what a worker writes is its own affair.
+                # That of a container runtime; the agent itself has 077.
                 umask=0o022,
             )
         except OSError as error:
             raise _not_startable(spec, error) from error
-    # From here on it is watched and reaped by its pidfd, so Popen must do neither.
+    # It is reaped by its pidfd; a return code keeps Popen from doing so.
     child.returncode = 0
     found = procfs.read(child.pid)
     return Process(child.pid, found.start if found else 0), os.pidfd_open(child.pid)
@@ -189,7 +189,8 @@ def _require_startable(spec: ProcessSpec) -> None:
 
 
 def _open_log(log: Path) -> int:
-    """Open a log to write on. InvalidInput when a former process has put something else there."""
+    """Open a log for appending. InvalidInput when it is no regular file."""
+    # O_NONBLOCK: to open a FIFO that a worker has put there would wait for a reader.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(log, flags, 0o600)
@@ -224,7 +225,7 @@ def _reap(pidfd: int) -> int | None:
 
 
 def _everything_of(process: Process | None, where: ContainerPaths) -> list[procfs.Stat]:
-    """Give the session, and what left it but still has the container's environment."""
+    """Return the processes of the session, and those that left it but keep its environment."""
     members: Iterable[procfs.Stat] = procfs.session_of(*process) if process else ()
     found = {member.pid: member for member in (*members, *procfs.carrying(where.marker))}
     return list(found.values())
@@ -252,9 +253,10 @@ def _settle(future: asyncio.Future[None]) -> None:
 async def stopped(process: procfs.Stat) -> None:
     """Wait until every thread of a process that was sent SIGSTOP has stopped, or it has ended.
 
-    The kernel tells nobody but the parent that a process has stopped, so the state is read again
-    while its end, of which it does tell, is waited for. DeadlineExceeded after five seconds.
+    DeadlineExceeded after about five seconds.
     """
+    # The kernel reports a stop to the parent alone, so the state is read again between waits for
+    # the end, which a pidfd does report.
     for wait_s in LOOK_AGAIN_S:
         if procfs.has_stopped(process):
             return
@@ -274,5 +276,5 @@ async def stopped(process: procfs.Stat) -> None:
 
 
 async def all_stopped(processes: Sequence[procfs.Stat]) -> None:
-    """Do the same for many."""
+    """Wait until each of these has stopped or ended."""
     await asyncio.gather(*(stopped(process) for process in processes))

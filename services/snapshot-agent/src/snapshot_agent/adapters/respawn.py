@@ -1,9 +1,9 @@
 """The driver of workers that are started again from their own state, with no privilege.
 
-A dump copies what the worker has saved, ends the process and starts the same program once more with
-`--resume-from <folder>`; a restore starts that of the placeholder so. Arguments, environment and
-working directory are those with which the process was started, as /proc shows them. The folder is
-`state/` of the control directory: the artifact itself is never shown to a worker.
+A dump copies the saved state, ends the process and starts the same program again with
+`--resume-from <folder>`; a restore starts the program of the placeholder in the same way.
+Arguments, environment and working directory are those of the process, read from /proc. The folder
+is `state/` of the control directory: a worker never gets at the artifact.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from snapshot_shared.errors import DeadlineExceeded, SourceExited
 from snapshot_shared.orders import Driver
 
 SOFT_S = 2.0
-"""How long what is left of a worker gets to end by itself, in seconds."""
+"""The grace period of the release program, in seconds."""
 
 RELEASE_S = 8.0
-"""How long the program that ends a worker may take, in seconds."""
+"""How long the release program may take, in seconds."""
 
 
 class Respawn(Cooperative):
@@ -66,7 +66,7 @@ class Respawn(Cooperative):
         )
 
     async def _replace(self, dump: Dump) -> None:
-        """End the worker, and start it again; it is back when it says that it is quiet."""
+        """End the worker and start it again; wait until it has written `quiesced`."""
         worker = dump.worker
         process = await self._restart(worker, is_standby=False)
         dump.worker = replace(worker, process=process)
@@ -109,7 +109,7 @@ class Respawn(Cooperative):
 def _require_back(
     worker: Worker, quiet: asyncio.Future[None], end: asyncio.Future[int | None]
 ) -> None:
-    """Raise unless the worker has said that it is quiet."""
+    """Raise unless the worker has written `quiesced`."""
     if quiet.done():
         quiet.result()
         return
@@ -128,7 +128,7 @@ def _require_back(
 
 
 def _spec_of(worker: Worker) -> ProcessSpec:
-    """Read how a process was started. SourceExited when it is gone."""
+    """Return how a process was started. SourceExited when it is gone."""
     folder = Path(f"/proc/{worker.process.pid}")
     try:
         argv = _strings(folder / "cmdline")

@@ -1,7 +1,7 @@
-"""The files of a control directory: their names, their bodies, and which belong to what.
+"""The files of a container: where they are, and the names and bodies of its control files.
 
-A worker and the agent talk by these files alone. Each is put in place whole, by a rename; its body
-is JSON with the attempt that it belongs to. Whatever a worker writes there is hostile input.
+Agent and worker communicate by control files alone. Each is put in place by a rename; its body is
+JSON with the attempt that it belongs to. What a worker writes is hostile input.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATE = "state"
 """The folder in which a worker saves its own state, and finds it again after a restore."""
 
 OUTCOMES = {COMPLETE: "complete", ABORTED: "aborted"}
-"""How a capture ended, by the file that reports it to the worker."""
+"""The outcome of a capture, by the file that reports it to the worker."""
 
 CAPTURE_FILES = (QUIESCE, QUIESCED, COMPLETE, ABORTED)
 RESTORE_FILES = (RESTORE_COMPLETE, RESTORE_FAILED, RESTORED)
@@ -39,9 +39,9 @@ MAX_BODY_BYTES = 64 * 1024
 
 
 class Access(NamedTuple):
-    """Who owns the control directory of a container, and the modes of what is put there.
+    """Owner of the control directory of a container, and modes of what is put there.
 
-    `uid` and `gid` of -1 are those of the agent, as with chown(2).
+    `uid` and `gid` of -1 are those of the agent, as in chown(2).
     """
 
     uid: int = -1
@@ -51,7 +51,7 @@ class Access(NamedTuple):
 
 
 class ContainerPaths(NamedTuple):
-    """Where everything of one container lies on this node, and who may use its control files."""
+    """The paths of one container on this node, and the access to its control files."""
 
     home: Path
     sockets: Path
@@ -69,27 +69,27 @@ class ContainerPaths(NamedTuple):
 
     @property
     def lock(self) -> Path:
-        """The file that whoever captures the container locks."""
+        """The file that is locked while the container is captured."""
         return self.home / "lock"
 
     @property
     def marker(self) -> str:
-        """The entry of the environment by which the container's processes are recognised."""
+        """The environment entry by which the processes of the container are found."""
         return f"{CONTROL_DIR}={self.control}"
 
 
 def container_paths(
     state_dir: Path, socket_dir: Path, pod_uid: str, container: str
 ) -> ContainerPaths:
-    """Give the places of a container."""
+    """Return the paths of a container."""
     return ContainerPaths(state_dir / "pods" / pod_uid / container, socket_dir / pod_uid[:8])
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of a control file; `reason` and `message` say why something failed.
+    """The body of a control file; `reason` and `message` are those of a failure.
 
-    In `quiesce`, `capture` is the uid of the content, and `previous` names how the capture before
-    this one ended, for a worker that has not seen its end: `complete` or `aborted`.
+    In `quiesce`, `capture` is the uid of the content, and `previous` the outcome of the capture
+    before (`complete`, `aborted`, or empty), for a worker that has missed its end.
     """
 
     attempt: int
@@ -100,7 +100,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def body(attempt: int, failure: Failure | None = None) -> bytes:
-    """Write the body of a control file."""
+    """Return the body of a control file."""
     if failure is None:
         return encode_json(Signal(attempt=attempt))
     return encode_json(
@@ -109,12 +109,12 @@ def body(attempt: int, failure: Failure | None = None) -> bytes:
 
 
 def request(attempt: int, capture: str, previous: str) -> bytes:
-    """Write the body of `quiesce`."""
+    """Return the body of `quiesce`."""
     return encode_json(Signal(attempt=attempt, capture=capture, previous=previous))
 
 
 def is_of(data: bytes, attempt: int) -> bool:
-    """Say whether a body belongs to this attempt; what does not decode belongs to none."""
+    """Whether a body belongs to this attempt; one that does not decode belongs to none."""
     try:
         return decode_json(data, Signal, limit=MAX_BODY_BYTES).attempt == attempt
     except InvalidMessage:

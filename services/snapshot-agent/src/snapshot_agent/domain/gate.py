@@ -1,7 +1,6 @@
-"""What must hold before a worker is touched: pure checks, each giving an error or None.
+"""What must hold before a worker is touched: chains of checks on what handlers have observed.
 
-Everything that is checked was observed before; the first error is the answer. Nothing is checked
-twice by different words: the handlers observe, these decide.
+A check returns an error or None; the first error of a chain is the result.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Check = Callable[[T], SnapbackError | None]
 class ObservedPod(NamedTuple):
     """A pod of this node as an order finds it.
 
-    `known` is None when no such pod was started here. `exit_code` counts only when it is not
-    `alive`, and is None when nobody could see it. `captured_by` is the content whose capture holds
-    the container.
+    `known` is None when no such pod was started here. `exit_code` is that of a container that is
+    not `alive`, None when it is unknown. `captured_by` is the uid of the content whose capture
+    holds the container.
     """
 
     wanted: PodRef
@@ -42,7 +41,7 @@ class ObservedPod(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An artifact, the place where it is to be restored, and the driver that is to do so."""
+    """An artifact, the facts of the node and the devices to restore it on, and the driver."""
 
     artifact: ArtifactRef
     root: RootManifest
@@ -53,7 +52,7 @@ class Target(NamedTuple):
 
 
 def refuse(checks: Sequence[Check[T]], seen: T) -> None:
-    """Raise the first error that a check gives."""
+    """Raise the first error that a check returns."""
     for check in checks:
         if error := check(seen):
             raise error
@@ -166,7 +165,7 @@ def _by_its_driver(target: Target) -> SnapbackError | None:
 def _same_fact(name: str, what: str) -> Check[Target]:
     def check(target: Target) -> SnapbackError | None:
         expected, found = getattr(target.source, name), getattr(target.here, name)
-        # A fact that one side could not know refuses nothing.
+        # Either side may not have been able to read the fact; that is no difference.
         if not expected or not found or expected == found:
             return None
         return Incompatible(
@@ -241,7 +240,7 @@ def _part(entry: VectorEntry) -> str:
 
 
 def source_exited(pod: PodRef, exit_code: int | None) -> SourceExited:
-    """Say that a container's process has ended."""
+    """Return the error that the process of a container has ended."""
     shown = "an unknown exit code" if exit_code is None else f"exit code {exit_code}"
     return SourceExited(
         f"container {pod.container} of pod {pod.name} has ended with {shown}",

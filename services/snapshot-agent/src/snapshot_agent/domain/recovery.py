@@ -1,8 +1,7 @@
-"""What an agent does at its start with each capture that the last one left behind.
+"""What an agent does at its start with the captures and pods that the one before left behind.
 
-A worker is never left frozen or quiesced by a capture that nobody carries on. What was prepared is
-held on until its release, because everything that was promised still holds. What was interrupted
-is undone and reported: a restart must not guess how far a step came.
+A capture that was prepared is held until its release. One that was interrupted is undone and
+reported as failed, because the journal does not say how far its open step came.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from snapshot_shared.ledger import Entry
 
 
 class PrepareState(StrEnum):
-    """How far the prepare order came. WAITING has begun nothing."""
+    """How far a prepare order came. WAITING: no step has begun."""
 
     WAITING = "waiting"
     INTERRUPTED = "interrupted"
@@ -32,11 +31,11 @@ class DumpState(StrEnum):
 
 
 class Recovery(StrEnum):
-    """What is to be done.
+    """What is to be done with a capture.
 
-    NOTHING: it is over, or the order is simply carried out again. COMPENSATE: undo, and fail the
+    NOTHING: it is over, or its order is carried out again. COMPENSATE: undo it, and fail the
     interrupted order. HOLD: keep the worker quiesced under a guard until the release. LET_GO: the
-    worker goes on already or its time is up; report the release that nobody confirmed.
+    worker runs already or the deadline has passed; release it as unconfirmed.
     """
 
     NOTHING = "nothing"
@@ -53,7 +52,7 @@ TABLE: dict[tuple[PrepareState, DumpState], Recovery] = {
     (PrepareState.PREPARED, DumpState.ENDED): Recovery.HOLD,
     (PrepareState.FAILED, DumpState.WAITING): Recovery.NOTHING,
 }
-"""A dump is begun only after its prepare has ended well; other pairs are undone to be safe."""
+"""A dump begins only after its prepare has succeeded; pairs that are not here are compensated."""
 
 
 class RunState(StrEnum):
@@ -101,13 +100,13 @@ def run_row(run: Entry) -> RunRow:
 
 
 class AgentRestarted(Aborted):
-    """The agent ended within a step; what had been done was undone at its next start."""
+    """The agent ended within a step; the order was undone at its next start."""
 
     retryable = True
 
 
 class CaptureLeft(NamedTuple):
-    """One capture attempt as the journal and the control directory show it."""
+    """One capture attempt, from the journal and the control directory."""
 
     prepare: Entry
     dump: Entry | None
@@ -117,7 +116,7 @@ class CaptureLeft(NamedTuple):
 
     @property
     def interrupted(self) -> Entry | None:
-        """The order that a restart cut off, if it did."""
+        """The order that the end of the agent interrupted, or None."""
         if self.dump is not None and _dump_state(self.dump) is DumpState.INTERRUPTED:
             return self.dump
         if _prepare_state(self.prepare) is PrepareState.INTERRUPTED:
@@ -126,7 +125,7 @@ class CaptureLeft(NamedTuple):
 
 
 def decide(left: CaptureLeft) -> Recovery:
-    """Give what is to be done with a capture attempt."""
+    """Return what is to be done with a capture attempt."""
     if left.is_settled:
         return Recovery.NOTHING
     state = _prepare_state(left.prepare), _dump_state(left.dump)
@@ -139,18 +138,18 @@ def decide(left: CaptureLeft) -> Recovery:
 def deadline_of(
     prepare: Entry, noted: float | None, hold_s: float, *, boot_id: str, now: float
 ) -> float:
-    """Give the deadline of a hold on the monotonic clock, which reads `now`.
+    """Return the deadline of a hold, in seconds of the monotonic clock, which reads `now`.
 
-    It is the one that was `noted`, where the capture came that far. A reboot has ended every hold,
-    and a time that was noted before it says nothing on the clock of another boot.
+    `noted` is the one in the journal, None when the capture did not come that far.
     """
+    # A reboot has ended every hold, and has started another monotonic clock.
     if prepare.accepted.boot_id != boot_id:
         return now
     return now + hold_s if noted is None else noted
 
 
 def interruption(entry: Entry) -> SnapbackError:
-    """Say why an order that a restart cut off has failed."""
+    """Return the error of an order that the end of the agent interrupted."""
     step = entry.open_step or (entry.ended[-1] if entry.ended else "")
     verb = entry.order.partition("-")[0]
     if entry.notes.get("no-replay"):

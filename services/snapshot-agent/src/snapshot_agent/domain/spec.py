@@ -1,4 +1,4 @@
-"""From a container of a pod's spec to the process that is started for it.
+"""Builds the process of a container from the spec of its pod.
 
 Command, arguments and environment are expanded as Kubernetes does it: `$(NAME)` is replaced when
 NAME is known by then, stays as it is when not, and `$$` is one `$`.
@@ -21,14 +21,14 @@ _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 
 STANDBY = "SNAPSHOT_RESTORE_STANDBY"
 OURS = frozenset({CONTROL_DIR, STANDBY, "POD_UID", "SNAPBACK_RUN"})
-"""Variables that a manifest cannot change: processes are recognised by them."""
+"""Variables that a manifest cannot set, because processes are found by them."""
 
 RESUME_FROM = "--resume-from"
-"""The argument with which a program is started again, followed by the folder of its state."""
+"""The argument of a program that is started from its state, followed by the folder of the state."""
 
 
 class NodeEnvironment(NamedTuple):
-    """What a container's process gets of its node. `path` and `home` are the agent's own."""
+    """What the node adds to a process. `path` and `home` are those of the agent."""
 
     node: str
     run: str
@@ -88,9 +88,9 @@ def process_spec(
 
 
 def resumed(spec: ProcessSpec, *, is_standby: bool) -> ProcessSpec:
-    """Return how a program is started again from its state.
+    """Return the process that continues from the state of another.
 
-    As a standby it waits for the end of a restore, else for that of the capture that it is in.
+    With `is_standby` it waits for the end of a restore, otherwise for that of its capture.
     """
     argv = list(spec.argv)
     if RESUME_FROM in argv:
@@ -136,9 +136,9 @@ def _own_env(
 def shared_out(
     containers: Sequence[Container], devices: Sequence[DeviceRef]
 ) -> dict[str, list[DeviceRef]]:
-    """Give each container the devices that it asks for, in the order of their ordinals.
+    """Return the devices of each container by its limits, in the order of their ordinals.
 
-    What nobody asks for goes to the first container.
+    Devices beyond all limits go to the first container.
     """
     left = sorted(devices, key=lambda device: device.ordinal)
     found: dict[str, list[DeviceRef]] = {}

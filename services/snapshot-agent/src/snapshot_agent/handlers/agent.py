@@ -1,4 +1,4 @@
-"""What the agent does with each order. One handler a verb, each a step table."""
+"""Wires the handlers of the agent, one for each verb."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from snapshot_shared.orders import (
 
 
 class Agent:
-    """Everything that carries out orders on one node."""
+    """All handlers of one node."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Agent:
         state_dir: Path,
         slots: int,
     ) -> None:
-        """Wire the handlers; `slots` bounds how many parts are written or read at a time."""
+        """Make the handlers; at most `slots` parts are written or read at a time."""
         semaphore = Slots(slots)
         self._clocks = machine.clocks
         self.background = Background()
@@ -59,7 +59,7 @@ class Agent:
         observe(instruments.PODS, lambda: {(): len(self.pods.known)})
 
     async def recover(self) -> None:
-        """Settle what an earlier agent left behind. Do this before orders are taken."""
+        """Recover what an earlier agent left behind. Call it before orders are accepted."""
         await self._recoverer.run()
 
     async def close(self) -> None:
@@ -68,7 +68,7 @@ class Agent:
         self.holds.close()
 
     def status(self) -> dict[str, Any]:
-        """Say what runs, and what is held for how many seconds at most, for people."""
+        """Return the pods, and the captures with the seconds until their deadlines."""
         now = self._clocks.monotonic()
         return {
             "pods": [

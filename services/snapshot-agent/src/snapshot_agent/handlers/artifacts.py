@@ -27,10 +27,10 @@ from snapshot_shared.runner import Step
 
 
 class Artifacts:
-    """Makes generations artifacts, removes them, and reads them whole."""
+    """The orders `seal`, `delete` and `verify`."""
 
     def __init__(self, machine: Machine, orders: Orders, slots: asyncio.Semaphore) -> None:
-        """`slots` bounds how many artifacts are read at a time."""
+        """Read at most as many artifacts at a time as `slots` allows."""
         self._machine = machine
         self._orders = orders
         self._slots = slots
@@ -43,16 +43,16 @@ class Artifacts:
 
         async def check() -> None:
             self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
-            check_plan(order, await self._machine.generations.parts(place))
+            check_plan(order, await self._machine.artifacts.parts(place))
             for result in order.parts:
                 manifest, digest = await self._machine.artifacts.read_part(place, result.part)
                 parts.append((check_part(order, result, manifest, digest), digest))
 
         async def write_root() -> None:
-            # Once more: an abort may have come while the parts were read.
+            # Checked again: an abort may have arrived while the parts were read.
             self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
             root = root_manifest(order, parts)
-            sealed["root_digest"] = await self._machine.generations.seal(root)
+            sealed["root_digest"] = await self._machine.artifacts.seal(root)
             sealed["bytes"] = root.bytes
 
         table = [Step("check-parts", check, 60.0), Step("write-root", write_root, 60.0)]
@@ -70,7 +70,7 @@ class Artifacts:
             for verb in ("dump", "seal"):
                 await self._orders.cancel(order_id(verb, content), order.generation)
             place = GenerationRef(order.namespace, order.content_uid, order.generation)
-            await self._machine.generations.remove(place)
+            await self._machine.artifacts.remove(place)
 
         table = [Step("tombstone", tombstone, 10.0), Step("remove", remove, order.deadline_s)]
         await ctx.steps("delete", table)
@@ -84,16 +84,16 @@ class Artifacts:
         async def read_all() -> None:
             nonlocal counted, proven
             ref = order.artifact
-            root = await self._machine.generations.read_root(ref)
+            root = await self._machine.artifacts.read_root(ref)
             for manifest in await proven_parts(self._machine, ref, root):
                 before = counted
 
-                async def tell(done: int, name: str = manifest.part, base: int = before) -> None:
+                async def report(done: int, name: str = manifest.part, base: int = before) -> None:
                     await ctx.progress(name, "read-all", base + done, root.bytes)
 
                 place = GenerationRef(ref.namespace, ref.content_uid, ref.generation)
                 with naming(manifest.part):
-                    await self._machine.artifacts.check_bytes(place, manifest, tell)
+                    await self._machine.artifacts.check_bytes(place, manifest, report)
                 counted += manifest.bytes
             proven = proven_by(root)
 
@@ -104,7 +104,7 @@ class Artifacts:
 
 @contextlib.contextmanager
 def naming(part: str) -> Iterator[None]:
-    """Have errors about the artifact say which part they are about."""
+    """Add the name of the part to errors about the artifact."""
     try:
         yield
     except ArtifactError as error:
@@ -113,7 +113,7 @@ def naming(part: str) -> Iterator[None]:
 
 
 def proven_by(root: RootManifest) -> Proven:
-    """Return what an operator that has never heard of an artifact needs to restore from it."""
+    """Return what an operator without a record of the artifact needs to restore from it."""
     known: tuple[Driver, ...] = get_args(Driver)
     return Proven(
         bytes=root.bytes,
@@ -122,13 +122,13 @@ def proven_by(root: RootManifest) -> Proven:
             VectorEntry(part=row.part, ordinal=_ordinal(row), layout=row.layout)
             for row in root.parts
         ],
-        # What names none of them is older than the drivers were.
+        # Artifacts that name no known driver are older than the field.
         driver=next((driver for driver in known if driver == root.facts.driver), "cooperative"),
     )
 
 
 def _ordinal(row: RootPart) -> int | None:
-    """Return the worker's number of the device whose memory a part holds."""
+    """Return the ordinal of the device whose memory a part holds."""
     return None if row.kind == "process" else int(row.part.removeprefix("gpu-"))
 
 

@@ -1,4 +1,4 @@
-"""Tasks that go on after the order that began them, and waits for whichever comes first."""
+"""Tasks that outlive the order that started them, and ways to wait for work."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HANGS_S = 2.0
-"""After how long a worker no longer waits for the end of work on a disk, in seconds."""
+"""How long the release of a worker waits for work on a disk that hangs, in seconds."""
 
 
 class Slots(asyncio.Semaphore):
-    """A semaphore that says how many of its `limit` are taken."""
+    """A semaphore that counts how many of its `limit` are taken."""
 
     def __init__(self, limit: int) -> None:
-        """Begin with all free."""
+        """Allow `limit` holders at a time."""
         super().__init__(limit)
         self.limit = limit
         self.used = 0
@@ -44,11 +44,11 @@ class Background:
     """Owns tasks. One that fails is logged and ends alone."""
 
     def __init__(self) -> None:
-        """Own nothing yet."""
+        """Start without tasks."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Begin a task."""
+        """Start a task."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -74,10 +74,10 @@ async def repeated(
     every_s: float,
     again_s: Sequence[float],
 ) -> None:
-    """Do something now and then every `every_s` seconds, until `stop` is set.
+    """Do work at once and then every `every_s` seconds, until `stop` is set.
 
-    What fails is done again after the seconds of `again_s`, one after the other; the last repeats.
-    `what` says in the log what that is.
+    Work that fails is tried again after the seconds of `again_s`, in turn; the last repeats. `what`
+    names the work in the log.
     """
     failures = 0
     while not stop.is_set():
@@ -95,16 +95,16 @@ async def repeated(
 
 
 async def pause(seconds: float) -> None:
-    """Wait for time alone, as between two tries of what does not report when it works again."""
+    """Wait between two tries of what does not report when it works again."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await asyncio.Event().wait()
 
 
 async def abandoning(work: Coroutine[Any, Any, T]) -> T:
-    """Return what work returns. A cancellation cancels the work, and does not wait for its end.
+    """Return the result of work. A cancellation cancels the work and does not wait for its end.
 
-    For work that may hang and that nothing depends on.
+    For work that may hang and whose end nothing depends on.
     """
     task = asyncio.ensure_future(work)
     # Or else asyncio logs the error of a task whose result is not read.
@@ -119,7 +119,7 @@ async def abandoning(work: Coroutine[Any, Any, T]) -> T:
 async def compensated(
     work: Coroutine[Any, Any, None], compensate: Callable[[], Awaitable[None]]
 ) -> None:
-    """Do work. When it is cancelled and hangs, compensate soon, and return when it has ended."""
+    """Do work. If it hangs when cancelled, compensate after HANGS_S / 2, then wait for its end."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task])
@@ -160,7 +160,7 @@ async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:
 
 
 async def while_alive(workers: Workers, worker: Worker, work: Coroutine[Any, Any, object]) -> None:
-    """Wait for something while the worker lives. SourceExited with its exit code when not."""
+    """Wait for work. SourceExited, with the exit code, when the worker ends before."""
     index, code = await first(work, workers.ended(worker.process))
     if index == 1:
         raise source_exited(worker.pod, code if isinstance(code, int) else None)

@@ -1,4 +1,4 @@
-"""Captures: `prepare` opens one, `dump` writes the process part, `release` and `abort` end it."""
+"""The orders of a capture: `prepare`, `dump`, `release` and `abort`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from snapshot_shared.runner import Step
 
 PROCESS = "process"
 TERMINATE_GRACE_S = 5.0
-"""What a worker that is to end after its capture gets to do so, in seconds."""
+"""The grace period of a worker that ends after its capture, in seconds."""
 
 LET_GO_S = 45.0
 SLACK_S = 5.0
-"""How much longer than its budget a step may keep the worker frozen before the guard acts."""
+"""How many seconds after the budget of a step the guard thaws the worker."""
 
 
 class Captures:
@@ -47,7 +47,7 @@ class Captures:
         holds: Holds,
         slots: asyncio.Semaphore,
     ) -> None:
-        """`slots` bounds how many parts are written at a time."""
+        """Write at most as many parts at a time as `slots` allows."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
@@ -97,7 +97,7 @@ class Captures:
         return entry if entry is not None and entry.attempt == attempt else None
 
     async def release(self, order: ReleaseOrder, ctx: OrderContext) -> Result:
-        """Let the worker go on, or end it. A worker that nobody holds is only ended."""
+        """Let a held worker go on, and end its pod where the policy is Terminate."""
         content = Uid(order.content_uid)
 
         async def signal() -> None:
@@ -134,7 +134,7 @@ class Captures:
             if kind == "capture":
                 await self._give_up(owner, order)
 
-        # A full disk takes no tombstone, and the worker must not have to wait for room on it.
+        # `undo`: on a full disk the tombstone fails, and the worker must be let go all the same.
         table = [
             Step("tombstone", tombstone, 10.0, undo=compensate),
             Step("compensate", compensate, LET_GO_S),
@@ -144,7 +144,7 @@ class Captures:
 
     async def _cancel_all(self, names: list[OrderId], attempt: int) -> None:
         for name in names:
-            # A worker waits for what is undone in it, and not for a disk that hangs.
+            # What a prepare undoes concerns the worker; the others may hang on the artifact root.
             within_s = None if verb_of(name) == "prepare" else HANGS_S
             await self._orders.cancel(name, attempt, within_s)
 
@@ -158,7 +158,7 @@ class Captures:
 
 
 class _DumpSteps:
-    """The steps of one dump order: those of the driver, and the one that finishes the part."""
+    """The steps of one dump order: those of the driver, then `stage`."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class _DumpSteps:
         return Step(stage.name, run, budget, undo=undo, replayable=not stage.writes)
 
     async def _let_go(self) -> None:
-        # What hung may end when the next capture holds the worker already.
+        # Work that hung may end when the next capture already holds the worker.
         if self._holds.holder_of(self._order.pod) in (None, self._hold.content):
             await self._holds.let_go(self._hold)
             self._holds.may_freeze(self._hold)
@@ -226,17 +226,17 @@ class _DumpSteps:
             await while_alive(self._workers, self._dump.worker, stage.run(self._dump))
         await self._enter(stage.phases.after)
         if stage.writes and self._holds.is_let_go(self._dump.worker, self._order.attempt):
-            # It ran again while its state was read.
+            # The worker ran while its state was copied, so the copy may be inconsistent.
             raise Aborted("the worker was let go while it was dumped")
 
     async def _enter(self, phase: Phase) -> None:
-        """Have the journal say how the worker is let go from here on, and then the guard know."""
+        """Set how the worker is let go: first in the journal, then at the guard."""
         if phase is not self._hold.phase:
             await self._ctx.note(PHASE_NOTE, phase)
             self._holds.enter(self._hold, phase)
 
     async def _open(self) -> None:
-        """Create the part. From here on nothing is run a second time."""
+        """Create the part. After this no step is run a second time."""
         await self._ctx.note("no-replay", value=True)
         order = self._order
         place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)

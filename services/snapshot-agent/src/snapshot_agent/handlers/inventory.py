@@ -1,7 +1,8 @@
-"""Looks through the artifact root for what belongs to nobody, and moves it aside.
+"""Compares artifact root and pods of the node with the objects of the operator.
 
-The root is listed first and the operator asked after that. Nothing is deleted, and whatever is
-moved keeps its path below the quarantine, so that it can be moved back.
+What is here is listed first, and the operator asked after that, or else an object that was made in
+between would count as unknown. Artifacts without an owner are moved into quarantine, where they
+keep their paths, and never deleted. Pods without an object are ended.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 3600.0
 AGAIN_S = 30.0
-"""How long to wait after nobody could say, in seconds."""
+"""How long to wait after a comparison of the root that failed, in seconds."""
 
 
 PODS_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""How long to wait after a question that was not answered, in seconds; the last value repeats."""
+"""The same for the pods; the last value repeats. It is short, for until the first answer the node
+offers no device."""
 
 
 class Counts(NamedTuple):
-    """What is nobody's and was left where it is, and what lies in quarantine."""
+    """How many entries have no owner and were left in place, and how many are in quarantine."""
 
     unknown: int = 0
     quarantined: int = 0
 
 
 class Inventory:
-    """Looks at once, and then every hour. `counts` is what it found last."""
+    """Compares the artifact root at the start and then every hour. `counts` is the last result."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Inventory:
         *,
         every_s: float = EVERY_S,
     ) -> None:
-        """Look as `node`; `wall` gives seconds since the epoch."""
+        """Compare as `node`; `wall` returns seconds since the epoch."""
         self._library = library
         self._operator = operator
         self._node = node
@@ -58,7 +60,7 @@ class Inventory:
         self.counts = Counts()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look until `stop` is set; a look that fails is made again."""
+        """Compare until `stop` is set; a comparison that fails is tried again."""
 
         async def look() -> None:
             await abandoning(self.look())
@@ -66,7 +68,7 @@ class Inventory:
         await repeated(look, stop, "the artifact root is listed", self._every_s, (AGAIN_S,))
 
     async def look(self) -> None:
-        """List, ask, and move aside what is to be moved. BusUnavailable, NotFound, OSError."""
+        """List, ask, and quarantine. BusUnavailable, NotFound, OSError."""
         now = self._wall()
         listing = await self._library.listing(now)
         label = f"{datetime.fromtimestamp(now, UTC):%Y%m%dT%H%M%SZ}-{self._node}"
@@ -100,11 +102,11 @@ class Inventory:
         return found
 
     async def _set_aside(self, path: tuple[str, ...], label: str) -> bool:
-        """Move one entry; False when it stays. One that is gone meanwhile needs no moving."""
+        """Move one entry; False when it could not be moved. One that is gone counts as moved."""
         shown = "/".join(path)
         try:
             if await self._library.set_aside(path, label):
-                log.warning("%r is moved into %s/%s: it is nobody's", shown, QUARANTINE, label)
+                log.warning("%r is moved into %s/%s: it has no owner", shown, QUARANTINE, label)
         except (SnapbackError, OSError) as error:
             log.warning("%r cannot be moved into %s: %s", shown, QUARANTINE, error)
             return False
@@ -120,21 +122,25 @@ def _of_strays(
 
 
 class PodInventory:
-    """Looks at once, and then every hour. `is_known` is set when all pods of the start are."""
+    """Compares the pods at the start and then every hour.
+
+    `is_known` is set when every pod here is known to the operator or was ended. After an outage of
+    the node other pods may have been given the devices of those that still run here.
+    """
 
     def __init__(self, pods: Pods, operator: Operator, *, every_s: float = EVERY_S) -> None:
-        """Ask `operator` about `pods`."""
+        """Compare `pods` with the objects of `operator`."""
         self._pods = pods
         self._operator = operator
         self._every_s = every_s
         self.is_known = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look until `stop` is set; a look that fails is made again."""
+        """Compare until `stop` is set; a comparison that fails is tried again."""
         await repeated(self.look, stop, "the pods are asked about", self._every_s, PODS_AGAIN_S)
 
     async def look(self) -> None:
-        """List, ask, and end what is unknown. BusUnavailable, NotFound, OSError."""
+        """List, ask, and end unknown pods. BusUnavailable, NotFound, OutcomeUnknown."""
         listed = await self._pods.all_uids()
         for start in range(0, max(len(listed), 1), MAX_PODS):
             asked = listed[start : start + MAX_PODS]
@@ -146,8 +152,8 @@ class PodInventory:
         self.is_known.set()
 
     async def _is_ended(self, uid: str) -> bool:
-        """End one pod; what stands in its way must not keep the others here."""
-        log.warning("pod %s is no object any more and is ended", uid)
+        """End one pod; whether it has ended. An error must not keep the other pods running."""
+        log.warning("pod %s has no object any more and is ended", uid)
         try:
             await self._pods.discard(uid)
         except Exception as error:  # noqa: BLE001 - what a worker leaves behind may be of any kind

@@ -1,7 +1,4 @@
-"""Pods as local processes: starting them, watching them, ending them.
-
-They are the `Workers` of a node that has no kubelet.
-"""
+"""Pods as local processes: the orders `run` and `stop`, and the port `Workers`."""
 
 from __future__ import annotations
 
@@ -49,17 +46,17 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPT = 1_000_000
 SIBLINGS_GRACE_S = 5.0
-"""What the other containers get when one of their pod has failed, in seconds."""
+"""The grace period of the other containers when one of their pod has failed, in seconds."""
 
 DISCARD_GRACE_S = 5.0
-"""What a pod gets to end that is no object any more, in seconds."""
+"""The grace period of a pod that has no object any more, in seconds."""
 
 END_MARGIN_S = 15.0
-"""What an ending takes besides the grace period, in seconds."""
+"""What the end of a pod takes in addition to its grace period, in seconds."""
 
 
 class StartedContainer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal keeps of a container, under the key `container:<name>`."""
+    """The note of a started container in the journal, under the key `container:<name>`."""
 
     pid: int
     start: int
@@ -71,7 +68,7 @@ class StartedContainer(msgspec.Struct, frozen=True, kw_only=True):
 class RunningPod:
     """A pod that was started here. `codes` has the exit codes of the containers that ended.
 
-    `replaced` has an event for each container whose process may end without it, set when that is
+    `replaced` has an event for each container whose process is being replaced, set when that is
     over.
     """
 
@@ -83,7 +80,7 @@ class RunningPod:
     replaced: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def add(self, name: str, started: StartedContainer, where: ContainerPaths) -> Worker:
-        """Take a container's process in."""
+        """Add the process of a container, or replace it."""
         pod = msgspec.structs.replace(self.order.pod, container=name)
         worker = Worker(pod, Process(started.pid, started.start), where)
         self.workers[name], self.origins[name] = worker, started
@@ -101,7 +98,7 @@ class Pods:
         environment: NodeEnvironment,
         state_dir: Path,
     ) -> None:
-        """Keep the files of pods below `state_dir`; `recover` brings those of an earlier agent."""
+        """Keep the files of pods below `state_dir`; `recover` adds those of an earlier agent."""
         self._machine = machine
         self._orders = orders
         self._background = background
@@ -111,12 +108,10 @@ class Pods:
         self.known: dict[str, RunningPod] = {}
 
     def paths(self, pod_uid: str, container: str) -> ContainerPaths:
-        """Give the places of a container."""
+        """Return the paths of a container."""
         return container_paths(
             self._state_dir, Path(self.environment.socket_dir), pod_uid, container
         )
-
-    # Orders.
 
     async def run(self, order: RunOrder, ctx: OrderContext) -> Result:
         """Start a pod's containers."""
@@ -136,7 +131,7 @@ class Pods:
         return {}
 
     async def stop(self, order: StopOrder, ctx: OrderContext) -> Result:
-        """End a pod's containers and everything they started."""
+        """End a pod's containers and every process that they started."""
 
         async def terminate() -> None:
             grace = max(0.0, min(order.grace_s, ctx.remaining_s() - END_MARGIN_S))
@@ -152,7 +147,7 @@ class Pods:
         self.known.pop(pod_uid, None)
 
     async def all_uids(self) -> list[str]:
-        """Return the uid of every pod that left a trace here: in memory, journal or folder."""
+        """Return the uids of all pods in memory, in the journal or with a folder here."""
         entries = self._orders.journal.ledger.entries.values()
         runs = [entry for entry in entries if verb_of(OrderId(entry.order)) == "run"]
         noted = {owner_of(OrderId(entry.order)) for entry in runs if run_row(entry).may_run}
@@ -160,7 +155,7 @@ class Pods:
         return sorted({*self.known, *noted, *filter(_is_uid, folders)})
 
     async def discard(self, pod_uid: str) -> None:
-        """Stop a pod of which there is no object any more, and remove its folder."""
+        """End a pod that has no object any more, and remove its folder."""
         await self._stop(pod_uid, DISCARD_GRACE_S)
         await self._launcher.remove(self._state_dir / "pods" / pod_uid)
 
@@ -171,8 +166,6 @@ class Pods:
     def _noted_names(self, pod_uid: str) -> list[str]:
         entry = self._orders.journal.ledger.entries.get(order_id("run", Uid(pod_uid)))
         return list(entry.notes.get("containers", [])) if entry else []
-
-    # The port `Workers`.
 
     async def resolve(self, pod: PodRef) -> ResolvedContainer:
         known = self.known.get(pod.uid)
@@ -236,7 +229,7 @@ class Pods:
             over.set()
 
     async def _note(self, entry: Entry, name: str, started: StartedContainer) -> None:
-        """Put a container's process on record."""
+        """Journal the process of a container."""
         note = Noted(
             order=entry.order,
             attempt=entry.attempt,
@@ -245,18 +238,16 @@ class Pods:
         )
         await self._orders.journal.append(note)
 
-    # The life of a pod.
-
     def _follow(self, pod: RunningPod) -> None:
         uid = pod.order.pod.uid
         self.known[uid] = pod
         self._background.start(self._live(pod), f"life of pod {uid}")
 
     async def _live(self, pod: RunningPod) -> None:
-        has_told = any(report.kind == "ready" for report in pod.entry.reports)
+        is_reported = any(report.kind == "ready" for report in pod.entry.reports)
         ready = None
-        if not has_told and not pod.order.standby:
-            ready = asyncio.create_task(self._tell_ready(pod))
+        if not is_reported and not pod.order.standby:
+            ready = asyncio.create_task(self._report_ready(pod))
         try:
             await self._until_over(pod)
         finally:
@@ -276,7 +267,7 @@ class Pods:
             pod.entry, "exited", exit_code=code, exit_codes=codes, message=message
         )
 
-    async def _tell_ready(self, pod: RunningPod) -> None:
+    async def _report_ready(self, pod: RunningPod) -> None:
         appears = self._machine.control.appears
         index, _ = await first(
             *(
@@ -288,7 +279,7 @@ class Pods:
         await self._orders.report(pod.entry, "ready", message=f"container {name} is ready")
 
     async def _until_over(self, pod: RunningPod) -> None:
-        """Wait until every container has ended; when one fails, the others are ended."""
+        """Wait for the end of every container; when one fails, end the others."""
         waiting = {
             asyncio.create_task(self._container_ended(pod, name)): name for name in pod.workers
         }
@@ -302,7 +293,7 @@ class Pods:
                 task.cancel()
 
     async def _container_ended(self, pod: RunningPod, name: str) -> int | None:
-        """Wait for the end of a container, whatever processes it has one after the other."""
+        """Return the exit code of a container, waiting through replacements of its process."""
         while True:
             worker = pod.workers[name]
             code = await self._launcher.ended(worker.process)
@@ -322,10 +313,8 @@ class Pods:
             *(self._launcher.terminate(w.process, w.paths, SIBLINGS_GRACE_S) for w in others)
         )
 
-    # After a restart.
-
     async def recover(self, entry: Entry) -> None:
-        """Adopt the processes of a run order, or settle what became of it."""
+        """Adopt the processes of a run order, or report what became of them."""
         recovery = run_row(entry).recovery
         if recovery is PodRecovery.NOTHING:
             return
@@ -338,7 +327,7 @@ class Pods:
             self._follow(pod)
 
     async def _find(self, entry: Entry, name: str) -> StartedContainer | None:
-        """Find a container's process: on record, or started just before the record."""
+        """Return the process of a container, journalled or started just before that."""
         noted = entry.notes.get(f"container:{name}")
         if noted is not None:
             found = msgspec.convert(noted, StartedContainer)
@@ -352,7 +341,7 @@ class Pods:
         return found
 
     async def _finish_start(self, pod: RunningPod) -> bool:
-        """End what a restart cut off: started when every container runs, failed when not."""
+        """Finish an interrupted start; whether every container runs."""
         names = pod.entry.notes["containers"]
         if len(pod.workers) == len(names) and all(
             self._launcher.adopt(worker.process) for worker in pod.workers.values()
@@ -379,7 +368,7 @@ class _RunSteps:
         self._spec: PodSpec | None = None
 
     async def resolve(self) -> None:
-        """Ask for the spec; it must be the one whose digest the order carries."""
+        """Ask for the spec. StalePodReference unless it has the digest of the order."""
         order = self._pod.order
         raw = await self._machine.operator.spec(order.pod)
         found = digest(encode_json(raw))
@@ -398,7 +387,7 @@ class _RunSteps:
         await self._ctx.note("containers", names)
 
     async def spawn(self) -> None:
-        """Start every container; each process is on record before the next is started."""
+        """Start every container; each process is journalled before the next is started."""
         await self._ctx.note("no-replay", value=True)
         if self._spec is None:
             raise Internal("the pod was not resolved")
@@ -427,7 +416,7 @@ class _RunSteps:
             await self._ctx.note(f"container:{container.name}", msgspec.to_builtins(started))
 
     async def undo(self) -> None:
-        """End what was started, on record or not."""
+        """End what was started, journalled or not."""
         for container in self._spec.containers if self._spec else ():
             worker = self._pod.workers.get(container.name)
             where = self._pods.paths(self._pod.order.pod.uid, container.name)
@@ -436,7 +425,7 @@ class _RunSteps:
 
 
 async def _tidied(work: Awaitable[None]) -> None:
-    """Remove what is needed no more. What a worker has made of it holds nothing else up."""
+    """Await a removal. Its failure, which a worker can cause, is logged and nothing more."""
     try:
         await work
     except (SnapbackError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The steps of `prepare`: gate, guard, quiesce, fence, facts. Each undoes what it did."""
+"""The steps of `prepare`: gate, guard, quiesce, fence, facts, each with its compensation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from snapshot_shared.runner import Step
 
 GUARD_S = 10.0
 FENCE_WAIT_S = 10.0
-"""How long a worker's GMS sessions may take to leave after it said that it is quiet, in seconds."""
+"""How long the GMS sessions of a quiesced worker may take to end, in seconds."""
 
 MARGIN_S = 5.0
 
 DEADLINE_NOTE = "hold-deadline"
-"""The note that has the deadline of the hold: seconds of the monotonic clock."""
+"""The note with the deadline of the hold, in seconds of the monotonic clock."""
 
 FACTS_NOTE = "facts"
 
@@ -53,7 +53,7 @@ class Prepare:
         order: PrepareOrder,
         ctx: OrderContext,
     ) -> None:
-        """Belong to one order; `table` has what is to be done."""
+        """Use the parts of the node for one order."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
@@ -66,7 +66,7 @@ class Prepare:
         self._previous = ""
 
     def table(self) -> list[Step]:
-        """Give the steps in their order."""
+        """Return the steps in their order."""
         order = self._order
         return [
             Step("gate", self._gate, order.ready_s + MARGIN_S, undo=self._leave),
@@ -78,21 +78,21 @@ class Prepare:
 
     @property
     def found(self) -> ResolvedContainer:
-        """The container, once the gate has looked for it."""
+        """The container. Internal before the gate."""
         if self._found is None:
             raise Internal("the gate has not been passed")
         return self._found
 
     @property
     def hold(self) -> Hold:
-        """The hold, once the gate has been passed."""
+        """The hold. Internal before the gate."""
         if self._hold is None:
             raise Internal("the gate has not been passed")
         return self._hold
 
     @property
     def vector(self) -> list[VectorEntry]:
-        """What each part will hold: the process, then the devices by their ordinals."""
+        """The vector of the parts: the process, then the devices by their ordinals."""
         devices = sorted(self._order.devices, key=lambda device: device.ordinal)
         gpus = [
             VectorEntry(part=f"gpu-{device.ordinal}", ordinal=device.ordinal, layout=layout)
@@ -123,7 +123,7 @@ class Prepare:
             "the worker was not ready for a snapshot",
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
-        # A worker that polls may not have seen how its last capture ended; `quiesce` repeats it.
+        # A worker that polls may miss the end of its last capture, so `quiesce` repeats it.
         self._previous = self._outcome_left(worker)
         await self._machine.control.clear(worker.paths, *control.CAPTURE_FILES, control.STATE)
 
@@ -139,6 +139,7 @@ class Prepare:
 
     async def _guard(self) -> None:
         hold = self.hold
+        # The wait for the worker took its time, so the deadline counts from here.
         hold.deadline = self._machine.clocks.monotonic() + self._order.hold_s
         await self._ctx.note(DEADLINE_NOTE, hold.deadline)
         await self._holds.arm(hold)
@@ -184,7 +185,7 @@ class Prepare:
         await self._holds.end_fence(self._order, self.hold.deadline)
 
     async def _facts(self) -> None:
-        """Write down what the source is, and refuse what cannot be stored."""
+        """Note the facts of the source. NoSpace when the capture would not fit."""
         order, hold = self._order, self.hold
         facts = msgspec.structs.replace(
             self._machine.facts,
@@ -217,7 +218,7 @@ class Prepare:
 
 
 async def device_product(machine: Machine, pod: PodRef, devices: Sequence[DeviceRef]) -> str:
-    """Name the product of a pod's devices, or nothing when it has none."""
+    """Return the product of a pod's devices; empty when it has none."""
     if not devices:
         return ""
     listed = await machine.gpu_memory.at(pod).devices(wait_s=0.0)
@@ -226,7 +227,7 @@ async def device_product(machine: Machine, pod: PodRef, devices: Sequence[Device
 
 
 def facts_of(notes: dict[str, Any]) -> Facts:
-    """Read what `prepare` wrote down."""
+    """Return the facts that `prepare` noted."""
     return msgspec.convert(notes.get(FACTS_NOTE, {}), Facts)
 
 

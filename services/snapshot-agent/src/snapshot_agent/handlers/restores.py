@@ -1,4 +1,4 @@
-"""Restores: a worker that was started in standby gets the saved state and goes on."""
+"""The order `restore`: a worker in standby gets the saved state and serves."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Restores:
     """The order `restore`."""
 
     def __init__(self, machine: Machine, orders: Orders, workers: Workers) -> None:
-        """Use the node's parts."""
+        """Use the parts of the node."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
 
     async def restore(self, order: RestoreOrder, ctx: OrderContext) -> Result:
-        """Bring a waiting worker to the state of the process part and let it go."""
+        """Load a worker in standby with the state of the process part, and wait until it serves."""
         steps = _RestoreSteps(self._machine, self._orders, self._workers, order, ctx)
         with self._machine.metrics.moving("restore") as moved:
             await ctx.steps("restore", steps.table())
@@ -50,7 +50,7 @@ class Restores:
 
 
 class _RestoreSteps:
-    """The steps of one restore order. After a restart each goes on where it was."""
+    """The steps of one restore order. Each may be replayed after a restart."""
 
     def __init__(
         self,
@@ -85,25 +85,25 @@ class _RestoreSteps:
 
     @property
     def part(self) -> PartManifest:
-        """The process part, once it was checked."""
+        """The manifest of the process part. Internal before the check."""
         if self._part is None:
             raise Internal("the artifact was not checked")
         return self._part
 
     @property
     def worker(self) -> Worker:
-        """The waiting worker, once it was checked."""
+        """The worker in standby. Internal before the check."""
         if self._worker is None:
             raise Internal("the worker was not checked")
         return self._worker
 
     async def _check(self) -> None:
-        """Refuse before anything is touched."""
+        """Raise before any side effect unless the restore is possible."""
         order = self._order
         self._orders.require_current(f"restore-{order.pod.uid}", order.attempt)
         found = await self._workers.resolve(order.pod)
         refuse(RESTORE_CHECKS, found.pod)
-        self._root = root = await self._machine.generations.read_root(order.artifact)
+        self._root = root = await self._machine.artifacts.read_root(order.artifact)
         product = ""
         if root.facts.device_product:
             product = await device_product(self._machine, order.pod, order.devices)
@@ -114,13 +114,13 @@ class _RestoreSteps:
         self._part = next(part for part in parts if part.part == PROCESS)
         self._worker = found.running()
 
-    def _is_told(self) -> bool:
+    def _is_signalled(self) -> bool:
         where = self.worker.paths
         data = self._machine.control.get(where, control.RESTORE_COMPLETE)
         return data is not None and control.is_of(data, self._order.attempt)
 
     async def _bring_back(self) -> None:
-        if self._is_told():
+        if self._is_signalled():
             return
         ref = self._order.artifact
         await self._machine.control.clear(self.worker.paths, *control.RESTORE_FILES)
@@ -137,7 +137,7 @@ class _RestoreSteps:
             raise Internal("the artifact was not checked")
         part, driver = self.part, self._driver
 
-        async def tell(done: int) -> None:
+        async def report(done: int) -> None:
             await self._ctx.progress(PROCESS, driver.restore_step, done, part.bytes)
 
         return RestoreSource(
@@ -145,7 +145,7 @@ class _RestoreSteps:
             files=part.files,
             devices=device_map(self._root, self._order.devices),
             deadline=self._machine.clocks.monotonic() + self._ctx.remaining_s(),
-            progress=tell,
+            progress=report,
         )
 
     async def _restore(self, source: RestoreSource, succeed: SetProcess) -> None:
@@ -161,7 +161,7 @@ class _RestoreSteps:
             await while_alive(self._workers, placeholder, restore())
 
     async def _signal(self) -> None:
-        if not self._is_told():
+        if not self._is_signalled():
             body = control.body(self._order.attempt)
             self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
 
