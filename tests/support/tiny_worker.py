@@ -133,7 +133,7 @@ def serve(arguments: argparse.Namespace, answer: str, quiet: dict[str, object] |
         wanted = body_of("quiesce")
         if quiet and wanted and any(quiet.get(k) != wanted.get(k) for k in ("capture", "attempt")):
             # The end of the capture before came and went between two looks.
-            tell(f"snapshot-{wanted['previous']} {quiet['attempt']}, missed")
+            tell(f"snapshot-{wanted.get('previous')} {quiet['attempt']}, missed")
             quiet = None
         if quiet is None and wanted is not None and not arguments.never_quiet:
             if arguments.exit_at_quiesce is not None:

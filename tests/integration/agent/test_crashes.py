@@ -103,7 +103,7 @@ async def test_an_agent_that_returns_without_a_guard_arms_another(rig: Rig) -> N
     assert [held["content"] for held in (await rig.status())["captures"]] == [content]
 
 
-async def test_an_agent_that_returns_after_the_guard_has_acted_tells_of_the_release(
+async def test_an_agent_that_returns_after_the_guard_has_acted_reports_the_release(
     rig: Rig,
 ) -> None:
     process, pod, content = await prepared_by_a_process(rig)
@@ -126,7 +126,7 @@ async def test_a_prepare_that_was_cut_off_is_undone_and_failed_retryably(rig: Ri
     content = fresh_uid()
     order = rig.prepare_order(pod, content)
     await rig.send(order)
-    await until((pod.control / control.QUIESCE).exists, "the wish to be quiet")
+    await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
     process.kill()
     await process.wait()
     await rig.process()
@@ -169,7 +169,7 @@ async def test_an_agent_that_is_stopped_undoes_what_is_under_way(rig: Rig) -> No
         pod = await rig.running("--never-quiet")
         order = rig.prepare_order(pod, fresh_uid())
         await rig.send(order)
-        await until((pod.control / control.QUIESCE).exists, "the wish to be quiet")
+        await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
     assert guards(rig) == []
     await beats_again(pod)
@@ -198,7 +198,7 @@ async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
     process = await rig.process()
     pod = await rig.running("--never-quiet")
     await rig.send(rig.prepare_order(pod, fresh_uid()))
-    await until((pod.control / control.QUIESCE).exists, "the wish to be quiet")
+    await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
     process.kill()
     await process.wait()
     lonely = await asyncio.create_subprocess_exec(

@@ -97,7 +97,7 @@ async def freed(guarded: Guarded) -> None:
     """The worker runs, knows why, and nothing of the guard is left."""
     await until(guarded.was_freed, "the release", 10.0)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
-    await until(lambda: not (guarded.control / control.QUIESCE).exists(), "the end of the wish")
+    await until(lambda: not (guarded.control / control.QUIESCE).exists(), "the end of the request")
     await until(lambda: not guarded.running, "the end of the guard")
     assert guarded.sockets == []
 
@@ -204,7 +204,7 @@ async def test_a_worker_that_is_gone_cannot_be_guarded(guarded: Guarded) -> None
     assert guarded.running == []
 
 
-async def test_a_guard_that_is_told_to_end_frees_the_worker_first(guarded: Guarded) -> None:
+async def test_a_guard_that_gets_sigterm_frees_the_worker_first(guarded: Guarded) -> None:
     link = await guarded.guards.start(guarded.spec())
     os.kill(guarded.running[0], signal.SIGTERM)
     await link.lost()
@@ -322,7 +322,7 @@ async def test_a_guard_writes_for_the_owner_and_with_the_mode_of_the_container(
     assert (guarded.control / control.ABORTED).stat().st_mode & 0o777 == 0o660
 
 
-async def test_a_worker_that_was_told_of_its_completion_is_thawed_and_nothing_else(
+async def test_a_worker_that_has_its_completion_is_thawed_and_nothing_else(
     guarded: Guarded,
 ) -> None:
     (guarded.control / control.COMPLETE).write_bytes(control.body(4))

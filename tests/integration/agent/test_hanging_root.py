@@ -57,7 +57,7 @@ def delete_order(rig: Rig, content: str) -> DeleteOrder:
     )
 
 
-def is_told(pod: Pod, name: str) -> bool:
+def is_signalled(pod: Pod, name: str) -> bool:
     return (pod.control / name).exists() and not (pod.control / control.QUIESCE).exists()
 
 
@@ -90,12 +90,12 @@ async def test_presence_goes_on_with_the_free_space_that_was_measured_last(
         while not queue.empty():
             known = decode_json(queue.get_nowait().data, Presence)
         for _ in range(3):
-            told = decode_json((await asyncio.wait_for(queue.get(), SOON_S)).data, Presence)
-            assert told.free_bytes == known.free_bytes > 0
+            published = decode_json((await asyncio.wait_for(queue.get(), SOON_S)).data, Presence)
+            assert published.free_bytes == known.free_bytes > 0
         assert disk.waiting == 1
 
 
-async def test_a_worker_whose_dump_hangs_is_thawed_and_told_when_the_capture_is_given_up(
+async def test_a_worker_whose_dump_hangs_is_released_when_the_capture_is_given_up(
     rig: Rig, disk: HangingRoot
 ) -> None:
     async with serving(rig, disk):
@@ -112,7 +112,7 @@ async def test_a_worker_whose_dump_hangs_is_thawed_and_told_when_the_capture_is_
         await until(lambda: state_of(pid) not in "Tt", "the thaw", SOON_S)
         aborted = await asyncio.wait_for(rig.answer(abort_order(rig, pod, content)), SOON_S)
         assert aborted.kind == "aborted"
-        assert is_told(pod, control.ABORTED)
+        assert is_signalled(pod, control.ABORTED)
         await until(lambda: pod.events()[-1] == "snapshot-aborted 1", "the worker to go on")
         # What still hangs belongs to the dump, and nothing below it is removed before that ends.
         delete = delete_order(rig, content)
@@ -139,9 +139,9 @@ async def test_a_dump_that_hangs_beyond_its_deadline_does_not_keep_the_worker_fr
         await rig.send(dump)
         pid = pod.pid(rig.journal)
         await until(lambda: disk.waiting and state_of(pid) in "Tt", "a dump that hangs")
-        # The agent does it, not the guard, which would tell the worker, too.
+        # The agent does it, not the guard, which would report to the worker as well.
         await until(lambda: state_of(pid) not in "Tt", "the thaw", 4.0)
-        assert not is_told(pod, control.ABORTED)
+        assert not is_signalled(pod, control.ABORTED)
         disk.answer()
         failed = await rig.answer(dump)
     assert failed.failure is not None
@@ -161,7 +161,7 @@ async def test_a_capture_that_cannot_be_measured_is_given_up_at_once(
         await rig.send(abort_order(rig, pod, content))
         failed = await asyncio.wait_for(rig.answer(prepare), SOON_S)
         assert failed.kind == "failed"
-        assert is_told(pod, control.ABORTED)
+        assert is_signalled(pod, control.ABORTED)
 
 
 async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
@@ -177,7 +177,7 @@ async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
         await until(lambda: disk.waiting > 2, "threads that hang")
         release = rig.release_order(held, content)
         assert (await asyncio.wait_for(rig.carry_out(release), SOON_S)).kind == "released"
-        assert is_told(held, control.COMPLETE)
+        assert is_signalled(held, control.COMPLETE)
         pod = await asyncio.wait_for(rig.running(), SOON_S)
         assert (await asyncio.wait_for(rig.carry_out(rig.stop_order(pod)), SOON_S)).kind == (
             "stopped"

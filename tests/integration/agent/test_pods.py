@@ -30,7 +30,7 @@ def zombies() -> set[int]:
     return found
 
 
-async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_told(rig: Rig) -> None:
+async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_reported(rig: Rig) -> None:
     async with rig.agent():
         pod = rig.pod()
         order = rig.run_order(pod)
@@ -43,7 +43,7 @@ async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_told(rig: Rig
     assert kinds == ["accepted", "started", "ready", "exited"]
 
 
-async def test_the_exit_code_of_a_worker_that_ends_early_is_told(rig: Rig) -> None:
+async def test_the_exit_code_of_a_worker_that_ends_early_is_reported(rig: Rig) -> None:
     async with rig.agent():
         order = rig.run_order(rig.pod("--exit-at-start", "3"))
         await rig.send(order)
@@ -159,7 +159,7 @@ async def test_a_killed_agent_leaves_its_containers_running_and_adopts_them_agai
     assert len({report.n for report in rig.reports if report.kind == "ready"}) == 1
 
 
-async def test_a_container_that_ended_while_the_agent_was_away_is_told_with_no_code(
+async def test_a_container_that_ended_while_the_agent_was_away_is_reported_with_no_code(
     rig: Rig,
 ) -> None:
     process = await rig.process()

@@ -14,7 +14,7 @@ def test_a_body_belongs_to_its_attempt_alone() -> None:
     assert not control.is_of(control.body(3), 4)
 
 
-def test_a_failure_is_told_with_reason_and_message() -> None:
+def test_a_failure_is_written_with_reason_and_message() -> None:
     data = control.body(1, Failure(reason="Aborted", message="x" * 10_000))
     read = json.loads(data)
     assert read["reason"] == "Aborted"

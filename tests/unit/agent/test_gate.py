@@ -50,7 +50,7 @@ def test_a_capture_is_opened_only_on_the_live_free_container_of_the_named_pod(
     assert reason_of(CAPTURE_CHECKS, seen) == reason
 
 
-def test_an_exit_is_told_with_its_code() -> None:
+def test_an_exit_is_reported_with_its_code() -> None:
     with pytest.raises(SnapbackError, match="exit code 3") as caught:
         refuse(CAPTURE_CHECKS, SEEN._replace(alive=False, exit_code=3))
     assert caught.value.values == {"exit_code": 3}

@@ -142,7 +142,7 @@ def test_each_container_sees_the_devices_that_it_asks_for() -> None:
     }
 
 
-def test_devices_that_nobody_asks_for_go_to_the_first_container() -> None:
+def test_devices_beyond_all_limits_go_to_the_first_container() -> None:
     shared = shared_out([container(name="a"), container(name="b")], DEVICES)
     assert [device.uuid for device in shared["a"]] == ["GPU-a", "GPU-b"]
     assert shared["b"] == []
@@ -175,6 +175,6 @@ def test_whether_a_program_waits_for_a_restore_depends_on_why_it_is_started_agai
     assert after.env.get("SNAPSHOT_RESTORE_STANDBY") == ("1" if is_standby else None)
 
 
-def test_what_nobody_says_otherwise_of_belongs_to_the_agent_and_is_for_nobody_else() -> None:
+def test_control_files_belong_to_the_agent_alone_by_default() -> None:
     assert WHERE.access == (-1, -1, 0o700, 0o600)
     assert WHERE.sockets == Path("/run/sb/00000000")
