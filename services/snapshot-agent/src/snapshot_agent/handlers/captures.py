@@ -25,7 +25,7 @@ from snapshot_shared.orders import (
     PrepareOrder,
     ReleaseOrder,
 )
-from snapshot_shared.runner import Step
+from snapshot_shared.runner import UNDO_S, Step
 
 PROCESS = "process"
 TERMINATE_GRACE_S = 5.0
@@ -101,6 +101,7 @@ class Captures:
         content = Uid(order.content_uid)
 
         async def signal() -> None:
+            # No step of the capture may touch the worker once it runs again.
             names = [order_id(verb, content) for verb in ("prepare", "dump")]
             await self._cancel_all(names, order.attempt)
             if hold := self._holds.of(content, order.attempt):
@@ -145,7 +146,7 @@ class Captures:
     async def _cancel_all(self, names: list[OrderId], attempt: int) -> None:
         for name in names:
             # What a prepare undoes concerns the worker; the others may hang on the artifact root.
-            within_s = None if verb_of(name) == "prepare" else HANGS_S
+            within_s = {"prepare": None, "restore": UNDO_S}.get(verb_of(name), HANGS_S)
             await self._orders.cancel(name, attempt, within_s)
 
     async def _give_up(self, content: str, order: AbortOrder) -> None:
@@ -245,10 +246,10 @@ class _DumpSteps:
         self._total = await self._hold.driver.size(self._dump.worker)
 
     async def _replace(self, stage: Stage) -> None:
-        async with self._workers.replacing(self._dump.worker) as succeed:
+        async with self._workers.replacing(self._dump.worker) as set_process:
             await stage.run(self._dump)
-            worker = await succeed(self._dump.worker.process)
-        self._holds.succeed(self._hold, worker)
+            worker = await set_process(self._dump.worker.process)
+        self._holds.follow(self._hold, worker)
 
     async def _progress(self, done: int) -> None:
         await self._ctx.progress(PROCESS, self._stage_name, done, self._total)

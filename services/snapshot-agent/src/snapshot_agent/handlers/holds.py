@@ -157,7 +157,7 @@ class Holds:
         if hold.guard is not None:
             hold.guard.release_by(hold.driver.release(hold.worker, phase))
 
-    def succeed(self, hold: Hold, worker: Worker) -> None:
+    def follow(self, hold: Hold, worker: Worker) -> None:
         """Continue with the process that has replaced the one before."""
         hold.worker = worker
         if hold.guard is not None:
@@ -192,6 +192,7 @@ class Holds:
                     await self._guard_is_lost(hold)
             except TimeoutError:
                 break
+            # A guard that acts writes the file before it ends.
             if self.is_let_go(hold.worker, hold.attempt):
                 break
             log.warning("the guard of %s is gone; arming another", hold.content)
@@ -330,6 +331,7 @@ class Holds:
 
     def drop(self, hold: Hold) -> None:
         """Remove a hold and unlock its container."""
+        # The hold of a later attempt may have taken its place.
         if self.by_content.get(hold.content) is hold:
             del self.by_content[hold.content]
             hold.unlock()

@@ -197,6 +197,7 @@ class Pods:
         found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
         home = self._state_dir / "pods" / pod_uid
         seen = [*await self._launcher.folders(home), *self._launcher.running(home)]
+        # Without its journal entry a pod is still found by its folders and environments.
         names = {*found, *self._noted_names(pod_uid), *(name for name in seen if _is_label(name))}
         where = {name: self.paths(pod_uid, name) for name in names}
         await asyncio.gather(
@@ -213,7 +214,7 @@ class Pods:
             raise SourceExited(f"pod {worker.pod.name} was stopped", pod=worker.pod.uid)
         over = pod.replaced[name] = asyncio.Event()
 
-        async def succeed(process: Process) -> Worker:
+        async def set_process(process: Process) -> Worker:
             if process == worker.process:
                 return worker
             started = msgspec.structs.replace(
@@ -223,7 +224,7 @@ class Pods:
             return pod.add(name, started, worker.paths)
 
         try:
-            yield succeed
+            yield set_process
         finally:
             del pod.replaced[name]
             over.set()
@@ -388,6 +389,7 @@ class _RunSteps:
 
     async def spawn(self) -> None:
         """Start every container; each process is journalled before the next is started."""
+        # A second run of this step would start a second worker.
         await self._ctx.note("no-replay", value=True)
         if self._spec is None:
             raise Internal("the pod was not resolved")

@@ -108,6 +108,7 @@ class Prepare:
         driver = self._machine.driver(order.driver)
         self._found = found = await self._workers.resolve(order.pod)
         holder = self._holds.holder_of(order.pod)
+        # The lock file decides between processes; this check only names the holder.
         refuse(CAPTURE_CHECKS, found.pod._replace(captured_by=holder))
         worker = found.running()
         unlock = self._machine.locks.take(worker.paths.lock)

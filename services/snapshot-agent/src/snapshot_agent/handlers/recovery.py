@@ -107,6 +107,7 @@ class Recoverer:
         if driver is None:
             log.error("driver %s of %s is not here any more", order.driver, left.prepare.order)
             return None
+        # None while the agent before, which is still ending, has the lock.
         unlock = self._machine.locks.take(worker.paths.lock)
         deadline = self._deadline(left.prepare, order)
         # A guard that has acted has done all that the phase requires.

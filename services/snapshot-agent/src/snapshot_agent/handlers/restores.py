@@ -128,9 +128,9 @@ class _RestoreSteps:
         with naming(PROCESS):
             async with (
                 self._machine.artifacts.open_part(place, PROCESS) as directory,
-                self._workers.replacing(self.worker) as succeed,
+                self._workers.replacing(self.worker) as set_process,
             ):
-                await self._restore(self._source(directory), succeed)
+                await self._restore(self._source(directory), set_process)
 
     def _source(self, directory: int) -> RestoreSource:
         if self._root is None:
@@ -148,12 +148,12 @@ class _RestoreSteps:
             progress=report,
         )
 
-    async def _restore(self, source: RestoreSource, succeed: SetProcess) -> None:
+    async def _restore(self, source: RestoreSource, set_process: SetProcess) -> None:
         placeholder = self.worker
 
         async def restore() -> None:
             process = await self._driver.restore(placeholder, source)
-            self._worker = await succeed(process)
+            self._worker = await set_process(process)
 
         if self._driver.replaces:
             await restore()
