@@ -21,9 +21,10 @@ from snapshot_agent.adapters.guards import Guards
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.respawn import Respawn
 from snapshot_agent.domain import control
+from snapshot_agent.domain.control import ContainerPaths
 from snapshot_agent.domain.driving import Phase
-from snapshot_agent.domain.spec import STANDBY, Launch, Places
-from snapshot_agent.ports import Dump, Process, ProcessDriver, Progress, Restoring, Worker
+from snapshot_agent.domain.spec import STANDBY, ProcessSpec
+from snapshot_agent.ports import Dump, Process, ProcessDriver, Progress, RestoreSource, Worker
 from snapshot_shared import steps
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, DeadlineExceeded, InvalidName, SourceExited
@@ -47,22 +48,22 @@ class Node:
     def driver(self, made: Callable[["Node"], ProcessDriver]) -> ProcessDriver:
         return made(self)
 
-    def start(self, name: str, argv: Sequence[str], **env: str) -> "Source":
-        places = Places(self.folder / name, self.folder / name / "sockets")
+    async def start(self, name: str, argv: Sequence[str], **env: str) -> "Source":
+        places = ContainerPaths(self.folder / name, self.folder / name / "sockets")
         self.control.create(places)
         own = {**os.environ, "SNAPSHOT_CONTROL_DIR": str(places.control), **env}
-        process = self.launcher.spawn(Launch(list(argv), own, self.folder, places))
+        process = await self.launcher.spawn(ProcessSpec(list(argv), own, self.folder, places))
         return Source(Worker(POD, process, places))
 
-    def worker(self, name: str, *arguments: str, **env: str) -> "Source":
+    async def worker(self, name: str, *arguments: str, **env: str) -> "Source":
         argv = [sys.executable, str(WORKER), "--state-bytes", str(STATE_BYTES), *arguments]
-        return self.start(name, argv, **env)
+        return await self.start(name, argv, **env)
 
     async def let_go(self, driver: ProcessDriver, worker: Worker, phase: Phase) -> None:
         await self.guards.release(worker.process, driver.release(worker, phase))
 
     async def close(self) -> None:
-        for member in procfs.everybody():
+        for member in procfs.running():
             environment = Path(f"/proc/{member.pid}/environ")
             with contextlib.suppress(OSError):
                 if os.fsencode(self.folder) in environment.read_bytes():
@@ -76,8 +77,8 @@ class Source:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.home = worker.places.home
-        self.control = worker.places.control
+        self.home = worker.paths.home
+        self.control = worker.paths.control
         self.state = self.control / control.STATE
 
     @property
@@ -128,7 +129,7 @@ def driver(request: pytest.FixtureRequest, node: Node) -> ProcessDriver:
 
 @pytest_asyncio.fixture
 async def source(node: Node) -> Source:
-    made = node.worker("source", "--answer", "42")
+    made = await node.worker("source", "--answer", "42")
     await made.quiet()
     return made
 
@@ -158,8 +159,8 @@ async def dumped(driver: ProcessDriver, source: Source, part: int) -> Sequence[F
     return dump.files
 
 
-def restoring(part: int, files: Sequence[FileEntry]) -> Restoring:
-    return Restoring(part, files, {}, time.monotonic() + BUDGET_S, ignored)
+def restoring(part: int, files: Sequence[FileEntry]) -> RestoreSource:
+    return RestoreSource(part, files, {}, time.monotonic() + BUDGET_S, ignored)
 
 
 def test_the_steps_of_a_driver_are_those_that_all_services_know(driver: ProcessDriver) -> None:
@@ -193,7 +194,7 @@ A_FAMILY = (
 async def test_every_process_of_the_session_is_stopped_and_let_go(
     driver: ProcessDriver, node: Node, part: int
 ) -> None:
-    family = node.start("family", [sys.executable, "-c", A_FAMILY])
+    family = await node.start("family", [sys.executable, "-c", A_FAMILY])
     await until((node.folder / "child").exists, "the child")
     await until((node.folder / "child").read_text, "the child's pid")
     child = int((node.folder / "child").read_text())
@@ -213,7 +214,7 @@ async def test_letting_a_worker_go_that_runs_changes_nothing(
 async def test_a_worker_that_has_ended_cannot_be_dumped(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
-    await node.launcher.terminate(source.worker.process, source.worker.places, 0.0)
+    await node.launcher.terminate(source.worker.process, source.worker.paths, 0.0)
     with pytest.raises(SourceExited):
         await driver.stages[0].run(a_dump(source, part))
 
@@ -239,7 +240,7 @@ async def test_a_restored_process_has_what_was_dumped_and_its_end_is_followed(
     files = await dumped(driver, source, part)
     assert sum(entry.size for entry in files) == expected
 
-    target = node.worker("target", **{STANDBY: "1"})
+    target = await node.worker("target", **{STANDBY: "1"})
     await until(lambda: target.events()[-1:] == ["standby"], "the placeholder")
     (target.state / "left-over").write_text("of before")
     process = await driver.restore(target.worker, restoring(part, files))
@@ -256,7 +257,7 @@ async def test_a_restored_process_has_what_was_dumped_and_its_end_is_followed(
 
 async def only(process: Process, node: Node) -> None:
     """Of the container "target" no other process runs."""
-    places = Places(node.folder / "target", node.folder / "target" / "sockets")
+    places = ContainerPaths(node.folder / "target", node.folder / "target" / "sockets")
     await until(
         lambda: [member.pid for member in procfs.carrying(places.marker)] == [process.pid],
         "the end of every other process",
@@ -285,7 +286,7 @@ async def test_a_byte_that_changed_is_found_before_it_reaches_a_worker(
     with (node.folder / "part" / "weights.bin").open("r+b") as file:
         file.seek(STATE_BYTES - 1)
         file.write(b"!")
-    target = node.worker("target", **{STANDBY: "1"})
+    target = await node.worker("target", **{STANDBY: "1"})
     with pytest.raises(ArtifactCorrupt) as caught:
         await driver.restore(target.worker, restoring(part, files))
     assert (caught.value.values["file"], caught.value.values["chunk"]) == ("weights.bin", 2)
@@ -359,7 +360,7 @@ def respawn(node: Node) -> ProcessDriver:
 async def test_a_worker_that_cannot_go_back_any_more_is_ended_with_all_that_it_started(
     respawn: ProcessDriver, node: Node, part: int
 ) -> None:
-    source = node.worker("source", "--child", "--stubborn")
+    source = await node.worker("source", "--child", "--stubborn")
     await source.quiet()
     child = int((source.home / "child").read_text())
     await respawn.stages[0].run(a_dump(source, part))
@@ -373,7 +374,7 @@ async def test_a_worker_that_cannot_go_back_any_more_is_ended_with_all_that_it_s
 async def test_a_program_that_cannot_resume_fails_the_dump_with_what_it_must_do(
     respawn: ProcessDriver, node: Node, part: int
 ) -> None:
-    source = node.worker("source", "--exit-at-resume", "7")
+    source = await node.worker("source", "--exit-at-resume", "7")
     await source.quiet()
     with pytest.raises(SourceExited) as caught:
         await dumped(respawn, source, part)
@@ -384,7 +385,7 @@ async def test_a_program_that_cannot_resume_fails_the_dump_with_what_it_must_do(
 async def test_a_program_that_does_not_come_back_fails_the_dump_at_its_deadline(
     respawn: ProcessDriver, node: Node, part: int
 ) -> None:
-    source = node.start("source", ["sh", "-c", "sleep 600", "sh"])
+    source = await node.start("source", ["sh", "-c", "sleep 600", "sh"])
     dump = a_dump(source, part)
     *before, last = respawn.stages
     for stage in before:
@@ -397,7 +398,7 @@ async def test_a_worker_that_was_restored_can_be_dumped_and_restored_again(
     respawn: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
     files = await dumped(respawn, source, part)
-    second = node.worker("second", **{STANDBY: "1"})
+    second = await node.worker("second", **{STANDBY: "1"})
     process = await respawn.restore(second.worker, restoring(part, files))
     second.worker = replace(second.worker, process=process)
     second.say(control.RESTORE_COMPLETE)
@@ -409,7 +410,7 @@ async def test_a_worker_that_was_restored_can_be_dumped_and_restored_again(
         files = await dumped(respawn, second, again)
         assert Path(f"/proc/{second.pid}/cmdline").read_bytes().count(b"--resume-from") == 1
         assert f"resumed 42 {STATE_BYTES}" in second.events()
-        third = node.worker("third", **{STANDBY: "1"})
+        third = await node.worker("third", **{STANDBY: "1"})
         await respawn.restore(third.worker, restoring(again, files))
         assert third.saved() == source.saved()
     finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gms.adapters import posix, sharing, staging, transfer_child
-from snapshot_agent.adapters import artifacts, copying, library, locks, own_state
+from snapshot_agent.adapters import artifacts, control_dir, copying, library
 from snapshot_shared import files, journal, tasks
 from snapshot_shared.errors import SnapbackError
 from tests.scenario.disk import SimDisk
@@ -35,8 +35,7 @@ MODULES: tuple[types.ModuleType, ...] = (
     artifacts,
     library,
     copying,
-    locks,
-    own_state,
+    control_dir,
     posix,
     sharing,
     staging,

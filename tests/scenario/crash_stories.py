@@ -15,11 +15,11 @@ from gms.adapters.staging import Staging
 from gms.adapters.transfer_child import saved_before, write_part
 from gms.domain.tasks import SaveTask
 from snapshot_agent.adapters.artifacts import ArtifactRoot
-from snapshot_agent.adapters.copying import Counter, copy_in, listed
+from snapshot_agent.adapters.copying import ByteCounter, copy_in, listed
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.domain.sealing import check_part, check_plan, root_manifest
 from snapshot_agent.handlers.artifacts import proven_parts
-from snapshot_agent.ports import Place
+from snapshot_agent.ports import GenerationRef
 from snapshot_shared import files
 from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST, Facts, PartManifest
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, digest, encode_json
@@ -82,7 +82,7 @@ class Capture(Story):
         self.artifacts = base / "artifacts"
         self.state = base / "state"
         self.root = ArtifactRoot(self.artifacts)
-        self.place = Place("default", UID, self.generation)
+        self.place = GenerationRef("default", UID, self.generation)
         self.results: dict[str, PartResult] = {}
         self.moved = 0
 
@@ -104,7 +104,7 @@ class Capture(Story):
 
     async def _staged_from(self, state: int) -> tuple[PartManifest, str]:
         async with self.root.new_part(self.place, "process") as part:
-            counter = Counter(_nobody_asks)
+            counter = ByteCounter(_nobody_asks)
             entries = [await copy_in(state, part, name, counter) for name, _ in listed(state)]
             manifest = PartManifest(
                 kind="process",
@@ -184,7 +184,7 @@ class Capture(Story):
         run(self.root.remove(self.place))
         assert not files.os.path.exists(self.where()), "the generation cannot be removed"
         again = type(self)(self.base)
-        again.place = Place("default", UID, self.generation + 1)
+        again.place = GenerationRef("default", UID, self.generation + 1)
         again.generation += 1
         again.stage_process()
 
@@ -240,7 +240,7 @@ class SecondCapture(Capture):
             getattr(self.older, step)()
 
     def check_generation(self, promises: dict[str, Any]) -> None:
-        older = Place("default", UID, 1)
+        older = GenerationRef("default", UID, 1)
         found = visible(self.artifacts, older)
         assert found is not None, "the older artifact is gone"
         verify(self.root, older, found)
@@ -319,7 +319,7 @@ class SetAside(Story):
             assert before != after, f"{shown} is in {before + after} places"
             assert after or shown not in promises, f"{shown} was moved, and is back"
             run(self.library.set_aside(path, "label"))
-        assert run(self.library.set_aside_before()) == len(self.unknown)
+        assert run(self.library.count_set_aside()) == len(self.unknown)
         assert run(self.library.listing(NOW)) == ([], [])
 
 
@@ -462,7 +462,7 @@ def folded(records: list[Record]) -> Ledger:
     return ledger
 
 
-def visible(artifacts: Path, place: Place) -> str | None:
+def visible(artifacts: Path, place: GenerationRef) -> str | None:
     """Give the digest of the root manifest that a reader would find, if there is a readable one."""
     path = [place.namespace, place.content_uid, f"gen-{place.generation}"]
     try:
@@ -475,7 +475,7 @@ def visible(artifacts: Path, place: Place) -> str | None:
         return None
 
 
-def verify(root: ArtifactRoot, place: Place, root_digest: str) -> None:
+def verify(root: ArtifactRoot, place: GenerationRef, root_digest: str) -> None:
     """Read a whole artifact as `verify` does, and its GPU memory as GMS does."""
     ref = ArtifactRef(
         namespace=place.namespace,

@@ -18,17 +18,16 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
-from snapshot_agent.adapters.known_pods import OperatorPods
-from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
-from snapshot_agent.adapters.presence import Announcer
-from snapshot_agent.adapters.templates import OperatorTemplates
+from snapshot_agent.adapters.library import ArtifactLibrary
+from snapshot_agent.adapters.operator import OperatorClient
+from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.domain import control
+from snapshot_agent.domain.control import ContainerPaths
 from snapshot_agent.domain.driving import Release
-from snapshot_agent.domain.spec import Launch, Places, Surroundings
-from snapshot_agent.handlers import Agent, routes
-from snapshot_agent.handlers.inventory import Inventory
-from snapshot_agent.handlers.pod_inventory import PodInventory
-from snapshot_agent.ports import Dump, Duty, Restoring, Worker
+from snapshot_agent.domain.spec import NodeEnvironment, ProcessSpec
+from snapshot_agent.handlers.agent import Agent, routes
+from snapshot_agent.handlers.inventory import Inventory, PodInventory
+from snapshot_agent.ports import Dump, GuardSpec, RestoreSource, Worker
 from snapshot_agent.ports import Machine as AgentMachine
 from snapshot_agent.ports import Process as ProcessId
 from snapshot_shared import files
@@ -198,12 +197,12 @@ class SimNode:
 
     # Files of workers.
 
-    def save_state(self, places: Places, name: str, data: bytes) -> None:
+    def save_state(self, places: ContainerPaths, name: str, data: bytes) -> None:
         """Have a worker write a file of its state."""
         with opened(open_root(str(places.control / control.STATE), create=True)) as folder:
             write_replacing(folder, name, data)
 
-    def read_state(self, places: Places, name: str) -> bytes:
+    def read_state(self, places: ContainerPaths, name: str) -> bytes:
         """Have a worker read a file of its state."""
         with opened(open_root(str(places.control / control.STATE))) as folder:
             return read_bounded(folder, name, 65536)
@@ -260,6 +259,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     root = ArtifactRoot(SHARED)
     gpu_memory = SimGpuMemory(node)
     book = OrderBook(node=check_node(node.name), service="agent", journal=journal, clocks=clocks)
+    operator = OperatorClient(bus, node.name)
     machine = AgentMachine(
         launcher=SimLauncher(node, process),
         control=node.control,
@@ -267,13 +267,12 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         gpu_memory=gpu_memory,
         guards=SimGuards(node),
         artifacts=root,
-        generations=root,
-        templates=OperatorTemplates(bus, node.name),
+        operator=operator,
         locks=SimLocks(node),
         clocks=clocks,
         facts=Facts(arch="x86_64", kernel="sim", python="3"),
     )
-    around = Surroundings(node.name, "sim", Path("/run"), Path("/"), "/bin", "/")
+    around = NodeEnvironment(node.name, "sim", Path("/run"), Path("/"), "/bin", "/")
     agent = Agent(machine, book, around, node.state, SLOTS)
     courier = Courier(
         book,
@@ -287,13 +286,13 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     build = node.build
     inventory = Inventory(
         ArtifactLibrary(SHARED),
-        OperatorInventories(bus, node.name),
+        operator,
         node.name,
         clocks.wall,
         every_s=INVENTORY_EVERY_S,
     )
 
-    pods = PodInventory(agent.pods, OperatorPods(bus, node.name), every_s=INVENTORY_EVERY_S)
+    pods = PodInventory(agent.pods, operator, every_s=INVENTORY_EVERY_S)
 
     async def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(
@@ -317,7 +316,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     await until_stopped(
         stop,
         courier.serve(),
-        Announcer(bus, gpu_memory, presence, stop, pods.is_known).run(),  # type: ignore[arg-type]
+        PresencePublisher(bus, gpu_memory, presence, stop, pods.is_known).run(),  # type: ignore[arg-type]
         inventory.run(stop),
         pods.run(stop),
     )
@@ -331,9 +330,9 @@ class SimLauncher:
         self._agent = agent
         self._own: set[int] = set()
 
-    def spawn(self, launch: Launch) -> ProcessId:
+    async def spawn(self, spec: ProcessSpec) -> ProcessId:
         process = self._node.process("worker")
-        worker = SimWorker(self._node, process, launch, self._node.world.habits_of(launch))
+        worker = SimWorker(self._node, process, spec, self._node.world.habits_of(spec))
         self._node.workers[process.pid] = worker
         self._own.add(process.pid)
         task = process.spawn(worker.main(), "worker")
@@ -351,22 +350,24 @@ class SimLauncher:
         code = await asyncio.shield(worker.process.ended)
         return code if process.pid in self._own else None
 
-    async def terminate(self, process: ProcessId | None, where: Places, grace_s: float) -> None:
+    async def terminate(
+        self, process: ProcessId | None, where: ContainerPaths, grace_s: float
+    ) -> None:
         for worker in list(self._node.workers.values()):
             is_meant = process is not None and worker.process.pid == process.pid
-            if (is_meant or worker.places == where) and worker.process.is_alive:
+            if (is_meant or worker.paths == where) and worker.process.is_alive:
                 terminate(worker, grace_s)
                 await asyncio.shield(worker.process.ended)
 
-    def find(self, where: Places) -> ProcessId | None:
+    def find(self, where: ContainerPaths) -> ProcessId | None:
         for worker in self._node.workers.values():
-            if worker.places == where and worker.process.is_alive:
+            if worker.paths == where and worker.process.is_alive:
                 return ProcessId(worker.process.pid, 1)
         return None
 
     def running(self, where: Path) -> list[str]:
         workers = [each for each in self._node.workers.values() if each.process.is_alive]
-        homes = [worker.places.home for worker in workers]
+        homes = [worker.paths.home for worker in workers]
         return sorted(home.name for home in homes if home.parent == where)
 
     async def folders(self, where: Path) -> list[str]:
@@ -393,11 +394,11 @@ class SimControl:
         self._changed: dict[Path, list[asyncio.Future[None]]] = {}
         self._versions = 0
 
-    def create(self, where: Places) -> None:
+    def create(self, where: ContainerPaths) -> None:
         self._files.setdefault(where.control, {})
         files.os.close(files.open_root(str(where.control / control.STATE), create=True))
 
-    def put(self, where: Places, name: str, data: bytes) -> None:
+    def put(self, where: ContainerPaths, name: str, data: bytes) -> None:
         self.write(where.control, name, data)
 
     def write(self, folder: Path, name: str, data: bytes) -> None:
@@ -409,7 +410,7 @@ class SimControl:
                 if not future.done():
                     future.set_result(None)
 
-    def get(self, where: Places, name: str) -> bytes | None:
+    def get(self, where: ContainerPaths, name: str) -> bytes | None:
         return self.read(where.control, name)
 
     def read(self, folder: Path, name: str) -> bytes | None:
@@ -417,10 +418,10 @@ class SimControl:
         found = self._files.get(folder, {}).get(name)
         return found[1] if found else None
 
-    def remove(self, where: Places, name: str) -> None:
+    def remove(self, where: ContainerPaths, name: str) -> None:
         self._files.get(where.control, {}).pop(name, None)
 
-    async def clear(self, where: Places, *names: str) -> None:
+    async def clear(self, where: ContainerPaths, *names: str) -> None:
         for name in names:
             self._files.get(where.control, {}).pop(name, None)
         if control.STATE in names:
@@ -430,7 +431,9 @@ class SimControl:
         """Have a worker take a file of its own away."""
         self._files.get(where, {}).pop(name, None)
 
-    async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
+    async def appears(
+        self, where: ContainerPaths, name: str, accepts: Callable[[bytes], bool]
+    ) -> None:
         while True:
             data = self.get(where, name)
             if data is not None and accepts(data):
@@ -482,7 +485,7 @@ class SimDriver(Cooperative):
             await super().copy(dump)
             await self._node.work()
 
-    async def restore(self, placeholder: Worker, restoring: Restoring) -> ProcessId:
+    async def restore(self, placeholder: Worker, restoring: RestoreSource) -> ProcessId:
         await self._node.work()
         return await super().restore(placeholder, restoring)
 
@@ -511,9 +514,9 @@ class SimLocks:
 class SimGuard:
     """A guard: a process of the node that waits as the real one does, and acts as it does."""
 
-    def __init__(self, node: SimNode, duty: Duty, agent: Process, worker: SimWorker) -> None:
+    def __init__(self, node: SimNode, spec: GuardSpec, agent: Process, worker: SimWorker) -> None:
         self.node = node
-        self.duty = duty
+        self.spec = spec
         self.worker = worker
         self.process = node.process("guard")
         self.has_decided = False
@@ -548,7 +551,7 @@ class SimGuard:
     async def _main(self) -> None:
         must_act = await self._until_over()
         self.has_decided = True
-        self.node.guards.pop(self.duty.name, None)
+        self.node.guards.pop(self.spec.name, None)
         if must_act:
             await self.node.work()
             self._free()
@@ -558,7 +561,7 @@ class SimGuard:
         deadline = self.node.clocks().monotonic
         returns_by = float("inf")
         while True:
-            left = min(self.duty.deadline + MARGIN_S, returns_by, self.thaw_by) - deadline()
+            left = min(self.spec.deadline + MARGIN_S, returns_by, self.thaw_by) - deadline()
             if left <= 0:
                 return True
             self._link_changed.clear()
@@ -577,14 +580,14 @@ class SimGuard:
                 returns_by = float("inf")
 
     def _free(self) -> None:
-        where = self.duty.control
+        where = self.spec.control
         is_over = self.node.control.read(where, control.COMPLETE) is not None
-        if self.duty.on_failure == "Kill" and not is_over:
+        if self.spec.on_failure == "Kill" and not is_over:
             self.worker.process.kill()
         self.worker.process.resume()
         if not is_over:
             failure = Failure(reason="AgentLost", message="the capture was given up by its guard")
-            body = control.body(self.duty.attempt, failure)
+            body = control.body(self.spec.attempt, failure)
             self.node.control.write(where, control.ABORTED, body)
             self.node.control.drop(where, control.QUIESCE)
 
@@ -595,19 +598,19 @@ class SimGuards:
     def __init__(self, node: SimNode) -> None:
         self._node = node
 
-    async def start(self, duty: Duty) -> SimLink:
+    async def start(self, spec: GuardSpec) -> SimLink:
         await self._node.work()
-        worker = self._node.workers.get(duty.process.pid)
+        worker = self._node.workers.get(spec.process.pid)
         agent = CURRENT.get()
         assert agent is not None
         if worker is None or not worker.process.is_alive:
             raise SourceExited("the worker ended before its guard was armed")
-        guard = self._node.guards[duty.name] = SimGuard(self._node, duty, agent, worker)
+        guard = self._node.guards[spec.name] = SimGuard(self._node, spec, agent, worker)
         return SimLink(guard)
 
-    async def adopt(self, duty: Duty) -> SimLink | None:
+    async def adopt(self, spec: GuardSpec) -> SimLink | None:
         await self._node.work()
-        guard = self._node.guards.get(duty.name)
+        guard = self._node.guards.get(spec.name)
         agent = CURRENT.get()
         assert agent is not None
         if guard is None or guard.has_decided or not guard.process.is_alive:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshot_agent.ports import Place
+from snapshot_agent.ports import GenerationRef
 from snapshot_shared import files
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import NoSpace, StorageFailed
@@ -93,7 +93,7 @@ def _offsets() -> list[int]:
 
 def _check_after_refusal(service: Service) -> None:
     """Check what must hold while the disk is full, and once more when there is room."""
-    place, older = service.place, Place("default", UID, 1)
+    place, older = service.place, GenerationRef("default", UID, 1)
     if half := visible(service.artifacts, place):
         # Only what came after the seal can have failed.
         verify(service.root, place, half)

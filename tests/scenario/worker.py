@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from snapshot_agent.domain import control
-from snapshot_agent.domain.spec import Launch
+from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.frames import Attach, LockMode, MemoryDomain
 from tests.scenario.gpu import GRANULARITY, SimLease
@@ -50,16 +50,16 @@ class Habits(msgspec.Struct, frozen=True):
 class SimWorker:
     """One container's process."""
 
-    def __init__(self, node: SimNode, process: Process, launch: Launch, habits: Habits) -> None:
+    def __init__(self, node: SimNode, process: Process, spec: ProcessSpec, habits: Habits) -> None:
         self.node = node
         self.process = process
-        self.places = launch.places
+        self.paths = spec.paths
         self.habits = habits
         self.turns = 0
-        self.origin = launch.env["POD_UID"]
-        self.pod = launch.env["POD_UID"]
-        self.devices = [name for name in launch.env["NVIDIA_VISIBLE_DEVICES"].split(",") if name]
-        self.is_standby = launch.env.get("SNAPSHOT_RESTORE_STANDBY") == "1"
+        self.origin = spec.env["POD_UID"]
+        self.pod = spec.env["POD_UID"]
+        self.devices = [name for name in spec.env["NVIDIA_VISIBLE_DEVICES"].split(",") if name]
+        self.is_standby = spec.env.get("SNAPSHOT_RESTORE_STANDBY") == "1"
         self.leases: list[SimLease] = []
         self.serves = False
         self.weights = ""
@@ -101,7 +101,7 @@ class SimWorker:
             self.process.kill(0)
         if self.habits.never_quiet:
             await asyncio.get_running_loop().create_future()
-        self.node.control.drop(self.places.control, control.READY)
+        self.node.control.drop(self.paths.control, control.READY)
         await asyncio.sleep(self.habits.quiet_s)
         layouts = [lease.attached.layout_id or self._layout(lease) for lease in self.leases]
         self.serves = False
@@ -109,7 +109,7 @@ class SimWorker:
             await lease.detach()
         self.leases.clear()
         saved = Saved(self.origin, self.turns, self.weights, tuple(layouts))
-        self.node.save_state(self.places, STATE_FILE, msgspec.json.encode(saved))
+        self.node.save_state(self.paths, STATE_FILE, msgspec.json.encode(saved))
         self.node.world.rules.quiesced(self, saved)
         self._say(control.QUIESCED, attempt)
         while True:
@@ -128,7 +128,7 @@ class SimWorker:
         if name == control.RESTORE_FAILED:
             self.process.kill(1)
             await asyncio.get_running_loop().create_future()
-        data = self.node.read_state(self.places, STATE_FILE)
+        data = self.node.read_state(self.paths, STATE_FILE)
         saved = msgspec.json.decode(data, type=Saved)
         self.origin, self.turns, self.weights = saved.origin, saved.turns, saved.weights
         await self._map(saved.layouts)
@@ -171,14 +171,14 @@ class SimWorker:
             yield from lease.memory().values()
 
     def _say(self, name: str, attempt: int) -> None:
-        self.node.control.put(self.places, name, control.body(attempt))
+        self.node.control.put(self.paths, name, control.body(attempt))
 
     async def _news(self, name: str) -> int:
         return (await self._either(name))[1]
 
     async def _either(self, *names: str) -> tuple[str, int]:
         """Wait for a file that was not there when this worker last looked."""
-        return await self.node.control.news(self, self.places.control, names)
+        return await self.node.control.news(self, self.paths.control, names)
 
 
 def terminate(worker: SimWorker, grace_s: float) -> None:

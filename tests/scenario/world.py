@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from snapshot_agent.domain.spec import Launch
+from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.inventory import Policy
 from snapshot_operator.local.controllers import INDEXES
@@ -189,9 +189,9 @@ class World:
                 self.server.cut(bus)
                 self.loop.in_world(seconds, self.server.heal, bus)
 
-    def habits_of(self, launch: Launch) -> Habits:
+    def habits_of(self, spec: ProcessSpec) -> Habits:
         """Give how the worker of a pod behaves."""
-        return self.settings.habits.get(launch.env["POD_NAME"], Habits())
+        return self.settings.habits.get(spec.env["POD_NAME"], Habits())
 
     def workers(self) -> Iterator[SimWorker]:
         """Give every worker that lives."""

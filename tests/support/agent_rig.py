@@ -147,14 +147,16 @@ class Rig:
             os.environ.clear()
             os.environ.update(before)
 
-    async def process(self) -> asyncio.subprocess.Process:
-        """Start the agent as a process and return when it serves."""
+    async def process(self, *arguments: str) -> asyncio.subprocess.Process:
+        """Start the agent as a process and return when it serves.
+
+        `arguments` are those of Python, for a program that runs the agent in its own way.
+        """
         log = (self.state.parent / "agent.log").open("ab")
         with log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
-                "snapshot_agent.main",
+                *(arguments or ("-m", "snapshot_agent.main")),
                 env={**os.environ, **self.environment},
                 stderr=log,
             )

@@ -43,14 +43,16 @@ class HangingRoot:
         self._loop = threading.get_ident()
         self._answers = threading.Event()
         self._answers.set()
+        self._hangs: tuple[str, ...] = CALLS
         self.in_the_loop: list[str] = []
         self.calls = 0
         self.waiting = 0
         for name in CALLS:
             monkeypatch.setattr(os, name, self._hanging(name, getattr(os, name)))
 
-    def hang(self) -> None:
-        """Answer no call from here on."""
+    def hang(self, *names: str) -> None:
+        """Answer no call from here on, or none of those that are named."""
+        self._hangs = names or CALLS
         self._answers.clear()
 
     def answer(self) -> None:
@@ -64,7 +66,7 @@ class HangingRoot:
                 self.calls += 1
                 if threading.get_ident() == self._loop:
                     self.in_the_loop.append(f"{name} in {caller}")
-                else:
+                elif name in self._hangs:
                     self.waiting += 1
                     self._answers.wait(120)
                     self.waiting -= 1

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from snapshot_agent.adapters.artifacts import ArtifactRoot
-from snapshot_agent.domain.control import QUIESCE
+from snapshot_agent.domain.control import CONTROL_DIR, QUIESCE
 from snapshot_agent.domain.sealing import check_proven
-from snapshot_agent.domain.spec import CONTROL_DIR
-from snapshot_agent.ports import Place
+from snapshot_agent.ports import GenerationRef
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.codec import digest
 from snapshot_shared.errors import SnapbackError
@@ -160,13 +159,13 @@ async def damaged(root: Path, values: Iterable[AnyObject]) -> list[str]:
     return found
 
 
-def _generations(root: Path) -> Iterator[Place]:
+def _generations(root: Path) -> Iterator[GenerationRef]:
     for folder in sorted(root.glob("*/*/gen-*")):
         uid, generation = folder.parent.name, int(folder.name.removeprefix("gen-"))
-        yield Place(folder.parent.parent.name, uid, generation)
+        yield GenerationRef(folder.parent.parent.name, uid, generation)
 
 
-async def _read_whole(root: Path, place: Place) -> str:
+async def _read_whole(root: Path, place: GenerationRef) -> str:
     artifacts = ArtifactRoot(root)
     path = root / place.namespace / place.content_uid / f"gen-{place.generation}" / ROOT_MANIFEST
     root_digest = digest(path.read_bytes())

@@ -23,11 +23,17 @@ def put(name: str, body: object) -> None:
     temporary.rename(CONTROL / name)
 
 
-def attempt_in(name: str) -> int | None:
+def body_of(name: str) -> dict[str, object] | None:
     try:
-        return int(json.loads((CONTROL / name).read_text())["attempt"])
+        found: dict[str, object] = json.loads((CONTROL / name).read_text())
     except FileNotFoundError:
         return None
+    return found
+
+
+def attempt_in(name: str) -> int | None:
+    body = body_of(name)
+    return None if body is None else int(str(body["attempt"]))
 
 
 def tell(event: str) -> None:
@@ -53,16 +59,16 @@ def load(state: Path) -> tuple[str, int]:
     return str(answer), (state / "weights.bin").stat().st_size
 
 
-def resume(arguments: argparse.Namespace) -> tuple[str, int | None]:
-    """Go on as the worker that was quiet, in the middle of its capture: its answer and attempt."""
+def resume(arguments: argparse.Namespace) -> tuple[str, dict[str, object] | None]:
+    """Go on as the worker that was quiet, in the middle of its capture: its answer and request."""
     if arguments.exit_at_resume is not None:
         sys.exit(arguments.exit_at_resume)
     while arguments.hang_at_resume:
         beat(0)
     answer, size = load(arguments.resume_from)
     tell(f"resumed {answer} {size}")
-    quiet = attempt_in("quiesce")
-    put("quiesced", {"attempt": quiet})
+    quiet = body_of("quiesce")
+    put("quiesced", {"attempt": attempt_in("quiesce")})
     return answer, quiet
 
 
@@ -92,6 +98,7 @@ def main() -> None:
     parser.add_argument("--odd-state", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--child", action="store_true")
+    parser.add_argument("--poll-s", type=float, default=0.0)
     parser.add_argument("--resume-from", type=Path)
     parser.add_argument("--exit-at-resume", type=int)
     parser.add_argument("--hang-at-resume", action="store_true")
@@ -119,22 +126,28 @@ def main() -> None:
     serve(arguments, answer, quiet)
 
 
-def serve(arguments: argparse.Namespace, answer: str, quiet: int | None) -> None:
+def serve(arguments: argparse.Namespace, answer: str, quiet: dict[str, object] | None) -> None:
     count = 0
     while True:
         count = beat(count)
-        wanted = attempt_in("quiesce")
+        wanted = body_of("quiesce")
+        if quiet and wanted and any(quiet.get(k) != wanted.get(k) for k in ("capture", "attempt")):
+            # The end of the capture before came and went between two looks.
+            tell(f"snapshot-{wanted.get('previous')} {quiet['attempt']}, missed")
+            quiet = None
         if quiet is None and wanted is not None and not arguments.never_quiet:
             if arguments.exit_at_quiesce is not None:
                 sys.exit(arguments.exit_at_quiesce)
             save(arguments, answer)
             quiet = wanted
-            put("quiesced", {"attempt": wanted})
-            tell(f"quiesced {wanted}")
+            put("quiesced", {"attempt": wanted["attempt"]})
+            tell(f"quiesced {wanted['attempt']}")
         for name in ("snapshot-complete", "snapshot-aborted"):
-            if quiet is not None and attempt_in(name) == quiet:
-                tell(f"{name} {quiet}")
+            if quiet is not None and attempt_in(name) == quiet["attempt"]:
+                tell(f"{name} {quiet['attempt']}")
                 quiet = None
+        if quiet is not None:
+            time.sleep(arguments.poll_s)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ ALLOWED_BLOCKS = {
     "services/snapshot-agent/src/snapshot_agent/adapters/guards.py:adopt": NODES_OWN,
     "services/snapshot-agent/src/snapshot_agent/adapters/guards.py:kill": NODES_OWN,
     "services/snapshot-agent/src/snapshot_agent/adapters/guards.py:start": NODES_OWN,
-    "services/snapshot-agent/src/snapshot_agent/adapters/respawn.py:_succeed": "/proc is no disk",
+    "services/snapshot-agent/src/snapshot_agent/adapters/respawn.py:_restart": "/proc is no disk",
     "shared/src/snapshot_shared/bus/connection.py:_open": "nats-py reads the key in the loop, too",
 }
 

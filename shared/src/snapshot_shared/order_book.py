@@ -223,9 +223,12 @@ class OrderBook:
         await _cancelled(task, within_s=within_s)
         return True
 
-    async def drain(self) -> None:
-        """Cancel what runs and wait until its compensation is over and journalled."""
-        await _cancelled(*self._tasks.values())
+    async def drain(self, within_s: float | None = None) -> None:
+        """Cancel what runs and wait until its compensation is over and journalled.
+
+        For `within_s` seconds at most, if given.
+        """
+        await _cancelled(*self._tasks.values(), within_s=within_s)
         await self.journal.settled()
 
     # Tombstones.

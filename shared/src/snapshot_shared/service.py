@@ -8,18 +8,23 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import SnapbackError, StorageFailed
-from snapshot_shared.tasks import end_all
+from snapshot_shared.tasks import calls_under_way, end_all
 
 log = logging.getLogger(__name__)
 
 VERSION = version("snapback-shared")
 """The version of the product: its packages are released together."""
+
+HUNG_S = 1.0
+"""How long what a service has left running may take to end, in seconds."""
 
 Main = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -34,21 +39,27 @@ def run(main: Main) -> int:
     os.umask(0o077)
     try:
         asyncio.run(_with_signals(main))
-    except SnapbackError as error:
-        sys.stderr.write(f"{error.to_failure()}\n")
-        return 1
-    except OSError as error:
-        if error.filename is None:
-            raise
-        refused = StorageFailed(
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 - the process ends with it
+        return _status_of(error)
+    return 0
+
+
+def _status_of(error: Exception | None) -> int:
+    """Return the exit status of a service that ended with this error, and print the error."""
+    if error is None:
+        return 0
+    if isinstance(error, OSError) and error.filename is not None:
+        error = StorageFailed(
             f"{error.filename}: {error.strerror}",
             next_step="check this path and its rights, and the SNAPBACK_ settings that name it",
         )
-        sys.stderr.write(f"{refused.to_failure()}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    if isinstance(error, SnapbackError):
+        sys.stderr.write(f"{error.to_failure()}\n")
+    else:
+        traceback.print_exception(error)
+    return 1
 
 
 async def _with_signals(main: Main) -> None:
@@ -56,7 +67,27 @@ async def _with_signals(main: Main) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await main(stop)
+    error: Exception | None = None
+    try:
+        await main(stop)
+    except Exception as raised:  # noqa: BLE001 - raised below
+        error = raised
+    if hung := await _hung():
+        log.warning("%d calls or tasks hang; the process ends without them", len(hung))
+        # asyncio.run and the interpreter would wait for the threads, which may be in a file
+        # system whose server is away.
+        os._exit(_status_of(error))
+    if error is not None:
+        raise error
+
+
+async def _hung() -> set[asyncio.Future[Any]]:
+    """Cancel all other tasks; return what has not ended HUNG_S later."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    waiting: set[asyncio.Future[Any]] = {*tasks, *calls_under_way()}
+    return (await asyncio.wait(waiting, timeout=HUNG_S))[1] if waiting else set()
 
 
 async def until_stopped(stop: asyncio.Event, *tasks: Awaitable[None]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import functools
 import os
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -86,6 +87,15 @@ async def undisturbed(work: Awaitable[T]) -> T:
     return task.result()
 
 
+_under_way: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
+
+
+def calls_under_way() -> set[asyncio.Future[Any]]:
+    """Return the calls that threads make for this event loop."""
+    loop = asyncio.get_running_loop()
+    return {call for call in _under_way if call.get_loop() is loop and not call.done()}
+
+
 class Threads:
     """Threads for calls that may block. No call is left behind: what it works on stays open.
 
@@ -102,7 +112,9 @@ class Threads:
     ) -> asyncio.Future[T]:
         """Return what will have the result. To cancel it does not end the call."""
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
-        return asyncio.get_running_loop().run_in_executor(self._executor, call)
+        under_way = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        _under_way.add(under_way)
+        return under_way
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function returns; a cancellation is raised when the call is over."""

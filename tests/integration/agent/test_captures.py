@@ -61,7 +61,7 @@ async def test_a_worker_is_captured_whole_and_goes_on(rig: Rig) -> None:
     assert (folder / "process" / "weights.bin").stat().st_mode & 0o777 == 0o600
 
 
-async def test_progress_tells_rising_bytes_up_to_the_size_of_the_part(rig: Rig) -> None:
+async def test_progress_reports_rising_bytes_up_to_the_size_of_the_part(rig: Rig) -> None:
     async with rig.agent(), rig.bus.listening(f"snap.progress.{rig.node}.>") as queue:
         pod = await rig.running("--state-bytes", str(20 * 1024 * 1024))
         _, dumped = await rig.staged(pod, fresh_uid())
@@ -88,7 +88,7 @@ async def test_a_worker_is_quiet_and_held_until_its_release(rig: Rig) -> None:
         assert (await rig.status())["captures"] == []
 
 
-async def test_a_worker_whose_policy_is_terminate_is_told_and_then_ended(rig: Rig) -> None:
+async def test_a_worker_whose_policy_is_terminate_gets_its_report_and_is_ended(rig: Rig) -> None:
     async with rig.agent():
         pod = await rig.running()
         content = fresh_uid()
@@ -140,7 +140,7 @@ async def test_a_worker_that_never_becomes_ready_is_left_as_it_was(rig: Rig) -> 
         assert guards(rig) == []
 
 
-async def test_a_worker_that_never_becomes_quiet_is_told_to_go_on(rig: Rig) -> None:
+async def test_a_worker_that_never_becomes_quiet_is_let_go(rig: Rig) -> None:
     async with rig.agent():
         pod = await rig.running("--never-quiet")
         content = fresh_uid()
@@ -262,7 +262,7 @@ async def test_an_abort_ends_a_prepare_that_waits(rig: Rig) -> None:
         content = fresh_uid()
         order = rig.prepare_order(pod, content)
         await rig.send(order)
-        await until((pod.control / control.QUIESCE).exists, "the wish to be quiet")
+        await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
         abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
         assert (await rig.carry_out(abort)).kind == "aborted"
         report = await rig.answer(order)
@@ -272,14 +272,14 @@ async def test_an_abort_ends_a_prepare_that_waits(rig: Rig) -> None:
         assert guards(rig) == []
 
 
-async def test_an_abort_of_something_never_heard_of_is_aborted(rig: Rig) -> None:
+async def test_an_abort_of_something_unknown_is_aborted(rig: Rig) -> None:
     async with rig.agent():
         content = fresh_uid()
         abort = AbortOrder(content_uid=content, **rig.common("abort", content))
         assert (await rig.carry_out(abort)).kind == "aborted"
 
 
-async def test_a_worker_that_nobody_releases_goes_on_at_the_deadline_of_the_hold(
+async def test_a_worker_without_a_release_goes_on_at_the_deadline_of_the_hold(
     rig: Rig,
 ) -> None:
     async with rig.agent():
@@ -373,7 +373,7 @@ async def test_a_part_that_was_cut_short_is_not_sealed(rig: Rig) -> None:
         assert not (rig.generation(content) / "root.json").exists()
 
 
-async def test_a_part_that_nobody_planned_is_not_sealed(rig: Rig) -> None:
+async def test_a_part_that_is_not_planned_is_not_sealed(rig: Rig) -> None:
     async with rig.agent():
         pod = await rig.running()
         content = fresh_uid()
@@ -470,8 +470,8 @@ async def test_a_poison_order_is_refused_and_the_next_one_is_served(
     async with rig.agent(), rig.bus.listening(f"snap.dead.{rig.node}") as dead:
         poison = f"run-{fresh_uid()}"
         await rig.bus.publish(f"snap.order.{rig.node}.agent.{poison}", payload)
-        letter = await asyncio.wait_for(dead.get(), 10)
-        assert json.loads(letter.data)["failure"]["reason"] == "InvalidMessage"
+        message = await asyncio.wait_for(dead.get(), 10)
+        assert json.loads(message.data)["failure"]["reason"] == "InvalidMessage"
         rejected = await rig.heard(lambda report: report.order == poison)
         assert rejected.kind == "rejected"
         await rig.running()
@@ -491,3 +491,16 @@ async def test_a_repeated_order_is_answered_from_the_record_and_not_carried_out_
         again = await rig.carry_out(release)
         assert msgspec.structs.astuple(again) == msgspec.structs.astuple(first)
         assert not (pod.control / control.COMPLETE).exists()
+
+
+async def test_a_worker_that_polls_learns_how_a_capture_ended_just_before_the_next_one(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running("--poll-s", "2")
+        await rig.staged(pod, content := fresh_uid())
+        await rig.carry_out(rig.release_order(pod, content))
+        # The worker has not looked yet, and the files of the capture before go.
+        prepared = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
+        assert prepared.kind == "prepared"
+        assert pod.events()[1:] == ["quiesced 1", "snapshot-complete 1, missed", "quiesced 1"]

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from snapshot_agent.adapters.control_dir import ControlDirectories
 from snapshot_agent.domain import control
-from snapshot_agent.domain.spec import Access, Places
+from snapshot_agent.domain.control import Access, ContainerPaths
 from tests.support.agent_rig import PATIENCE_S
 
 SHARED = Access(folder_mode=0o2770, file_mode=0o660)
@@ -28,14 +28,14 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o7777
 
 
-def places(folder: Path, access: Access = Access()) -> Places:  # noqa: B008 - an immutable value
-    return Places(folder / "main", folder / "sockets", access)
+def paths(folder: Path, access: Access = Access()) -> ContainerPaths:  # noqa: B008 - an immutable value
+    return ContainerPaths(folder / "main", folder / "sockets", access)
 
 
 async def test_a_container_of_the_agents_own_user_has_its_files_to_itself(
     controls: ControlDirectories, tmp_path: Path
 ) -> None:
-    where = places(tmp_path)
+    where = paths(tmp_path)
     controls.create(where)
     controls.put(where, control.QUIESCE, b"{}")
     assert mode(where.control) == mode(where.control / control.STATE) == 0o700
@@ -45,7 +45,7 @@ async def test_a_container_of_the_agents_own_user_has_its_files_to_itself(
 async def test_a_container_of_a_shared_group_can_use_every_file(
     controls: ControlDirectories, tmp_path: Path
 ) -> None:
-    where = places(tmp_path, SHARED)
+    where = paths(tmp_path, SHARED)
     controls.create(where)
     controls.put(where, control.QUIESCE, b"{}")
     await controls.clear(where, control.STATE)
@@ -57,7 +57,7 @@ async def test_a_container_of_a_shared_group_can_use_every_file(
 async def test_everything_belongs_to_the_user_of_the_container(
     controls: ControlDirectories, tmp_path: Path
 ) -> None:
-    where = places(tmp_path, SHARED._replace(uid=12345, gid=54321))
+    where = paths(tmp_path, SHARED._replace(uid=12345, gid=54321))
     controls.create(where)
     controls.put(where, control.QUIESCE, b"{}")
     await controls.clear(where, control.STATE)
@@ -68,7 +68,7 @@ async def test_everything_belongs_to_the_user_of_the_container(
 async def test_a_file_that_a_worker_puts_there_is_awaited_without_looking_again(
     controls: ControlDirectories, tmp_path: Path
 ) -> None:
-    where = places(tmp_path)
+    where = paths(tmp_path)
     controls.create(where)
     seen = asyncio.create_task(
         controls.appears(where, control.QUIESCED, lambda data: control.is_of(data, 2))

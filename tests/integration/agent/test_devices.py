@@ -208,7 +208,7 @@ async def test_an_abort_lets_the_worker_go_while_gms_hangs_and_ends_the_fence_af
             assert (await rig.status())["captures"] == []
         finally:
             gms.send_signal(signal.SIGCONT)
-        # A device that is fenced lets nobody attach.
+        # No client can attach to a fenced device.
         await until((pod.control / control.READY).exists, "the worker's wake")
 
 
@@ -222,7 +222,7 @@ async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_w
     content = fresh_uid()
     prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
     assert prepared.kind == "prepared"
-    # The guard acts while nobody looks, and the agent does not come back in time.
+    # The guard acts, and the agent does not come back in time.
     os.kill(process.pid, signal.SIGSTOP)
     (guard,) = [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
     os.kill(guard, signal.SIGTERM)
@@ -238,7 +238,7 @@ async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_w
 async def test_a_fence_that_cannot_be_taken_lets_the_worker_go_on(rig: Rig) -> None:
     async with rig.agent():
         pod = await rig.running()
-        device = DeviceRef(ordinal=0, uuid="GPU-nobody-has")
+        device = DeviceRef(ordinal=0, uuid="GPU-of-no-node")
         order = rig.prepare_order(pod, fresh_uid(), devices=[device])
         report = await rig.carry_out(order)
         assert report.kind == "failed"

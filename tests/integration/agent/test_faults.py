@@ -11,7 +11,7 @@ from tests.support.agent_rig import Rig
 REQUEST = encode_json(SimRequest(arm=Fault(action="crash", step="spawn")))
 
 
-async def test_an_agent_that_was_not_told_to_simulate_has_no_fault_switch(rig: Rig) -> None:
+async def test_an_agent_that_does_not_simulate_has_no_fault_switch(rig: Rig) -> None:
     await rig.process()
     with pytest.raises(NotFound):
         await rig.bus.request(subjects.rpc(rig.node, "agent", "sim"), REQUEST)

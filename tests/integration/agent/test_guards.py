@@ -19,15 +19,15 @@ from snapshot_agent.adapters import guard as program
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.guards import MARGIN_S, Guards
 from snapshot_agent.domain import control
+from snapshot_agent.domain.control import Access
 from snapshot_agent.domain.driving import Release
-from snapshot_agent.domain.spec import Access
-from snapshot_agent.ports import Duty, Process
+from snapshot_agent.ports import GuardSpec, Process
 from snapshot_shared.errors import SourceExited
 from snapshot_shared.service import system_clocks
 from tests.support.agent_rig import below, is_gone, state_of, until
 
 
-class Charge:
+class Guarded:
     """A stopped process in a session of its own, its control directory, and guards for it."""
 
     def __init__(self, folder: Path) -> None:
@@ -52,11 +52,11 @@ class Charge:
             json.loads(line) for line in (self.folder / "guards" / "log").read_text().splitlines()
         ]
 
-    def duty(self, deadline_s: float = 600.0, on_failure: str = "Resume") -> Duty:
+    def spec(self, deadline_s: float = 600.0, on_failure: str = "Resume") -> GuardSpec:
         found = procfs.read(self.child.pid)
         assert found is not None
         clocks = system_clocks()
-        return Duty(
+        return GuardSpec(
             name="g",
             process=Process(found.pid, found.start),
             control=self.control,
@@ -83,8 +83,8 @@ class Charge:
 
 
 @pytest_asyncio.fixture
-async def charge(tmp_path: Path) -> AsyncIterator[Charge]:
-    made = Charge(tmp_path)
+async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
+    made = Guarded(tmp_path)
     try:
         yield made
     finally:
@@ -93,62 +93,62 @@ async def charge(tmp_path: Path) -> AsyncIterator[Charge]:
         made.end()
 
 
-async def freed(charge: Charge) -> None:
+async def freed(guarded: Guarded) -> None:
     """The worker runs, knows why, and nothing of the guard is left."""
-    await until(charge.was_freed, "the release", 10.0)
-    await until(lambda: state_of(charge.child.pid) == "S", "the thaw")
-    await until(lambda: not (charge.control / control.QUIESCE).exists(), "the end of the wish")
-    await until(lambda: not charge.running, "the end of the guard")
-    assert charge.sockets == []
+    await until(guarded.was_freed, "the release", 10.0)
+    await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
+    await until(lambda: not (guarded.control / control.QUIESCE).exists(), "the end of the request")
+    await until(lambda: not guarded.running, "the end of the guard")
+    assert guarded.sockets == []
 
 
-async def test_a_dismissed_guard_is_gone_at_once_and_has_done_nothing(charge: Charge) -> None:
-    link = await charge.guards.start(charge.duty())
-    assert len(charge.running) == 1
+async def test_a_dismissed_guard_is_gone_at_once_and_has_done_nothing(guarded: Guarded) -> None:
+    link = await guarded.guards.start(guarded.spec())
+    assert len(guarded.running) == 1
     await link.dismiss()
-    assert charge.running == []
-    assert charge.sockets == []
-    assert state_of(charge.child.pid) == "T"
-    assert not charge.was_freed()
+    assert guarded.running == []
+    assert guarded.sockets == []
+    assert state_of(guarded.child.pid) == "T"
+    assert not guarded.was_freed()
 
 
 async def test_a_guard_frees_the_worker_at_the_deadline_although_its_agent_lives(
-    charge: Charge,
+    guarded: Guarded,
 ) -> None:
-    link = await charge.guards.start(charge.duty(deadline_s=0.3))
+    link = await guarded.guards.start(guarded.spec(deadline_s=0.3))
     await link.lost()
     link.close()
-    await freed(charge)
+    await freed(guarded)
 
 
 async def test_a_guard_frees_a_worker_that_is_frozen_for_longer_than_its_agent_said(
-    charge: Charge,
+    guarded: Guarded,
 ) -> None:
-    link = await charge.guards.start(charge.duty())
+    link = await guarded.guards.start(guarded.spec())
     link.thaw_by(system_clocks().monotonic() + 0.3 - MARGIN_S)
     await link.lost()
     link.close()
-    await freed(charge)
+    await freed(guarded)
 
 
-async def test_a_worker_that_is_not_frozen_any_more_is_held_on(charge: Charge) -> None:
-    link = await charge.guards.start(charge.duty(deadline_s=2.0))
+async def test_a_worker_that_is_not_frozen_any_more_is_held_on(guarded: Guarded) -> None:
+    link = await guarded.guards.start(guarded.spec(deadline_s=2.0))
     link.thaw_by(system_clocks().monotonic() + 0.5 - MARGIN_S)
     link.thaw_by(math.inf)
     began = system_clocks().monotonic()
     await link.lost()
     link.close()
     assert system_clocks().monotonic() - began > 1.5
-    await freed(charge)
+    await freed(guarded)
 
 
-async def test_what_a_guard_did_is_logged_with_order_attempt_and_span(charge: Charge) -> None:
-    link = await charge.guards.start(charge.duty(deadline_s=0.3))
+async def test_what_a_guard_did_is_logged_with_order_attempt_and_span(guarded: Guarded) -> None:
+    link = await guarded.guards.start(guarded.spec(deadline_s=0.3))
     await link.lost()
     link.close()
-    (line,) = charge.log
+    (line,) = guarded.log
     assert line.pop("at").endswith("Z")
-    assert line.pop("message").startswith(f"freed process {charge.child.pid} ")
+    assert line.pop("message").startswith(f"freed process {guarded.child.pid} ")
     assert line == {
         "level": "WARNING",
         "service": "snap-guard",
@@ -161,60 +161,60 @@ async def test_what_a_guard_did_is_logged_with_order_attempt_and_span(charge: Ch
     }
 
 
-async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(charge: Charge) -> None:
-    first = await charge.guards.start(charge.duty())
-    (pid,) = charge.running
+async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(guarded: Guarded) -> None:
+    first = await guarded.guards.start(guarded.spec())
+    (pid,) = guarded.running
     first.close()
-    second = await Guards(charge.folder / "guards", "test").adopt(charge.duty())
+    second = await Guards(guarded.folder / "guards", "test").adopt(guarded.spec())
     assert second is not None
-    assert charge.running == [pid]
+    assert guarded.running == [pid]
     await second.dismiss()
     assert is_gone(pid)
-    assert charge.sockets == []
-    assert not charge.was_freed()
+    assert guarded.sockets == []
+    assert not guarded.was_freed()
 
 
-async def test_there_is_nothing_to_take_over_where_no_guard_is(charge: Charge) -> None:
-    assert await charge.guards.adopt(charge.duty()) is None
-    link = await charge.guards.start(charge.duty())
-    (pid,) = charge.running
+async def test_there_is_nothing_to_take_over_where_no_guard_is(guarded: Guarded) -> None:
+    assert await guarded.guards.adopt(guarded.spec()) is None
+    link = await guarded.guards.start(guarded.spec())
+    (pid,) = guarded.running
     os.kill(pid, signal.SIGKILL)
     await link.lost()
     link.close()
-    assert len(charge.sockets) == 1
-    assert await charge.guards.adopt(charge.duty()) is None
-    assert charge.sockets == []
+    assert len(guarded.sockets) == 1
+    assert await guarded.guards.adopt(guarded.spec()) is None
+    assert guarded.sockets == []
 
 
-async def test_a_guard_ends_with_its_worker(charge: Charge) -> None:
-    link = await charge.guards.start(charge.duty())
-    charge.child.kill()
+async def test_a_guard_ends_with_its_worker(guarded: Guarded) -> None:
+    link = await guarded.guards.start(guarded.spec())
+    guarded.child.kill()
     await link.lost()
     link.close()
-    assert charge.running == []
-    assert charge.sockets == []
-    assert not charge.was_freed()
+    assert guarded.running == []
+    assert guarded.sockets == []
+    assert not guarded.was_freed()
 
 
-async def test_a_worker_that_is_gone_cannot_be_guarded(charge: Charge) -> None:
-    duty = charge.duty()
-    charge.end()
+async def test_a_worker_that_is_gone_cannot_be_guarded(guarded: Guarded) -> None:
+    spec = guarded.spec()
+    guarded.end()
     with pytest.raises(SourceExited):
-        await charge.guards.start(duty)
-    assert charge.running == []
+        await guarded.guards.start(spec)
+    assert guarded.running == []
 
 
-async def test_a_guard_that_is_told_to_end_frees_the_worker_first(charge: Charge) -> None:
-    link = await charge.guards.start(charge.duty())
-    os.kill(charge.running[0], signal.SIGTERM)
+async def test_a_guard_that_gets_sigterm_frees_the_worker_first(guarded: Guarded) -> None:
+    link = await guarded.guards.start(guarded.spec())
+    os.kill(guarded.running[0], signal.SIGTERM)
     await link.lost()
     link.close()
-    await freed(charge)
+    await freed(guarded)
 
 
-async def test_a_guard_kills_the_worker_where_its_duty_says_so(charge: Charge) -> None:
-    link = await charge.guards.start(charge.duty(deadline_s=0.2, on_failure="Kill"))
-    assert await asyncio.to_thread(charge.child.wait) == -signal.SIGKILL
+async def test_a_guard_kills_the_worker_where_its_duty_says_so(guarded: Guarded) -> None:
+    link = await guarded.guards.start(guarded.spec(deadline_s=0.2, on_failure="Kill"))
+    assert await asyncio.to_thread(guarded.child.wait) == -signal.SIGKILL
     await link.lost()
     link.close()
 
@@ -225,112 +225,112 @@ def wrote(folder: Path, name: str) -> tuple[str, ...]:
 
 
 async def test_a_guard_runs_the_program_of_the_phase_before_the_worker_goes_on(
-    charge: Charge,
+    guarded: Guarded,
 ) -> None:
-    link = await charge.guards.start(charge.duty(deadline_s=1.0))
-    link.release_by(Release(wrote(charge.folder, "older"), 5.0))
-    link.release_by(Release(wrote(charge.folder, "unlocked"), 5.0))
+    link = await guarded.guards.start(guarded.spec(deadline_s=1.0))
+    link.release_by(Release(wrote(guarded.folder, "older"), 5.0))
+    link.release_by(Release(wrote(guarded.folder, "unlocked"), 5.0))
     await link.lost()
     link.close()
-    await freed(charge)
-    assert (charge.folder / "unlocked").read_text() == "a word\nof two lines\n"
-    assert not (charge.folder / "older").exists()
+    await freed(guarded)
+    assert (guarded.folder / "unlocked").read_text() == "a word\nof two lines\n"
+    assert not (guarded.folder / "older").exists()
 
 
-async def test_a_guard_knows_from_its_start_how_the_worker_is_let_go(charge: Charge) -> None:
-    release = Release(wrote(charge.folder, "unlocked"), 5.0)
-    unfence = wrote(charge.folder, "unfenced")
-    duty = charge.duty(deadline_s=0.3)._replace(release=release, unfence=unfence)
-    link = await charge.guards.start(duty)
+async def test_a_guard_knows_from_its_start_how_the_worker_is_let_go(guarded: Guarded) -> None:
+    release = Release(wrote(guarded.folder, "unlocked"), 5.0)
+    unfence = wrote(guarded.folder, "unfenced")
+    spec = guarded.spec(deadline_s=0.3)._replace(release=release, unfence=unfence)
+    link = await guarded.guards.start(spec)
     # The first that a guard reads may be that its agent is gone.
     link.close()
-    await freed(charge)
-    assert (charge.folder / "unlocked").exists()
-    await until((charge.folder / "unfenced").exists, "the end of the fence")
+    await freed(guarded)
+    assert (guarded.folder / "unlocked").exists()
+    await until((guarded.folder / "unfenced").exists, "the end of the fence")
 
 
-async def test_a_program_that_hangs_does_not_keep_a_worker_frozen(charge: Charge) -> None:
-    link = await charge.guards.start(charge.duty(deadline_s=0.3))
+async def test_a_program_that_hangs_does_not_keep_a_worker_frozen(guarded: Guarded) -> None:
+    link = await guarded.guards.start(guarded.spec(deadline_s=0.3))
     link.release_by(Release(("/bin/sleep", "600"), 0.2))
     await link.lost()
     link.close()
-    await freed(charge)
+    await freed(guarded)
 
 
 @pytest.mark.parametrize("program", ["/nowhere/program", "/etc/hostname"])
 async def test_a_program_that_cannot_be_started_does_not_keep_a_worker_frozen(
-    charge: Charge, program: str
+    guarded: Guarded, program: str
 ) -> None:
     release = Release((program,), 5.0)
-    link = await charge.guards.start(charge.duty(deadline_s=0.2)._replace(release=release))
+    link = await guarded.guards.start(guarded.spec(deadline_s=0.2)._replace(release=release))
     await link.lost()
     link.close()
-    await freed(charge)
-    os.kill(charge.child.pid, signal.SIGSTOP)
-    await charge.guards.release(charge.duty().process, release)
-    await until(lambda: state_of(charge.child.pid) == "S", "the thaw by the agent")
+    await freed(guarded)
+    os.kill(guarded.child.pid, signal.SIGSTOP)
+    await guarded.guards.release(guarded.spec().process, release)
+    await until(lambda: state_of(guarded.child.pid) == "S", "the thaw by the agent")
 
 
-async def test_a_guard_ends_the_worker_in_a_phase_that_cannot_be_undone(charge: Charge) -> None:
-    link = await charge.guards.start(charge.duty(deadline_s=1.0))
-    link.release_by(Release(wrote(charge.folder, "asked"), 5.0, ends=True))
-    assert await asyncio.to_thread(charge.child.wait) == -signal.SIGKILL
+async def test_a_guard_ends_the_worker_in_a_phase_that_cannot_be_undone(guarded: Guarded) -> None:
+    link = await guarded.guards.start(guarded.spec(deadline_s=1.0))
+    link.release_by(Release(wrote(guarded.folder, "asked"), 5.0, ends=True))
+    assert await asyncio.to_thread(guarded.child.wait) == -signal.SIGKILL
     await link.lost()
     link.close()
-    assert (charge.folder / "asked").exists()
+    assert (guarded.folder / "asked").exists()
 
 
 async def test_a_guard_stays_while_the_worker_is_replaced_and_frees_the_next_process(
-    charge: Charge,
+    guarded: Guarded,
 ) -> None:
-    link = await charge.guards.start(charge.duty(deadline_s=1.5))
-    link.release_by(Release(wrote(charge.folder, "ended"), 5.0, ends=True, stays=True))
+    link = await guarded.guards.start(guarded.spec(deadline_s=1.5))
+    link.release_by(Release(wrote(guarded.folder, "ended"), 5.0, ends=True, stays=True))
     await asyncio.sleep(0.2)
-    charge.end()
-    charge.begin()
-    link.follow(charge.duty().process)
+    guarded.end()
+    guarded.begin()
+    link.follow(guarded.spec().process)
     link.release_by(Release())
     await link.lost()
     link.close()
-    await freed(charge)
-    assert not (charge.folder / "ended").exists()
+    await freed(guarded)
+    assert not (guarded.folder / "ended").exists()
 
 
 async def test_a_guard_whose_worker_ended_while_it_was_replaced_does_what_was_left_to_do(
-    charge: Charge,
+    guarded: Guarded,
 ) -> None:
-    link = await charge.guards.start(charge.duty())
-    link.release_by(Release(wrote(charge.folder, "ended"), 5.0, ends=True, stays=True))
+    link = await guarded.guards.start(guarded.spec())
+    link.release_by(Release(wrote(guarded.folder, "ended"), 5.0, ends=True, stays=True))
     await asyncio.sleep(0.2)
-    charge.end()
-    os.kill(charge.running[0], signal.SIGTERM)
+    guarded.end()
+    os.kill(guarded.running[0], signal.SIGTERM)
     await link.lost()
     link.close()
-    assert (charge.folder / "ended").exists()
-    assert charge.was_freed()
+    assert (guarded.folder / "ended").exists()
+    assert guarded.was_freed()
 
 
 async def test_a_guard_writes_for_the_owner_and_with_the_mode_of_the_container(
-    charge: Charge,
+    guarded: Guarded,
 ) -> None:
     access = Access(uid=os.getuid(), gid=os.getgid(), file_mode=0o660)
-    duty = charge.duty(deadline_s=0.2)._replace(access=access)
-    link = await charge.guards.start(duty)
+    spec = guarded.spec(deadline_s=0.2)._replace(access=access)
+    link = await guarded.guards.start(spec)
     await link.lost()
     link.close()
-    await freed(charge)
-    assert (charge.control / control.ABORTED).stat().st_mode & 0o777 == 0o660
+    await freed(guarded)
+    assert (guarded.control / control.ABORTED).stat().st_mode & 0o777 == 0o660
 
 
-async def test_a_worker_that_was_told_of_its_completion_is_thawed_and_nothing_else(
-    charge: Charge,
+async def test_a_worker_that_has_its_completion_is_thawed_and_nothing_else(
+    guarded: Guarded,
 ) -> None:
-    (charge.control / control.COMPLETE).write_bytes(control.body(4))
-    link = await charge.guards.start(charge.duty(deadline_s=0.2, on_failure="Kill"))
+    (guarded.control / control.COMPLETE).write_bytes(control.body(4))
+    link = await guarded.guards.start(guarded.spec(deadline_s=0.2, on_failure="Kill"))
     await link.lost()
     link.close()
-    await until(lambda: state_of(charge.child.pid) == "S", "the thaw")
-    assert not (charge.control / control.ABORTED).exists()
+    await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
+    assert not (guarded.control / control.ABORTED).exists()
 
 
 @pytest.mark.parametrize(("further", "is_let_in"), [(0, True), (1, False)])
@@ -354,8 +354,8 @@ def test_only_our_user_and_root_may_speak_to_a_guard(
         assert caller.recv(1) == b""
 
 
-def test_a_pid_that_was_given_again_is_another_process(charge: Charge) -> None:
-    found = procfs.read(charge.child.pid)
+def test_a_pid_that_was_given_again_is_another_process(guarded: Guarded) -> None:
+    found = procfs.read(guarded.child.pid)
     assert found is not None
     assert [member.pid for member in procfs.session_of(found.pid, found.start)] == [found.pid]
     assert procfs.session_of(found.pid, found.start - 1) == []
@@ -365,34 +365,34 @@ def test_a_pid_that_was_given_again_is_another_process(charge: Charge) -> None:
         assert of_another is None
 
 
-def remove_control(charge: Charge) -> None:
-    (charge.control / control.QUIESCE).unlink()
-    charge.control.rmdir()
+def remove_control(guarded: Guarded) -> None:
+    (guarded.control / control.QUIESCE).unlink()
+    guarded.control.rmdir()
 
 
-def plant_link(charge: Charge) -> None:
-    (charge.control / f".{control.ABORTED}.guard").symlink_to(charge.folder / "victim")
+def plant_link(guarded: Guarded) -> None:
+    (guarded.control / f".{control.ABORTED}.guard").symlink_to(guarded.folder / "victim")
 
 
 @pytest.mark.parametrize("spoil", [remove_control, plant_link])
 async def test_a_spoilt_control_directory_does_not_keep_a_worker_frozen(
-    charge: Charge, spoil: Callable[[Charge], None]
+    guarded: Guarded, spoil: Callable[[Guarded], None]
 ) -> None:
-    spoil(charge)
-    link = await charge.guards.start(charge.duty(deadline_s=0.2))
+    spoil(guarded)
+    link = await guarded.guards.start(guarded.spec(deadline_s=0.2))
     await link.lost()
     link.close()
-    await until(lambda: state_of(charge.child.pid) == "S", "the thaw")
-    assert not (charge.folder / "victim").exists()
-    assert charge.sockets == []
+    await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
+    assert not (guarded.folder / "victim").exists()
+    assert guarded.sockets == []
 
 
-async def test_a_folder_with_a_long_path_is_no_obstacle(charge: Charge, tmp_path: Path) -> None:
+async def test_a_folder_with_a_long_path_is_no_obstacle(guarded: Guarded, tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*["a-rather-long-name"] * 8)
     guards = Guards(deep, "test")
-    link = await guards.start(charge.duty())
+    link = await guards.start(guarded.spec())
     link.close()
-    adopted = await guards.adopt(charge.duty())
+    adopted = await guards.adopt(guarded.spec())
     assert adopted is not None
     await adopted.dismiss()
 

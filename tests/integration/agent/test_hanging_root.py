@@ -2,16 +2,26 @@
 
 import asyncio
 import contextlib
+import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from snapshot_agent.adapters import presence
 from snapshot_agent.domain import control
 from snapshot_shared import subjects
 from snapshot_shared.codec import decode_json
-from snapshot_shared.orders import AbortOrder, DeleteOrder, Presence, VerifyOrder
+from snapshot_shared.orders import (
+    AbortOrder,
+    DeleteOrder,
+    Presence,
+    Report,
+    RestoreOrder,
+    VerifyOrder,
+)
 from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, state_of, until
 from tests.support.hanging import HangingRoot
 
@@ -47,7 +57,7 @@ def delete_order(rig: Rig, content: str) -> DeleteOrder:
     )
 
 
-def is_told(pod: Pod, name: str) -> bool:
+def is_signalled(pod: Pod, name: str) -> bool:
     return (pod.control / name).exists() and not (pod.control / control.QUIESCE).exists()
 
 
@@ -80,12 +90,12 @@ async def test_presence_goes_on_with_the_free_space_that_was_measured_last(
         while not queue.empty():
             known = decode_json(queue.get_nowait().data, Presence)
         for _ in range(3):
-            told = decode_json((await asyncio.wait_for(queue.get(), SOON_S)).data, Presence)
-            assert told.free_bytes == known.free_bytes > 0
+            published = decode_json((await asyncio.wait_for(queue.get(), SOON_S)).data, Presence)
+            assert published.free_bytes == known.free_bytes > 0
         assert disk.waiting == 1
 
 
-async def test_a_worker_whose_dump_hangs_is_thawed_and_told_when_the_capture_is_given_up(
+async def test_a_worker_whose_dump_hangs_is_released_when_the_capture_is_given_up(
     rig: Rig, disk: HangingRoot
 ) -> None:
     async with serving(rig, disk):
@@ -102,7 +112,7 @@ async def test_a_worker_whose_dump_hangs_is_thawed_and_told_when_the_capture_is_
         await until(lambda: state_of(pid) not in "Tt", "the thaw", SOON_S)
         aborted = await asyncio.wait_for(rig.answer(abort_order(rig, pod, content)), SOON_S)
         assert aborted.kind == "aborted"
-        assert is_told(pod, control.ABORTED)
+        assert is_signalled(pod, control.ABORTED)
         await until(lambda: pod.events()[-1] == "snapshot-aborted 1", "the worker to go on")
         # What still hangs belongs to the dump, and nothing below it is removed before that ends.
         delete = delete_order(rig, content)
@@ -129,9 +139,9 @@ async def test_a_dump_that_hangs_beyond_its_deadline_does_not_keep_the_worker_fr
         await rig.send(dump)
         pid = pod.pid(rig.journal)
         await until(lambda: disk.waiting and state_of(pid) in "Tt", "a dump that hangs")
-        # The agent does it, not the guard, which would tell the worker, too.
+        # The agent does it, not the guard, which would report to the worker as well.
         await until(lambda: state_of(pid) not in "Tt", "the thaw", 4.0)
-        assert not is_told(pod, control.ABORTED)
+        assert not is_signalled(pod, control.ABORTED)
         disk.answer()
         failed = await rig.answer(dump)
     assert failed.failure is not None
@@ -151,7 +161,7 @@ async def test_a_capture_that_cannot_be_measured_is_given_up_at_once(
         await rig.send(abort_order(rig, pod, content))
         failed = await asyncio.wait_for(rig.answer(prepare), SOON_S)
         assert failed.kind == "failed"
-        assert is_told(pod, control.ABORTED)
+        assert is_signalled(pod, control.ABORTED)
 
 
 async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
@@ -167,7 +177,7 @@ async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
         await until(lambda: disk.waiting > 2, "threads that hang")
         release = rig.release_order(held, content)
         assert (await asyncio.wait_for(rig.carry_out(release), SOON_S)).kind == "released"
-        assert is_told(held, control.COMPLETE)
+        assert is_signalled(held, control.COMPLETE)
         pod = await asyncio.wait_for(rig.running(), SOON_S)
         assert (await asyncio.wait_for(rig.carry_out(rig.stop_order(pod)), SOON_S)).kind == (
             "stopped"
@@ -200,3 +210,124 @@ async def test_no_descriptor_below_the_root_is_left_after_a_dump_that_hung(
         disk.answer()
         assert (await rig.answer(dump)).kind == "failed"
         await until(lambda: open_below() == [], "all descriptors to be closed")
+
+
+async def restoring(
+    rig: Rig, disk: HangingRoot, *calls: str, deadline_s: float = 60.0
+) -> tuple[Pod, RestoreOrder]:
+    """A worker in standby whose restore hangs in one of these calls on the artifact root."""
+    artifact = await rig.captured(await rig.running(), fresh_uid())
+    target = await rig.running(standby=True)
+    order = replace(rig.restore_order(target, artifact), deadline_s=deadline_s)
+    disk.hang(*calls)
+    before = disk.waiting
+    await rig.send(order)
+    await until(lambda: disk.waiting > before, "a restore that hangs")
+    return target, order
+
+
+def abort_of(rig: Rig, pod: Pod) -> AbortOrder:
+    return AbortOrder(pod=pod.ref, **rig.common("abort", pod.ref.uid))
+
+
+async def test_the_abort_of_a_restore_that_hangs_reports_to_the_worker_and_ends(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    async with serving(rig, disk):
+        target, order = await restoring(rig, disk, "preadv")
+        abort = abort_of(rig, target)
+        await rig.send(abort)
+        await until(lambda: target.events()[-1] == "restore-failed", "the report", 4.0)
+        assert (await rig.answer(abort)).kind == "aborted"
+        disk.answer()
+        assert (await rig.answer(order)).kind == "failed"
+
+
+async def test_the_abort_of_a_restore_whose_check_hangs_leaves_the_worker_alone(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    async with serving(rig, disk):
+        target, order = await restoring(rig, disk)
+        assert (await rig.carry_out(abort_of(rig, target))).kind == "aborted"
+        assert target.events()[-1] == "standby"
+        disk.answer()
+        assert (await rig.answer(order)).kind == "failed"
+
+
+async def test_a_restore_that_hangs_beyond_its_deadline_is_reported_to_the_worker(
+    rig: Rig, disk: HangingRoot
+) -> None:
+    async with serving(rig, disk):
+        target, order = await restoring(rig, disk, "preadv", deadline_s=1.0)
+        await until(lambda: target.events()[-1] == "restore-failed", "the report", 4.0)
+        disk.answer()
+        assert failure_reason(await rig.answer(order)) == "DeadlineExceeded"
+
+
+def failure_reason(report: Report) -> str | None:
+    return report.failure and report.failure.reason
+
+
+AN_AGENT_WITH_A_ROOT_THAT_HANGS = """
+import signal, sys, threading, time
+from pathlib import Path
+import pytest
+from snapshot_agent.main import main
+from tests.support.hanging import HangingRoot
+disk = HangingRoot(Path(sys.argv[1]), pytest.MonkeyPatch())
+
+def report():
+    while not disk.waiting:
+        time.sleep(0.01)
+    Path(sys.argv[2]).touch()
+
+threading.Thread(target=report, daemon=True).start()
+signal.signal(signal.SIGUSR1, lambda *_: disk.hang())
+sys.exit(main())
+"""
+GRACE_S = 10.0
+"""What container engines give a process between SIGTERM and SIGKILL, in seconds."""
+
+
+@pytest.fixture
+async def process(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> asyncio.subprocess.Process:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    arguments = (AN_AGENT_WITH_A_ROOT_THAT_HANGS, str(rig.root), str(hangs(rig)))
+    return await rig.process("-c", *arguments)
+
+
+def hangs(rig: Rig) -> Path:
+    """A file that is there once a call on the root hangs."""
+    return rig.state.parent / "hangs"
+
+
+async def ended(process: asyncio.subprocess.Process) -> float:
+    """End an agent as a container engine does; the seconds that it took."""
+    began = time.monotonic()
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+    return time.monotonic() - began
+
+
+async def test_an_agent_ends_within_its_grace_period_while_a_dump_hangs(
+    rig: Rig, process: asyncio.subprocess.Process
+) -> None:
+    pod, content = await rig.running(), fresh_uid()
+    prepared = await rig.carry_out(rig.prepare_order(pod, content))
+    process.send_signal(signal.SIGUSR1)
+    await rig.send(rig.dump_order(pod, content, prepared.vector))
+    pid = pod.pid(rig.journal)
+    await until(lambda: hangs(rig).exists() and state_of(pid) in "Tt", "a dump that hangs")
+    assert await ended(process) < GRACE_S
+    await until(lambda: pod.events()[-1] == "snapshot-aborted 1", "the worker to go on")
+    assert state_of(pid) not in "Tt"
+
+
+async def test_an_agent_ends_within_its_grace_period_while_nothing_but_its_own_work_hangs(
+    rig: Rig, process: asyncio.subprocess.Process
+) -> None:
+    process.send_signal(signal.SIGUSR1)
+    delete = delete_order(rig, fresh_uid())
+    await rig.send(delete)
+    await until(hangs(rig).exists, "a delete that hangs")
+    assert await ended(process) < GRACE_S

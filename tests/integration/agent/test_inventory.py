@@ -1,4 +1,4 @@
-"""What an agent does with the directories below its artifact root that belong to nobody."""
+"""What an agent does with the directories below its artifact root that have no owner."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Says(Operator):
         return InventoryReply(verdicts=[self._verdict] * len(found))
 
 
-class Nobody(Operator):
+class Unreachable(Operator):
     async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-        raise NotFound("nothing answers")
+        raise NotFound("no operator answers")
 
 
 def inventory(root: Path, operator: Operator, now: float = NOW) -> Inventory:
@@ -65,7 +65,7 @@ def put(root: Path, *names: str, days: float = 30.0) -> Path:
     """Put a file below the root; all that leads to it has not changed for days."""
     file = root.joinpath(*names)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("nobody's")
+    file.write_text("unowned")
     for path in (file, *file.parents[: len(names)]):
         os.utime(path, (NOW - days * DAY_S,) * 2)
     return file
@@ -81,7 +81,7 @@ async def test_a_generation_without_a_root_manifest_is_moved_with_its_path(tmp_p
     await watcher.look()
     moved = f"{QUARANTINE}/{LABEL}/default/{UID}/gen-1/process/state"
     assert tree(tmp_path) == {moved}
-    assert (tmp_path / moved).read_text() == "nobody's"
+    assert (tmp_path / moved).read_text() == "unowned"
     assert watcher.counts == Counts(unknown=0, quarantined=1)
 
 
@@ -97,7 +97,7 @@ async def test_what_was_moved_is_moved_back_by_hand_and_kept_when_it_is_known_ag
     assert watcher.counts == Counts()
 
 
-async def test_a_sealed_artifact_that_nobody_knows_stays_and_is_counted(tmp_path: Path) -> None:
+async def test_a_sealed_artifact_without_an_owner_stays_and_is_counted(tmp_path: Path) -> None:
     manifest = put(tmp_path, "default", UID, "gen-1", ROOT_MANIFEST)
     operator = Operator(Policy())
     watcher = inventory(tmp_path, operator)
@@ -204,7 +204,7 @@ async def test_what_stands_in_quarantine_is_never_replaced(tmp_path: Path) -> No
     watcher = inventory(tmp_path, Operator(Policy("all")))
     await watcher.look()
     assert there.read_text() == "of before"
-    assert (tmp_path / "notes").read_text() == "nobody's"
+    assert (tmp_path / "notes").read_text() == "unowned"
     assert watcher.counts == Counts(unknown=1, quarantined=1)
 
 
@@ -222,10 +222,10 @@ async def test_two_agents_with_one_root_move_a_generation_once(tmp_path: Path) -
     assert watcher.counts == Counts(unknown=0, quarantined=1)
 
 
-async def test_nothing_is_moved_while_nobody_can_say_whose_it_is(tmp_path: Path) -> None:
+async def test_nothing_is_moved_while_no_operator_answers(tmp_path: Path) -> None:
     state = put(tmp_path, "default", UID, "gen-1", "process", "state")
     with pytest.raises(NotFound):
-        await inventory(tmp_path, Nobody(Policy("all"))).look()
+        await inventory(tmp_path, Unreachable(Policy("all"))).look()
     assert state.exists()
     assert not (tmp_path / QUARANTINE).exists()
 
@@ -249,7 +249,7 @@ async def test_a_root_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-async def test_an_agent_asks_the_operator_when_it_starts_and_tells_what_it_moved(
+async def test_an_agent_asks_the_operator_when_it_starts_and_reports_what_it_moved(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(presence, "EVERY_S", 0.2)
@@ -258,11 +258,11 @@ async def test_an_agent_asks_the_operator_when_it_starts_and_tells_what_it_moved
     state = put(rig.root, "default", UID, "gen-1", "process", "state")
     os.utime(state.parents[1], (1.0, 1.0))
     async with (
-        rig.bus.listening(subjects.bucket_key(subjects.NODES_BUCKET, rig.node)) as told,
+        rig.bus.listening(subjects.bucket_key(subjects.NODES_BUCKET, rig.node)) as published,
         rig.agent(),
     ):
         await until(lambda: not state.exists(), "the generation to be moved")
-        while decode_json((await told.get()).data, Presence).quarantined != 1:
+        while decode_json((await published.get()).data, Presence).quarantined != 1:
             pass
     (moved,) = (rig.root / QUARANTINE).glob(f"*-{rig.node}/default/{UID}/gen-1/process/state")
-    assert moved.read_text() == "nobody's"
+    assert moved.read_text() == "unowned"

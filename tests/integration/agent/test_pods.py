@@ -1,6 +1,7 @@
 """Containers as local processes: started, watched, re-adopted, ended."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -11,13 +12,25 @@ import pytest
 
 from snapshot_agent.adapters import control_dir, processes
 from snapshot_agent.adapters.processes import LocalProcesses
-from snapshot_agent.domain.spec import Launch, Places
+from snapshot_agent.domain.control import ContainerPaths
+from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.errors import InvalidInput
-from tests.support.agent_rig import Rig, fresh_uid, is_gone, until
+from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, until
 from tests.support.hanging import HangingRoot
 
 
-async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_told(rig: Rig) -> None:
+def zombies() -> set[int]:
+    """The children of this process that have ended and that nothing has reaped."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state == "Z" and int(parent) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
+
+
+async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_reported(rig: Rig) -> None:
     async with rig.agent():
         pod = rig.pod()
         order = rig.run_order(pod)
@@ -30,7 +43,7 @@ async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_told(rig: Rig
     assert kinds == ["accepted", "started", "ready", "exited"]
 
 
-async def test_the_exit_code_of_a_worker_that_ends_early_is_told(rig: Rig) -> None:
+async def test_the_exit_code_of_a_worker_that_ends_early_is_reported(rig: Rig) -> None:
     async with rig.agent():
         order = rig.run_order(rig.pod("--exit-at-start", "3"))
         await rig.send(order)
@@ -146,7 +159,7 @@ async def test_a_killed_agent_leaves_its_containers_running_and_adopts_them_agai
     assert len({report.n for report in rig.reports if report.kind == "ready"}) == 1
 
 
-async def test_a_container_that_ended_while_the_agent_was_away_is_told_with_no_code(
+async def test_a_container_that_ended_while_the_agent_was_away_is_reported_with_no_code(
     rig: Rig,
 ) -> None:
     process = await rig.process()
@@ -188,7 +201,7 @@ async def test_orders_of_many_pods_are_carried_out_side_by_side(rig: Rig) -> Non
 async def test_what_a_worker_puts_in_the_place_of_its_log_is_not_written_to(
     tmp_path: Path, kind: str
 ) -> None:
-    places = Places(tmp_path / "main", tmp_path / "sockets")
+    places = ContainerPaths(tmp_path / "main", tmp_path / "sockets")
     places.log.parent.mkdir(parents=True)
     if kind == "fifo":
         os.mkfifo(places.log)
@@ -198,7 +211,7 @@ async def test_what_a_worker_puts_in_the_place_of_its_log_is_not_written_to(
         places.log.symlink_to(tmp_path / "elsewhere")
     launcher = LocalProcesses()
     with pytest.raises(InvalidInput, match="no plain file"):
-        launcher.spawn(Launch(["true"], dict(os.environ), tmp_path, places))
+        await launcher.spawn(ProcessSpec(["true"], dict(os.environ), tmp_path, places))
     launcher.close()
     assert not (tmp_path / "elsewhere").exists()
 
@@ -249,3 +262,44 @@ async def test_the_event_loop_makes_no_call_on_the_state_of_a_worker(
             assert (await rig.carry_out(rig.stop_order(each))).kind == "stopped"
     assert all(each.calls > 5 for each in watched)
     assert [each.in_the_loop for each in watched] == [[], []]
+
+
+async def test_a_working_directory_that_does_not_answer_delays_no_other_pod(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    disk = HangingRoot(slow, monkeypatch)
+    async with rig.agent():
+        disk.hang()
+        pod = rig.pod(workingDir=str(slow))
+        run = rig.run_order(pod)
+        await rig.send(run)
+        await until(lambda: disk.waiting or disk.in_the_loop, "a start that hangs")
+        other = await asyncio.wait_for(rig.running(), 8.0)
+        assert (await rig.carry_out(rig.stop_order(other))).kind == "stopped"
+        disk.answer()
+        assert (await rig.answer(run)).kind == "started"
+    assert disk.in_the_loop == []
+
+
+async def test_a_pod_that_is_stopped_while_its_process_begins_leaves_nothing_running(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    disk, before = HangingRoot(slow, monkeypatch), zombies()
+    async with rig.agent():
+        disk.hang()
+        pod = rig.pod(workingDir=str(slow))
+        run, stop = rig.run_order(pod), rig.stop_order(pod)
+        await rig.send(run)
+        await until(lambda: disk.waiting or disk.in_the_loop, "a start that hangs")
+        await rig.send(stop)
+        await rig.answer(stop, "accepted")
+        disk.answer()
+        assert (await rig.answer(run)).kind == "failed"
+        assert (await rig.answer(stop)).kind == "stopped"
+        # A child that was started and never watched would stay as a zombie.
+        assert below(pod.home) == {}
+        await until(lambda: zombies() <= before, "the end of the process", 5.0)

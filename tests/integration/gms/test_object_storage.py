@@ -20,7 +20,7 @@ from gms.adapters.transfer_child import save
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
 from snapshot_agent.adapters.artifacts import ArtifactRoot
-from snapshot_agent.ports import Place
+from snapshot_agent.ports import GenerationRef
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.errors import (
     ArtifactCorrupt,
@@ -47,7 +47,7 @@ MIB = 1024 * 1024
 UID = "11111111-2222-3333-4444-555555555555"
 OTHER = UID.replace("1", "6")
 PART = f"default/{UID}/gen-1/gpu-0"
-PLACE = Place("default", UID, 1)
+PLACE = GenerationRef("default", UID, 1)
 
 # They share a server, which takes seconds to start.
 pytestmark = pytest.mark.xdist_group("object_storage")

@@ -4,22 +4,22 @@ import asyncio
 
 import pytest
 
-from snapshot_agent.handlers.background import first
+from snapshot_agent.handlers.background import abandoning, compensated, first
 
 OFTEN = 3
 
 
-async def test_whoever_waits_for_the_first_is_not_gone_before_all_have_ended() -> None:
+async def test_a_wait_for_the_first_does_not_end_before_all_have_ended() -> None:
     goes, cleaning = asyncio.Event(), asyncio.Event()
-    told = 0
+    cancellations = 0
 
     async def slow_to_end() -> None:
-        nonlocal told
+        nonlocal cancellations
         while not goes.is_set():
             try:
                 await goes.wait()
             except asyncio.CancelledError:
-                told += 1
+                cancellations += 1
                 cleaning.set()
 
     task = asyncio.create_task(first(slow_to_end(), asyncio.Event().wait()))
@@ -32,4 +32,41 @@ async def test_whoever_waits_for_the_first_is_not_gone_before_all_have_ended() -
     goes.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert told == 1
+    assert cancellations == 1
+
+
+async def test_work_that_heeds_its_cancellation_is_not_compensated() -> None:
+    compensated_calls = 0
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def compensate() -> None:
+        nonlocal compensated_calls
+        compensated_calls += 1
+
+    task = asyncio.create_task(compensated(never(), compensate))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert compensated_calls == 0
+
+
+async def test_work_that_is_abandoned_is_cancelled_and_not_waited_for() -> None:
+    ends, is_cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hangs() -> None:
+        try:
+            await ends.wait()
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            await ends.wait()
+
+    task = asyncio.create_task(abandoning(hangs()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await is_cancelled.wait()
+    ends.set()

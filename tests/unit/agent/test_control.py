@@ -14,7 +14,7 @@ def test_a_body_belongs_to_its_attempt_alone() -> None:
     assert not control.is_of(control.body(3), 4)
 
 
-def test_a_failure_is_told_with_reason_and_message() -> None:
+def test_a_failure_is_written_with_reason_and_message() -> None:
     data = control.body(1, Failure(reason="Aborted", message="x" * 10_000))
     read = json.loads(data)
     assert read["reason"] == "Aborted"
@@ -41,3 +41,13 @@ def test_what_does_not_decode_belongs_to_no_attempt(data: bytes) -> None:
 
 def test_a_body_of_a_later_version_with_more_fields_is_understood() -> None:
     assert control.is_of(b'{"attempt": 2, "pid": 7}', 2)
+
+
+def test_a_request_names_its_capture_and_how_the_one_before_it_ended() -> None:
+    data = control.request(2, "c-1", "complete")
+    assert control.is_of(data, 2)
+    assert json.loads(data) == {"attempt": 2, "capture": "c-1", "previous": "complete"}
+
+
+def test_a_request_of_a_worker_that_was_never_captured_names_no_outcome() -> None:
+    assert "previous" not in json.loads(control.request(1, "c-1", ""))

@@ -6,21 +6,22 @@ from msgspec.structs import replace
 from snapshot_agent.domain.gate import (
     CAPTURE_CHECKS,
     COMPATIBILITY_CHECKS,
+    DUMP_CHECKS,
     RESTORE_CHECKS,
-    PodSeen,
+    DumpRequest,
+    ObservedPod,
     Target,
-    check_vector,
     refuse,
 )
 from snapshot_shared.artifact import Facts, RootManifest, RootPart
-from snapshot_shared.errors import NotEligible, SnapbackError
-from snapshot_shared.orders import ArtifactRef, DeviceRef, LayoutRef, PodRef, VectorEntry
+from snapshot_shared.errors import SnapbackError
+from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, LayoutRef, PodRef, VectorEntry
 
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
 DIGEST = "sha256:" + "0" * 64
 POD = PodRef(namespace="default", name="llm", uid=UID)
-SEEN = PodSeen(POD, POD, containers=("main",), alive=True)
+SEEN = ObservedPod(POD, POD, containers=("main",), alive=True)
 
 
 def reason_of(checks: object, seen: object) -> str:
@@ -44,12 +45,12 @@ def reason_of(checks: object, seen: object) -> str:
     ],
 )
 def test_a_capture_is_opened_only_on_the_live_free_container_of_the_named_pod(
-    seen: PodSeen, reason: str
+    seen: ObservedPod, reason: str
 ) -> None:
     assert reason_of(CAPTURE_CHECKS, seen) == reason
 
 
-def test_an_exit_is_told_with_its_code() -> None:
+def test_an_exit_is_reported_with_its_code() -> None:
     with pytest.raises(SnapbackError, match="exit code 3") as caught:
         refuse(CAPTURE_CHECKS, SEEN._replace(alive=False, exit_code=3))
     assert caught.value.values == {"exit_code": 3}
@@ -128,13 +129,47 @@ def test_an_artifact_is_restored_only_where_it_fits_and_both_values_are_named(
         assert (caught.value.values["expected"], caught.value.values["found"]) == values
 
 
-def test_an_order_works_on_the_prepared_vector_whatever_its_order() -> None:
-    layout = LayoutRef(
-        device="a", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=1
+def dump_request(
+    vector: list[VectorEntry], *, held: int | None = 1, driver: str = "cooperative"
+) -> DumpRequest:
+    order = DumpOrder(
+        order=f"dump-{UID}",
+        attempt=1,
+        node="node-1",
+        owner=UID,
+        deadline_s=60.0,
+        pod=POD,
+        content_uid=UID,
+        vector=vector,
     )
-    vector = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0, layout=layout)]
-    check_vector(vector, list(reversed(vector)))
-    later = replace(vector[1], layout=replace(layout, generation=2))
-    for other in ([vector[0]], [vector[0], later], [*vector, vector[0]]):
-        with pytest.raises(NotEligible):
-            check_vector(vector, other)
+    return DumpRequest(order, held, driver, PLAN)
+
+
+LAYOUT = LayoutRef(
+    device="a", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=1
+)
+PLAN = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0, layout=LAYOUT)]
+LATER = replace(PLAN[1], layout=replace(LAYOUT, generation=2))
+
+
+@pytest.mark.parametrize("vector", [PLAN, PLAN[::-1]])
+def test_a_dump_works_on_the_plan_that_was_prepared_in_any_order(
+    vector: list[VectorEntry],
+) -> None:
+    assert reason_of(DUMP_CHECKS, dump_request(vector)) == ""
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        dump_request(PLAN[:1]),
+        dump_request([PLAN[0], LATER]),
+        dump_request([*PLAN, PLAN[0]]),
+        dump_request(PLAN, held=None),
+        dump_request(PLAN, held=2),
+        dump_request(PLAN, driver="respawn"),
+        dump_request(PLAN)._replace(prepared=None),
+    ],
+)
+def test_a_dump_of_anything_but_the_capture_that_is_held_is_refused(request_: DumpRequest) -> None:
+    assert reason_of(DUMP_CHECKS, request_) == "NotEligible"

@@ -5,13 +5,15 @@ import pytest
 
 from snapshot_agent.domain.recovery import (
     TABLE,
-    Dump,
-    Left,
-    Prepare,
+    CaptureLeft,
+    DumpState,
+    PodRecovery,
+    PrepareState,
     Recovery,
     deadline_of,
     decide,
     interruption,
+    run_row,
 )
 from snapshot_shared.ledger import Accepted, Began, Ended, Entry, Ledger, Noted, Record, Reported
 from snapshot_shared.orders import Report
@@ -88,7 +90,7 @@ DUMP_FAILED = entry("dump", terminal="failed")
 def test_what_was_prepared_is_held_and_what_was_cut_off_is_undone(
     prepare: Entry, dump: Entry | None, decision: Recovery
 ) -> None:
-    left = Left(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False)
+    left = CaptureLeft(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False)
     assert decide(left) is decision
 
 
@@ -97,7 +99,7 @@ def test_what_was_prepared_is_held_and_what_was_cut_off_is_undone(
 def test_nothing_is_done_for_a_capture_that_was_released_or_aborted(
     prepare: Entry, dump: Entry | None
 ) -> None:
-    left = Left(prepare, dump, is_settled=True, is_let_go=True, is_overdue=True)
+    left = CaptureLeft(prepare, dump, is_settled=True, is_let_go=True, is_overdue=True)
     assert decide(left) is Recovery.NOTHING
 
 
@@ -105,7 +107,7 @@ def test_nothing_is_done_for_a_capture_that_was_released_or_aborted(
 def test_a_hold_whose_worker_goes_on_already_or_whose_time_is_up_is_only_reported(
     let_go: bool, overdue: bool
 ) -> None:
-    left = Left(PREPARED, STAGED, is_settled=False, is_let_go=let_go, is_overdue=overdue)
+    left = CaptureLeft(PREPARED, STAGED, is_settled=False, is_let_go=let_go, is_overdue=overdue)
     assert decide(left) is Recovery.LET_GO
     cut_off = left._replace(dump=COPYING)
     assert decide(cut_off) is Recovery.COMPENSATE
@@ -122,14 +124,16 @@ def test_a_hold_keeps_its_deadline_over_a_restart_and_ends_with_a_reboot(
 
 
 def test_every_pair_that_can_arise_in_order_stands_in_the_table() -> None:
-    begun = {(Prepare.PREPARED, dump) for dump in Dump}
-    before = {(prepare, Dump.WAITING) for prepare in Prepare}
+    begun = {(PrepareState.PREPARED, dump) for dump in DumpState}
+    before = {(prepare, DumpState.WAITING) for prepare in PrepareState}
     assert set(TABLE) == begun | before
 
 
 def test_the_order_that_was_cut_off_is_the_one_that_fails() -> None:
     def cut_off(prepare: Entry, dump: Entry | None) -> Entry | None:
-        return Left(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False).interrupted
+        return CaptureLeft(
+            prepare, dump, is_settled=False, is_let_go=False, is_overdue=False
+        ).interrupted
 
     assert cut_off(QUIESCING, None) is QUIESCING
     assert cut_off(PREPARED, COPYING) is COPYING
@@ -172,3 +176,27 @@ def test_a_step_that_must_not_run_twice_has_an_unknown_outcome_others_may_be_tri
     assert undone.values == {"step": "quiesce"}
     between = interruption(BETWEEN).to_failure()
     assert between.message == "the agent was restarted within prepare, step guard; it was undone"
+
+
+@pytest.mark.parametrize(
+    ("run", "recovery", "may_run"),
+    [
+        (entry("run"), PodRecovery.NOTHING, False),
+        (entry("run", "resolve", ended=1), PodRecovery.NOTHING, False),
+        (entry("run", "resolve", "spawn", ended=1), PodRecovery.FINISH, True),
+        (entry("run", "resolve", "spawn", ended=2, terminal="started"), PodRecovery.FOLLOW, True),
+        (entry("run", "resolve", ended=1, terminal="failed"), PodRecovery.NOTHING, False),
+        (entry("run", "resolve", "spawn", ended=1, terminal="failed"), PodRecovery.NOTHING, True),
+    ],
+)
+def test_a_pod_is_recovered_by_how_far_its_run_order_came(
+    run: Entry, recovery: PodRecovery, *, may_run: bool
+) -> None:
+    assert run_row(run) == (recovery, may_run)
+
+
+def test_a_pod_that_has_exited_is_left_alone() -> None:
+    run = entry("run", "resolve", "spawn", ended=2, terminal="started")
+    exited = Report(order=run.order, attempt=1, n=9, kind="exited", node="n", service="agent", at=0)
+    run.reports.append(exited)
+    assert run_row(run) == (PodRecovery.NOTHING, False)

@@ -5,12 +5,12 @@ from pathlib import Path, PurePath
 import msgspec
 import pytest
 
+from snapshot_agent.domain.control import container_paths
 from snapshot_agent.domain.spec import (
-    Launch,
-    Surroundings,
+    NodeEnvironment,
+    ProcessSpec,
     expand,
-    launch,
-    places,
+    process_spec,
     resumed,
     shared_out,
 )
@@ -19,7 +19,7 @@ from snapshot_shared.objects import Container
 from snapshot_shared.orders import DeviceRef, PodRef
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
-AROUND = Surroundings(
+NODE = NodeEnvironment(
     node="node-1",
     run="r1",
     socket_dir=PurePath("/run/sb"),
@@ -27,7 +27,7 @@ AROUND = Surroundings(
     path="/venv/bin:/usr/bin",
     home="/somewhere",
 )
-WHERE = places(Path("/state"), Path("/run/sb"), POD.uid, "main")
+WHERE = container_paths(Path("/state"), Path("/run/sb"), POD.uid, "main")
 DEVICES = [DeviceRef(ordinal=1, uuid="GPU-b"), DeviceRef(ordinal=0, uuid="GPU-a")]
 
 
@@ -36,9 +36,9 @@ def container(**fields: object) -> Container:
     return msgspec.convert(given, Container)
 
 
-def launched(*, standby: bool = False, traceparent: str = "", **fields: object) -> Launch:
-    return launch(
-        container(**fields), POD, DEVICES, AROUND, WHERE, standby=standby, traceparent=traceparent
+def launched(*, standby: bool = False, traceparent: str = "", **fields: object) -> ProcessSpec:
+    return process_spec(
+        container(**fields), POD, DEVICES, NODE, WHERE, standby=standby, traceparent=traceparent
     )
 
 
@@ -142,7 +142,7 @@ def test_each_container_sees_the_devices_that_it_asks_for() -> None:
     }
 
 
-def test_devices_that_nobody_asks_for_go_to_the_first_container() -> None:
+def test_devices_beyond_all_limits_go_to_the_first_container() -> None:
     shared = shared_out([container(name="a"), container(name="b")], DEVICES)
     assert [device.uuid for device in shared["a"]] == ["GPU-a", "GPU-b"]
     assert shared["b"] == []
@@ -156,7 +156,7 @@ def test_a_program_is_started_again_with_the_folder_of_its_state_and_all_that_it
         "--resume-from",
         "/state/pods/" + POD.uid + "/main/control/state",
     ]
-    assert (after.env, after.cwd, after.places) == (before.env, before.cwd, before.places)
+    assert (after.env, after.cwd, after.paths) == (before.env, before.cwd, before.paths)
 
 
 def test_a_program_that_was_started_again_before_has_one_folder_only() -> None:
@@ -175,6 +175,6 @@ def test_whether_a_program_waits_for_a_restore_depends_on_why_it_is_started_agai
     assert after.env.get("SNAPSHOT_RESTORE_STANDBY") == ("1" if is_standby else None)
 
 
-def test_what_nobody_says_otherwise_of_belongs_to_the_agent_and_is_for_nobody_else() -> None:
+def test_control_files_belong_to_the_agent_alone_by_default() -> None:
     assert WHERE.access == (-1, -1, 0o700, 0o600)
     assert WHERE.sockets == Path("/run/sb/00000000")

@@ -1,4 +1,4 @@
-"""Wires the agent of one node. Recovery comes first: NATS may be away, workers may be frozen."""
+"""Wires the agent of one node, and runs it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from snapshot_agent.adapters.artifacts import ArtifactRoot
-from snapshot_agent.adapters.control_dir import ControlDirectories
+from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.adapters.guards import Guards
-from snapshot_agent.adapters.known_pods import OperatorPods
-from snapshot_agent.adapters.library import ArtifactLibrary, OperatorInventories
-from snapshot_agent.adapters.locks import FileLocks
-from snapshot_agent.adapters.presence import Announcer
+from snapshot_agent.adapters.library import ArtifactLibrary
+from snapshot_agent.adapters.operator import OperatorClient
+from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.respawn import Respawn
-from snapshot_agent.adapters.templates import OperatorTemplates
-from snapshot_agent.domain.spec import Surroundings
-from snapshot_agent.handlers import Agent, routes
-from snapshot_agent.handlers.inventory import Inventory
-from snapshot_agent.handlers.pod_inventory import PodInventory
+from snapshot_agent.domain.spec import NodeEnvironment
+from snapshot_agent.handlers.agent import Agent, routes
+from snapshot_agent.handlers.inventory import Inventory, PodInventory
 from snapshot_agent.ports import Machine, ProcessDriver
 from snapshot_shared import subjects
 from snapshot_shared.artifact import Facts
@@ -51,11 +48,15 @@ log = logging.getLogger(__name__)
 
 SERVICE = "snap-agent"
 FLUSH_S = 2.0
-"""How long the last spans may hold up the end, in seconds."""
+"""How long the last spans may delay the end, in seconds."""
+
+DRAIN_S = 5.0
+"""How long orders may delay the end, in seconds. With all else it is less than the 10 s that
+container engines wait after SIGTERM; guards let go the workers of orders that take longer."""
 
 
 class AgentSettings(NodeSettings, frozen=True, kw_only=True):
-    """What an agent needs to know. `slots` bounds how many parts it writes or reads at a time."""
+    """The settings of an agent. It writes or reads at most `slots` parts at a time."""
 
     workdir: Path | None = None
     slots: int = 2
@@ -95,6 +96,7 @@ class _Node:
             settings.object_storage,
             weights_in_objects=settings.transfer_backend == "object",
         )
+        self.operator = OperatorClient(self.bus, settings.node)
         self.launcher = LocalProcesses()
         self.control = ControlDirectories()
         self.gms = GmsClient(settings.socket_dir)
@@ -112,7 +114,7 @@ class _Node:
             metrics=self.metrics,
         )
         self.agent = Agent(
-            self._machine(), self.book, self._around(), settings.state_dir, settings.slots
+            self._machine(), self.book, self._environment(), settings.state_dir, settings.slots
         )
         self.courier = Courier(
             self.book,
@@ -123,11 +125,11 @@ class _Node:
         )
         self.inventory = Inventory(
             ArtifactLibrary(settings.artifact_root),
-            OperatorInventories(self.bus, settings.node),
+            self.operator,
             settings.node,
             self.clocks.wall,
         )
-        self.pod_inventory = PodInventory(self.agent.pods, OperatorPods(self.bus, settings.node))
+        self.pod_inventory = PodInventory(self.agent.pods, self.operator)
 
     def _machine(self) -> Machine:
         return Machine(
@@ -141,8 +143,7 @@ class _Node:
                 node=self.settings.node,
             ),
             artifacts=self.root,
-            generations=self.root,
-            templates=OperatorTemplates(self.bus, self.settings.node),
+            operator=self.operator,
             locks=FileLocks(),
             clocks=self.clocks,
             facts=Facts(
@@ -153,9 +154,9 @@ class _Node:
             metrics=self.metrics,
         )
 
-    def _around(self) -> Surroundings:
+    def _environment(self) -> NodeEnvironment:
         own = str(Path(sys.executable).parent)
-        return Surroundings(
+        return NodeEnvironment(
             node=self.settings.node,
             run=self.settings.run,
             socket_dir=self.settings.socket_dir,
@@ -165,7 +166,7 @@ class _Node:
         )
 
     async def presence(self, devices: list[PresenceDevice]) -> Presence:
-        """Describe the node."""
+        """Return the presence of the node with these devices."""
         return Presence(
             node=self.settings.node,
             boot_id=self.clocks.boot_id,
@@ -181,12 +182,12 @@ class _Node:
         )
 
     async def status(self, _data: bytes, _headers: Mapping[str, str]) -> bytes:
-        """Answer who asks how the node is."""
+        """Answer a request for the status of the node."""
         return encode_json({"node": self.settings.node, **self.agent.status()})
 
     async def close(self) -> None:
-        """End orderly: compensate what is under way, leave containers running."""
-        await self.book.drain()
+        """Compensate orders under way and close everything; containers run on."""
+        await self.book.drain(DRAIN_S)
         await self.agent.close()
         await self.control.close()
         self.launcher.close()
@@ -210,6 +211,7 @@ async def serve(stop: asyncio.Event) -> None:
             http_port(settings.http_address, node.bus.not_ready, node.metrics.routes()),
             node.metrics.running(),
         ):
+            # Before NATS, which may be away: workers may be frozen.
             await node.agent.recover()
             await until_stopped(stop, _connect(node))
             if not stop.is_set():
@@ -226,12 +228,12 @@ async def serve(stop: asyncio.Event) -> None:
         await node.close()
 
 
-def _announcer(node: _Node, stop: asyncio.Event) -> Announcer:
-    return Announcer(node.bus, node.gms, node.presence, stop, node.pod_inventory.is_known)
+def _announcer(node: _Node, stop: asyncio.Event) -> PresencePublisher:
+    return PresencePublisher(node.bus, node.gms, node.presence, stop, node.pod_inventory.is_known)
 
 
 async def _connect(node: _Node) -> None:
-    """Wait for NATS as long as it takes, and answer questions there."""
+    """Connect to NATS, waiting without limit, and serve requests."""
     await node.bus.connect()
     questions: dict[str, Handler] = {subjects.rpc(node.name, "agent", "status"): node.status}
     if node.faults is not None:

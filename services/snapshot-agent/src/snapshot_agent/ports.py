@@ -1,4 +1,4 @@
-"""What the agent needs of its node. Adapters fill these; handlers know nothing else."""
+"""The ports of the agent: what handlers use of the node and of its neighbours."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_agent.domain.driving import AS_BEFORE, Phase, Phases, Release
-from snapshot_agent.domain.gate import PodSeen
-from snapshot_agent.domain.spec import Access, Launch, Places
+from snapshot_agent.domain.gate import ObservedPod
+from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.clocks import Clocks
@@ -21,11 +22,11 @@ from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import ArtifactRef, Driver, LayoutRef, PodRef, PresenceDevice
 
 Progress = Callable[[int], Awaitable[None]]
-"""Is told how many bytes are done."""
+"""Receives how many bytes are done."""
 
 
 class Process(NamedTuple):
-    """One process for good: pids come again, a pid with its start time (clock ticks) does not."""
+    """A process by pid and start time (clock ticks), because pids are used again."""
 
     pid: int
     start: int
@@ -33,17 +34,17 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker:
-    """The process of one container. It leads a session of its own."""
+    """The process of one container, which leads a session."""
 
     pod: PodRef
     process: Process
-    places: Places
+    paths: ContainerPaths
 
 
-class Found(NamedTuple):
+class ResolvedContainer(NamedTuple):
     """A container as `Workers.resolve` finds it. `image` and `command` are those of its start."""
 
-    seen: PodSeen
+    pod: ObservedPod
     worker: Worker | None = None
     image: str = ""
     command: Sequence[str] = ()
@@ -51,122 +52,107 @@ class Found(NamedTuple):
     def running(self) -> Worker:
         """Return the worker. StalePodReference when the container is not on this node."""
         if self.worker is None:
-            raise StalePodReference(f"pod {self.seen.wanted.name} does not run on this node")
+            raise StalePodReference(f"pod {self.pod.wanted.name} does not run on this node")
         return self.worker
 
 
-Succeed = Callable[[Process], Awaitable[Worker]]
-"""Takes a process as that of the container from here on; the same one again changes nothing."""
+SetProcess = Callable[[Process], Awaitable[Worker]]
+"""Sets the process of a container; to set the same one again changes nothing."""
 
 
 class Workers(Protocol):
-    """The workers of this node, whatever has started them."""
+    """The workers of this node, whether the agent or a kubelet has started them."""
 
-    async def resolve(self, pod: PodRef) -> Found:
-        """Find the process of a container by the pod's uid and the container's name."""
-        ...
+    async def resolve(self, pod: PodRef) -> ResolvedContainer:
+        """Return a container by the uid of its pod and its name."""
 
     def is_alive(self, process: Process) -> bool:
         """Whether a process runs."""
-        ...
 
     async def ended(self, process: Process) -> int | None:
-        """Wait for the end. The exit code (128 + n after signal n), None when it is not known."""
-        ...
+        """Wait for the end; return the exit code (128 + n after signal n), None if unknown."""
 
     async def end(self, worker: Worker) -> None:
-        """Kill everything of one container."""
-        ...
+        """Kill all processes of one container."""
 
     async def end_pod(self, pod_uid: str, grace_s: float) -> None:
-        """End everything of a pod; nothing left to end is success."""
-        ...
+        """End all processes of a pod. A pod without any is success."""
 
-    def replacing(self, worker: Worker) -> AbstractAsyncContextManager[Succeed]:
-        """Let a process end within a block without the end of its container.
+    def replacing(self, worker: Worker) -> AbstractAsyncContextManager[SetProcess]:
+        """Allow the process of a container to end within a block.
 
-        The container has ended with it after all unless the block names the next process.
+        The container ends with it unless the block sets another process.
         """
-        ...
 
 
 class Launcher(Protocol):
-    """Starts the processes of containers, where no kubelet does. They outlive the agent."""
+    """Starts the processes of containers on a node without a kubelet. They outlive the agent."""
 
-    def spawn(self, launch: Launch) -> Process:
-        """Start a process in a session of its own. NotFound when the program is not there."""
-        ...
+    async def spawn(self, spec: ProcessSpec) -> Process:
+        """Start a process in a session of its own. InvalidInput, NotFound."""
 
     def adopt(self, process: Process) -> bool:
-        """Watch a process that an earlier agent started; False when it has ended."""
-        ...
+        """Watch a process that an earlier agent started; whether it runs."""
 
     async def ended(self, process: Process) -> int | None:
-        """Wait for the end. The exit code (128 + n after signal n), None when it is not known."""
-        ...
+        """Wait for the end; return the exit code (128 + n after signal n), None if unknown."""
 
-    async def terminate(self, process: Process | None, where: Places, grace_s: float) -> None:
-        """Thaw, SIGTERM, SIGKILL after the grace period: the whole session, and what left it.
+    async def terminate(
+        self, process: Process | None, where: ContainerPaths, grace_s: float
+    ) -> None:
+        """Send SIGTERM, and SIGKILL after the grace period; SIGKILL at once if that is 0.
 
-        Without a grace period there is only SIGKILL.
+        Frozen processes are thawed. All processes with the environment of the container are
+        included, even if they have left its session.
         """
-        ...
 
-    def find(self, where: Places) -> Process | None:
-        """Find the process of a container by its environment, or None."""
-        ...
+    def find(self, where: ContainerPaths) -> Process | None:
+        """Return the process of a container, found by its environment, or None."""
 
     def running(self, where: Path) -> list[str]:
         """Return the names of the containers below a pod's folder that have processes.
 
-        As their environments say, which is hostile input.
+        They are read from environments, which are hostile input.
         """
-        ...
 
     async def folders(self, where: Path) -> list[str]:
         """Return the names of the folders in a folder; none when it is not there."""
-        ...
 
     async def remove(self, where: Path) -> None:
-        """Remove a folder and what is in it, however much that is. Absent is success."""
-        ...
+        """Remove a folder with its contents. An absent one is success."""
 
 
 class ControlDirectory(Protocol):
-    """The control directories of containers. What a worker puts there is hostile input."""
+    """The control directories of containers. What a worker writes there is hostile input."""
 
-    def create(self, where: Places) -> None:
+    def create(self, where: ContainerPaths) -> None:
         """Make an empty control directory with its `state` folder, if there is none."""
-        ...
 
-    def put(self, where: Places, name: str, data: bytes) -> None:
-        """Put a file in place, whole. A directory that is gone is no error."""
-        ...
+    def put(self, where: ContainerPaths, name: str, data: bytes) -> None:
+        """Put a file in place by a rename. A directory that is gone is no error."""
 
-    def get(self, where: Places, name: str) -> bytes | None:
-        """Read a file; None when it is not there or is no plain file."""
-        ...
+    def get(self, where: ContainerPaths, name: str) -> bytes | None:
+        """Return the contents of a file; None when it is absent or no regular file."""
 
-    def remove(self, where: Places, name: str) -> None:
+    def remove(self, where: ContainerPaths, name: str) -> None:
         """Remove a file; an absent one is no error."""
-        ...
 
-    async def clear(self, where: Places, *names: str) -> None:
+    async def clear(self, where: ContainerPaths, *names: str) -> None:
         """Remove files and folders; absent ones are no error. `state` is emptied, not removed."""
-        ...
 
-    async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
-        """Wait until a file is there whose body is accepted. The caller sets the deadline."""
-        ...
+    async def appears(
+        self, where: ContainerPaths, name: str, accepts: Callable[[bytes], bool]
+    ) -> None:
+        """Wait until a file is there whose body is accepted, without a deadline."""
 
 
 @dataclass
 class Dump:
-    """A dump under way, as the stages of a driver share it.
+    """The state of a dump, shared by the stages of a driver.
 
-    `part` is a descriptor of the directory to write into, from the first stage that writes on.
-    `deadline` is in seconds of the monotonic clock. A stage that replaces the process puts the next
-    one into `worker`. `files` are those that were written.
+    `part` is a descriptor of the directory to write into, -1 before the first stage that writes.
+    `deadline` is in seconds of the monotonic clock. A stage that replaces the process sets
+    `worker`. `files` are those that were written.
     """
 
     worker: Worker
@@ -179,10 +165,10 @@ class Dump:
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a driver's dump. Without `budget_s` (seconds) it may take the order's.
+    """One step of a driver's dump. `budget_s` is in seconds, by default that of the order.
 
-    One that `writes` is never run again after an interruption. One that `replaces` ends the
-    worker's process and leaves another one in `Dump.worker`.
+    One that `writes` is not run again after an interruption. One that `replaces` ends the process
+    of the worker and leaves another one in `Dump.worker`.
     """
 
     name: str
@@ -193,11 +179,11 @@ class Stage:
     phases: Phases = AS_BEFORE
 
 
-class Restoring(NamedTuple):
-    """What a process is brought back from.
+class RestoreSource(NamedTuple):
+    """The saved state that a process is restored from.
 
-    `part` is a descriptor of the directory that holds `files`. `devices` names the device here in
-    place of each of the source, by UUID. `deadline` is in seconds of the monotonic clock.
+    `part` is a descriptor of the directory with `files`. `devices` has the UUID of the device here
+    by that of the source. `deadline` is in seconds of the monotonic clock.
     """
 
     part: int
@@ -208,79 +194,67 @@ class Restoring(NamedTuple):
 
 
 class ProcessDriver(Protocol):
-    """Captures the state of one worker and gives it back."""
+    """Dumps and restores the state of one worker."""
 
     @property
     def name(self) -> Driver:
-        """The name that orders call it by, and that is recorded in the artifact."""
-        ...
+        """The name of the driver in orders and artifacts."""
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The steps of a dump in their order, up to the one that finishes the part.
+        """The steps of a dump in their order, without the one that finishes the part.
 
-        After the first the worker stands still; after the last it is as it was before.
+        The first stops the worker; after the last it runs again.
         """
-        ...
 
     @property
     def restore_step(self) -> str:
-        """The name of the step of a restore that `restore` is."""
-        ...
+        """The name of the step that calls `restore`."""
 
     @property
     def replaces(self) -> bool:
         """Whether `restore` ends the placeholder's process."""
-        ...
 
     async def size(self, worker: Worker) -> int:
-        """Return how many bytes a dump will write, as far as can be known."""
-        ...
+        """Return an estimate of the bytes that a dump will write."""
 
-    async def restore(self, placeholder: Worker, restoring: Restoring) -> Process:
-        """Return a process with the saved state, which waits in the placeholder's place.
+    async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
+        """Return a process with the saved state, which replaces the placeholder.
 
-        ArtifactCorrupt before a bad byte gets to a worker.
+        ArtifactCorrupt before a bad byte is given to a worker.
         """
-        ...
 
     def release(self, worker: Worker, phase: Phase) -> Release:
-        """Return how a worker in this phase of a dump is let go."""
-        ...
+        """Return how to let a worker go in this phase of a dump."""
 
 
 class GpuMemory(Protocol):
-    """A GPU memory service: that of the node, and by `at` that of a pod."""
+    """A GPU memory service: that of the node, or with `at` that of a pod."""
 
     def at(self, pod: PodRef) -> GpuMemory:
-        """Return the service that has the memory of a pod."""
-        ...
+        """Return the service that owns the memory of a pod."""
 
     async def fence(
         self, token: str, devices: Sequence[str], *, wait_s: float, deadline_s: float
     ) -> list[LayoutRef]:
-        """Keep every session off these devices; what is committed on each, in their order."""
-        ...
+        """Keep all sessions off these devices; return the committed layout of each, in order."""
 
     async def unfence(self, token: str) -> None:
-        """End a fence, or make sure that it never begins."""
-        ...
+        """End a fence; one that has not begun will not begin."""
 
     def unfencing(self, token: str) -> tuple[str, ...]:
-        """Return a program that does the same where no agent is; empty when there is none."""
-        ...
+        """Return the arguments of a program that ends the fence; empty when there is none."""
 
     async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
-        """List the devices, waiting up to `wait_s` for a service that is not up yet."""
-        ...
+        """Return the devices, waiting up to `wait_s` seconds for a service that starts."""
 
 
-class Duty(NamedTuple):
-    """What a guard watches, and what it does when nobody else can.
+class GuardSpec(NamedTuple):
+    """What a guard watches, and what it does without its agent.
 
     `deadline` is in seconds of the monotonic clock of boot `boot_id`. `release` lets the worker go
-    as long as the link names no other. `unfence` is the program that ends the fence on the worker's
-    devices; empty when it has none. `order` and `traceparent` are for its log.
+    until `GuardLink.release_by` sets another. `unfence` is a program that ends the fence on the
+    devices of the worker, or empty. `order` and `traceparent` are for the log.
     """
 
     name: str
@@ -298,54 +272,45 @@ class Duty(NamedTuple):
 
 
 class GuardLink(Protocol):
-    """The agent's end of a guard. When it breaks, the guard acts unless an agent comes back."""
+    """The connection to a guard. When it breaks, the guard acts unless an agent adopts it."""
 
     async def lost(self) -> None:
-        """Wait until the guard is gone."""
-        ...
+        """Wait for the end of the guard."""
 
     def release_by(self, release: Release) -> None:
-        """Set how the guard lets the worker go from here on."""
-        ...
+        """Set how the guard lets the worker go."""
 
     def follow(self, process: Process) -> None:
-        """Name the process that the worker has from here on."""
-        ...
+        """Set the process of the worker."""
 
     def thaw_by(self, deadline: float) -> None:
-        """Say until when the worker may be frozen; infinite when it is not. A lost guard is told.
+        """Set until when the worker may be frozen; infinite when it is not.
 
-        `deadline` is in seconds of the monotonic clock. After it the guard acts as at the end of
-        its duty, although the agent is there: it hangs.
+        `deadline` is in seconds of the monotonic clock. The guard acts at it although the agent is
+        connected, because the agent hangs. A guard that is gone is no error.
         """
-        ...
 
     async def dismiss(self) -> None:
-        """End the guard without action."""
-        ...
+        """End the guard without any action of it."""
 
     def close(self) -> None:
-        """Let go of the guard, as an agent does that ends."""
-        ...
+        """Close the connection; the guard then waits for the next agent."""
 
 
 class Guard(Protocol):
-    """Starts guards and finds those that an earlier agent started."""
+    """Starts guards, and adopts those of an earlier agent."""
 
-    async def start(self, duty: Duty) -> GuardLink:
+    async def start(self, spec: GuardSpec) -> GuardLink:
         """Start a guard and return when it is armed. SourceExited when the worker is gone."""
-        ...
 
-    async def adopt(self, duty: Duty) -> GuardLink | None:
-        """Take over a guard that waits for a returning agent; None when there is none."""
-        ...
+    async def adopt(self, spec: GuardSpec) -> GuardLink | None:
+        """Connect to the guard of an earlier agent; None when there is none."""
 
     async def release(self, process: Process, release: Release) -> None:
-        """Let a worker go now, in the way in which a guard does."""
-        ...
+        """Let a worker go in the way of a guard."""
 
 
-class Place(NamedTuple):
+class GenerationRef(NamedTuple):
     """One generation below the artifact root."""
 
     namespace: str
@@ -354,57 +319,45 @@ class Place(NamedTuple):
 
 
 class Artifacts(Protocol):
-    """The artifact root, which all nodes share. Everything it reads is hostile input."""
+    """Parts and generations below the artifact root, which all nodes share; hostile input."""
 
     async def require_space(self, own: int, weights: int) -> None:
-        """NoSpace unless a worker's own state fits, and its weights where they come here, too."""
-        ...
+        """Raise NoSpace unless this many bytes of a worker's own state and of weights fit."""
 
-    def new_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
-        """Create a part's directory and keep it open. ArtifactExists when it is there already."""
-        ...
+    def new_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
+        """Create the directory of a part; yield a descriptor. ArtifactExists."""
 
-    def open_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
-        """Keep a part's directory open for reading."""
-        ...
+    def open_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
+        """Open the directory of a part; yield a descriptor. ArtifactMissing."""
 
     async def finish_part(self, directory: int, manifest: PartManifest) -> str:
-        """Write the part manifest, last and durably; its digest."""
-        ...
+        """Write the part manifest durably; return its digest."""
 
-    async def read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
-        """Read a part manifest and its digest; sizes and kinds of all files are checked."""
-        ...
+    async def read_part(self, place: GenerationRef, part: str) -> tuple[PartManifest, str]:
+        """Return a part manifest and its digest; check the sizes and kinds of all files."""
 
-    async def check_bytes(self, place: Place, manifest: PartManifest, progress: Progress) -> None:
+    async def check_bytes(
+        self, place: GenerationRef, manifest: PartManifest, progress: Progress
+    ) -> None:
         """Read every byte of a part. ArtifactCorrupt names file and chunk."""
-        ...
 
-
-class Generations(Protocol):
-    """Whole generations below the artifact root."""
-
-    async def parts(self, place: Place) -> list[str]:
-        """Name the parts that a generation holds on disk."""
-        ...
+    async def parts(self, place: GenerationRef) -> list[str]:
+        """Return the names of the parts of a generation on disk."""
 
     async def seal(self, manifest: RootManifest) -> str:
-        """Put the root manifest in place, never over another; its digest."""
-        ...
+        """Put the root manifest in place, never over another one; return its digest."""
 
     async def read_root(self, ref: ArtifactRef) -> RootManifest:
-        """Read the root manifest. ArtifactCorrupt when its digest is not the one given."""
-        ...
+        """Return the root manifest. ArtifactCorrupt when its digest is another one."""
 
-    async def remove(self, place: Place) -> None:
+    async def remove(self, place: GenerationRef) -> None:
         """Remove a generation, its root manifest first. Absent is success."""
-        ...
 
 
 class Stray(NamedTuple):
-    """Something below the artifact root that is no generation, and no folder above one.
+    """An entry below the artifact root that is neither a generation nor a folder above one.
 
-    `path` has one to three names. `age_s` is how many seconds ago it last changed.
+    `path` has one to three names. `age_s` is the time since its last change, in seconds.
     """
 
     path: tuple[str, ...]
@@ -412,91 +365,76 @@ class Stray(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What lies below the artifact root."""
+    """The entries below the artifact root."""
 
     generations: list[FoundGeneration]
     strays: list[Stray]
 
 
 class Library(Protocol):
-    """The artifact root as a whole. Links are never followed, and nothing is ever removed."""
+    """The artifact root as a whole. Links are not followed, and nothing is removed."""
 
     async def listing(self, now: float) -> Listing:
-        """List everything but what is hidden; `now` is seconds since the epoch."""
-        ...
+        """List all entries but hidden ones; `now` is in seconds since the epoch."""
 
     async def set_aside(self, path: Sequence[str], label: str) -> bool:
         """Move one entry, with its path, below `.quarantine/<label>`; False when it is gone.
 
         ArtifactExists when something stands there already.
         """
-        ...
 
-    async def set_aside_before(self) -> int:
-        """Count what lies in quarantine."""
-        ...
+    async def count_set_aside(self) -> int:
+        """Return the number of entries in quarantine."""
 
 
-class Inventories(Protocol):
-    """Who knows whose generations are."""
-
-    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-        """Ask about generations that were listed before. BusUnavailable, NotFound."""
-        ...
-
-
-class KnownPods(Protocol):
-    """The operator, as the one that knows which pods there are."""
-
-    async def unknown(self, pods: Sequence[str]) -> list[str]:
-        """Return the uids of those that are no objects any more. BusUnavailable, NotFound."""
-        ...
-
-
-class Templates(Protocol):
-    """Where pod specs come from: they never travel in orders."""
+class Operator(Protocol):
+    """What the agent asks the operator. All raise BusUnavailable, and NotFound without one."""
 
     async def spec(self, pod: PodRef) -> Any:
-        """Ask for the spec of a pod, as JSON values. StalePodReference when it is another."""
-        ...
+        """Return the spec of a pod as JSON values, waiting for an operator that is away.
+
+        Specs hold secrets, so they never travel in orders. StalePodReference when the pod of this
+        name has another uid.
+        """
+
+    async def unknown_pods(self, pods: Sequence[str]) -> list[str]:
+        """Return which of these uids are of no Pod in the store."""
+
+    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        """Return a verdict about each generation, which must have been listed before."""
 
 
 class Locks(Protocol):
     """Exclusion between processes."""
 
     def take(self, path: Path) -> Callable[[], None] | None:
-        """Lock a file; what gives it back, or None when somebody else has it."""
-        ...
+        """Lock a file; return what unlocks it, or None when another process has the lock."""
 
 
 class Orders(Protocol):
-    """What handlers need of the order book beyond the context of their own order."""
+    """The order book, as handlers use it beyond the context of their own order."""
 
     journal: Journal
 
     async def report(self, entry: Entry, kind: str, **fields: Any) -> None:
         """Journal a report and have it published."""
-        ...
 
     async def tombstone(self, subject: str, attempt: int) -> None:
         """Journal that no attempt up to this one of the named work may begin or go on."""
-        ...
 
     def require_current(self, subject: str, attempt: int) -> None:
-        """Superseded when the named work was aborted at this attempt or later."""
-        ...
+        """Raise Superseded when the named work was aborted at this attempt or later."""
 
     async def cancel(self, order_id: str, attempt: int, within_s: float | None = None) -> bool:
-        """Cancel a running order of at most this attempt; wait for its compensation.
+        """Cancel a running order of at most this attempt; whether there was one.
 
-        For `within_s` seconds at most, if given.
+        Waits for its compensation, for `within_s` seconds at most if given.
         """
-        ...
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The node as handlers use it."""
+    """All ports of one node."""
 
     launcher: Launcher
     control: ControlDirectory
@@ -504,8 +442,7 @@ class Machine:
     gpu_memory: GpuMemory
     guards: Guard
     artifacts: Artifacts
-    generations: Generations
-    templates: Templates
+    operator: Operator
     locks: Locks
     clocks: Clocks
     facts: Facts

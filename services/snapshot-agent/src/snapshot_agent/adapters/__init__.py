@@ -1,1 +1,1 @@
-"""What the agent uses of the machine, one tool each."""
+"""Implementations of the ports, one for each tool or neighbour of the agent."""

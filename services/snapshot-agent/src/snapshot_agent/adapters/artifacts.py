@@ -1,4 +1,4 @@
-"""The artifact root on a file system that all nodes share."""
+"""The artifact root on a file system that all nodes share: generations, parts, manifests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TypeVar
 
-from snapshot_agent.adapters.copying import ROOT, Counter, read_checked
-from snapshot_agent.ports import Place, Progress
+from snapshot_agent.adapters.copying import ROOT, ByteCounter, read_checked
+from snapshot_agent.ports import GenerationRef, Progress
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     ROOT_MANIFEST,
@@ -59,19 +59,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEASURED_WITHIN_S = 1.0
-"""After how long the free space is what was measured last, in seconds."""
+"""How long to wait for a measurement of the free space before the last one is used, in seconds."""
 
 
 class ArtifactRoot:
-    """The `Artifacts` and `Generations` ports over one directory."""
+    """The `Artifacts` port over one directory."""
 
     def __init__(
         self, root: Path, object_storage: str = "", *, weights_in_objects: bool = False
     ) -> None:
-        """Use `root`, which is made when it is missing.
+        """Use the directory `root`, which is created when it is missing.
 
-        Parts whose bytes are objects have them in `object_storage`, a URL; `weights_in_objects`
-        says that this is where those of the next capture go.
+        `object_storage` is the URL below which parts keep bytes as objects, and
+        `weights_in_objects` whether the weights of the next capture go there.
         """
         self._root = root
         self._object_storage = object_storage
@@ -90,7 +90,7 @@ class ArtifactRoot:
             return open_root(self._root, create=True)
 
     async def free_bytes(self) -> int:
-        """Return the bytes that can still be written, as far as they are known."""
+        """Return the free bytes, as measured last when the file system hangs; 0 at first."""
         measuring = self._measured()
         await asyncio.wait([measuring], timeout=MEASURED_WITHIN_S)
         if measuring.done():
@@ -102,12 +102,15 @@ class ArtifactRoot:
 
     async def require_space(self, own: int, weights: int) -> None:
         needed = own if self._weights_in_objects else own + weights
-        # Whoever gives up does so at once: the measurement works on nothing of theirs.
+        # Shielded: a caller that is cancelled need not wait, for the thread uses nothing of it.
         free = await asyncio.shield(self._measured())
         check_space(free, needed, f"the capture, below {self._root},")
 
     def _measured(self) -> asyncio.Future[int]:
-        """Return the measurement under way. There is one at a time, for it may hang."""
+        """Return the measurement under way, or a new one.
+
+        One at a time: each that hangs takes a thread.
+        """
         if self._measuring is None or self._measuring.done():
             self._measuring = ROOT.begin(self._measure)
             self._measuring.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -117,17 +120,17 @@ class ArtifactRoot:
         with opened(self._open()) as root:
             return free_bytes(root)
 
-    def new_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+    def new_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
         return ROOT.opened(self._new_part, place, part)
 
-    def _new_part(self, place: Place, part: str) -> int:
+    def _new_part(self, place: GenerationRef, part: str) -> int:
         with opened(open_root(self._root, create=True)) as root:
             return make_dir(root, part_path(*place, part), exclusive=True)
 
-    def open_part(self, place: Place, part: str) -> AbstractAsyncContextManager[int]:
+    def open_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
         return ROOT.opened(self._open_part, place, part)
 
-    def _open_part(self, place: Place, part: str) -> int:
+    def _open_part(self, place: GenerationRef, part: str) -> int:
         with opened(self._open()) as root:
             return open_artifact(root, part_path(*place, part))
 
@@ -140,10 +143,10 @@ class ArtifactRoot:
         await ROOT.run(write_new, directory, PART_MANIFEST, data)
         return digest(data)
 
-    async def read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
+    async def read_part(self, place: GenerationRef, part: str) -> tuple[PartManifest, str]:
         return await ROOT.run(self._read_part, place, part)
 
-    def _read_part(self, place: Place, part: str) -> tuple[PartManifest, str]:
+    def _read_part(self, place: GenerationRef, part: str) -> tuple[PartManifest, str]:
         with opened(self._open_part(place, part)) as directory:
             data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
@@ -156,32 +159,34 @@ class ArtifactRoot:
             _check_nothing_else(directory, manifest)
         return manifest, digest(data)
 
-    async def check_bytes(self, place: Place, manifest: PartManifest, progress: Progress) -> None:
+    async def check_bytes(
+        self, place: GenerationRef, manifest: PartManifest, progress: Progress
+    ) -> None:
         if manifest.objects:
-            counter = Counter(progress)
+            counter = ByteCounter(progress)
             sizes = verify_objects(self._objects, manifest)
             while size := await ROOT.run(next, sizes, 0):
                 await counter.add(size)
             return
         async with self.open_part(place, manifest.part) as directory:
             await read_checked(
-                directory, manifest.files, Counter(progress), shared=manifest.kind == "gms"
+                directory, manifest.files, ByteCounter(progress), shared=manifest.kind == "gms"
             )
 
-    async def parts(self, place: Place) -> list[str]:
+    async def parts(self, place: GenerationRef) -> list[str]:
         return await ROOT.run(self._parts, place)
 
-    def _parts(self, place: Place) -> list[str]:
+    def _parts(self, place: GenerationRef) -> list[str]:
         with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
             return sorted(filter(_is_part, os.listdir(fd)))  # noqa: PTH208 - of a descriptor
 
     async def seal(self, manifest: RootManifest) -> str:
-        place = Place(manifest.namespace, manifest.content_uid, manifest.generation)
+        place = GenerationRef(manifest.namespace, manifest.content_uid, manifest.generation)
         data = encode_pretty(manifest)
         await ROOT.run(self._write_root, place, data)
         return digest(data)
 
-    def _write_root(self, place: Place, data: bytes) -> None:
+    def _write_root(self, place: GenerationRef, data: bytes) -> None:
         with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
             write_new(fd, ROOT_MANIFEST, data)
 
@@ -202,10 +207,10 @@ class ArtifactRoot:
             )
         return _decoded(data, RootManifest, ROOT_MANIFEST)
 
-    async def remove(self, place: Place) -> None:
+    async def remove(self, place: GenerationRef) -> None:
         await ROOT.run(self._remove, place)
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, place: GenerationRef) -> None:
         namespace, content, generation = generation_path(*place)
         with contextlib.suppress(ArtifactMissing), opened(self._open()) as root:
             with opened(open_dir(root, (namespace, content))) as parent:
@@ -213,13 +218,13 @@ class ArtifactRoot:
                     _unlink_root(parent, generation)
                 path = (namespace, content, generation)
                 remove_with_objects(parent, path, lambda: self._objects)
-            # Others may stand beside it, of this content or of this namespace.
+            # Fails while other generations of the content are there.
             with contextlib.suppress(OSError), opened(open_dir(root, (namespace,))) as folder:
                 os.rmdir(content, dir_fd=folder)
 
 
 def _unlink_root(parent: int, generation: str) -> None:
-    """Make sure that no reader takes the generation while the rest of it goes."""
+    """Remove the root manifest first, so that no reader takes a generation that is half removed."""
     with opened(open_dir(parent, (generation,))) as directory:
         try:
             os.unlink(ROOT_MANIFEST, dir_fd=directory)

@@ -1,10 +1,8 @@
-"""Control directories, written by temporary name and rename, followed by one inotify instance.
+"""Control directories: files put in place by rename, and watched by one inotify instance.
 
-A user may have only 128 inotify instances, so all waits of an agent share one.
-
-Single files are read and written in the event loop: they lie on a disk of the node, have a few
-hundred bytes, and nothing is made durable, for what they tell a worker ends with it. Trees may be
-of any size, so they are removed in threads.
+Single files are read and written in the event loop: they are on a disk of the node, have a few
+hundred bytes and are not made durable, because they mean nothing after the end of the worker. Trees
+may have any size, so they are removed in threads.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pathlib import Path
 from asyncinotify import Inotify, Mask
 
 from snapshot_agent.domain import control
-from snapshot_agent.domain.spec import Access, Places
+from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, ControlFolderBroken
 from snapshot_shared.files import (
     open_dir,
@@ -28,6 +26,7 @@ from snapshot_shared.files import (
     own_by,
     read_bounded,
     remove_tree,
+    take_lock,
     write_replacing,
 )
 from snapshot_shared.tasks import in_thread
@@ -40,18 +39,18 @@ class ControlDirectories:
     """The `ControlDirectory` port."""
 
     def __init__(self) -> None:
-        """Follow nothing yet. `close` ends what follows."""
+        """Watch no directory before the first `appears`; call `close` at the end."""
         self._inotify: Inotify | None = None
         self._pump: asyncio.Task[None] | None = None
         self._waits: dict[Path, set[asyncio.Event]] = {}
 
-    def create(self, where: Places) -> None:
+    def create(self, where: ContainerPaths) -> None:
         (where.control / control.STATE).mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(where) as folder, opened(open_dir(folder, [control.STATE])) as state:
             for directory in (folder, state):
                 hand_over(directory, where.access, where.access.folder_mode)
 
-    def put(self, where: Places, name: str, data: bytes) -> None:
+    def put(self, where: ContainerPaths, name: str, data: bytes) -> None:
         with workers_own(), contextlib.suppress(*_GONE), _opened(where) as directory:
             access = where.access
             owner = (access.uid, access.gid)
@@ -59,15 +58,15 @@ class ControlDirectories:
                 directory, name, data, mode=access.file_mode, owner=owner, durable=False
             )
 
-    def get(self, where: Places, name: str) -> bytes | None:
+    def get(self, where: ContainerPaths, name: str) -> bytes | None:
         try:
             with _opened(where) as directory:
                 return read_bounded(directory, name, control.MAX_BODY_BYTES)
         except (ArtifactCorrupt, ArtifactMissing, FileNotFoundError):
             return None
 
-    def remove(self, where: Places, name: str) -> None:
-        # A folder in its place is a worker's own doing, and goes when the next capture begins.
+    def remove(self, where: ContainerPaths, name: str) -> None:
+        # A worker may have put a folder in its place; the next capture clears it.
         with (
             workers_own(),
             contextlib.suppress(*_GONE, IsADirectoryError),
@@ -75,10 +74,12 @@ class ControlDirectories:
         ):
             os.unlink(name, dir_fd=directory)
 
-    async def clear(self, where: Places, *names: str) -> None:
+    async def clear(self, where: ContainerPaths, *names: str) -> None:
         await in_thread(_clear, where, names)
 
-    async def appears(self, where: Places, name: str, accepts: Callable[[bytes], bool]) -> None:
+    async def appears(
+        self, where: ContainerPaths, name: str, accepts: Callable[[bytes], bool]
+    ) -> None:
         with self._following(where.control) as changed:
             while True:
                 changed.clear()
@@ -89,7 +90,8 @@ class ControlDirectories:
 
     @contextlib.contextmanager
     def _following(self, where: Path) -> Iterator[asyncio.Event]:
-        """Set an event at every change of a directory for the length of a block."""
+        """Yield an event that is set at every change of a directory."""
+        # One instance for all waits: by default a user may have only 128.
         if self._inotify is None:
             self._inotify = Inotify()
             self._pump = asyncio.create_task(self._deliver(self._inotify), name="inotify")
@@ -104,10 +106,12 @@ class ControlDirectories:
             if not waits:
                 del self._waits[where]
                 with contextlib.suppress(OSError, ValueError):
+                    # Fails when the directory itself has been removed.
                     self._inotify.rm_watch(watch)
 
     async def _deliver(self, inotify: Inotify) -> None:
         async for event in inotify:
+            # After an overflow the kernel has dropped events of unknown directories.
             if event.mask & Mask.Q_OVERFLOW:
                 for waits in self._waits.values():
                     _wake(waits)
@@ -115,7 +119,7 @@ class ControlDirectories:
                 _wake(self._waits.get(event.watch.path, set()))
 
     async def close(self) -> None:
-        """End all waits' source."""
+        """Stop watching."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -123,11 +127,19 @@ class ControlDirectories:
             self._inotify.close()
 
 
+class FileLocks:
+    """The `Locks` port over flock(2)."""
+
+    def take(self, path: Path) -> Callable[[], None] | None:
+        fd = take_lock(path)
+        return None if fd is None else lambda: os.close(fd)
+
+
 @contextlib.contextmanager
 def workers_own() -> Iterator[None]:
-    """Tell errors about what belongs to a worker apart from those about artifacts.
+    """Raise ControlFolderBroken for artifact errors within a block on a worker's own files.
 
-    ControlFolderBroken: or else a worker could bring a sound artifact into quarantine.
+    A worker could otherwise have a sound artifact quarantined.
     """
     try:
         yield
@@ -135,7 +147,7 @@ def workers_own() -> Iterator[None]:
         raise ControlFolderBroken(error.message, **error.values) from error
 
 
-def _clear(where: Places, names: Sequence[str]) -> None:
+def _clear(where: ContainerPaths, names: Sequence[str]) -> None:
     with workers_own(), contextlib.suppress(*_GONE), _opened(where) as directory:
         for name in names:
             _remove(directory, name)
@@ -146,8 +158,8 @@ def _clear(where: Places, names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _opened(where: Places) -> Iterator[int]:
-    """Open a control directory; a link in its place is ArtifactCorrupt."""
+def _opened(where: ContainerPaths) -> Iterator[int]:
+    """Open a control directory. ArtifactCorrupt when it is a link."""
     with (
         opened(open_root(str(where.home))) as home,
         opened(open_dir(home, [where.control.name])) as found,
@@ -156,7 +168,7 @@ def _opened(where: Places) -> Iterator[int]:
 
 
 def hand_over(fd: int, access: Access, mode: int) -> None:
-    """Set the owner that a container needs, and a mode, on what a descriptor is open on."""
+    """Set the owner that a container needs, and a mode, on an open file or directory."""
     own_by(fd, (access.uid, access.gid), mode)
 
 

@@ -1,17 +1,27 @@
 """The driver of workers that save their own state: it copies the folder `state/`, and no more.
 
-The worker is stopped while the copy is made, so that nothing changes under it. Its process stays
-the same; a restore fills the folder of a worker that waits for it.
+The worker is stopped by signals while its files are copied, so that they do not change. Its process
+stays the same; a restore fills the folder of a worker in standby. No privilege is needed.
 """
 
 from __future__ import annotations
 
-from snapshot_agent.adapters import own_state
-from snapshot_agent.adapters.own_state import FREEZE_S
-from snapshot_agent.domain.driving import Phase, Release
-from snapshot_agent.ports import Dump, Process, Restoring, Stage, Worker
-from snapshot_shared.orders import Driver
+import signal
+from collections.abc import Sequence
 
+from snapshot_agent.adapters import processes, procfs
+from snapshot_agent.adapters.control_dir import hand_over, workers_own
+from snapshot_agent.adapters.copying import ROOT, ByteCounter, copy_in, listed, read_checked
+from snapshot_agent.domain import control
+from snapshot_agent.domain.driving import Phase, Release
+from snapshot_agent.ports import Dump, Process, RestoreSource, Stage, Worker
+from snapshot_shared.artifact import FileEntry
+from snapshot_shared.errors import SourceExited
+from snapshot_shared.files import make_dir, open_dir, open_regular, open_root, opened, remove_tree
+from snapshot_shared.orders import Driver
+from snapshot_shared.tasks import in_thread
+
+FREEZE_S = 15.0
 THAW_S = 15.0
 
 
@@ -23,31 +33,77 @@ class Cooperative:
     replaces = False
 
     def __init__(self) -> None:
-        """Need nothing of the node but its processes and files."""
-        self.stages = (
+        """Use the processes and files of this node; nothing has to be given."""
+        self.stages: Sequence[Stage] = (
             Stage("freeze", self.freeze, FREEZE_S),
             Stage("copy-state", self.copy, writes=True),
             Stage("thaw", self.thaw, THAW_S, writes=True),
         )
 
     async def size(self, worker: Worker) -> int:
-        return await own_state.size(worker)
+        return await in_thread(_size, worker)
 
     async def freeze(self, dump: Dump) -> None:
-        """Stop the worker."""
-        await own_state.freeze(dump.worker)
+        """Stop every thread of the worker and return when all have stopped."""
+        worker, done = dump.worker, set[tuple[int, int]]()
+        # A process can fork until it has stopped, so look again until no new one is found.
+        while fresh := [m for m in _members(worker) if (m.pid, m.start) not in done]:
+            for member in fresh:
+                procfs.send(member, signal.SIGSTOP)
+            await processes.all_stopped(fresh)
+            done.update((member.pid, member.start) for member in fresh)
+        if not procfs.is_alive(*worker.process):
+            raise SourceExited("the worker ended while it was frozen")
 
     async def copy(self, dump: Dump) -> None:
-        """Copy what the worker has saved."""
-        await own_state.copy(dump)
+        """Write the state of a frozen worker durably into the part."""
+        counter = ByteCounter(dump.progress)
+        async with ROOT.opened(_state, dump.worker) as state:
+            names = await ROOT.run(listed, state)
+            dump.files = [await copy_in(state, dump.part, name, counter) for name, _ in names]
 
     async def thaw(self, dump: Dump) -> None:
-        """Let the worker run."""
-        own_state.thaw(dump.worker)
+        """Let the worker run. SIGCONT changes nothing for a process that runs."""
+        for member in _members(dump.worker):
+            procfs.send(member, signal.SIGCONT)
 
-    async def restore(self, placeholder: Worker, restoring: Restoring) -> Process:
-        await own_state.fill(placeholder, restoring.part, restoring.files, restoring.progress)
+    async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
+        await self.fill(placeholder, source)
         return placeholder.process
 
-    def release(self, _worker: Worker, _phase: Phase) -> Release:
+    async def fill(self, worker: Worker, source: RestoreSource) -> None:
+        """Put saved state into `state/`. ArtifactCorrupt before a bad byte is written there."""
+        async with ROOT.opened(_fresh_state, worker) as state:
+            await read_checked(source.part, source.files, ByteCounter(source.progress), state)
+            await ROOT.run(_hand_over, worker, state, source.files)
+
+    def release(self, worker: Worker, phase: Phase) -> Release:
         return Release()
+
+
+def _size(worker: Worker) -> int:
+    with opened(_state(worker)) as state:
+        return sum(found for _, found in listed(state))
+
+
+def _fresh_state(worker: Worker) -> int:
+    with workers_own(), opened(open_root(str(worker.paths.control))) as folder:
+        remove_tree(folder, control.STATE, durable=False)
+        return make_dir(folder, [control.STATE], exclusive=True)
+
+
+def _hand_over(worker: Worker, state: int, files: Sequence[FileEntry]) -> None:
+    access = worker.paths.access
+    for entry in files:
+        with opened(open_regular(state, entry.name)) as file:
+            hand_over(file, access, access.file_mode)
+    hand_over(state, access, access.folder_mode)
+
+
+def _members(worker: Worker) -> list[procfs.Stat]:
+    return procfs.session_of(*worker.process)
+
+
+def _state(worker: Worker) -> int:
+    with opened(open_root(str(worker.paths.control))) as folder:
+        return open_dir(folder, [control.STATE])

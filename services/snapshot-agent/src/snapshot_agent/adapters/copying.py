@@ -1,7 +1,7 @@
-"""Moving files into a part and out of it, chunk by chunk, each chunk with its xxh3-128 digest.
+"""Copies files into a part and out of it, in chunks, each with its xxh3-128 digest.
 
-A cancellation waits for the chunk under way, so that nothing reads a worker's files, or writes into
-a part, after the caller has gone on.
+A cancellation waits for the chunk under way, so that no thread uses a worker's files or a part
+after the caller has gone on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from snapshot_shared.tasks import Threads
 CHUNK_BYTES = 8 * 1024 * 1024
 
 ROOT = Threads(16, "artifact-root")
-"""The threads of everything below the artifact root, whose file system may hang for a long time."""
+"""Threads for all calls below the artifact root, whose file system may hang. They are apart from
+those of the event loop, which the journal needs."""
 
 
 def listed(directory: int) -> list[tuple[str, int]]:
-    """Name the files of a directory with their sizes, in order.
+    """Return the names and sizes of the files of a directory, sorted.
 
-    InvalidName when there is anything that a part cannot hold: folders, links, odd names.
+    InvalidName for what a part cannot hold: folders, links, odd names, too many files.
     """
     found: list[tuple[str, int]] = []
     for name in sorted(os.listdir(directory)):
@@ -55,21 +56,21 @@ def _is_file_name(name: str) -> bool:
     return name != PART_MANIFEST
 
 
-class Counter:
-    """Adds up bytes and tells them on."""
+class ByteCounter:
+    """Adds up bytes and reports the sum."""
 
     def __init__(self, progress: Progress) -> None:
-        """Begin at nothing."""
+        """Report to `progress`."""
         self._progress = progress
         self.done = 0
 
     async def add(self, count: int) -> None:
-        """Count bytes."""
+        """Add `count` bytes."""
         self.done += count
         await self._progress(self.done)
 
 
-async def copy_in(source: int, target: int, name: str, counter: Counter) -> FileEntry:
+async def copy_in(source: int, target: int, name: str, counter: ByteCounter) -> FileEntry:
     """Copy one file into a part, durably."""
     async with (
         ROOT.opened(open_regular, source, name) as reading,
@@ -115,15 +116,15 @@ def _sync(fd: int, name: str) -> None:
 async def read_checked(
     source: int,
     entries: Iterable[FileEntry],
-    counter: Counter,
+    counter: ByteCounter,
     target: int | None = None,
     *,
     shared: bool = False,
 ) -> None:
-    """Read files of a part whole, compare every digest, and copy them if there is a target.
+    """Read the files of a part, compare every digest, and copy them into `target` if given.
 
-    Those of GPU memory may be `shared` with other artifacts.
-    ArtifactCorrupt names the file and the chunk; a chunk that differs is not written.
+    `shared` allows further links to the files, as incremental saves make them. ArtifactCorrupt
+    names the file and the chunk; a chunk that differs is not written.
     """
     for entry in entries:
         async with ROOT.opened(
@@ -141,7 +142,9 @@ def _create_workers(target: int, name: str) -> int:
         return create_file(target, name)
 
 
-async def _read_entry(reading: int, entry: FileEntry, counter: Counter, sink: int | None) -> None:
+async def _read_entry(
+    reading: int, entry: FileEntry, counter: ByteCounter, sink: int | None
+) -> None:
     for index, digest in enumerate(entry.chunks):
         offset = index * entry.chunk_bytes
         count = min(entry.chunk_bytes, entry.size - offset)

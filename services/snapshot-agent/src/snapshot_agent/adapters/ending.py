@@ -1,8 +1,8 @@
-"""Ends everything of a container for good: asks first, and kills what is left.
+"""Ends all processes of a container: SIGTERM, and SIGKILL after a grace period.
 
-`python -m snapshot_agent.adapters.ending <marker> <grace_s>`; the processes are found by the entry
-`marker` of their environment. It is what lets a worker go that is half replaced, so it is started
-by guards as well as by agents.
+`python -m snapshot_agent.adapters.ending <marker> <grace_s>`; `marker` is an entry of their
+environment. It is the release program of a worker that is half replaced, so guards start it as well
+as agents.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ KILLED_WITHIN_S = 5.0
 
 
 def end(marker: str, grace_s: float) -> bool:
-    """Whether no process with the marker is left."""
+    """End the processes with the marker; whether none is left."""
     found = procfs.carrying(marker)
     for member in found:
         procfs.send(member, signal.SIGCONT)
         procfs.send(member, signal.SIGTERM)
     _await_end(found, time.monotonic() + grace_s)
     limit = time.monotonic() + KILLED_WITHIN_S
-    # What a dying process had just started is seen by the next look.
+    # A dying process may have forked just before, so list again until none is left.
     while (rest := procfs.carrying(marker)) and time.monotonic() < limit:
         for member in rest:
             procfs.send(member, signal.SIGKILL)

@@ -1,7 +1,12 @@
-"""The GPU memory service of this node, over its gRPC socket, with msgpack bodies."""
+"""The GPU memory service of this node, over its gRPC socket, with msgpack bodies.
+
+`python -m snapshot_agent.adapters.gms_grpc <socket folder of GMS> <token>` ends a fence. A guard
+starts this program when its agent is gone; it does not import gRPC itself, which starts too slowly.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Sequence
@@ -36,17 +41,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-UNFENCE = "snapshot_agent.adapters.unfence"
-
 CALL_S = 5.0
-"""How long a call may take besides what it was told to wait, in seconds."""
+"""How long a call may take in addition to the wait that it asks for, in seconds."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", 1024 * 1024),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # One channel a service: the process-wide pool would keep a failed connection for the next.
+    # gRPC shares subchannels in a process, and a new channel would inherit their back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -68,7 +71,7 @@ class GmsClient:
         self._channel: grpc.aio.Channel | None = None
 
     def at(self, _pod: PodRef) -> GmsClient:
-        # One service has all devices of a node.
+        # In standalone mode one service has all devices of a node.
         return self
 
     async def fence(
@@ -90,11 +93,17 @@ class GmsClient:
         try:
             await self._call("Unfence", UnfenceRequest(token=token), UnfenceReply, CALL_S)
         except GmsUnavailable as error:
-            # Fences live in the memory of the service: one that is gone holds none.
+            # Fences are in the memory of the service, so they have ended with it.
             log.info("no fence to end: %s", error)
 
     def unfencing(self, token: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", UNFENCE, str(self._socket_dir), token)
+        return (
+            sys.executable,
+            "-m",
+            "snapshot_agent.adapters.gms_grpc",
+            str(self._socket_dir),
+            token,
+        )
 
     async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
         status = await self._call(
@@ -123,7 +132,7 @@ class GmsClient:
         return decode_msgpack(data, reply)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._channel is not None:
             await self._channel.close()
 
@@ -137,3 +146,26 @@ def _translated(method: str, error: grpc.aio.AioRpcError) -> SnapbackError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return OutcomeUnknown(f"{method}: the GPU memory service did not answer in time")
     return GmsUnavailable(f"{method}: {error.details()}")
+
+
+async def _end_fence(socket_dir: Path, token: str) -> None:
+    client = GmsClient(socket_dir)
+    try:
+        await client.unfence(token)
+    finally:
+        await client.close()
+
+
+def main(arguments: list[str]) -> int:
+    """End the fence that the arguments name."""
+    folder, token = arguments
+    try:
+        asyncio.run(_end_fence(Path(folder), token))
+    except SnapbackError as error:
+        sys.stderr.write(f"unfence: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

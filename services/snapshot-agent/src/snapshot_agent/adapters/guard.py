@@ -1,16 +1,15 @@
-"""The guard: a child that outlives the agent and frees a captured worker when nobody else can.
+"""The guard: a child process that outlives the agent and releases a captured worker without it.
 
-It is armed before the worker is asked to be quiet. It holds the worker's pidfd and one connection
-from the agent. While that stands and no deadline has come, it does nothing. The agent tells it how
-long the worker may be frozen, for an agent may hang in the middle of a dump. When the
-connection ends it waits five seconds for a returning agent to connect, and then, as at the
-deadline, it has the fence on the worker's devices ended, without which it could not reach its
-memory, lets the worker go as the driver said last (a program and a signal), and writes
-`snapshot-aborted`; or kills the worker, where its duty says so. It goes when it is dismissed and
-when the worker ends, unless the driver is about to replace it, and leaves no socket behind.
+It is armed before the worker is quiesced, and holds the worker's pidfd and a connection from the
+agent. It acts when a deadline passes (that of the hold, or that until which the worker may be
+frozen, for an agent may hang within a dump), or five seconds after the connection has ended unless
+a new agent connects. It then starts the program that ends the fence on the worker's devices, lets
+the worker go as the driver set it last (a program and a signal), and writes `snapshot-aborted`; or
+kills the worker, where its task says so. It ends when it is dismissed and when the worker ends,
+unless the driver is about to replace the process, and leaves no socket behind.
 
-`python -m snapshot_agent.adapters.guard <charge>`; standard library only, and of it only what
-starts at once: a capture waits until its guard is armed. So no json, pathlib or typing here.
+`python -m snapshot_agent.adapters.guard <task>`. It imports nothing outside the standard library,
+nor json, pathlib or typing, because a capture waits until its guard has started.
 """
 
 # ruff: noqa: PTH108, PTH123
@@ -27,12 +26,15 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 
 from snapshot_agent.adapters import procfs
 
 RETURN_S = 5.0
-FULL_S = 1.0
 """How long the guard waits for a returning agent, in seconds."""
+
+FULL_S = 1.0
+"""How long to wait before another try while the disk is full, in seconds."""
 
 ARMED = b"armed"
 GONE = b"gone"
@@ -40,7 +42,7 @@ DISMISS = b"dismiss"
 FOLLOW = b"follow "
 """Followed by the pid and the start time of the process that the worker has from here on."""
 RELEASE = b"release "
-"""Followed by a `Release` that takes the place of the one before."""
+"""Followed by a `WireRelease`, which replaces the one before."""
 UNFENCE = b"unfence "
 """Followed by the arguments of the program that ends the fence, with a NUL after each."""
 THAW_BY = b"thaw-by "
@@ -50,92 +52,63 @@ MESSAGE_BYTES = 65536
 _PEER = struct.Struct("3i")
 
 
-class Charge:
-    """What one guard has to do. `link` is the descriptor of its first connection.
+class GuardTask:
+    """What one guard has to do, as the arguments of its process.
 
-    `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker go, the
-    file `says` is written with `body` and the file `ends` is removed; with `kill` the worker is
-    killed too. Nothing of it is done to a worker for which the file `unless` is there. The fence
-    `fence` is ended at the GMS whose sockets lie in `gms`; an empty `fence` is none. `node`,
-    `order`, `attempt` and `trace` (trace and span id with a colon between) are for the log.
+    `socket` is the name of the socket for returning agents, `link` the descriptor of the first
+    connection. `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker
+    go, the file `says` is written with `body` and the file `ends` is removed in `control`; with
+    `kill` the worker is killed as well. Neither happens when the file `unless` is there. `uid`,
+    `gid` (-1: unchanged) and `mode` are those of the file. `node`, `order`, `attempt` and `trace`
+    (trace id and span id with a colon between) are for the log.
     """
 
-    def __init__(  # noqa: PLR0913 - a plain record; importing dataclasses takes too long
-        self,
-        *,
-        socket: str,
-        link: int,
-        pid: int,
-        start: int,
-        control: str,
-        deadline: float,
-        boot_id: str,
-        kill: bool,
-        says: str,
-        body: str,
-        ends: str,
-        unless: str,
-        uid: int = -1,
-        gid: int = -1,
-        mode: int = 0o600,
-        node: str = "",
-        order: str = "",
-        attempt: int = 0,
-        trace: str = "",
-    ) -> None:
-        self.socket = socket
-        self.link = link
-        self.pid = pid
-        self.start = start
-        self.control = control
-        self.deadline = deadline
-        self.boot_id = boot_id
-        self.kill = kill
-        self.says = says
-        self.body = body
-        self.ends = ends
-        self.unless = unless
-        self.uid = uid
-        self.gid = gid
-        self.mode = mode
-        self.node = node
-        self.order = order
-        self.attempt = attempt
-        self.trace = trace
+    socket: str
+    link: int
+    pid: int
+    start: int
+    control: str
+    deadline: float
+    boot_id: str
+    kill: bool
+    says: str
+    body: str
+    ends: str
+    unless: str
+    uid: int
+    gid: int
+    mode: int
+    node: str
+    order: str
+    attempt: int
+    trace: str
+
+    def __init__(self, **values: object) -> None:
+        # A plain record: importing dataclasses takes too long.
+        self.__dict__.update(values)
 
     def arguments(self) -> list[str]:
-        """Write it as the arguments of the program."""
+        """Return the arguments of the program."""
         return [f"{name}={value}" for name, value in vars(self).items()]
 
     @classmethod
-    def read(cls, arguments: list[str]) -> Charge:
-        """Read what `arguments` wrote."""
+    def read(cls, arguments: list[str]) -> GuardTask:
+        """Return the task that `arguments` wrote."""
         given = dict(argument.split("=", 1) for argument in arguments)
-        return cls(
-            socket=given["socket"],
-            link=int(given["link"]),
-            pid=int(given["pid"]),
-            start=int(given["start"]),
-            control=given["control"],
-            deadline=float(given["deadline"]),
-            boot_id=given["boot_id"],
-            kill=given["kill"] == "True",
-            says=given["says"],
-            body=given["body"],
-            ends=given["ends"],
-            unless=given["unless"],
-            uid=int(given["uid"]),
-            gid=int(given["gid"]),
-            mode=int(given["mode"]),
-            node=given["node"],
-            order=given["order"],
-            attempt=int(given["attempt"]),
-            trace=given["trace"],
-        )
+        return cls(**{name: _READ[cls.__annotations__[name]](given[name]) for name in given})
 
 
-class Release:
-    """How a worker is let go, as `snapshot_agent.domain.driving.Release` describes it."""
+_READ: dict[str, Callable[[str], object]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": "True".__eq__,
+}
+"""How a value is read, by the annotation of its field."""
+
+
+class WireRelease:
+    """A `snapshot_agent.domain.driving.Release` on the connection to a guard."""
 
     def __init__(self, program: list[str], within_s: float, *, ends: bool, stays: bool) -> None:
         self.program = program
@@ -144,43 +117,44 @@ class Release:
         self.stays = stays
 
     def words(self) -> bytes:
-        """Write it as a message."""
+        """Return the message."""
         head = [repr(self.within_s), str(int(self.ends)), str(int(self.stays))]
         return RELEASE + joined(head + self.program)
 
     @classmethod
-    def read(cls, words: bytes) -> Release:
-        """Read what `words` wrote, without its first word."""
+    def read(cls, words: bytes) -> WireRelease:
+        """Return what `words` wrote, given without its first word."""
         within_s, ends, stays, *program = split(words)
         return cls(program, float(within_s), ends=ends == "1", stays=stays == "1")
 
 
 def joined(words: list[str]) -> bytes:
-    """Write arguments, of which none holds a NUL."""
+    """Return arguments as one message, with a NUL after each."""
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
 def split(data: bytes) -> list[str]:
-    """Read what `joined` wrote."""
+    """Return the arguments that `joined` wrote."""
     return [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
 
 
 class _Watch:
     """The events that a guard waits for."""
 
-    def __init__(self, charge: Charge, worker: int) -> None:
-        self.charge = charge
+    def __init__(self, task: GuardTask, worker: int) -> None:
+        self.task = task
         self.worker = worker
-        self.process = charge.pid, charge.start
-        self.release = Release([], 0.0, ends=False, stays=False)
+        self.process = task.pid, task.start
+        self.release = WireRelease([], 0.0, ends=False, stays=False)
         self.unfence: list[str] = []
         self.returns_by = math.inf
         self.thaw_by = math.inf
-        self.link: socket.socket | None = socket.socket(fileno=charge.link)
-        self.listener = _listen(charge.socket)
+        self.link: socket.socket | None = socket.socket(fileno=task.link)
+        self.listener = _listen(task.socket)
         self.alarm, alarm = socket.socketpair()
         alarm.setblocking(False)  # noqa: FBT003 - its only form
         self._alarm = alarm
+        # A handler in Python does not end poll by itself (PEP 475); the byte written here does.
         signal.set_wakeup_fd(alarm.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
@@ -189,23 +163,24 @@ class _Watch:
             self.poll.register(source, select.POLLIN)
 
     def until_over(self) -> bool:
-        """Wait; True when the worker has to be let go, False when there is nothing to do."""
+        """Wait for the end of the guard; whether the worker has to be let go."""
         while True:
-            left = min(self.charge.deadline, self.returns_by, self.thaw_by) - time.monotonic()
+            left = min(self.task.deadline, self.returns_by, self.thaw_by) - time.monotonic()
             if left <= 0:
                 return True
+            # poll takes an int of milliseconds, so a deadline in the far future is cut.
             ready = {fd for fd, _ in self.poll.poll(math.ceil(min(left, 86400) * 1000))}
             if self.worker in ready:
                 return False
             if self.alarm.fileno() in ready:
                 return True
-            if self.link is not None and self.link.fileno() in ready and self._hear(self.link):
+            if self.link is not None and self.link.fileno() in ready and self._receive(self.link):
                 return False
             if self.listener.fileno() in ready:
                 self._welcome()
 
-    def _hear(self, link: socket.socket) -> bool:
-        """Take one message; True when dismissed."""
+    def _receive(self, link: socket.socket) -> bool:
+        """Handle one message; whether the guard is over."""
         try:
             message = link.recv(MESSAGE_BYTES)
         except OSError:
@@ -218,7 +193,7 @@ class _Watch:
         elif message.startswith(THAW_BY):
             self.thaw_by = float(message[len(THAW_BY) :])
         elif message.startswith(RELEASE):
-            self.release = Release.read(message[len(RELEASE) :])
+            self.release = WireRelease.read(message[len(RELEASE) :])
             self._attend()
         elif message.startswith(UNFENCE):
             self.unfence = split(message[len(UNFENCE) :])
@@ -227,14 +202,14 @@ class _Watch:
         return False
 
     def _attend(self) -> None:
-        """Wait for the worker's end, or not while it may end without the end of the capture."""
+        """Watch for the end of the worker, unless its process is about to be replaced."""
         with contextlib.suppress(KeyError):
             self.poll.unregister(self.worker)
         if not self.release.stays:
             self.poll.register(self.worker, select.POLLIN)
 
     def _follow(self, words: bytes) -> bool:
-        """Watch another process; True when it has ended already."""
+        """Watch another process; whether it has ended already."""
         pid, start = words.split()
         found = procfs.open_pidfd(int(pid), int(start))
         if found is None:
@@ -252,7 +227,7 @@ class _Watch:
         self.link = None
 
     def _welcome(self) -> None:
-        """Let a returning agent take over from the one that started us."""
+        """Let a returning agent take over from the one before."""
         with contextlib.suppress(OSError):
             caller = let_in(self.listener)
             if caller is None:
@@ -265,9 +240,9 @@ class _Watch:
             caller.send(ARMED)
 
     def forget(self) -> None:
-        """Remove the socket, so that no agent finds a guard that has decided."""
+        """Remove the socket, so that no agent connects to a guard that has decided."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.charge.socket)
+            os.unlink(self.task.socket)
         self.listener.close()
 
 
@@ -275,6 +250,7 @@ def _listen(name: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # The mode of a unix socket is set by the umask at bind alone.
     os.umask(0o077)
     listener.bind(name)
     listener.listen(4)
@@ -282,7 +258,7 @@ def _listen(name: str) -> socket.socket:
 
 
 def let_in(listener: socket.socket) -> socket.socket | None:
-    """Accept a caller; None for one of another user, who is turned away."""
+    """Accept a connection; None when it is of another user, and closed again."""
     caller, _ = listener.accept()
     if peer_of(caller)[1] in (0, os.getuid()):
         return caller
@@ -291,30 +267,32 @@ def let_in(listener: socket.socket) -> socket.socket | None:
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Give pid and uid of who is at the other end, as the kernel says."""
+    """Return pid and uid of the process at the other end, from the kernel."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _ = _PEER.unpack(data)
     return pid, uid
 
 
-def free(charge: Charge, process: tuple[int, int], release: Release, unfence: list[str]) -> None:
+def free(
+    task: GuardTask, process: tuple[int, int], release: WireRelease, unfence: list[str]
+) -> None:
     """Let the worker go, or kill it."""
     if unfence:
-        # Nothing waits for it but the worker itself.
+        # Not waited for: a GMS that hangs must not delay the thaw.
         _start(unfence)
     try:
-        control = os.open(charge.control, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        control = os.open(task.control, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         control = None
-    is_over = control is not None and _exists(control, charge.unless)
+    is_over = control is not None and _exists(control, task.unless)
     run_program(release.program, release.within_s)
-    let_go(process, ends=release.ends or (charge.kill and not is_over))
+    let_go(process, ends=release.ends or (task.kill and not is_over))
     if control is not None and not is_over:
-        while not _is_written(control, charge) and any(procfs.session_of(*process)):
-            # The disk is full. The worker waits for this file, and nobody else will write it.
+        while not _is_written(control, task) and any(procfs.session_of(*process)):
+            # The disk is full. The worker waits for this file, and no other process writes it.
             select.select([], [], [], FULL_S)
         with contextlib.suppress(OSError):
-            os.unlink(charge.ends, dir_fd=control)
+            os.unlink(task.ends, dir_fd=control)
 
 
 def let_go(process: tuple[int, int], *, ends: bool) -> None:
@@ -325,7 +303,7 @@ def let_go(process: tuple[int, int], *, ends: bool) -> None:
 
 
 def run_program(program: list[str], within_s: float) -> None:
-    """Run a program to its end, or kill it when its time is up. One that is not there is none."""
+    """Run a program, and kill it after `within_s`. One that is not there is ignored."""
     pid = _start(program) if program else None
     if pid is None:
         return
@@ -345,9 +323,9 @@ def _start(program: list[str]) -> int | None:
         return None
 
 
-def _is_written(control: int, charge: Charge) -> bool:
+def _is_written(control: int, task: GuardTask) -> bool:
     try:
-        _write(control, charge)
+        _write(control, task)
     except OSError as error:
         return error.errno not in (errno.ENOSPC, errno.EDQUOT)
     return True
@@ -361,21 +339,21 @@ def _exists(directory: int, name: str) -> bool:
     return True
 
 
-def _write(directory: int, charge: Charge) -> None:
-    temporary = f".{charge.says}.guard"
+def _write(directory: int, task: GuardTask) -> None:
+    temporary = f".{task.says}.guard"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=directory)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     fd = os.open(temporary, flags, 0o600, dir_fd=directory)
     try:
-        if (charge.uid, charge.gid) != (-1, -1):
-            os.fchown(fd, charge.uid, charge.gid)
-        os.fchmod(fd, charge.mode)
-        os.write(fd, charge.body.encode())
+        if (task.uid, task.gid) != (-1, -1):
+            os.fchown(fd, task.uid, task.gid)
+        os.fchmod(fd, task.mode)
+        os.write(fd, task.body.encode())
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(temporary, charge.says, src_dir_fd=directory, dst_dir_fd=directory)
+    os.rename(temporary, task.says, src_dir_fd=directory, dst_dir_fd=directory)
 
 
 def _boot_id() -> str:
@@ -383,49 +361,52 @@ def _boot_id() -> str:
         return file.read().strip()
 
 
-def _line(charge: Charge, message: str) -> str:
-    """Write a line of the log as the services do. No value holds anything that JSON would quote."""
+def _line(task: GuardTask, message: str) -> str:
+    """Return a line of the log in the form of the services.
+
+    json is not imported here: no value has a character that would need an escape.
+    """
     now = time.time()
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
-    trace_id, _, span_id = charge.trace.partition(":")
+    trace_id, _, span_id = task.trace.partition(":")
     words = {
         "at": at,
         "level": "WARNING",
         "service": "snap-guard",
-        "node": charge.node,
+        "node": task.node,
         "logger": "guard",
         "message": message,
         "trace_id": trace_id,
         "span_id": span_id,
-        "order_id": charge.order,
+        "order_id": task.order,
     }
     said = ", ".join(f'"{name}": "{word}"' for name, word in words.items() if word)
-    return f'{{{said}, "attempt": {charge.attempt}}}\n'
+    return f'{{{said}, "attempt": {task.attempt}}}\n'
 
 
 def main(arguments: list[str]) -> int:
-    """Keep one charge to its end. The working directory is where the socket goes."""
-    charge = Charge.read(arguments)
-    # What ends the fence must not keep our connection open.
-    os.set_inheritable(charge.link, False)  # noqa: FBT003 - its only form
-    worker = procfs.open_pidfd(charge.pid, charge.start)
-    if worker is None or charge.boot_id != _boot_id():
-        with socket.socket(fileno=charge.link) as link:
+    """Run one guard. The socket is created in the working directory."""
+    task = GuardTask.read(arguments)
+    # Or else the program that ends the fence would keep the connection to the agent open.
+    os.set_inheritable(task.link, False)  # noqa: FBT003 - its only form
+    worker = procfs.open_pidfd(task.pid, task.start)
+    if worker is None or task.boot_id != _boot_id():
+        with socket.socket(fileno=task.link) as link:
             link.send(GONE)
         return 1
-    watch = _Watch(charge, worker)
+    watch = _Watch(task, worker)
     if watch.link is not None:
         watch.link.send(ARMED)
     must_act = watch.until_over()
     watch.forget()
     if must_act:
-        free(charge, watch.process, watch.release, watch.unfence)
-        sys.stderr.write(_line(charge, f"freed process {watch.process[0]} ({charge.socket})"))
+        free(task, watch.process, watch.release, watch.unfence)
+        sys.stderr.write(_line(task, f"freed process {watch.process[0]} ({task.socket})"))
     return 0
 
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    # The agent waits for the end, and nothing of the interpreter is worth a tidy one.
+    # The agent waits for this end; the finalization of the interpreter would take longer.
     os._exit(status)

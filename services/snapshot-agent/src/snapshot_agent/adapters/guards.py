@@ -1,4 +1,4 @@
-"""The agent's side of guards: starting them, and finding those that an earlier agent started."""
+"""Starts guards, and connects to those that an earlier agent started."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import snapshot_agent
-from snapshot_agent.adapters import guard, procfs, procwait
+from snapshot_agent.adapters import guard, processes, procfs
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Release
-from snapshot_agent.ports import Duty, GuardLink, Process
+from snapshot_agent.ports import GuardLink, GuardSpec, Process
 from snapshot_shared.errors import DeadlineExceeded, Failure, SourceExited
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.spans import parse_traceparent
@@ -27,35 +27,35 @@ log = logging.getLogger(__name__)
 ARMED_WITHIN_S = 5.0
 GONE_WITHIN_S = 2.0
 MARGIN_S = 2.0
-"""How much later than an agent that is well a guard acts at the deadline, in seconds."""
+"""How much later than a healthy agent a guard acts at a deadline, in seconds."""
 
 _SOURCES = str(Path(snapshot_agent.__file__).parents[1])
 _ABORTED = Failure(reason="AgentLost", message="the capture was given up by its guard")
 
 
 class Guards:
-    """The `Guard` port. Sockets and the log of all guards lie in one folder."""
+    """The `Guard` port. Sockets and the log of all guards are in one folder."""
 
     def __init__(self, folder: Path, run: str, *, node: str = "") -> None:
-        """Use `folder`; `run` marks the processes of one local cluster, `node` names this one."""
+        """Use `folder`; `run` marks the processes of a local cluster, `node` is for the log."""
         self._folder = folder
         self._run = run
         self._node = node
 
-    async def start(self, duty: Duty) -> GuardLink:
+    async def start(self, spec: GuardSpec) -> GuardLink:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)  # noqa: FBT003 - its only form
         try:
-            child = self._spawn(duty, theirs)
+            child = self._spawn(spec, theirs)
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        link = _Link(ours, self._folder / _socket_name(duty), child)
+        link = _Link(ours, self._folder / _socket_name(spec), child)
         try:
-            link.charge_with(duty)
-            answer = await link.hear(ARMED_WITHIN_S)
+            link.send_spec(spec)
+            answer = await link.receive(ARMED_WITHIN_S)
         except BaseException:
             await link.kill()
             raise
@@ -70,34 +70,34 @@ class Guards:
             budget_s=ARMED_WITHIN_S,
         )
 
-    def _spawn(self, duty: Duty, theirs: socket.socket) -> procfs.Stat | None:
-        """Start the program. It inherits nothing but the connection and the log."""
+    def _spawn(self, spec: GuardSpec, theirs: socket.socket) -> procfs.Stat | None:
+        """Start the program, which inherits the connection and the log."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        charge = guard.Charge(
-            socket=_socket_name(duty),
+        task = guard.GuardTask(
+            socket=_socket_name(spec),
             link=theirs.fileno(),
-            pid=duty.process.pid,
-            start=duty.process.start,
-            control=str(duty.control),
-            deadline=duty.deadline + MARGIN_S,
-            boot_id=duty.boot_id,
-            kill=duty.on_failure == "Kill",
+            pid=spec.process.pid,
+            start=spec.process.start,
+            control=str(spec.control),
+            deadline=spec.deadline + MARGIN_S,
+            boot_id=spec.boot_id,
+            kill=spec.on_failure == "Kill",
             says=control.ABORTED,
-            body=control.body(duty.attempt, _ABORTED).decode(),
+            body=control.body(spec.attempt, _ABORTED).decode(),
             ends=control.QUIESCE,
             unless=control.COMPLETE,
-            uid=duty.access.uid,
-            gid=duty.access.gid,
-            mode=duty.access.file_mode,
+            uid=spec.access.uid,
+            gid=spec.access.gid,
+            mode=spec.access.file_mode,
             node=self._node,
-            order=duty.order,
-            attempt=duty.attempt,
-            trace=":".join(parse_traceparent(duty.traceparent) or ()),
+            order=spec.order,
+            attempt=spec.attempt,
+            trace=":".join(parse_traceparent(spec.traceparent) or ()),
         )
         with (self._folder / "log").open("ab") as output:
             child = subprocess.Popen(
                 # -S: without site-packages a start takes a third of the time.
-                [sys.executable, "-S", "-m", guard.__name__, *charge.arguments()],
+                [sys.executable, "-S", "-m", guard.__name__, *task.arguments()],
                 env={"PYTHONPATH": _SOURCES, "SNAPBACK_RUN": self._run},
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
@@ -106,20 +106,20 @@ class Guards:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        # From here on it is reaped when its connection ends, so Popen must not.
+        # It is reaped when its connection ends; a return code keeps Popen from doing so.
         child.returncode = 0
         return procfs.read(child.pid)
 
-    async def adopt(self, duty: Duty) -> GuardLink | None:
-        path = self._folder / _socket_name(duty)
+    async def adopt(self, spec: GuardSpec) -> GuardLink | None:
+        path = self._folder / _socket_name(spec)
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         caller.setblocking(False)  # noqa: FBT003 - its only form
         with contextlib.suppress(OSError):
-            # The path of a unix socket may have 107 bytes; this one has few, whatever the folder.
+            # The path of a unix socket has at most 107 bytes, and the folder may be deep.
             with opened(open_root(str(self._folder))) as folder:
                 caller.connect(f"/proc/self/fd/{folder}/{path.name}")
             link = _Link(caller, path, _peer(caller))
-            if await link.hear(ARMED_WITHIN_S) == guard.ARMED:
+            if await link.receive(ARMED_WITHIN_S) == guard.ARMED:
                 return link
         caller.close()
         path.unlink(missing_ok=True)
@@ -132,7 +132,7 @@ class Guards:
 
 
 async def _run(program: Sequence[str], within_s: float) -> None:
-    """Run a program to its end, or kill it when its time is up. One that is not there is none."""
+    """Run a program, and kill it after `within_s`. One that is not there is ignored."""
     try:
         child = await asyncio.create_subprocess_exec(*program, stdin=subprocess.DEVNULL)
     except OSError:
@@ -157,8 +157,8 @@ class _Link:
         self._path = path
         self._process = process
 
-    async def hear(self, within_s: float) -> bytes:
-        """Wait for a message; empty when the guard hung up or said nothing in time."""
+    async def receive(self, within_s: float) -> bytes:
+        """Return the next message; empty when the connection or the time has ended."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(within_s):
@@ -173,15 +173,15 @@ class _Link:
                 pass
         await self._gone()
 
-    def charge_with(self, duty: Duty) -> None:
-        """Send what does not fit into arguments; it lies in the socket before the guard reads."""
-        if duty.unfence:
-            self._sock.send(guard.UNFENCE + guard.joined(list(duty.unfence)))
-        if duty.release != Release():
-            self.release_by(duty.release)
+    def send_spec(self, spec: GuardSpec) -> None:
+        """Send what is longer than arguments may be, before the guard reads."""
+        if spec.unfence:
+            self._sock.send(guard.UNFENCE + guard.joined(list(spec.unfence)))
+        if spec.release != Release():
+            self.release_by(spec.release)
 
     def release_by(self, release: Release) -> None:
-        words = guard.Release(
+        words = guard.WireRelease(
             list(release.program), release.within_s, ends=release.ends, stays=release.stays
         ).words()
         with contextlib.suppress(OSError):
@@ -207,7 +207,7 @@ class _Link:
         self.close()
 
     async def kill(self) -> None:
-        """End a guard of ours that does not do what it should."""
+        """Kill a guard that does not answer."""
         self.close()
         if self._process is not None:
             procfs.send(self._process, signal.SIGKILL)
@@ -216,7 +216,7 @@ class _Link:
 
     async def _gone(self) -> None:
         if self._process is not None:
-            await procwait.ended(self._process)
+            await processes.ended(self._process)
             _reap(self._process)
             self._process = None
 
@@ -225,15 +225,15 @@ class _Link:
 
 
 def _reap(process: procfs.Stat) -> None:
-    """Collect a child that has ended; the child of an earlier agent is init's."""
+    """Reap a child that has ended; that of an earlier agent belongs to init."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process.pid, os.WNOHANG)
 
 
 def _peer(sock: socket.socket) -> procfs.Stat | None:
-    """Give the process that listened for a connection."""
+    """Return the process that listens at the other end."""
     return procfs.read(guard.peer_of(sock)[0])
 
 
-def _socket_name(duty: Duty) -> str:
-    return f"{duty.name}.sock"
+def _socket_name(spec: GuardSpec) -> str:
+    return f"{spec.name}.sock"

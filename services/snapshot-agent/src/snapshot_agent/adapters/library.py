@@ -1,4 +1,4 @@
-"""The artifact root as a whole: what lies in it, and the quarantine for what is nobody's."""
+"""The artifact root as a whole: its listing, and the quarantine for what has no owner."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ from pathlib import Path
 
 from snapshot_agent.adapters.copying import ROOT
 from snapshot_agent.ports import Listing, Stray
-from snapshot_shared import subjects
-from snapshot_shared.api import FoundGeneration, InventoryReply, InventoryRequest
+from snapshot_shared.api import FoundGeneration
 from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST, generation_of
-from snapshot_shared.bus import Bus
-from snapshot_shared.codec import MAX_FRAME_BYTES, decode_json, encode_json
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactExists, ArtifactMissing, InvalidName
 from snapshot_shared.files import make_dir, open_dir, open_root, opened, secure
-from snapshot_shared.frames import error_of
-from snapshot_shared.ids import check_label, check_node, check_uid
+from snapshot_shared.ids import check_label, check_uid
 
 _NOT_OURS = frozenset({"lost+found"})
-"""What file systems put into their root; the rest of it is hidden."""
+"""Folders that file systems create in their root. Hidden names are left out as well."""
 
 
 class ArtifactLibrary:
-    """The `Library` port over one directory, which other agents may use, too."""
+    """The `Library` port over one directory, which other agents use at the same time."""
 
     def __init__(self, root: Path) -> None:
-        """Use `root`; when it is missing, it is empty."""
+        """Use the directory `root`; a missing one counts as empty."""
         self._root = root
 
     async def listing(self, now: float) -> Listing:
@@ -37,7 +33,7 @@ class ArtifactLibrary:
     async def set_aside(self, path: Sequence[str], label: str) -> bool:
         return await ROOT.run(self._set_aside, tuple(path), label)
 
-    async def set_aside_before(self) -> int:
+    async def count_set_aside(self) -> int:
         return await ROOT.run(self._set_aside_before)
 
     def _set_aside_before(self) -> int:
@@ -82,26 +78,8 @@ class ArtifactLibrary:
         return True
 
 
-class OperatorInventories:
-    """The `Inventories` port: the operator is asked over NATS."""
-
-    def __init__(self, bus: Bus, node: str) -> None:
-        """Ask as `node`."""
-        self._bus = bus
-        self._node = node
-
-    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-        request = InventoryRequest(node=self._node, generations=list(found))
-        subject = subjects.inventory(check_node(self._node))
-        data = await self._bus.request(subject, encode_json(request))
-        reply = decode_json(data, InventoryReply, limit=MAX_FRAME_BYTES)
-        if reply.failure is not None:
-            raise error_of(reply.failure)
-        return reply
-
-
 def _entries(root: int, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], os.stat_result]]:
-    """Walk down as far as generations; give them, and what stands in the way to others."""
+    """Yield generations, and all entries down to their depth that are no folders above one."""
     todo: list[tuple[str, ...]] = [()]
     while todo:
         folder = todo.pop()
@@ -115,7 +93,7 @@ def _entries(root: int, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _leads_on(path: tuple[str, ...]) -> bool:
-    """Say whether generations may lie below a folder."""
+    """Whether generations can be below a folder of this name and depth."""
     checks = (check_label, check_uid)
     if len(path) > len(checks):
         return False
@@ -127,7 +105,7 @@ def _leads_on(path: tuple[str, ...]) -> bool:
 
 
 def _statuses(root: int, path: tuple[str, ...]) -> list[tuple[str, os.stat_result]]:
-    """List a folder; one that is gone, closed to us, or none at all is empty."""
+    """List a folder; one that is gone, unreadable or no folder counts as empty."""
     found: list[tuple[str, os.stat_result]] = []
     try:
         with opened(open_dir(root, path)) as folder:

@@ -1,4 +1,4 @@
-"""What a node says of itself every ten seconds, under its key in `snap_nodes`."""
+"""The presence of a node, written every ten seconds under its key in `snap_nodes`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AGAIN_S = 0.5
 """How long to wait after presence could not be written, in seconds."""
 
 
-class Announcer:
+class PresencePublisher:
     """Writes presence until `stop` is set."""
 
     def __init__(
@@ -34,7 +34,10 @@ class Announcer:
         stop: asyncio.Event,
         may_offer: asyncio.Event,
     ) -> None:
-        """Write what `describe` says of the devices that GMS has, once they may be offered."""
+        """Write what `describe` returns for the devices of GMS.
+
+        The list of devices is empty until `may_offer` is set.
+        """
         self._bus = bus
         self._gpu_memory = gpu_memory
         self._describe = describe
@@ -46,15 +49,15 @@ class Announcer:
     async def run(self) -> None:
         """Write presence at once, again when there are devices to offer, then every ten seconds."""
         while not self._stop.is_set():
-            if not await self._tell():
+            if not await self._publish():
                 await self._pause(AGAIN_S)
             elif self._has_answer:
                 await self._pause(EVERY_S)
-                await self._look(wait_s=0.0)
+                await self._update_devices(wait_s=0.0)
             else:
-                await self._look(wait_s=EVERY_S)
+                await self._update_devices(wait_s=EVERY_S)
 
-    async def _look(self, *, wait_s: float) -> None:
+    async def _update_devices(self, *, wait_s: float) -> None:
         if not await self._is_offered(wait_s):
             return
         try:
@@ -64,7 +67,7 @@ class Announcer:
             self._devices, self._has_answer = [], False
             await self._pause(AGAIN_S)
         except SnapbackError as error:
-            # It is there and slow, so what it said last still stands.
+            # The service is slow but there, so its last answer still holds.
             log.info("the devices may have changed: %s", error)
 
     async def _is_offered(self, wait_s: float) -> bool:
@@ -73,7 +76,7 @@ class Announcer:
                 await self._may_offer.wait()
         return self._may_offer.is_set()
 
-    async def _tell(self) -> bool:
+    async def _publish(self) -> bool:
         value = await self._describe(self._devices)
         try:
             await self._bus.put(subjects.NODES_BUCKET, token(value.node), encode_json(value))

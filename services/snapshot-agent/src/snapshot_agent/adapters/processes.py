@@ -1,7 +1,7 @@
-"""Containers as local processes, each leading a session of its own, watched by pidfd.
+"""Containers as local processes, each the leader of a session, watched by pidfd.
 
-They are started so that nothing ties them to the agent: they outlive it, and a later agent adopts
-them by pid and start time. Only the exit code is lost then, for it goes to the parent.
+They outlive the agent, and a later agent adopts them by pid and start time. It cannot read their
+exit codes, because the kernel gives those to the parent alone.
 """
 
 from __future__ import annotations
@@ -15,21 +15,29 @@ import shutil
 import signal
 import stat
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from snapshot_agent.adapters import procfs, procwait
-from snapshot_agent.domain.spec import CONTROL_DIR, Launch, Places
+from snapshot_agent.adapters import procfs
+from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
+from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_agent.ports import Process
-from snapshot_shared.errors import InvalidInput, NotFound
+from snapshot_shared.errors import DeadlineExceeded, InvalidInput, NotFound
 from snapshot_shared.files import open_root, opened, remove_tree
-from snapshot_shared.tasks import in_thread
+from snapshot_shared.tasks import Threads, in_thread, undisturbed
 
 log = logging.getLogger(__name__)
 
 KILLED_WITHIN_S = 10.0
 """How long the kernel may take to end a process after SIGKILL, in seconds."""
+
+_STARTS = Threads(8, "start")
+"""Threads that start processes: a working directory may be on a file system that hangs."""
+
+
+LOOK_AGAIN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
+"""Seconds between two reads of the state of a process that was sent SIGSTOP."""
 
 
 class _Watched(NamedTuple):
@@ -42,33 +50,16 @@ class LocalProcesses:
     """The `Launcher` port. Use it from one event loop; `close` leaves the processes running."""
 
     def __init__(self) -> None:
-        """Watch nothing yet."""
+        """Watch no process before `spawn` or `adopt`."""
         self._watched: dict[Process, _Watched] = {}
 
-    def spawn(self, launch: Launch) -> Process:
-        _require_startable(launch)
-        _make_folders(launch.places)
-        with opened(_open_log(launch.places.log)) as output:
-            try:
-                child = subprocess.Popen(
-                    launch.argv,
-                    env=launch.env,
-                    cwd=launch.cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    # The usual one of a container: what a worker writes is its own affair.
-                    umask=0o022,
-                )
-            except OSError as error:
-                raise _not_startable(launch, error) from error
-        # From here on it is watched and reaped by its pidfd, so Popen must do neither.
-        child.returncode = 0
-        found = procfs.read(child.pid)
-        start = found.start if found else 0
-        process = Process(child.pid, start)
-        self._watch(process, os.pidfd_open(child.pid), is_child=True)
+    async def spawn(self, spec: ProcessSpec) -> Process:
+        # A cancellation waits until the process is watched; else nothing would ever reap it.
+        return await undisturbed(self._spawn(spec))
+
+    async def _spawn(self, spec: ProcessSpec) -> Process:
+        process, pidfd = await _STARTS.run(_start, spec)
+        self._watch(process, pidfd, is_child=True)
         return process
 
     def adopt(self, process: Process) -> bool:
@@ -97,7 +88,9 @@ class LocalProcesses:
             return None
         return await asyncio.shield(self._watched[process].end)
 
-    async def terminate(self, process: Process | None, where: Places, grace_s: float) -> None:
+    async def terminate(
+        self, process: Process | None, where: ContainerPaths, grace_s: float
+    ) -> None:
         if grace_s > 0 and process is not None and procfs.is_alive(*process):
             for member in procfs.session_of(*process):
                 procfs.send(member, signal.SIGCONT)
@@ -106,15 +99,15 @@ class LocalProcesses:
                 async with asyncio.timeout(grace_s):
                     await self.ended(process)
         async with asyncio.timeout(KILLED_WITHIN_S):
-            # What a dying process had just started is seen by the next look.
+            # A dying process may have forked just before, so list again until none is left.
             while rest := _everything_of(process, where):
                 for member in rest:
                     procfs.send(member, signal.SIGKILL)
-                await asyncio.gather(*(procwait.ended(member) for member in rest))
+                await asyncio.gather(*(ended(member) for member in rest))
             if process is not None:
                 await self.ended(process)
 
-    def find(self, where: Places) -> Process | None:
+    def find(self, where: ContainerPaths) -> Process | None:
         for member in procfs.carrying(where.marker):
             if member.session == member.pid:
                 return Process(member.pid, member.start)
@@ -141,6 +134,31 @@ class LocalProcesses:
         self._watched.clear()
 
 
+def _start(spec: ProcessSpec) -> tuple[Process, int]:
+    """Start a process; return it with a pidfd, which the caller closes."""
+    _require_startable(spec)
+    _make_folders(spec.paths)
+    with opened(_open_log(spec.paths.log)) as output:
+        try:
+            child = subprocess.Popen(
+                spec.argv,
+                env=spec.env,
+                cwd=spec.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                # That of a container runtime; the agent itself has 077.
+                umask=0o022,
+            )
+        except OSError as error:
+            raise _not_startable(spec, error) from error
+    # It is reaped by its pidfd; a return code keeps Popen from doing so.
+    child.returncode = 0
+    found = procfs.read(child.pid)
+    return Process(child.pid, found.start if found else 0), os.pidfd_open(child.pid)
+
+
 def _folders(where: Path) -> list[str]:
     try:
         with os.scandir(where) as entries:
@@ -154,16 +172,16 @@ def _remove(where: Path) -> None:
         remove_tree(parent, where.name, durable=False)
 
 
-def _require_startable(launch: Launch) -> None:
-    if not launch.cwd.is_dir():
+def _require_startable(spec: ProcessSpec) -> None:
+    if not spec.cwd.is_dir():
         raise InvalidInput(
-            f"the working directory {launch.cwd} does not exist on this node",
+            f"the working directory {spec.cwd} does not exist on this node",
             next_step="correct workingDir, or SNAPBACK_WORKDIR of the agent",
         )
     # As execvp does it: a name with a slash is taken from the working directory.
-    name = launch.argv[0]
-    program = str(launch.cwd / name) if "/" in name else name
-    if shutil.which(program, path=launch.env["PATH"]) is None:
+    name = spec.argv[0]
+    program = str(spec.cwd / name) if "/" in name else name
+    if shutil.which(program, path=spec.env["PATH"]) is None:
         raise NotFound(
             f"program {name[:200]!r} is not on this node",
             next_step="correct the container's command or install the program",
@@ -171,7 +189,8 @@ def _require_startable(launch: Launch) -> None:
 
 
 def _open_log(log: Path) -> int:
-    """Open a log to write on. InvalidInput when a former process has put something else there."""
+    """Open a log for appending. InvalidInput when it is no regular file."""
+    # O_NONBLOCK: to open a FIFO that a worker has put there would wait for a reader.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(log, flags, 0o600)
@@ -185,14 +204,14 @@ def _open_log(log: Path) -> int:
     raise InvalidInput(f"{log} is no plain file", next_step="remove it")
 
 
-def _make_folders(where: Places) -> None:
+def _make_folders(where: ContainerPaths) -> None:
     where.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     where.sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _not_startable(launch: Launch, error: OSError) -> InvalidInput:
+def _not_startable(spec: ProcessSpec, error: OSError) -> InvalidInput:
     reason = "too long" if error.errno == errno.E2BIG else error.strerror
-    return InvalidInput(f"{launch.argv[0][:200]!r} cannot be started: {reason}")
+    return InvalidInput(f"{spec.argv[0][:200]!r} cannot be started: {reason}")
 
 
 def _reap(pidfd: int) -> int | None:
@@ -205,8 +224,57 @@ def _reap(pidfd: int) -> int | None:
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
-def _everything_of(process: Process | None, where: Places) -> list[procfs.Stat]:
-    """Give the session, and what left it but still has the container's environment."""
+def _everything_of(process: Process | None, where: ContainerPaths) -> list[procfs.Stat]:
+    """Return the processes of the session, and those that left it but keep its environment."""
     members: Iterable[procfs.Stat] = procfs.session_of(*process) if process else ()
     found = {member.pid: member for member in (*members, *procfs.carrying(where.marker))}
     return list(found.values())
+
+
+async def ended(process: procfs.Stat) -> None:
+    """Wait for the end of a process."""
+    with procfs.opened(process.pid, process.start) as pidfd:
+        if pidfd is None:
+            return
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(pidfd, _settle, end)
+        try:
+            await end
+        finally:
+            loop.remove_reader(pidfd)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def stopped(process: procfs.Stat) -> None:
+    """Wait until every thread of a process that was sent SIGSTOP has stopped, or it has ended.
+
+    DeadlineExceeded after about five seconds.
+    """
+    # The kernel reports a stop to the parent alone, so the state is read again between waits for
+    # the end, which a pidfd does report.
+    for wait_s in LOOK_AGAIN_S:
+        if procfs.has_stopped(process):
+            return
+        try:
+            async with asyncio.timeout(wait_s):
+                await ended(process)
+        except TimeoutError:
+            continue
+        return
+    if not procfs.has_stopped(process):
+        raise DeadlineExceeded(
+            f"process {process.pid} did not stop within {sum(LOOK_AGAIN_S):.0f} s",
+            next_step="see what its threads wait for: /proc/<pid>/task/*/stack",
+            step="freeze",
+            budget_s=sum(LOOK_AGAIN_S),
+        )
+
+
+async def all_stopped(processes: Sequence[procfs.Stat]) -> None:
+    """Wait until each of these has stopped or ended."""
+    await asyncio.gather(*(stopped(process) for process in processes))

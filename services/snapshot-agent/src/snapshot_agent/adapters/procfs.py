@@ -1,10 +1,10 @@
-"""Processes as /proc shows them. Like the guard, which uses it, it imports what starts at once.
+"""Processes as /proc shows them. The guard uses this module, so it imports little.
 
-A pid is taken again when its process has ended. So every signal goes through a pidfd that was
-opened before the start time was compared.
+The kernel gives the pid of an ended process to another one. So every signal goes through a pidfd
+that was opened before the start time was compared.
 """
 
-# /proc is read by formatted names, hundreds at a time.
+# /proc is read by formatted names, hundreds at a time; pathlib would take longer.
 # ruff: noqa: PTH123, PTH208
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Stat:
     __slots__ = ("pid", "session", "start", "state")
 
     def __init__(self, pid: int, state: str, session: int, start: int) -> None:
-        """Take what was read."""
+        """Use the values of one line."""
         self.pid = pid
         self.state = state
         self.session = session
@@ -29,7 +29,7 @@ class Stat:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended: a zombie only waits to be reaped."""
+        """Whether the process has not ended; a zombie has."""
         return self.state not in "ZXx"
 
 
@@ -44,46 +44,44 @@ def _stat(path: str, pid: int) -> Stat | None:
             line = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command stands in parentheses and may hold anything, parentheses too.
+    # The command is in parentheses and may contain any character, parentheses included.
     fields = line[line.rindex(b")") + 2 :].split()
     return Stat(pid, fields[0].decode(), int(fields[3]), int(fields[19]))
 
 
 def is_alive(pid: int, start: int) -> bool:
-    """Say whether this very process runs."""
+    """Whether the process with this pid and start time runs."""
     found = read(pid)
     return found is not None and found.start == start and found.is_running
 
 
-def everybody() -> Iterator[Stat]:
-    """Give every process that runs."""
+def running() -> Iterator[Stat]:
+    """Yield every process that runs."""
     for name in os.listdir("/proc"):
         if name.isdigit() and (found := read(int(name))) and found.is_running:
             yield found
 
 
 def session_of(leader: int, start: int) -> list[Stat]:
-    """Give the running processes of the session that this process leads.
-
-    The kernel gives no pid again while a session has its number, so the number is ours as long as
-    no other process leads the session.
-    """
+    """Return the running processes of the session that this process leads, or led."""
+    # The kernel gives no pid again while a session has its number, so the session is still this
+    # one unless another process has the pid.
     found = read(leader)
     if found is not None and found.start != start:
         return []
-    return [process for process in everybody() if process.session == leader]
+    return [process for process in running() if process.session == leader]
 
 
 def carrying(entry: str) -> list[Stat]:
-    """Give the running processes that were started with this entry in their environment."""
+    """Return the running processes that were started with this entry in their environment."""
     wanted = b"\0" + os.fsencode(entry) + b"\0"
-    return [process for process in everybody() if wanted in b"\0" + _environment(process.pid)]
+    return [process for process in running() if wanted in b"\0" + _environment(process.pid)]
 
 
 def entries(prefix: str) -> set[str]:
-    """Return the entries of the environments of all running processes that begin so."""
+    """Return the environment entries of all running processes that begin with `prefix`."""
     wanted = os.fsencode(prefix)
-    found = (entry for each in everybody() for entry in _environment(each.pid).split(b"\0"))
+    found = (entry for each in running() for entry in _environment(each.pid).split(b"\0"))
     return {os.fsdecode(entry) for entry in found if entry.startswith(wanted)}
 
 
@@ -96,7 +94,7 @@ def _environment(pid: int) -> bytes:
 
 
 def has_stopped(process: Stat) -> bool:
-    """Say whether every thread of a process has stopped or ended."""
+    """Whether every thread of a process has stopped or ended."""
     try:
         threads = os.listdir(f"/proc/{process.pid}/task")
     except (FileNotFoundError, ProcessLookupError):
@@ -110,7 +108,7 @@ def has_stopped(process: Stat) -> bool:
 
 @contextlib.contextmanager
 def opened(pid: int, start: int) -> Iterator[int | None]:
-    """Open a pidfd of this very process for a block; None when it has ended."""
+    """Yield a pidfd of this process; None when it is gone."""
     fd = open_pidfd(pid, start)
     try:
         yield fd
@@ -120,7 +118,7 @@ def opened(pid: int, start: int) -> Iterator[int | None]:
 
 
 def open_pidfd(pid: int, start: int) -> int | None:
-    """Open a pidfd of this very process; None when it is gone. A zombie still has one."""
+    """Open a pidfd of this process; None when it is gone. A zombie still has one."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -133,7 +131,7 @@ def open_pidfd(pid: int, start: int) -> int | None:
 
 
 def send(process: Stat, number: int) -> None:
-    """Send a signal to this very process; one that has ended is no error."""
+    """Send a signal to this process; one that has ended is no error."""
     with opened(process.pid, process.start) as fd:
         if fd is not None:
             with contextlib.suppress(ProcessLookupError):

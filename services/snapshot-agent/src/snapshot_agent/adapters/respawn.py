@@ -1,9 +1,9 @@
 """The driver of workers that are started again from their own state, with no privilege.
 
-A dump copies what the worker has saved, ends the process and starts the same program once more with
-`--resume-from <folder>`; a restore starts that of the placeholder so. Arguments, environment and
-working directory are those with which the process was started, as /proc shows them. The folder is
-`state/` of the control directory: the artifact itself is never shown to a worker.
+A dump copies the saved state, ends the process and starts the same program again with
+`--resume-from <folder>`; a restore starts the program of the placeholder in the same way.
+Arguments, environment and working directory are those of the process, read from /proc. The folder
+is `state/` of the control directory: a worker never gets at the artifact.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from snapshot_agent.adapters import ending, own_state
-from snapshot_agent.adapters.own_state import FREEZE_S
+from snapshot_agent.adapters import ending
+from snapshot_agent.adapters.cooperative import FREEZE_S, Cooperative
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase, Phases, Release
-from snapshot_agent.domain.spec import RESUME_FROM, Launch, resumed
+from snapshot_agent.domain.spec import RESUME_FROM, ProcessSpec, resumed
 from snapshot_agent.ports import (
     ControlDirectory,
     Dump,
     Launcher,
     Process,
-    Restoring,
+    RestoreSource,
     Stage,
     Worker,
 )
@@ -33,13 +33,13 @@ from snapshot_shared.errors import DeadlineExceeded, SourceExited
 from snapshot_shared.orders import Driver
 
 SOFT_S = 2.0
-"""How long what is left of a worker gets to end by itself, in seconds."""
+"""The grace period of the release program, in seconds."""
 
 RELEASE_S = 8.0
-"""How long the program that ends a worker may take, in seconds."""
+"""How long the release program may take, in seconds."""
 
 
-class Respawn:
+class Respawn(Cooperative):
     """The `ProcessDriver` port for workers that can be started again from their state."""
 
     name: Driver = "respawn"
@@ -54,8 +54,8 @@ class Respawn:
         self._control = controls
         self._monotonic = monotonic
         self.stages = (
-            Stage("freeze", self._freeze, FREEZE_S),
-            Stage("copy-state", own_state.copy, writes=True),
+            Stage("freeze", self.freeze, FREEZE_S),
+            Stage("copy-state", self.copy, writes=True),
             Stage(
                 "replace",
                 self._replace,
@@ -65,20 +65,14 @@ class Respawn:
             ),
         )
 
-    async def size(self, worker: Worker) -> int:
-        return await own_state.size(worker)
-
-    async def _freeze(self, dump: Dump) -> None:
-        await own_state.freeze(dump.worker)
-
     async def _replace(self, dump: Dump) -> None:
-        """End the worker, and start it again; it is back when it says that it is quiet."""
+        """End the worker and start it again; wait until it has written `quiesced`."""
         worker = dump.worker
-        process = await self._succeed(worker, is_standby=False)
+        process = await self._restart(worker, is_standby=False)
         dump.worker = replace(worker, process=process)
         quiet = asyncio.ensure_future(
             self._control.appears(
-                worker.places, control.QUIESCED, lambda data: control.is_of(data, dump.attempt)
+                worker.paths, control.QUIESCED, lambda data: control.is_of(data, dump.attempt)
             )
         )
         end = asyncio.ensure_future(self._launcher.ended(process))
@@ -94,28 +88,28 @@ class Respawn:
                 task.cancel()
             await asyncio.gather(quiet, end, return_exceptions=True)
 
-    async def restore(self, placeholder: Worker, restoring: Restoring) -> Process:
-        await own_state.fill(placeholder, restoring.part, restoring.files, restoring.progress)
-        return await self._succeed(placeholder, is_standby=True)
+    async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
+        await self.fill(placeholder, source)
+        return await self._restart(placeholder, is_standby=True)
 
-    async def _succeed(self, worker: Worker, *, is_standby: bool) -> Process:
-        launch = resumed(_launch_of(worker), is_standby=is_standby)
-        await self._launcher.terminate(worker.process, worker.places, 0.0)
+    async def _restart(self, worker: Worker, *, is_standby: bool) -> Process:
+        spec = resumed(_spec_of(worker), is_standby=is_standby)
+        await self._launcher.terminate(worker.process, worker.paths, 0.0)
         if not is_standby:
-            self._control.remove(worker.places, control.QUIESCED)
-        return self._launcher.spawn(launch)
+            self._control.remove(worker.paths, control.QUIESCED)
+        return await self._launcher.spawn(spec)
 
     def release(self, worker: Worker, phase: Phase) -> Release:
         if phase is not Phase.BEGUN:
             return Release()
-        program = (sys.executable, "-m", ending.__name__, worker.places.marker, repr(SOFT_S))
+        program = (sys.executable, "-m", ending.__name__, worker.paths.marker, repr(SOFT_S))
         return Release(program, RELEASE_S, ends=True, stays=True)
 
 
 def _require_back(
     worker: Worker, quiet: asyncio.Future[None], end: asyncio.Future[int | None]
 ) -> None:
-    """Raise unless the worker has said that it is quiet."""
+    """Raise unless the worker has written `quiesced`."""
     if quiet.done():
         quiet.result()
         return
@@ -133,8 +127,8 @@ def _require_back(
     )
 
 
-def _launch_of(worker: Worker) -> Launch:
-    """Read how a process was started. SourceExited when it is gone."""
+def _spec_of(worker: Worker) -> ProcessSpec:
+    """Return how a process was started. SourceExited when it is gone."""
     folder = Path(f"/proc/{worker.process.pid}")
     try:
         argv = _strings(folder / "cmdline")
@@ -142,7 +136,7 @@ def _launch_of(worker: Worker) -> Launch:
         cwd = (folder / "cwd").readlink()
     except (FileNotFoundError, ProcessLookupError) as error:
         raise SourceExited("the worker ended before it could be started again") from error
-    return Launch(argv, {name: value for name, _, value in environment}, cwd, worker.places)
+    return ProcessSpec(argv, {name: value for name, _, value in environment}, cwd, worker.paths)
 
 
 def _strings(path: Path) -> list[str]:

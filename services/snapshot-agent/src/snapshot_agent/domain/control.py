@@ -1,15 +1,21 @@
-"""The files of a control directory: their names, their bodies, and which belong to what.
+"""The files of a container: where they are, and the names and bodies of its control files.
 
-A worker and the agent talk by these files alone. Each is put in place whole, by a rename; its body
-is JSON with the attempt that it belongs to. Whatever a worker writes there is hostile input.
+Agent and worker communicate by control files alone. Each is put in place by a rename; its body is
+JSON with the attempt that it belongs to. What a worker writes is hostile input.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure, InvalidMessage
+
+CONTROL_DIR = "SNAPSHOT_CONTROL_DIR"
+"""The variable of a container that names its control directory."""
 
 READY = "ready-for-snapshot"
 QUIESCE = "quiesce"
@@ -23,22 +29,78 @@ RESTORED = "restored"
 STATE = "state"
 """The folder in which a worker saves its own state, and finds it again after a restore."""
 
+OUTCOMES = {COMPLETE: "complete", ABORTED: "aborted"}
+"""The outcome of a capture, by the file that reports it to the worker."""
+
 CAPTURE_FILES = (QUIESCE, QUIESCED, COMPLETE, ABORTED)
 RESTORE_FILES = (RESTORE_COMPLETE, RESTORE_FAILED, RESTORED)
 
 MAX_BODY_BYTES = 64 * 1024
 
 
+class Access(NamedTuple):
+    """Owner of the control directory of a container, and modes of what is put there.
+
+    `uid` and `gid` of -1 are those of the agent, as in chown(2).
+    """
+
+    uid: int = -1
+    gid: int = -1
+    folder_mode: int = 0o700
+    file_mode: int = 0o600
+
+
+class ContainerPaths(NamedTuple):
+    """The paths of one container on this node, and the access to its control files."""
+
+    home: Path
+    sockets: Path
+    access: Access = Access()
+
+    @property
+    def control(self) -> Path:
+        """The control directory."""
+        return self.home / "control"
+
+    @property
+    def log(self) -> Path:
+        """Standard output and standard error."""
+        return self.home / "log"
+
+    @property
+    def lock(self) -> Path:
+        """The file that is locked while the container is captured."""
+        return self.home / "lock"
+
+    @property
+    def marker(self) -> str:
+        """The environment entry by which the processes of the container are found."""
+        return f"{CONTROL_DIR}={self.control}"
+
+
+def container_paths(
+    state_dir: Path, socket_dir: Path, pod_uid: str, container: str
+) -> ContainerPaths:
+    """Return the paths of a container."""
+    return ContainerPaths(state_dir / "pods" / pod_uid / container, socket_dir / pod_uid[:8])
+
+
 class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of a control file; `reason` and `message` say why something failed."""
+    """The body of a control file; `reason` and `message` are those of a failure.
+
+    In `quiesce`, `capture` is the uid of the content, and `previous` the outcome of the capture
+    before (`complete`, `aborted`, or empty), for a worker that has missed its end.
+    """
 
     attempt: int
     reason: str = ""
     message: str = ""
+    capture: str = ""
+    previous: str = ""
 
 
 def body(attempt: int, failure: Failure | None = None) -> bytes:
-    """Write the body of a control file."""
+    """Return the body of a control file."""
     if failure is None:
         return encode_json(Signal(attempt=attempt))
     return encode_json(
@@ -46,8 +108,13 @@ def body(attempt: int, failure: Failure | None = None) -> bytes:
     )
 
 
+def request(attempt: int, capture: str, previous: str) -> bytes:
+    """Return the body of `quiesce`."""
+    return encode_json(Signal(attempt=attempt, capture=capture, previous=previous))
+
+
 def is_of(data: bytes, attempt: int) -> bool:
-    """Say whether a body belongs to this attempt; what does not decode belongs to none."""
+    """Whether a body belongs to this attempt; one that does not decode belongs to none."""
     try:
         return decode_json(data, Signal, limit=MAX_BODY_BYTES).attempt == attempt
     except InvalidMessage:

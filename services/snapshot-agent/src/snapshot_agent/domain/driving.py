@@ -1,8 +1,4 @@
-"""How far a process driver has come with a worker, and what that takes to let the worker go.
-
-A worker that is only stopped runs again after a signal. One whose devices are locked needs them
-back first. Once a step has begun that cannot be undone, the worker can only be ended.
-"""
+"""Phases of a dump, and how a worker is let go in each of them."""
 
 from __future__ import annotations
 
@@ -16,7 +12,11 @@ from snapshot_shared.orders import DeviceRef
 
 
 class Phase(StrEnum):
-    """What has been done to a worker. SIGNAL: at most signals were sent."""
+    """What a driver has done to a worker, which decides how the worker is let go.
+
+    SIGNAL: it was sent signals at most, and runs again after SIGCONT. LOCKED: its devices are
+    locked and must be unlocked first. BEGUN: it can only be ended.
+    """
 
     SIGNAL = "signal"
     LOCKED = "locked"
@@ -24,27 +24,27 @@ class Phase(StrEnum):
 
 
 PHASE_NOTE = "phase"
-"""The note of a dump that has the phase, once it was another than the first."""
+"""The note of a dump that has its phase; absent while the phase is SIGNAL."""
 
 
 class Phases(NamedTuple):
-    """The phase while a step runs, and the one that it leaves behind when it has ended."""
+    """The phase while a step runs, and after its end."""
 
     during: Phase = Phase.SIGNAL
     after: Phase = Phase.SIGNAL
 
 
 AS_BEFORE = Phases()
-"""The phases of a step that does nothing but send signals and copy files."""
+"""The phases of a step that only sends signals and copies files."""
 
 
 class Release(NamedTuple):
     """How a worker is let go: a program, and a signal after it.
 
-    `program` is its arguments; it is started with the rights of the starter and killed after
-    `within_s` seconds, and without one only the signal is sent. Each process of the worker's
-    session then gets SIGCONT, or SIGKILL with `ends`. With `stays` the guard goes on when the
-    worker's process ends: the driver is about to start another one.
+    `program` has its arguments; it has the rights of its starter and is killed after `within_s`
+    seconds. It may be empty. Each process of the worker's session then gets SIGCONT, or SIGKILL
+    with `ends`. With `stays` the guard goes on when the worker's process ends, because the driver
+    is about to start another one.
     """
 
     program: tuple[str, ...] = ()
@@ -54,12 +54,12 @@ class Release(NamedTuple):
 
 
 def phase_of(dump: Entry | None) -> Phase:
-    """Return the phase that a dump has left a worker in, as its journal says."""
+    """Return the phase of a dump that was interrupted, from its journal entry."""
     return Phase.SIGNAL if dump is None else Phase(dump.notes.get(PHASE_NOTE, Phase.SIGNAL))
 
 
 def device_map(root: RootManifest, devices: Sequence[DeviceRef]) -> dict[str, str]:
-    """Return the device here that takes the place of each of the source, by UUID."""
+    """Return the UUID of the device here for each device of the source, by UUID."""
     here = {f"gpu-{device.ordinal}": device.uuid for device in devices}
     return {
         row.layout.device: here[row.part]

@@ -1,7 +1,6 @@
-"""What must hold before a worker is touched: pure checks, each giving an error or None.
+"""What must hold before a worker is touched: chains of checks on what handlers have observed.
 
-Everything that is checked was observed before; the first error is the answer. Nothing is checked
-twice by different words: the handlers observe, these decide.
+A check returns an error or None; the first error of a chain is the result.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from snapshot_shared.errors import (
     SourceExited,
     StalePodReference,
 )
-from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, PodRef, VectorEntry
+from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, DumpOrder, PodRef, VectorEntry
 
 T = TypeVar("T")
 Check = Callable[[T], SnapbackError | None]
 
 
-class PodSeen(NamedTuple):
+class ObservedPod(NamedTuple):
     """A pod of this node as an order finds it.
 
-    `known` is None when no such pod was started here. `exit_code` counts only when it is not
-    `alive`, and is None when nobody could see it. `captured_by` is the content whose capture holds
-    the container.
+    `known` is None when no such pod was started here. `exit_code` is that of a container that is
+    not `alive`, None when it is unknown. `captured_by` is the uid of the content whose capture
+    holds the container.
     """
 
     wanted: PodRef
@@ -42,7 +41,7 @@ class PodSeen(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An artifact, the place where it is to be restored, and the driver that is to do so."""
+    """An artifact, the facts of the node and the devices to restore it on, and the driver."""
 
     artifact: ArtifactRef
     root: RootManifest
@@ -53,13 +52,13 @@ class Target(NamedTuple):
 
 
 def refuse(checks: Sequence[Check[T]], seen: T) -> None:
-    """Raise the first error that a check gives."""
+    """Raise the first error that a check returns."""
     for check in checks:
         if error := check(seen):
             raise error
 
 
-def _is_this_pod(seen: PodSeen) -> SnapbackError | None:
+def _is_this_pod(seen: ObservedPod) -> SnapbackError | None:
     if seen.known is None:
         return StalePodReference(
             f"pod {seen.wanted.namespace}/{seen.wanted.name} with uid {seen.wanted.uid} was not "
@@ -77,7 +76,7 @@ def _is_this_pod(seen: PodSeen) -> SnapbackError | None:
     return None
 
 
-def _has_container(seen: PodSeen) -> SnapbackError | None:
+def _has_container(seen: ObservedPod) -> SnapbackError | None:
     if seen.wanted.container in seen.containers:
         return None
     return NotEligible(
@@ -89,11 +88,11 @@ def _has_container(seen: PodSeen) -> SnapbackError | None:
     )
 
 
-def _is_alive(seen: PodSeen) -> SnapbackError | None:
+def _is_alive(seen: ObservedPod) -> SnapbackError | None:
     return None if seen.alive else source_exited(seen.wanted, seen.exit_code)
 
 
-def _is_free(seen: PodSeen) -> SnapbackError | None:
+def _is_free(seen: ObservedPod) -> SnapbackError | None:
     if seen.captured_by is None:
         return None
     return NotEligible(
@@ -104,7 +103,7 @@ def _is_free(seen: PodSeen) -> SnapbackError | None:
     )
 
 
-def _is_standby(seen: PodSeen) -> SnapbackError | None:
+def _is_standby(seen: ObservedPod) -> SnapbackError | None:
     if seen.standby:
         return None
     return NotEligible(
@@ -113,8 +112,13 @@ def _is_standby(seen: PodSeen) -> SnapbackError | None:
     )
 
 
-CAPTURE_CHECKS: tuple[Check[PodSeen], ...] = (_is_this_pod, _has_container, _is_alive, _is_free)
-RESTORE_CHECKS: tuple[Check[PodSeen], ...] = (_is_this_pod, _has_container, _is_alive, _is_standby)
+CAPTURE_CHECKS: tuple[Check[ObservedPod], ...] = (_is_this_pod, _has_container, _is_alive, _is_free)
+RESTORE_CHECKS: tuple[Check[ObservedPod], ...] = (
+    _is_this_pod,
+    _has_container,
+    _is_alive,
+    _is_standby,
+)
 
 
 def _is_that_artifact(target: Target) -> SnapbackError | None:
@@ -161,7 +165,7 @@ def _by_its_driver(target: Target) -> SnapbackError | None:
 def _same_fact(name: str, what: str) -> Check[Target]:
     def check(target: Target) -> SnapbackError | None:
         expected, found = getattr(target.source, name), getattr(target.here, name)
-        # A fact that one side could not know refuses nothing.
+        # Either side may not have been able to read the fact; that is no difference.
         if not expected or not found or expected == found:
             return None
         return Incompatible(
@@ -184,14 +188,51 @@ COMPATIBILITY_CHECKS: tuple[Check[Target], ...] = (
 )
 
 
-def check_vector(prepared: Sequence[VectorEntry], ordered: Sequence[VectorEntry]) -> None:
-    """NotEligible unless an order works on the very plan that was prepared."""
-    if sorted(prepared, key=_part) != sorted(ordered, key=_part):
-        raise NotEligible(
-            "the order's vector is not the one that was prepared",
-            expected=[entry.part for entry in prepared],
-            found=[entry.part for entry in ordered],
-        )
+class DumpRequest(NamedTuple):
+    """A dump order, and the capture that is held for its content.
+
+    `held` is its attempt, None when there is none. `prepared` is the vector that `prepare` reported
+    for the attempt of the order, None when it has not.
+    """
+
+    order: DumpOrder
+    held: int | None
+    driver: str
+    prepared: Sequence[VectorEntry] | None
+
+
+def _is_held(dump: DumpRequest) -> SnapbackError | None:
+    if dump.held == dump.order.attempt and dump.prepared is not None:
+        return None
+    return NotEligible(
+        f"attempt {dump.order.attempt} of content {dump.order.content_uid} is not held here",
+        next_step="prepare the capture again",
+    )
+
+
+def _has_prepared_vector(dump: DumpRequest) -> SnapbackError | None:
+    prepared, ordered = dump.prepared or (), dump.order.vector
+    if sorted(prepared, key=_part) == sorted(ordered, key=_part):
+        return None
+    return NotEligible(
+        "the order's vector is not the one that was prepared",
+        expected=[entry.part for entry in prepared],
+        found=[entry.part for entry in ordered],
+    )
+
+
+def _has_prepared_driver(dump: DumpRequest) -> SnapbackError | None:
+    if dump.order.driver == dump.driver:
+        return None
+    return NotEligible(
+        f"the capture was opened with driver {dump.driver}, not {dump.order.driver}",
+        next_step="prepare the capture again with the driver that is wanted",
+        expected=dump.driver,
+        found=dump.order.driver,
+    )
+
+
+DUMP_CHECKS: tuple[Check[DumpRequest], ...] = (_is_held, _has_prepared_vector, _has_prepared_driver)
 
 
 def _part(entry: VectorEntry) -> str:
@@ -199,7 +240,7 @@ def _part(entry: VectorEntry) -> str:
 
 
 def source_exited(pod: PodRef, exit_code: int | None) -> SourceExited:
-    """Say that a container's process has ended."""
+    """Return the error that the process of a container has ended."""
     shown = "an unknown exit code" if exit_code is None else f"exit code {exit_code}"
     return SourceExited(
         f"container {pod.container} of pod {pod.name} has ended with {shown}",

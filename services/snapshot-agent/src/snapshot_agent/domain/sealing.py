@@ -1,4 +1,4 @@
-"""What makes staged parts an artifact: the checks of a seal, the root manifest, and its proof."""
+"""The checks that make staged parts an artifact, and the root manifest over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snapshot_shared.orders import PartResult, SealOrder, VectorEntry
 
 
 def check_plan(order: SealOrder, on_disk: Iterable[str]) -> None:
-    """Refuse unless the parts staged, those on disk and those of the vector are the same."""
+    """Raise ArtifactCorrupt or ArtifactMissing unless plan, staged parts and disk are the same."""
     planned = sorted(entry.part for entry in order.vector)
     staged = sorted(result.part for result in order.parts)
     if planned != staged:
@@ -31,7 +31,7 @@ def check_plan(order: SealOrder, on_disk: Iterable[str]) -> None:
 def check_part(
     order: SealOrder, result: PartResult, manifest: PartManifest, digest: str
 ) -> PartManifest:
-    """Refuse a part that is not the one that was staged for this plan."""
+    """Return the manifest. ArtifactCorrupt unless its part was staged for this plan."""
     entry = next(found for found in order.vector if found.part == result.part)
     kind = "process" if result.part == "process" else "gms"
     for what, found, expected in (
@@ -43,19 +43,13 @@ def check_part(
         ("content", manifest.content_uid, order.content_uid),
         ("generation", manifest.generation, order.attempt),
     ):
-        if found != expected:
-            raise ArtifactCorrupt(
-                f"part {result.part}: {what} is {found}, expected {expected}",
-                part=result.part,
-                found=found,
-                expected=expected,
-            )
+        _check(result.part, what, found, expected)
     _check_vector(order.vector, entry, manifest)
     return manifest
 
 
 def check_proven(root: RootManifest, row: RootPart, manifest: PartManifest, digest: str) -> None:
-    """Refuse a part on disk that is not the one that the root manifest proves."""
+    """Raise ArtifactCorrupt unless a part on disk is the one of the root manifest."""
     for what, found, expected in (
         ("digest", digest, row.digest),
         ("part", manifest.part, row.part),
@@ -65,13 +59,17 @@ def check_proven(root: RootManifest, row: RootPart, manifest: PartManifest, dige
         ("content", manifest.content_uid, root.content_uid),
         ("generation", manifest.generation, root.generation),
     ):
-        if found != expected:
-            raise ArtifactCorrupt(
-                f"part {row.part}: {what} is {found}, the root manifest says {expected}",
-                part=row.part,
-                found=found,
-                expected=expected,
-            )
+        _check(row.part, what, found, expected)
+
+
+def _check(part: str, what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise ArtifactCorrupt(
+            f"part {part}: {what} is {found}, expected {expected}",
+            part=part,
+            found=found,
+            expected=expected,
+        )
 
 
 def _check_vector(
@@ -97,7 +95,7 @@ def _by_part(vector: Sequence[VectorEntry]) -> list[VectorEntry]:
 
 
 def root_manifest(order: SealOrder, parts: Sequence[tuple[PartManifest, str]]) -> RootManifest:
-    """Write the root over checked parts (each with its digest). Equal input gives equal bytes."""
+    """Return the root manifest over checked parts, each with its digest. It is deterministic."""
     rows = [
         RootPart(
             part=manifest.part,

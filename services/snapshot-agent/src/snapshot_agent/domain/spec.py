@@ -1,4 +1,4 @@
-"""From a container of a pod's spec to the process that is started for it.
+"""Builds the process of a container from the spec of its pod.
 
 Command, arguments and environment are expanded as Kubernetes does it: `$(NAME)` is replaced when
 NAME is known by then, stays as it is when not, and `$$` is one `$`.
@@ -12,68 +12,23 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from snapshot_agent.domain import control
+from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.objects import GPU_RESOURCE, Container
 from snapshot_shared.orders import DeviceRef, PodRef
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 
-CONTROL_DIR = "SNAPSHOT_CONTROL_DIR"
 STANDBY = "SNAPSHOT_RESTORE_STANDBY"
 OURS = frozenset({CONTROL_DIR, STANDBY, "POD_UID", "SNAPBACK_RUN"})
-"""Variables that a manifest cannot change: processes are recognised by them."""
+"""Variables that a manifest cannot set, because processes are found by them."""
 
 RESUME_FROM = "--resume-from"
-"""The argument with which a program is started again, followed by the folder of its state."""
+"""The argument of a program that is started from its state, followed by the folder of the state."""
 
 
-class Access(NamedTuple):
-    """Who owns the control directory of a container, and the modes of what is put there.
-
-    `uid` and `gid` of -1 are those of the agent, as with chown(2).
-    """
-
-    uid: int = -1
-    gid: int = -1
-    folder_mode: int = 0o700
-    file_mode: int = 0o600
-
-
-class Places(NamedTuple):
-    """Where everything of one container lies on this node, and who may use its control files."""
-
-    home: Path
-    sockets: Path
-    access: Access = Access()
-
-    @property
-    def control(self) -> Path:
-        """The control directory."""
-        return self.home / "control"
-
-    @property
-    def log(self) -> Path:
-        """Standard output and standard error."""
-        return self.home / "log"
-
-    @property
-    def lock(self) -> Path:
-        """The file that whoever captures the container locks."""
-        return self.home / "lock"
-
-    @property
-    def marker(self) -> str:
-        """The entry of the environment by which the container's processes are recognised."""
-        return f"{CONTROL_DIR}={self.control}"
-
-
-def places(state_dir: Path, socket_dir: Path, pod_uid: str, container: str) -> Places:
-    """Give the places of a container."""
-    return Places(state_dir / "pods" / pod_uid / container, socket_dir / pod_uid[:8])
-
-
-class Surroundings(NamedTuple):
-    """What a container's process gets of its node. `path` and `home` are the agent's own."""
+class NodeEnvironment(NamedTuple):
+    """What the node adds to a process. `path` and `home` are those of the agent."""
 
     node: str
     run: str
@@ -83,13 +38,13 @@ class Surroundings(NamedTuple):
     home: str
 
 
-class Launch(NamedTuple):
+class ProcessSpec(NamedTuple):
     """A process to start: its arguments, its whole environment, and where."""
 
     argv: list[str]
     env: dict[str, str]
     cwd: Path
-    places: Places
+    paths: ContainerPaths
 
 
 def expand(text: str, known: Mapping[str, str]) -> str:
@@ -102,16 +57,16 @@ def expand(text: str, known: Mapping[str, str]) -> str:
     return _REFERENCE.sub(value, text)
 
 
-def launch(
+def process_spec(
     container: Container,
     pod: PodRef,
     devices: Sequence[DeviceRef],
-    around: Surroundings,
-    where: Places,
+    environment: NodeEnvironment,
+    where: ContainerPaths,
     *,
     standby: bool,
     traceparent: str,
-) -> Launch:
+) -> ProcessSpec:
     """Build the process of one container. InvalidInput when it has no command."""
     if not container.command:
         raise InvalidInput(
@@ -119,53 +74,57 @@ def launch(
             next_step="give it a command",
             container=container.name,
         )
-    env = _own_env(pod, devices, around, where, standby=standby, traceparent=traceparent)
+    env = _own_env(pod, devices, environment, where, standby=standby, traceparent=traceparent)
     for variable in container.env:
         if variable.name not in OURS:
             env[variable.name] = expand(variable.value, env)
     argv = [expand(text, env) for text in (*container.command, *container.args)]
-    cwd = around.workdir / container.working_dir if container.working_dir else around.workdir
-    return Launch(argv, env, cwd, where)
+    cwd = (
+        environment.workdir / container.working_dir
+        if container.working_dir
+        else environment.workdir
+    )
+    return ProcessSpec(argv, env, cwd, where)
 
 
-def resumed(launch: Launch, *, is_standby: bool) -> Launch:
-    """Return how a program is started again from its state.
+def resumed(spec: ProcessSpec, *, is_standby: bool) -> ProcessSpec:
+    """Return the process that continues from the state of another.
 
-    As a standby it waits for the end of a restore, else for that of the capture that it is in.
+    With `is_standby` it waits for the end of a restore, otherwise for that of its capture.
     """
-    argv = list(launch.argv)
+    argv = list(spec.argv)
     if RESUME_FROM in argv:
         at = argv.index(RESUME_FROM)
         del argv[at : at + 2]
-    argv += [RESUME_FROM, str(launch.places.control / control.STATE)]
-    env = {name: value for name, value in launch.env.items() if name != STANDBY}
+    argv += [RESUME_FROM, str(spec.paths.control / control.STATE)]
+    env = {name: value for name, value in spec.env.items() if name != STANDBY}
     if is_standby:
         env[STANDBY] = "1"
-    return launch._replace(argv=argv, env=env)
+    return spec._replace(argv=argv, env=env)
 
 
 def _own_env(
     pod: PodRef,
     devices: Sequence[DeviceRef],
-    around: Surroundings,
-    where: Places,
+    environment: NodeEnvironment,
+    where: ContainerPaths,
     *,
     standby: bool,
     traceparent: str,
 ) -> dict[str, str]:
     ordered = sorted(devices, key=lambda device: device.ordinal)
     env = {
-        "PATH": around.path,
-        "HOME": around.home,
+        "PATH": environment.path,
+        "HOME": environment.home,
         CONTROL_DIR: str(where.control),
-        "GMS_SOCKET_DIR": str(around.socket_dir),
+        "GMS_SOCKET_DIR": str(environment.socket_dir),
         "NVIDIA_VISIBLE_DEVICES": ",".join(device.uuid for device in ordered),
         "POD_NAME": pod.name,
         "POD_NAMESPACE": pod.namespace,
         "POD_UID": pod.uid,
         "POD_SOCKET_DIR": str(where.sockets),
-        "NODE_NAME": around.node,
-        "SNAPBACK_RUN": around.run,
+        "NODE_NAME": environment.node,
+        "SNAPBACK_RUN": environment.run,
     }
     if standby:
         env[STANDBY] = "1"
@@ -177,9 +136,9 @@ def _own_env(
 def shared_out(
     containers: Sequence[Container], devices: Sequence[DeviceRef]
 ) -> dict[str, list[DeviceRef]]:
-    """Give each container the devices that it asks for, in the order of their ordinals.
+    """Return the devices of each container by its limits, in the order of their ordinals.
 
-    What nobody asks for goes to the first container.
+    Devices beyond all limits go to the first container.
     """
     left = sorted(devices, key=lambda device: device.ordinal)
     found: dict[str, list[DeviceRef]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from snapshot_agent.domain.sealing import check_part, check_plan, check_proven, root_manifest
-from snapshot_agent.ports import Machine, Orders, Place
+from snapshot_agent.ports import GenerationRef, Machine, Orders
 from snapshot_shared.artifact import PartManifest, RootManifest, RootPart
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import ArtifactError
@@ -27,32 +27,32 @@ from snapshot_shared.runner import Step
 
 
 class Artifacts:
-    """Makes generations artifacts, removes them, and reads them whole."""
+    """The orders `seal`, `delete` and `verify`."""
 
     def __init__(self, machine: Machine, orders: Orders, slots: asyncio.Semaphore) -> None:
-        """`slots` bounds how many artifacts are read at a time."""
+        """Read at most as many artifacts at a time as `slots` allows."""
         self._machine = machine
         self._orders = orders
         self._slots = slots
 
     async def seal(self, order: SealOrder, ctx: OrderContext) -> Result:
         """Check every part of the plan and write the root manifest last."""
-        place = Place(order.namespace, order.content_uid, order.attempt)
+        place = GenerationRef(order.namespace, order.content_uid, order.attempt)
         parts: list[tuple[PartManifest, str]] = []
         sealed: dict[str, object] = {}
 
         async def check() -> None:
             self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
-            check_plan(order, await self._machine.generations.parts(place))
+            check_plan(order, await self._machine.artifacts.parts(place))
             for result in order.parts:
                 manifest, digest = await self._machine.artifacts.read_part(place, result.part)
                 parts.append((check_part(order, result, manifest, digest), digest))
 
         async def write_root() -> None:
-            # Once more: an abort may have come while the parts were read.
+            # Checked again: an abort may have arrived while the parts were read.
             self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
             root = root_manifest(order, parts)
-            sealed["root_digest"] = await self._machine.generations.seal(root)
+            sealed["root_digest"] = await self._machine.artifacts.seal(root)
             sealed["bytes"] = root.bytes
 
         table = [Step("check-parts", check, 60.0), Step("write-root", write_root, 60.0)]
@@ -69,8 +69,8 @@ class Artifacts:
         async def remove() -> None:
             for verb in ("dump", "seal"):
                 await self._orders.cancel(order_id(verb, content), order.generation)
-            place = Place(order.namespace, order.content_uid, order.generation)
-            await self._machine.generations.remove(place)
+            place = GenerationRef(order.namespace, order.content_uid, order.generation)
+            await self._machine.artifacts.remove(place)
 
         table = [Step("tombstone", tombstone, 10.0), Step("remove", remove, order.deadline_s)]
         await ctx.steps("delete", table)
@@ -84,16 +84,16 @@ class Artifacts:
         async def read_all() -> None:
             nonlocal counted, proven
             ref = order.artifact
-            root = await self._machine.generations.read_root(ref)
+            root = await self._machine.artifacts.read_root(ref)
             for manifest in await proven_parts(self._machine, ref, root):
                 before = counted
 
-                async def tell(done: int, name: str = manifest.part, base: int = before) -> None:
+                async def report(done: int, name: str = manifest.part, base: int = before) -> None:
                     await ctx.progress(name, "read-all", base + done, root.bytes)
 
-                place = Place(ref.namespace, ref.content_uid, ref.generation)
+                place = GenerationRef(ref.namespace, ref.content_uid, ref.generation)
                 with naming(manifest.part):
-                    await self._machine.artifacts.check_bytes(place, manifest, tell)
+                    await self._machine.artifacts.check_bytes(place, manifest, report)
                 counted += manifest.bytes
             proven = proven_by(root)
 
@@ -104,7 +104,7 @@ class Artifacts:
 
 @contextlib.contextmanager
 def naming(part: str) -> Iterator[None]:
-    """Have errors about the artifact say which part they are about."""
+    """Add the name of the part to errors about the artifact."""
     try:
         yield
     except ArtifactError as error:
@@ -113,7 +113,7 @@ def naming(part: str) -> Iterator[None]:
 
 
 def proven_by(root: RootManifest) -> Proven:
-    """Return what an operator that has never heard of an artifact needs to restore from it."""
+    """Return what an operator without a record of the artifact needs to restore from it."""
     known: tuple[Driver, ...] = get_args(Driver)
     return Proven(
         bytes=root.bytes,
@@ -122,13 +122,13 @@ def proven_by(root: RootManifest) -> Proven:
             VectorEntry(part=row.part, ordinal=_ordinal(row), layout=row.layout)
             for row in root.parts
         ],
-        # What names none of them is older than the drivers were.
+        # Artifacts that name no known driver are older than the field.
         driver=next((driver for driver in known if driver == root.facts.driver), "cooperative"),
     )
 
 
 def _ordinal(row: RootPart) -> int | None:
-    """Return the worker's number of the device whose memory a part holds."""
+    """Return the ordinal of the device whose memory a part holds."""
     return None if row.kind == "process" else int(row.part.removeprefix("gpu-"))
 
 
@@ -136,7 +136,7 @@ async def proven_parts(
     machine: Machine, ref: ArtifactRef, root: RootManifest
 ) -> list[PartManifest]:
     """Read all part manifests of an artifact; each must be the one that the root proves."""
-    place = Place(ref.namespace, ref.content_uid, ref.generation)
+    place = GenerationRef(ref.namespace, ref.content_uid, ref.generation)
     found: list[PartManifest] = []
     for row in root.parts:
         with naming(row.part):

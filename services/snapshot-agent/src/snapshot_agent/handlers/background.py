@@ -1,4 +1,4 @@
-"""Tasks that go on after the order that began them, and waits for whichever comes first."""
+"""Tasks that outlive the order that started them, and ways to wait for work."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
+from snapshot_agent.domain.gate import source_exited
+from snapshot_agent.ports import Worker, Workers
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.tasks import over
+from snapshot_shared.tasks import over, undisturbed
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 HANGS_S = 2.0
-"""After how long a worker no longer waits for the end of work on a disk, in seconds."""
+"""How long the release of a worker waits for work on a disk that hangs, in seconds."""
 
 
 class Slots(asyncio.Semaphore):
-    """A semaphore that says how many of its `limit` are taken."""
+    """A semaphore that counts how many of its `limit` are taken."""
 
     def __init__(self, limit: int) -> None:
-        """Begin with all free."""
+        """Allow `limit` holders at a time."""
         super().__init__(limit)
         self.limit = limit
         self.used = 0
@@ -42,11 +44,11 @@ class Background:
     """Owns tasks. One that fails is logged and ends alone."""
 
     def __init__(self) -> None:
-        """Own nothing yet."""
+        """Start without tasks."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Begin a task."""
+        """Start a task."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -72,10 +74,10 @@ async def repeated(
     every_s: float,
     again_s: Sequence[float],
 ) -> None:
-    """Do something now and then every `every_s` seconds, until `stop` is set.
+    """Do work at once and then every `every_s` seconds, until `stop` is set.
 
-    What fails is done again after the seconds of `again_s`, one after the other; the last repeats.
-    `what` says in the log what that is.
+    Work that fails is tried again after the seconds of `again_s`, in turn; the last repeats. `what`
+    names the work in the log.
     """
     failures = 0
     while not stop.is_set():
@@ -92,6 +94,55 @@ async def repeated(
                 await stop.wait()
 
 
+async def pause(seconds: float) -> None:
+    """Wait between two tries of what does not report when it works again."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.Event().wait()
+
+
+async def abandoning(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work. A cancellation cancels the work and does not wait for its end.
+
+    For work that may hang and whose end nothing depends on.
+    """
+    task = asyncio.ensure_future(work)
+    # Or else asyncio logs the error of a task whose result is not read.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        await asyncio.wait([task])
+    finally:
+        task.cancel()
+    return task.result()
+
+
+async def compensated(
+    work: Coroutine[Any, Any, None], compensate: Callable[[], Awaitable[None]]
+) -> None:
+    """Do work. If it hangs when cancelled, compensate after HANGS_S / 2, then wait for its end."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task])
+    finally:
+        if not task.done():
+            task.cancel()
+            await undisturbed(_compensated_before(task, compensate))
+    task.result()
+
+
+async def _compensated_before(
+    task: asyncio.Future[None], compensate: Callable[[], Awaitable[None]]
+) -> None:
+    await asyncio.wait([task], timeout=HANGS_S / 2)
+    try:
+        if not task.done():
+            await compensate()
+    except (SnapbackError, OSError):
+        log.exception("work that hangs could not be compensated")
+    finally:
+        await over(task)
+
+
 async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:
     """Run all until one has ended; its index and its result. The others are cancelled.
 
@@ -106,3 +157,10 @@ async def first(*works: Coroutine[Any, Any, T]) -> tuple[int, T]:
         for task in tasks:
             task.cancel()
         await over(*tasks)
+
+
+async def while_alive(workers: Workers, worker: Worker, work: Coroutine[Any, Any, object]) -> None:
+    """Wait for work. SourceExited, with the exit code, when the worker ends before."""
+    index, code = await first(work, workers.ended(worker.process))
+    if index == 1:
+        raise source_exited(worker.pod, code if isinstance(code, int) else None)

@@ -1,24 +1,21 @@
-"""Captures: `prepare` opens one, `dump` writes the process part, `release` and `abort` end it."""
+"""The orders of a capture: `prepare`, `dump`, `release` and `abort`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from typing import Any
 
 import msgspec
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase
-from snapshot_agent.domain.gate import check_vector
-from snapshot_agent.handlers.background import HANGS_S
+from snapshot_agent.domain.gate import DUMP_CHECKS, DumpRequest, refuse
+from snapshot_agent.handlers.background import HANGS_S, compensated, while_alive
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
-from snapshot_agent.handlers.opening import Opening, facts_of
-from snapshot_agent.handlers.workers import while_alive
-from snapshot_agent.ports import Dump, Machine, Orders, Place, Stage, Workers
+from snapshot_agent.handlers.prepare import Prepare, facts_of
+from snapshot_agent.ports import Dump, GenerationRef, Machine, Orders, Stage, Workers
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.courier import OrderContext, Result
-from snapshot_shared.errors import Aborted, InvalidMessage, NotEligible
+from snapshot_shared.errors import Aborted, Internal, InvalidMessage
 from snapshot_shared.ids import OrderId, Uid, order_id, verb_of
 from snapshot_shared.ledger import Entry
 from snapshot_shared.orders import (
@@ -28,16 +25,15 @@ from snapshot_shared.orders import (
     PrepareOrder,
     ReleaseOrder,
 )
-from snapshot_shared.runner import Step
-from snapshot_shared.tasks import over, undisturbed
+from snapshot_shared.runner import UNDO_S, Step
 
 PROCESS = "process"
 TERMINATE_GRACE_S = 5.0
-"""What a worker that is to end after its capture gets to do so, in seconds."""
+"""The grace period of a worker that ends after its capture, in seconds."""
 
 LET_GO_S = 45.0
 SLACK_S = 5.0
-"""How much longer than its budget a step may keep the worker frozen before the guard acts."""
+"""How many seconds after the budget of a step the guard thaws the worker."""
 
 
 class Captures:
@@ -51,7 +47,7 @@ class Captures:
         holds: Holds,
         slots: asyncio.Semaphore,
     ) -> None:
-        """`slots` bounds how many parts are written at a time."""
+        """Write at most as many parts at a time as `slots` allows."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
@@ -60,7 +56,7 @@ class Captures:
 
     async def prepare(self, order: PrepareOrder, ctx: OrderContext) -> Result:
         """Open a capture; the worker is held from here on."""
-        opening = Opening(
+        steps = Prepare(
             machine=self._machine,
             orders=self._orders,
             workers=self._workers,
@@ -68,34 +64,27 @@ class Captures:
             order=order,
             ctx=ctx,
         )
-        await ctx.steps("prepare", opening.table())
-        self._holds.keep(opening.hold)
-        return {"vector": opening.vector}
+        await ctx.steps("prepare", steps.table())
+        self._holds.watch(steps.hold)
+        return {"vector": steps.vector}
 
     async def dump(self, order: DumpOrder, ctx: OrderContext) -> Result:
         """Write the process part of a held worker."""
         self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
         hold = self._holds.of(order.content_uid, order.attempt)
         prepared = self._prepared(order)
-        if hold is None or prepared is None or hold.attempt != order.attempt:
-            raise NotEligible(
-                f"attempt {order.attempt} of content {order.content_uid} is not held here",
-                next_step="prepare the capture again",
-            )
-        check_vector(prepared.terminal.vector if prepared.terminal else [], order.vector)
-        if order.driver != hold.driver.name:
-            raise NotEligible(
-                f"the capture was opened with driver {hold.driver.name}, not {order.driver}",
-                next_step="prepare the capture again with the driver that is wanted",
-                expected=hold.driver.name,
-                found=order.driver,
-            )
+        vector = prepared.terminal.vector if prepared and prepared.terminal else None
+        held = hold.attempt if hold else None
+        driver = hold.driver.name if hold else ""
+        refuse(DUMP_CHECKS, DumpRequest(order, held, driver, vector))
+        if hold is None or prepared is None:
+            raise Internal("the gate has been passed with no hold")
         async with self._slots, contextlib.AsyncExitStack() as closing:
-            staging = _Staging(self._machine, self._workers, self._holds, hold, ctx, closing)
+            steps = _DumpSteps(self._machine, self._workers, self._holds, hold, ctx, closing)
             with self._machine.metrics.moving("dump") as moved:
-                await ctx.steps("dump", staging.table(prepared))
-                moved(staging.result().bytes)
-        return {"part": staging.result()}
+                await ctx.steps("dump", steps.table(prepared))
+                moved(steps.result().bytes)
+        return {"part": steps.result()}
 
     def _prepared(self, order: DumpOrder) -> Entry | None:
         entry = self._entry("prepare", Uid(order.content_uid), order.attempt)
@@ -108,10 +97,11 @@ class Captures:
         return entry if entry is not None and entry.attempt == attempt else None
 
     async def release(self, order: ReleaseOrder, ctx: OrderContext) -> Result:
-        """Let the worker go on, or end it. A worker that nobody holds is only ended."""
+        """Let a held worker go on, and end its pod where the policy is Terminate."""
         content = Uid(order.content_uid)
 
         async def signal() -> None:
+            # No step of the capture may touch the worker once it runs again.
             names = [order_id(verb, content) for verb in ("prepare", "dump")]
             await self._cancel_all(names, order.attempt)
             if hold := self._holds.of(content, order.attempt):
@@ -145,7 +135,7 @@ class Captures:
             if kind == "capture":
                 await self._give_up(owner, order)
 
-        # A full disk takes no tombstone, and the worker must not have to wait for room on it.
+        # `undo`: on a full disk the tombstone fails, and the worker must be let go all the same.
         table = [
             Step("tombstone", tombstone, 10.0, undo=compensate),
             Step("compensate", compensate, LET_GO_S),
@@ -155,8 +145,8 @@ class Captures:
 
     async def _cancel_all(self, names: list[OrderId], attempt: int) -> None:
         for name in names:
-            # A worker waits for what is undone in it, and not for a disk that hangs.
-            within_s = HANGS_S if verb_of(name) in ("dump", "seal") else None
+            # What a prepare undoes concerns the worker; the others may hang on the artifact root.
+            within_s = {"prepare": None, "restore": UNDO_S}.get(verb_of(name), HANGS_S)
             await self._orders.cancel(name, attempt, within_s)
 
     async def _give_up(self, content: str, order: AbortOrder) -> None:
@@ -168,8 +158,8 @@ class Captures:
             await (memory.at(order.pod) if order.pod else memory).unfence(order.fence_token)
 
 
-class _Staging:
-    """The steps of one dump order: those of the driver, and the one that finishes the part."""
+class _DumpSteps:
+    """The steps of one dump order: those of the driver, then `stage`."""
 
     def __init__(
         self,
@@ -212,7 +202,7 @@ class _Staging:
             if stage is stages[0]:
                 self._holds.begin_pause(self._hold)
             self._holds.may_freeze(self._hold, budget + SLACK_S)
-            await self._or_let_go(self._run(stage))
+            await compensated(self._run(stage), self._let_go)
             if stage is stages[-1]:
                 self._holds.end_pause(self._hold)
                 self._holds.may_freeze(self._hold)
@@ -220,27 +210,8 @@ class _Staging:
         undo = self._let_go if stage is stages[0] else None
         return Step(stage.name, run, budget, undo=undo, replayable=not stage.writes)
 
-    async def _or_let_go(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work. When it is given up the worker goes on soon, even if the work then hangs."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([task])
-        finally:
-            if not task.done():
-                task.cancel()
-                await undisturbed(self._let_go_before(task))
-        task.result()
-
-    async def _let_go_before(self, task: asyncio.Future[None]) -> None:
-        await asyncio.wait([task], timeout=HANGS_S / 2)
-        try:
-            if not task.done():
-                await self._let_go()
-        finally:
-            await over(task)
-
     async def _let_go(self) -> None:
-        # What hung may end when the next capture holds the worker already.
+        # Work that hung may end when the next capture already holds the worker.
         if self._holds.holder_of(self._order.pod) in (None, self._hold.content):
             await self._holds.let_go(self._hold)
             self._holds.may_freeze(self._hold)
@@ -256,29 +227,29 @@ class _Staging:
             await while_alive(self._workers, self._dump.worker, stage.run(self._dump))
         await self._enter(stage.phases.after)
         if stage.writes and self._holds.is_let_go(self._dump.worker, self._order.attempt):
-            # It ran again while its state was read.
+            # The worker ran while its state was copied, so the copy may be inconsistent.
             raise Aborted("the worker was let go while it was dumped")
 
     async def _enter(self, phase: Phase) -> None:
-        """Have the journal say how the worker is let go from here on, and then the guard know."""
+        """Set how the worker is let go: first in the journal, then at the guard."""
         if phase is not self._hold.phase:
             await self._ctx.note(PHASE_NOTE, phase)
             self._holds.enter(self._hold, phase)
 
     async def _open(self) -> None:
-        """Create the part. From here on nothing is run a second time."""
+        """Create the part. After this no step is run a second time."""
         await self._ctx.note("no-replay", value=True)
         order = self._order
-        place = Place(order.pod.namespace, order.content_uid, order.attempt)
+        place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
         new_part = self._machine.artifacts.new_part(place, PROCESS)
         self._dump.part = await self._closing.enter_async_context(new_part)
         self._total = await self._hold.driver.size(self._dump.worker)
 
     async def _replace(self, stage: Stage) -> None:
-        async with self._workers.replacing(self._dump.worker) as succeed:
+        async with self._workers.replacing(self._dump.worker) as set_process:
             await stage.run(self._dump)
-            worker = await succeed(self._dump.worker.process)
-        self._holds.succeed(self._hold, worker)
+            worker = await set_process(self._dump.worker.process)
+        self._holds.follow(self._hold, worker)
 
     async def _progress(self, done: int) -> None:
         await self._ctx.progress(PROCESS, self._stage_name, done, self._total)

@@ -1,7 +1,7 @@
-"""Workers that a capture holds: quiesced, under a guard, until somebody lets them go.
+"""Workers that a capture holds: quiesced, under a guard, until they are let go.
 
 A hold begins in the gate of `prepare` and ends in exactly one of three ways: the capture is
-complete, it is given up, or its deadline comes and the agent releases the worker alone.
+complete, it is given up, or the agent releases the worker at its deadline without an order.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase
-from snapshot_agent.handlers.background import HANGS_S, Background
+from snapshot_agent.handlers.background import HANGS_S, Background, pause
 from snapshot_agent.ports import (
-    Duty,
     GuardLink,
+    GuardSpec,
     Machine,
     Orders,
     ProcessDriver,
@@ -37,10 +37,10 @@ AGAIN_S = 1.0
 """How long to wait before another try when the disk is full or GMS does not answer, in seconds."""
 
 UNFENCE_S = 1.0
-"""How long a worker that is let go waits for the end of its fence, in seconds."""
+"""How long the release of a worker waits for the end of its fence, in seconds."""
 
 UNCONFIRMED = "unconfirmed"
-"""The note on a prepared capture whose worker the agent released without being asked."""
+"""The note on a prepared capture whose worker was released without an order."""
 
 _OVERDUE = Failure(
     reason="HoldDeadline",
@@ -50,11 +50,12 @@ _OVERDUE = Failure(
 
 @dataclass(eq=False)
 class Hold:
-    """One held worker. All times are on the monotonic clock.
+    """One held worker. Times are in seconds of the monotonic clock.
 
-    `phase` is how far the driver has come, which says how the worker is let go. At `thaw_by` the
-    guard does so; infinite while the worker is not frozen. `quiet_since` and `frozen_since` are
-    None while it is not, or where only an earlier agent knew.
+    `phase` decides how the worker is let go. At `thaw_by` the guard does so; infinite while the
+    worker is not frozen. `watchdog` waits for the deadline. `quiet_since` and `frozen_since` are
+    None while the worker is not, and after a restart of the agent. `turn` keeps two ends of the
+    hold apart.
     """
 
     order: PrepareOrder
@@ -65,7 +66,7 @@ class Hold:
     phase: Phase = Phase.SIGNAL
     guard: GuardLink | None = None
     thaw_by: float = math.inf
-    keeper: asyncio.Task[None] | None = None
+    watchdog: asyncio.Task[None] | None = None
     quiet_since: float | None = None
     frozen_since: float | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -87,7 +88,7 @@ class Holds:
     def __init__(
         self, machine: Machine, orders: Orders, workers: Workers, background: Background
     ) -> None:
-        """Use the node's parts; nothing is held before `keep`, or the gate of `prepare`."""
+        """Use the parts of the node. `watch` and the gate of `prepare` add holds."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
@@ -112,30 +113,30 @@ class Holds:
         return {(): now - min(self._frozen_since, default=now)}
 
     def of(self, content: str, attempt: int) -> Hold | None:
-        """Give the hold of a content that is of at most this attempt."""
+        """Return the hold of a content, if it is of this attempt or an earlier one."""
         hold = self.by_content.get(content)
         return hold if hold is not None and hold.attempt <= attempt else None
 
     def holder_of(self, pod: PodRef) -> str | None:
-        """Name the content whose capture holds a container."""
+        """Return the uid of the content whose capture holds a container, or None."""
         for content, hold in self.by_content.items():
             if (hold.order.pod.uid, hold.order.pod.container) == (pod.uid, pod.container):
                 return content
         return None
 
-    def duty(self, hold: Hold) -> Duty:
-        """Say what the guard of a hold has to do."""
-        return Duty(
+    def guard_spec(self, hold: Hold) -> GuardSpec:
+        """Return the task of the guard of a hold."""
+        return GuardSpec(
             name=short_hash(hold.content, str(hold.attempt)),
             process=hold.worker.process,
-            control=hold.worker.places.control,
+            control=hold.worker.paths.control,
             attempt=hold.attempt,
             deadline=hold.deadline,
             boot_id=self._machine.clocks.boot_id,
             on_failure=hold.order.on_failure,
             release=hold.driver.release(hold.worker, hold.phase),
             unfence=self._unfencing(hold.order),
-            access=hold.worker.places.access,
+            access=hold.worker.paths.access,
             order=hold.order.order,
             traceparent=hold.order.traceparent,
         )
@@ -147,43 +148,43 @@ class Holds:
 
     async def arm(self, hold: Hold) -> None:
         """Start the guard of a hold."""
-        hold.guard = await self._machine.guards.start(self.duty(hold))
+        hold.guard = await self._machine.guards.start(self.guard_spec(hold))
         hold.guard.thaw_by(hold.thaw_by)
 
     def enter(self, hold: Hold, phase: Phase) -> None:
-        """Have the worker let go from here on as this phase of its driver needs it."""
+        """Set the phase, here and at the guard."""
         hold.phase = phase
         if hold.guard is not None:
             hold.guard.release_by(hold.driver.release(hold.worker, phase))
 
-    def succeed(self, hold: Hold, worker: Worker) -> None:
-        """Hold the process that has taken the place of the one before."""
+    def follow(self, hold: Hold, worker: Worker) -> None:
+        """Continue with the process that has replaced the one before."""
         hold.worker = worker
         if hold.guard is not None:
             hold.guard.follow(worker.process)
 
     def may_freeze(self, hold: Hold, within_s: float = math.inf) -> None:
-        """Say for how long the worker may now be frozen; not at all without a number."""
+        """Set after how many seconds the guard thaws the worker; infinite when it is not frozen."""
         hold.thaw_by = self._machine.clocks.monotonic() + within_s
         if hold.guard is not None:
             hold.guard.thaw_by(hold.thaw_by)
 
     async def arm_if_possible(self, hold: Hold) -> None:
-        """Start another guard. Without one the hold still ends at its deadline."""
+        """Start another guard. Without a guard the hold still ends at its deadline."""
         try:
             await self.arm(hold)
         except SourceExited:
-            # Nothing is left to guard; the capture itself may still be completed.
+            # There is no process to guard, but the capture can still be completed.
             log.info("the worker of %s has ended", hold.content)
         except (SnapbackError, OSError):
             log.exception("no guard for %s", hold.content)
 
-    def keep(self, hold: Hold) -> None:
-        """Hold a prepared worker until it is let go, at the latest at its deadline."""
+    def watch(self, hold: Hold) -> None:
+        """Hold a prepared worker until it is let go, its deadline at the latest."""
         self.by_content[hold.content] = hold
-        hold.keeper = self._background.start(self._keep(hold), f"hold of {hold.content}")
+        hold.watchdog = self._background.start(self._watch(hold), f"hold of {hold.content}")
 
-    async def _keep(self, hold: Hold) -> None:
+    async def _watch(self, hold: Hold) -> None:
         while True:
             left = hold.deadline - self._machine.clocks.monotonic()
             try:
@@ -191,6 +192,7 @@ class Holds:
                     await self._guard_is_lost(hold)
             except TimeoutError:
                 break
+            # A guard that acts writes the file before it ends.
             if self.is_let_go(hold.worker, hold.attempt):
                 break
             log.warning("the guard of %s is gone; arming another", hold.content)
@@ -201,15 +203,13 @@ class Holds:
         await self._release_at_last(hold)
 
     async def _release_at_last(self, hold: Hold) -> None:
-        """Release alone, and try again until it is done: nobody else will."""
-        never = asyncio.Event()
+        """Release at the deadline; try again until it is done, because no order will."""
         while True:
             try:
                 return await self.release_alone(hold)
             except (SnapbackError, OSError) as error:
                 log.warning("the release of %s waits: %s", hold.content, error)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(never.wait(), AGAIN_S)
+                await pause(AGAIN_S)
 
     async def _guard_is_lost(self, hold: Hold) -> None:
         if hold.guard is not None:
@@ -218,26 +218,26 @@ class Holds:
             await asyncio.get_running_loop().create_future()
 
     def is_let_go(self, worker: Worker, attempt: int) -> bool:
-        """Say whether somebody told the worker that the capture is given up."""
-        data = self._machine.control.get(worker.places, control.ABORTED)
+        """Whether `snapshot-aborted` of this attempt is there; a guard may have written it."""
+        data = self._machine.control.get(worker.paths, control.ABORTED)
         return data is not None and control.is_of(data, attempt)
 
     # The three ways in which a hold ends.
 
     async def complete(self, hold: Hold) -> None:
-        """Tell the worker that the capture is complete and let it go on."""
+        """Report to the worker that the capture is complete, and let it go on."""
         async with hold.turn:
             if self.by_content.get(hold.content) is not hold:
                 return
             await self.let_go(hold)
-            where = hold.worker.places
+            where = hold.worker.paths
             self._machine.control.put(where, control.COMPLETE, control.body(hold.attempt))
             self._machine.control.remove(where, control.QUIESCE)
             self.count(hold, "complete")
             await self._forget(hold)
 
     async def give_up(self, hold: Hold, why: Failure) -> None:
-        """Undo a capture: let the worker run, end the fence, tell it so, or kill it by policy."""
+        """Undo a capture: let the worker run, end the fence, report to the worker or kill it."""
         async with hold.turn:
             if self.by_content.get(hold.content) is not hold:
                 return
@@ -247,10 +247,11 @@ class Holds:
             await self._forget(hold)
 
     async def release_alone(self, hold: Hold) -> None:
-        """Release at the deadline without being asked, and note it for the order that will."""
+        """Release at the deadline, with a note for the release order that may still come."""
         release = self._orders.journal.ledger.entries.get(order_id("release", hold.content))
         if release is not None and release.attempt >= hold.attempt and release.terminal is None:
-            return  # That order lets go.
+            # The order is under way and lets the worker go.
+            return
         await self._orders.cancel(order_id("dump", hold.content), hold.attempt, HANGS_S)
         await self.give_up(hold, _OVERDUE)
         note = Noted(order=hold.order.order, attempt=hold.attempt, key=UNCONFIRMED, value=True)
@@ -259,24 +260,24 @@ class Holds:
     # What they consist of.
 
     def begin_pause(self, hold: Hold) -> None:
-        """Take the time at which a worker is stopped; from here on its users notice."""
+        """Record the time at which a worker is stopped."""
         hold.frozen_since = self._machine.clocks.monotonic()
 
     def end_pause(self, hold: Hold) -> None:
-        """Record how long a worker was stopped, once."""
+        """Measure how long a worker was stopped; later calls do nothing."""
         since, hold.frozen_since = hold.frozen_since, None
         if since is not None:
             lasted = self._machine.clocks.monotonic() - since
             self._machine.metrics.record(instruments.FREEZE_DURATION, lasted)
 
     async def let_go(self, hold: Hold) -> None:
-        """Let a worker run, frozen or not, or end it where its driver cannot go back."""
+        """Let a worker run, frozen or not, or end it in a phase that cannot be undone."""
         release = hold.driver.release(hold.worker, hold.phase)
         await self._machine.guards.release(hold.worker.process, release)
         self.end_pause(hold)
 
     def count(self, hold: Hold, outcome: str) -> None:
-        """Record how long a worker was quiet, once."""
+        """Measure how long a worker was quiet; later calls do nothing."""
         since, hold.quiet_since = hold.quiet_since, None
         if since is not None:
             lasted = self._machine.clocks.monotonic() - since
@@ -285,16 +286,16 @@ class Holds:
     async def end_fence(self, order: PrepareOrder, until: float) -> None:
         """End the fence of a capture, if it has one; after UNFENCE_S in the background.
 
-        A worker wakes once it has ended, and must not wait for a GMS that hangs. `until` is the
-        deadline of the fence, at which GMS ends it.
+        `until` is the deadline of the fence, at which GMS itself ends it.
         """
+        # A worker that wakes under a fence waits for its memory, so the fence ends first; but a GMS
+        # that hangs must not delay the worker for longer than UNFENCE_S.
         if order.devices:
             work = self._unfence_at_last(order, until)
             ending = self._background.start(work, f"fence of {order.content_uid}")
             await asyncio.wait([ending], timeout=UNFENCE_S)
 
     async def _unfence_at_last(self, order: PrepareOrder, until: float) -> None:
-        never = asyncio.Event()
         while True:
             try:
                 return await self._machine.gpu_memory.at(order.pod).unfence(order.fence_token)
@@ -302,12 +303,11 @@ class Holds:
                 log.warning("the fence of %s waits: %s", order.content_uid, error)
             if self._machine.clocks.monotonic() >= until:
                 return None
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(never.wait(), AGAIN_S)
+            await pause(AGAIN_S)
 
     async def free(self, hold: Hold, why: Failure) -> None:
-        """Tell the worker to go on without the capture, or kill it by policy."""
-        where = hold.worker.places
+        """Report to the worker that the capture was aborted; kill it where the policy is Kill."""
+        where = hold.worker.paths
         self.count(hold, "aborted")
         self._machine.control.put(where, control.ABORTED, control.body(hold.attempt, why))
         self._machine.control.remove(where, control.QUIESCE)
@@ -315,11 +315,11 @@ class Holds:
             await self._workers.end(hold.worker)
 
     async def _forget(self, hold: Hold) -> None:
-        """Dismiss the guard and give the lock back: the hold is over."""
-        keeper = hold.keeper
-        if keeper is not None and keeper is not asyncio.current_task():
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+        """End the watchdog and the guard, and unlock the container."""
+        watchdog = hold.watchdog
+        if watchdog is not None and watchdog is not asyncio.current_task():
+            watchdog.cancel()
+            await asyncio.gather(watchdog, return_exceptions=True)
         await self.dismiss(hold)
         self.drop(hold)
 
@@ -330,13 +330,14 @@ class Holds:
             await guard.dismiss()
 
     def drop(self, hold: Hold) -> None:
-        """Give the lock of the container back."""
+        """Remove a hold and unlock its container."""
+        # The hold of a later attempt may have taken its place.
         if self.by_content.get(hold.content) is hold:
             del self.by_content[hold.content]
             hold.unlock()
 
     def close(self) -> None:
-        """Let go of the guards, as an agent does that ends: they wait for the next one."""
+        """Close the connections to the guards, which then wait for the next agent."""
         for hold in self.by_content.values():
             if hold.guard is not None:
                 with contextlib.suppress(OSError):

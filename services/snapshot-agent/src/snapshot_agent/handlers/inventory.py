@@ -1,7 +1,8 @@
-"""Looks through the artifact root for what belongs to nobody, and moves it aside.
+"""Compares artifact root and pods of the node with the objects of the operator.
 
-The root is listed first and the operator asked after that. Nothing is deleted, and whatever is
-moved keeps its path below the quarantine, so that it can be moved back.
+What is here is listed first, and the operator asked after that, or else an object that was made in
+between would count as unknown. Artifacts without an owner are moved into quarantine, where they
+keep their paths, and never deleted. Pods without an object are ended.
 """
 
 from __future__ import annotations
@@ -12,39 +13,45 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from snapshot_agent.handlers.background import repeated
-from snapshot_agent.ports import Inventories, Library, Listing
-from snapshot_shared.api import MAX_FOUND, InventoryReply, Verdict
+from snapshot_agent.handlers.background import abandoning, repeated
+from snapshot_agent.handlers.pods import Pods
+from snapshot_agent.ports import Library, Listing, Operator
+from snapshot_shared.api import MAX_FOUND, MAX_PODS, InventoryReply, Verdict
 from snapshot_shared.artifact import QUARANTINE, generation_path
-from snapshot_shared.errors import InvalidMessage, SnapbackError
+from snapshot_shared.errors import InvalidMessage, OutcomeUnknown, SnapbackError
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 3600.0
 AGAIN_S = 30.0
-"""How long to wait after nobody could say, in seconds."""
+"""How long to wait after a comparison of the root that failed, in seconds."""
+
+
+PODS_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""The same for the pods; the last value repeats. It is short, for until the first answer the node
+offers no device."""
 
 
 class Counts(NamedTuple):
-    """What is nobody's and was left where it is, and what lies in quarantine."""
+    """How many entries have no owner and were left in place, and how many are in quarantine."""
 
     unknown: int = 0
     quarantined: int = 0
 
 
 class Inventory:
-    """Looks at once, and then every hour. `counts` is what it found last."""
+    """Compares the artifact root at the start and then every hour. `counts` is the last result."""
 
     def __init__(
         self,
         library: Library,
-        operator: Inventories,
+        operator: Operator,
         node: str,
         wall: Callable[[], float],
         *,
         every_s: float = EVERY_S,
     ) -> None:
-        """Look as `node`; `wall` gives seconds since the epoch."""
+        """Compare as `node`; `wall` returns seconds since the epoch."""
         self._library = library
         self._operator = operator
         self._node = node
@@ -53,11 +60,15 @@ class Inventory:
         self.counts = Counts()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look until `stop` is set; a look that fails is made again."""
-        await repeated(self.look, stop, "the artifact root is listed", self._every_s, (AGAIN_S,))
+        """Compare until `stop` is set; a comparison that fails is tried again."""
+
+        async def look() -> None:
+            await abandoning(self.look())
+
+        await repeated(look, stop, "the artifact root is listed", self._every_s, (AGAIN_S,))
 
     async def look(self) -> None:
-        """List, ask, and move aside what is to be moved. BusUnavailable, NotFound, OSError."""
+        """List, ask, and quarantine. BusUnavailable, NotFound, OSError."""
         now = self._wall()
         listing = await self._library.listing(now)
         label = f"{datetime.fromtimestamp(now, UTC):%Y%m%dT%H%M%SZ}-{self._node}"
@@ -69,7 +80,7 @@ class Inventory:
             unknown += is_left
         if unknown:
             log.warning("%d below the artifact root belong to no SnapshotContent", unknown)
-        self.counts = Counts(unknown, await self._library.set_aside_before())
+        self.counts = Counts(unknown, await self._library.count_set_aside())
 
     async def _judged(self, listing: Listing) -> list[tuple[tuple[str, ...], Verdict]]:
         found: list[tuple[tuple[str, ...], Verdict]] = []
@@ -91,11 +102,11 @@ class Inventory:
         return found
 
     async def _set_aside(self, path: tuple[str, ...], label: str) -> bool:
-        """Move one entry; False when it stays. One that is gone meanwhile needs no moving."""
+        """Move one entry; False when it could not be moved. One that is gone counts as moved."""
         shown = "/".join(path)
         try:
             if await self._library.set_aside(path, label):
-                log.warning("%r is moved into %s/%s: it is nobody's", shown, QUARANTINE, label)
+                log.warning("%r is moved into %s/%s: it has no owner", shown, QUARANTINE, label)
         except (SnapbackError, OSError) as error:
             log.warning("%r cannot be moved into %s: %s", shown, QUARANTINE, error)
             return False
@@ -108,3 +119,44 @@ def _of_strays(
     for stray in listing.strays:
         if stray.age_s >= reply.after_s:
             yield stray.path, reply.others
+
+
+class PodInventory:
+    """Compares the pods at the start and then every hour.
+
+    `is_known` is set when every pod here is known to the operator or was ended. After an outage of
+    the node other pods may have been given the devices of those that still run here.
+    """
+
+    def __init__(self, pods: Pods, operator: Operator, *, every_s: float = EVERY_S) -> None:
+        """Compare `pods` with the objects of `operator`."""
+        self._pods = pods
+        self._operator = operator
+        self._every_s = every_s
+        self.is_known = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Compare until `stop` is set; a comparison that fails is tried again."""
+        await repeated(self.look, stop, "the pods are asked about", self._every_s, PODS_AGAIN_S)
+
+    async def look(self) -> None:
+        """List, ask, and end unknown pods. BusUnavailable, NotFound, OutcomeUnknown."""
+        listed = await self._pods.all_uids()
+        for start in range(0, max(len(listed), 1), MAX_PODS):
+            asked = listed[start : start + MAX_PODS]
+            unknown = await self._operator.unknown_pods(asked)
+            if foreign := sorted(set(unknown) - set(asked)):
+                raise InvalidMessage(f"the operator named {foreign[0]}, which was not asked about")
+            if not all(await asyncio.gather(*map(self._is_ended, unknown))):
+                raise OutcomeUnknown("not every pod that is unknown could be ended")
+        self.is_known.set()
+
+    async def _is_ended(self, uid: str) -> bool:
+        """End one pod; whether it has ended. An error must not keep the other pods running."""
+        log.warning("pod %s has no object any more and is ended", uid)
+        try:
+            await self._pods.discard(uid)
+        except Exception as error:  # noqa: BLE001 - what a worker leaves behind may be of any kind
+            log.warning("pod %s could not be ended: %r", uid, error)
+            return False
+        return True

@@ -1,7 +1,4 @@
-"""Pods as local processes: starting them, watching them, ending them.
-
-They are the `Workers` of a node that has no kubelet.
-"""
+"""Pods as local processes: the orders `run` and `stop`, and the port `Workers`."""
 
 from __future__ import annotations
 
@@ -15,17 +12,16 @@ from pathlib import Path
 import msgspec
 
 from snapshot_agent.domain import control
-from snapshot_agent.domain.gate import PodSeen
+from snapshot_agent.domain.control import ContainerPaths, container_paths
+from snapshot_agent.domain.gate import ObservedPod
+from snapshot_agent.domain.recovery import PodRecovery, run_row
 from snapshot_agent.domain.spec import (
-    Launch,
-    Places,
-    Surroundings,
-    launch,
-    places,
+    NodeEnvironment,
+    process_spec,
     shared_out,
 )
 from snapshot_agent.handlers.background import Background, first
-from snapshot_agent.ports import Found, Machine, Orders, Process, Succeed, Worker
+from snapshot_agent.ports import Machine, Orders, Process, ResolvedContainer, SetProcess, Worker
 from snapshot_shared.codec import decode_json, digest, encode_json
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import (
@@ -41,7 +37,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import OrderId, Uid, check_label, check_uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry, Noted
-from snapshot_shared.objects import Container, PodSpec
+from snapshot_shared.objects import PodSpec
 from snapshot_shared.orders import PodRef, RunOrder, StopOrder
 from snapshot_shared.runner import Step
 from snapshot_shared.telemetry import current_traceparent
@@ -50,17 +46,17 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPT = 1_000_000
 SIBLINGS_GRACE_S = 5.0
-"""What the other containers get when one of their pod has failed, in seconds."""
+"""The grace period of the other containers when one of their pod has failed, in seconds."""
 
 DISCARD_GRACE_S = 5.0
-"""What a pod gets to end that is no object any more, in seconds."""
+"""The grace period of a pod that has no object any more, in seconds."""
 
 END_MARGIN_S = 15.0
-"""What an ending takes besides the grace period, in seconds."""
+"""What the end of a pod takes in addition to its grace period, in seconds."""
 
 
-class Noticed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal keeps of a container, under the key `container:<name>`."""
+class StartedContainer(msgspec.Struct, frozen=True, kw_only=True):
+    """The note of a started container in the journal, under the key `container:<name>`."""
 
     pid: int
     start: int
@@ -72,22 +68,22 @@ class Noticed(msgspec.Struct, frozen=True, kw_only=True):
 class RunningPod:
     """A pod that was started here. `codes` has the exit codes of the containers that ended.
 
-    `replaced` has an event for each container whose process may end without it, set when that is
+    `replaced` has an event for each container whose process is being replaced, set when that is
     over.
     """
 
     order: RunOrder
     entry: Entry
     workers: dict[str, Worker] = field(default_factory=dict)
-    origins: dict[str, Noticed] = field(default_factory=dict)
+    origins: dict[str, StartedContainer] = field(default_factory=dict)
     codes: dict[str, int | None] = field(default_factory=dict)
     replaced: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    def add(self, name: str, noticed: Noticed, where: Places) -> Worker:
-        """Take a container's process in."""
+    def add(self, name: str, started: StartedContainer, where: ContainerPaths) -> Worker:
+        """Add the process of a container, or replace it."""
         pod = msgspec.structs.replace(self.order.pod, container=name)
-        worker = Worker(pod, Process(noticed.pid, noticed.start), where)
-        self.workers[name], self.origins[name] = worker, noticed
+        worker = Worker(pod, Process(started.pid, started.start), where)
+        self.workers[name], self.origins[name] = worker, started
         return worker
 
 
@@ -99,35 +95,35 @@ class Pods:
         machine: Machine,
         orders: Orders,
         background: Background,
-        around: Surroundings,
+        environment: NodeEnvironment,
         state_dir: Path,
     ) -> None:
-        """Keep the files of pods below `state_dir`; `recover` brings those of an earlier agent."""
+        """Keep the files of pods below `state_dir`; `recover` adds those of an earlier agent."""
         self._machine = machine
         self._orders = orders
         self._background = background
-        self._around = around
+        self.environment = environment
         self._state_dir = state_dir
         self._launcher = machine.launcher
         self.known: dict[str, RunningPod] = {}
 
-    def places(self, pod_uid: str, container: str) -> Places:
-        """Give the places of a container."""
-        return places(self._state_dir, Path(self._around.socket_dir), pod_uid, container)
-
-    # Orders.
+    def paths(self, pod_uid: str, container: str) -> ContainerPaths:
+        """Return the paths of a container."""
+        return container_paths(
+            self._state_dir, Path(self.environment.socket_dir), pod_uid, container
+        )
 
     async def run(self, order: RunOrder, ctx: OrderContext) -> Result:
         """Start a pod's containers."""
         if order_id("stop", Uid(order.pod.uid)) in self._orders.journal.ledger.entries:
             raise Superseded(f"pod {order.pod.name} was stopped already")
         pod = RunningPod(order, ctx.entry)
-        starting = _Starting(self, self._machine, pod, ctx)
+        steps = _RunSteps(self, self._machine, pod, ctx)
         await ctx.steps(
             "run",
             [
-                Step("resolve", starting.resolve, 45.0),
-                Step("spawn", starting.spawn, 30.0, undo=starting.undo, replayable=False),
+                Step("resolve", steps.resolve, 45.0),
+                Step("spawn", steps.spawn, 30.0, undo=steps.undo, replayable=False),
             ],
         )
         await ctx.report("started")
@@ -135,7 +131,7 @@ class Pods:
         return {}
 
     async def stop(self, order: StopOrder, ctx: OrderContext) -> Result:
-        """End a pod's containers and everything they started."""
+        """End a pod's containers and every process that they started."""
 
         async def terminate() -> None:
             grace = max(0.0, min(order.grace_s, ctx.remaining_s() - END_MARGIN_S))
@@ -151,14 +147,15 @@ class Pods:
         self.known.pop(pod_uid, None)
 
     async def all_uids(self) -> list[str]:
-        """Return the uid of every pod that left a trace here: in memory, journal or folder."""
+        """Return the uids of all pods in memory, in the journal or with a folder here."""
         entries = self._orders.journal.ledger.entries.values()
-        noted = {owner_of(OrderId(e.order)) for e in entries if _may_run(e)}
+        runs = [entry for entry in entries if verb_of(OrderId(entry.order)) == "run"]
+        noted = {owner_of(OrderId(entry.order)) for entry in runs if run_row(entry).may_run}
         folders = await self._launcher.folders(self._state_dir / "pods")
         return sorted({*self.known, *noted, *filter(_is_uid, folders)})
 
     async def discard(self, pod_uid: str) -> None:
-        """Stop a pod of which there is no object any more, and remove its folder."""
+        """End a pod that has no object any more, and remove its folder."""
         await self._stop(pod_uid, DISCARD_GRACE_S)
         await self._launcher.remove(self._state_dir / "pods" / pod_uid)
 
@@ -170,13 +167,11 @@ class Pods:
         entry = self._orders.journal.ledger.entries.get(order_id("run", Uid(pod_uid)))
         return list(entry.notes.get("containers", [])) if entry else []
 
-    # The port `Workers`.
-
-    async def resolve(self, pod: PodRef) -> Found:
+    async def resolve(self, pod: PodRef) -> ResolvedContainer:
         known = self.known.get(pod.uid)
         if known is None:
-            return Found(PodSeen(pod, None))
-        seen = PodSeen(
+            return ResolvedContainer(ObservedPod(pod, None))
+        seen = ObservedPod(
             pod,
             known.order.pod,
             containers=tuple(known.workers),
@@ -184,8 +179,10 @@ class Pods:
             exit_code=known.codes.get(pod.container),
             standby=known.order.standby,
         )
-        origin = known.origins.get(pod.container, Noticed(pid=0, start=0))
-        return Found(seen, known.workers.get(pod.container), origin.image, origin.command)
+        origin = known.origins.get(pod.container, StartedContainer(pid=0, start=0))
+        return ResolvedContainer(
+            seen, known.workers.get(pod.container), origin.image, origin.command
+        )
 
     def is_alive(self, process: Process) -> bool:
         return self._launcher.adopt(process)
@@ -194,14 +191,15 @@ class Pods:
         return await self._launcher.ended(process)
 
     async def end(self, worker: Worker) -> None:
-        await self._launcher.terminate(worker.process, worker.places, 0.0)
+        await self._launcher.terminate(worker.process, worker.paths, 0.0)
 
     async def end_pod(self, pod_uid: str, grace_s: float) -> None:
         found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
         home = self._state_dir / "pods" / pod_uid
         seen = [*await self._launcher.folders(home), *self._launcher.running(home)]
+        # Without its journal entry a pod is still found by its folders and environments.
         names = {*found, *self._noted_names(pod_uid), *(name for name in seen if _is_label(name))}
-        where = {name: self.places(pod_uid, name) for name in names}
+        where = {name: self.paths(pod_uid, name) for name in names}
         await asyncio.gather(
             *(self._launcher.terminate(found.get(name), where[name], grace_s) for name in names)
         )
@@ -210,54 +208,36 @@ class Pods:
             await _tidied(self._launcher.remove(place.sockets))
 
     @contextlib.asynccontextmanager
-    async def replacing(self, worker: Worker) -> AsyncIterator[Succeed]:
+    async def replacing(self, worker: Worker) -> AsyncIterator[SetProcess]:
         pod, name = self.known.get(worker.pod.uid), worker.pod.container
         if pod is None:
             raise SourceExited(f"pod {worker.pod.name} was stopped", pod=worker.pod.uid)
         over = pod.replaced[name] = asyncio.Event()
 
-        async def succeed(process: Process) -> Worker:
+        async def set_process(process: Process) -> Worker:
             if process == worker.process:
                 return worker
-            noticed = msgspec.structs.replace(
+            started = msgspec.structs.replace(
                 pod.origins[name], pid=process.pid, start=process.start
             )
-            await self._note(pod.entry, name, noticed)
-            return pod.add(name, noticed, worker.places)
+            await self._note(pod.entry, name, started)
+            return pod.add(name, started, worker.paths)
 
         try:
-            yield succeed
+            yield set_process
         finally:
             del pod.replaced[name]
             over.set()
 
-    async def _note(self, entry: Entry, name: str, noticed: Noticed) -> None:
-        """Put a container's process on record."""
+    async def _note(self, entry: Entry, name: str, started: StartedContainer) -> None:
+        """Journal the process of a container."""
         note = Noted(
             order=entry.order,
             attempt=entry.attempt,
             key=f"container:{name}",
-            value=msgspec.to_builtins(noticed),
+            value=msgspec.to_builtins(started),
         )
         await self._orders.journal.append(note)
-
-    # How a container is started.
-
-    def launch(self, container: Container, order: RunOrder, spec: PodSpec) -> Launch:
-        """Build a container's process; its trace goes on in the step around."""
-        devices = shared_out(spec.containers, order.devices)[container.name]
-        where = self.places(order.pod.uid, container.name)
-        return launch(
-            container,
-            order.pod,
-            devices,
-            self._around,
-            where,
-            standby=order.standby,
-            traceparent=current_traceparent(),
-        )
-
-    # The life of a pod.
 
     def _follow(self, pod: RunningPod) -> None:
         uid = pod.order.pod.uid
@@ -265,10 +245,10 @@ class Pods:
         self._background.start(self._live(pod), f"life of pod {uid}")
 
     async def _live(self, pod: RunningPod) -> None:
-        has_told = any(report.kind == "ready" for report in pod.entry.reports)
+        is_reported = any(report.kind == "ready" for report in pod.entry.reports)
         ready = None
-        if not has_told and not pod.order.standby:
-            ready = asyncio.create_task(self._tell_ready(pod))
+        if not is_reported and not pod.order.standby:
+            ready = asyncio.create_task(self._report_ready(pod))
         try:
             await self._until_over(pod)
         finally:
@@ -276,23 +256,23 @@ class Pods:
                 ready.cancel()
                 await asyncio.gather(ready, return_exceptions=True)
         for worker in pod.workers.values():
-            await _tidied(self._launcher.remove(worker.places.sockets))
+            await _tidied(self._launcher.remove(worker.paths.sockets))
         bad = [name for name, code in pod.codes.items() if code != 0]
         name = bad[0] if bad else next(iter(pod.codes))
         code = pod.codes[name]
         shown = "an unknown exit code" if code is None else f"exit code {code}"
-        log_path = pod.workers[name].places.log
+        log_path = pod.workers[name].paths.log
         message = f"container {name} ended with {shown}; its log is {log_path}"
         codes = {key: each for key, each in pod.codes.items() if each is not None}
         await self._orders.report(
             pod.entry, "exited", exit_code=code, exit_codes=codes, message=message
         )
 
-    async def _tell_ready(self, pod: RunningPod) -> None:
+    async def _report_ready(self, pod: RunningPod) -> None:
         appears = self._machine.control.appears
         index, _ = await first(
             *(
-                appears(worker.places, control.READY, lambda _: True)
+                appears(worker.paths, control.READY, lambda _: True)
                 for worker in pod.workers.values()
             )
         )
@@ -300,7 +280,7 @@ class Pods:
         await self._orders.report(pod.entry, "ready", message=f"container {name} is ready")
 
     async def _until_over(self, pod: RunningPod) -> None:
-        """Wait until every container has ended; when one fails, the others are ended."""
+        """Wait for the end of every container; when one fails, end the others."""
         waiting = {
             asyncio.create_task(self._container_ended(pod, name)): name for name in pod.workers
         }
@@ -314,7 +294,7 @@ class Pods:
                 task.cancel()
 
     async def _container_ended(self, pod: RunningPod, name: str) -> int | None:
-        """Wait for the end of a container, whatever processes it has one after the other."""
+        """Return the exit code of a container, waiting through replacements of its process."""
         while True:
             worker = pod.workers[name]
             code = await self._launcher.ended(worker.process)
@@ -326,47 +306,43 @@ class Pods:
     async def _ended(self, pod: RunningPod, name: str, code: int | None) -> None:
         pod.codes[name] = code
         worker = pod.workers[name]
-        await self._launcher.terminate(worker.process, worker.places, 0.0)
+        await self._launcher.terminate(worker.process, worker.paths, 0.0)
         if code == 0:
             return
         others = [other for key, other in pod.workers.items() if key not in pod.codes]
         await asyncio.gather(
-            *(self._launcher.terminate(w.process, w.places, SIBLINGS_GRACE_S) for w in others)
+            *(self._launcher.terminate(w.process, w.paths, SIBLINGS_GRACE_S) for w in others)
         )
 
-    # After a restart.
-
     async def recover(self, entry: Entry) -> None:
-        """Adopt the processes of a run order, or settle what became of it."""
-        has_ended = any(report.kind == "exited" for report in entry.reports)
-        was_refused = entry.terminal is not None and entry.terminal.failure is not None
-        if has_ended or was_refused or "spawn" not in entry.began:
+        """Adopt the processes of a run order, or report what became of them."""
+        recovery = run_row(entry).recovery
+        if recovery is PodRecovery.NOTHING:
             return
         order = decode_json(bytes(entry.accepted.payload), RunOrder)
         pod = RunningPod(order, entry)
         for name in entry.notes.get("containers", []):
-            if noticed := await self._find(entry, name):
-                pod.add(name, noticed, self.places(order.pod.uid, name))
-        if entry.terminal is None and not await self._finish_start(pod):
-            return
-        self._follow(pod)
+            if started := await self._find(entry, name):
+                pod.add(name, started, self.paths(order.pod.uid, name))
+        if recovery is PodRecovery.FOLLOW or await self._finish_start(pod):
+            self._follow(pod)
 
-    async def _find(self, entry: Entry, name: str) -> Noticed | None:
-        """Find a container's process: on record, or started just before the record."""
+    async def _find(self, entry: Entry, name: str) -> StartedContainer | None:
+        """Return the process of a container, journalled or started just before that."""
         noted = entry.notes.get(f"container:{name}")
         if noted is not None:
-            found = msgspec.convert(noted, Noticed)
+            found = msgspec.convert(noted, StartedContainer)
             self._launcher.adopt(Process(found.pid, found.start))
             return found
-        process = self._launcher.find(self.places(_pod_uid(entry), name))
+        process = self._launcher.find(self.paths(owner_of(OrderId(entry.order)), name))
         if process is None or not self._launcher.adopt(process):
             return None
-        found = Noticed(pid=process.pid, start=process.start)
+        found = StartedContainer(pid=process.pid, start=process.start)
         await self._note(entry, name, found)
         return found
 
     async def _finish_start(self, pod: RunningPod) -> bool:
-        """End what a restart cut off: started when every container runs, failed when not."""
+        """Finish an interrupted start; whether every container runs."""
         names = pod.entry.notes["containers"]
         if len(pod.workers) == len(names) and all(
             self._launcher.adopt(worker.process) for worker in pod.workers.values()
@@ -375,14 +351,14 @@ class Pods:
             return True
         for name in names:
             worker = pod.workers.get(name)
-            where = self.places(pod.order.pod.uid, name)
+            where = self.paths(pod.order.pod.uid, name)
             await self._launcher.terminate(worker.process if worker else None, where, 0.0)
         error = OutcomeUnknown("the agent was restarted while it started the pod", step="spawn")
         await self._orders.report(pod.entry, "failed", failure=failure_of(error))
         return False
 
 
-class _Starting:
+class _RunSteps:
     """The steps of one run order."""
 
     def __init__(self, pods: Pods, machine: Machine, pod: RunningPod, ctx: OrderContext) -> None:
@@ -393,9 +369,9 @@ class _Starting:
         self._spec: PodSpec | None = None
 
     async def resolve(self) -> None:
-        """Ask for the spec; it must be the one whose digest the order carries."""
+        """Ask for the spec. StalePodReference unless it has the digest of the order."""
         order = self._pod.order
-        raw = await self._machine.templates.spec(order.pod)
+        raw = await self._machine.operator.spec(order.pod)
         found = digest(encode_json(raw))
         if found != order.template_digest:
             raise StalePodReference(
@@ -412,34 +388,46 @@ class _Starting:
         await self._ctx.note("containers", names)
 
     async def spawn(self) -> None:
-        """Start every container; each process is on record before the next is started."""
+        """Start every container; each process is journalled before the next is started."""
+        # A second run of this step would start a second worker.
         await self._ctx.note("no-replay", value=True)
         if self._spec is None:
             raise Internal("the pod was not resolved")
+        order = self._pod.order
+        devices = shared_out(self._spec.containers, order.devices)
         for container in self._spec.containers:
-            launched = self._pods.launch(container, self._pod.order, self._spec)
-            self._machine.control.create(launched.places)
-            process = self._machine.launcher.spawn(launched)
-            noticed = Noticed(
+            spec = process_spec(
+                container,
+                order.pod,
+                devices[container.name],
+                self._pods.environment,
+                self._pods.paths(order.pod.uid, container.name),
+                standby=order.standby,
+                # The trace of the worker goes on in the span of this step.
+                traceparent=current_traceparent(),
+            )
+            self._machine.control.create(spec.paths)
+            process = await self._machine.launcher.spawn(spec)
+            started = StartedContainer(
                 pid=process.pid,
                 start=process.start,
                 image=container.image,
                 command=container.command,
             )
-            self._pod.add(container.name, noticed, launched.places)
-            await self._ctx.note(f"container:{container.name}", msgspec.to_builtins(noticed))
+            self._pod.add(container.name, started, spec.paths)
+            await self._ctx.note(f"container:{container.name}", msgspec.to_builtins(started))
 
     async def undo(self) -> None:
-        """End what was started, on record or not."""
+        """End what was started, journalled or not."""
         for container in self._spec.containers if self._spec else ():
             worker = self._pod.workers.get(container.name)
-            where = self._pods.places(self._pod.order.pod.uid, container.name)
+            where = self._pods.paths(self._pod.order.pod.uid, container.name)
             await self._machine.launcher.terminate(worker.process if worker else None, where, 0.0)
             await _tidied(self._machine.launcher.remove(where.sockets))
 
 
 async def _tidied(work: Awaitable[None]) -> None:
-    """Remove what is needed no more. What a worker has made of it holds nothing else up."""
+    """Await a removal. Its failure, which a worker can cause, is logged and nothing more."""
     try:
         await work
     except (SnapbackError, OSError) as error:
@@ -460,14 +448,3 @@ def _passes(check: Callable[[str], str], name: str) -> bool:
     except InvalidName:
         return False
     return True
-
-
-def _may_run(entry: Entry) -> bool:
-    """Whether something of a pod may run, as far as its run order is on record."""
-    if verb_of(OrderId(entry.order)) != "run" or "spawn" not in entry.began:
-        return False
-    return not any(report.kind == "exited" for report in entry.reports)
-
-
-def _pod_uid(entry: Entry) -> str:
-    return entry.order.partition("-")[2]

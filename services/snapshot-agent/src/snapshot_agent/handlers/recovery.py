@@ -1,8 +1,4 @@
-"""What happens at the start of an agent, before it connects to NATS.
-
-Processes are adopted first; then every capture that was left behind is held on, let go or undone,
-all at the same time, for a worker may be frozen.
-"""
+"""The recovery of captures and pods at the start of an agent, before it connects to NATS."""
 
 from __future__ import annotations
 
@@ -11,10 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from snapshot_agent.domain.driving import Phase, phase_of
-from snapshot_agent.domain.recovery import Left, Recovery, deadline_of, decide, interruption
+from snapshot_agent.domain.recovery import CaptureLeft, Recovery, deadline_of, decide, interruption
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
-from snapshot_agent.handlers.opening import DEADLINE_NOTE
 from snapshot_agent.handlers.pods import Pods
+from snapshot_agent.handlers.prepare import DEADLINE_NOTE
 from snapshot_agent.ports import Machine, Orders, Worker, Workers
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import SnapbackError
@@ -26,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class Recoverer:
-    """Settles what an earlier agent left behind."""
+    """Recovers what an earlier agent left behind."""
 
     def __init__(
         self, machine: Machine, orders: Orders, workers: Workers, pods: Pods, holds: Holds
     ) -> None:
-        """Use the node's parts; `pods` are those that are started here."""
+        """Use the parts of the node."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
@@ -39,22 +35,25 @@ class Recoverer:
         self._holds = holds
 
     async def run(self) -> None:
-        """Adopt the processes, then settle the captures."""
+        """Adopt the processes, then recover the captures."""
+        # All at the same time, for any of the workers may be frozen.
         await asyncio.gather(*(self._safely(self._pods.recover, e) for e in self._all("run")))
-        await asyncio.gather(*(self._safely(self._settle, e) for e in self._all("prepare")))
+        await asyncio.gather(
+            *(self._safely(self._recover_capture, e) for e in self._all("prepare"))
+        )
 
     def _all(self, verb: str) -> list[Entry]:
         entries = self._orders.journal.ledger.entries.values()
         return [entry for entry in entries if verb_of(OrderId(entry.order)) == verb]
 
-    async def _safely(self, settle: Callable[[Entry], Awaitable[None]], entry: Entry) -> None:
-        """Settle one; a defect there must not keep the others' workers frozen."""
+    async def _safely(self, recover: Callable[[Entry], Awaitable[None]], entry: Entry) -> None:
+        """Recover one. An error there must not keep the workers of others frozen."""
         try:
-            await settle(entry)
+            await recover(entry)
         except Exception:
-            log.exception("%s could not be settled", entry.order)
+            log.exception("%s could not be recovered", entry.order)
 
-    async def _settle(self, prepare: Entry) -> None:
+    async def _recover_capture(self, prepare: Entry) -> None:
         order = decode_json(bytes(prepare.accepted.payload), PrepareOrder)
         worker = (await self._workers.resolve(order.pod)).worker
         left = self._observe(prepare, order, worker)
@@ -70,12 +69,12 @@ class Recoverer:
         elif hold is not None:
             await self._holds.release_alone(hold)
 
-    def _observe(self, prepare: Entry, order: PrepareOrder, worker: Worker | None) -> Left:
+    def _observe(self, prepare: Entry, order: PrepareOrder, worker: Worker | None) -> CaptureLeft:
         content = owner_of(OrderId(prepare.order))
         dump = self._entry("dump", content)
         if dump is not None and dump.attempt != prepare.attempt:
             dump = None
-        return Left(
+        return CaptureLeft(
             prepare=prepare,
             dump=dump,
             is_settled=bool(prepare.notes.get(UNCONFIRMED))
@@ -99,25 +98,26 @@ class Recoverer:
             prepare, noted, order.hold_s, boot_id=clocks.boot_id, now=clocks.monotonic()
         )
 
-    async def _rebuilt(self, left: Left, order: PrepareOrder, worker: Worker) -> Hold | None:
-        """Return the hold that the earlier agent had, with its guard if that lives.
+    async def _rebuilt(self, left: CaptureLeft, order: PrepareOrder, worker: Worker) -> Hold | None:
+        """Return the hold of the earlier agent, with its guard if that lives.
 
-        None when the driver is not here any more: then the guard alone can let the worker go.
+        None when its driver is not on this node any more: only the guard can let the worker go.
         """
         driver = self._machine.drivers.get(order.driver)
         if driver is None:
             log.error("driver %s of %s is not here any more", order.driver, left.prepare.order)
             return None
-        unlock = self._machine.locks.take(worker.places.lock)
+        # None while the agent before, which is still ending, has the lock.
+        unlock = self._machine.locks.take(worker.paths.lock)
         deadline = self._deadline(left.prepare, order)
-        # A guard that has let the worker go did all that the phase needed.
+        # A guard that has acted has done all that the phase requires.
         phase = Phase.SIGNAL if left.is_let_go else phase_of(left.dump)
         hold = Hold(order, worker, driver, deadline, unlock or _nothing, phase)
-        hold.guard = await self._machine.guards.adopt(self._holds.duty(hold))
+        hold.guard = await self._machine.guards.adopt(self._holds.guard_spec(hold))
         self._holds.by_content[hold.content] = hold
         return hold
 
-    async def _compensate(self, left: Left, order: PrepareOrder, hold: Hold | None) -> None:
+    async def _compensate(self, left: CaptureLeft, order: PrepareOrder, hold: Hold | None) -> None:
         entry = left.interrupted
         error = interruption(entry or left.prepare)
         try:
@@ -129,18 +129,18 @@ class Recoverer:
             log.exception("capture of %s could not be undone completely", order.content_uid)
             if hold is not None:
                 hold.deadline = self._machine.clocks.monotonic()
-                self._holds.keep(hold)
+                self._holds.watch(hold)
         if entry is not None:
             await self._orders.report(entry, "failed", failure=error.to_failure())
 
     async def _hold_on(self, hold: Hold) -> None:
-        """Keep what was prepared; the worker is not frozen unless its dump was cut off."""
+        """Keep a prepared capture. The worker may still be frozen by a dump that ended."""
         await self._holds.let_go(hold)
         self._holds.may_freeze(hold)
         if hold.guard is None:
             await self._holds.arm_if_possible(hold)
-        self._holds.keep(hold)
+        self._holds.watch(hold)
 
 
 def _nothing() -> None:
-    """Give back a lock that somebody else has."""
+    """Unlock nothing: another process has the lock."""

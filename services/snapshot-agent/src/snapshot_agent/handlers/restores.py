@@ -1,4 +1,4 @@
-"""Restores: a worker that was started in standby gets the saved state and goes on."""
+"""The order `restore`: a worker in standby gets the saved state and serves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import device_map
 from snapshot_agent.domain.gate import COMPATIBILITY_CHECKS, RESTORE_CHECKS, Target, refuse
 from snapshot_agent.handlers.artifacts import naming, proven_parts
-from snapshot_agent.handlers.opening import device_product
-from snapshot_agent.handlers.workers import while_alive
-from snapshot_agent.ports import Machine, Orders, Place, Restoring, Succeed, Worker, Workers
+from snapshot_agent.handlers.background import compensated, while_alive
+from snapshot_agent.handlers.prepare import device_product
+from snapshot_agent.ports import (
+    GenerationRef,
+    Machine,
+    Orders,
+    RestoreSource,
+    SetProcess,
+    Worker,
+    Workers,
+)
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import Aborted, DeadlineExceeded, Internal
@@ -27,22 +35,22 @@ class Restores:
     """The order `restore`."""
 
     def __init__(self, machine: Machine, orders: Orders, workers: Workers) -> None:
-        """Use the node's parts."""
+        """Use the parts of the node."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
 
     async def restore(self, order: RestoreOrder, ctx: OrderContext) -> Result:
-        """Bring a waiting worker to the state of the process part and let it go."""
-        filling = _Filling(self._machine, self._orders, self._workers, order, ctx)
+        """Load a worker in standby with the state of the process part, and wait until it serves."""
+        steps = _RestoreSteps(self._machine, self._orders, self._workers, order, ctx)
         with self._machine.metrics.moving("restore") as moved:
-            await ctx.steps("restore", filling.table())
-            moved(filling.part.bytes)
-        return {"bytes": filling.part.bytes}
+            await ctx.steps("restore", steps.table())
+            moved(steps.part.bytes)
+        return {"bytes": steps.part.bytes}
 
 
-class _Filling:
-    """The steps of one restore order. After a restart each goes on where it was."""
+class _RestoreSteps:
+    """The steps of one restore order. Each may be replayed after a restart."""
 
     def __init__(
         self,
@@ -64,34 +72,38 @@ class _Filling:
 
     def table(self) -> list[Step]:
         order = self._order
+
+        async def bring_back() -> None:
+            await compensated(self._bring_back(), self._fail)
+
         return [
             Step("check", self._check, CHECK_S),
-            Step(self._driver.restore_step, self._bring_back, order.deadline_s, undo=self._fail),
+            Step(self._driver.restore_step, bring_back, order.deadline_s, undo=self._fail),
             Step("signal", self._signal, 10.0),
             Step("await-restored", self._await, order.ready_s + 5.0),
         ]
 
     @property
     def part(self) -> PartManifest:
-        """The process part, once it was checked."""
+        """The manifest of the process part. Internal before the check."""
         if self._part is None:
             raise Internal("the artifact was not checked")
         return self._part
 
     @property
     def worker(self) -> Worker:
-        """The waiting worker, once it was checked."""
+        """The worker in standby. Internal before the check."""
         if self._worker is None:
             raise Internal("the worker was not checked")
         return self._worker
 
     async def _check(self) -> None:
-        """Refuse before anything is touched."""
+        """Raise before any side effect unless the restore is possible."""
         order = self._order
         self._orders.require_current(f"restore-{order.pod.uid}", order.attempt)
         found = await self._workers.resolve(order.pod)
-        refuse(RESTORE_CHECKS, found.seen)
-        self._root = root = await self._machine.generations.read_root(order.artifact)
+        refuse(RESTORE_CHECKS, found.pod)
+        self._root = root = await self._machine.artifacts.read_root(order.artifact)
         product = ""
         if root.facts.device_product:
             product = await device_product(self._machine, order.pod, order.devices)
@@ -102,46 +114,46 @@ class _Filling:
         self._part = next(part for part in parts if part.part == PROCESS)
         self._worker = found.running()
 
-    def _is_told(self) -> bool:
-        where = self.worker.places
+    def _is_signalled(self) -> bool:
+        where = self.worker.paths
         data = self._machine.control.get(where, control.RESTORE_COMPLETE)
         return data is not None and control.is_of(data, self._order.attempt)
 
     async def _bring_back(self) -> None:
-        if self._is_told():
+        if self._is_signalled():
             return
         ref = self._order.artifact
-        await self._machine.control.clear(self.worker.places, *control.RESTORE_FILES)
-        place = Place(ref.namespace, ref.content_uid, ref.generation)
+        await self._machine.control.clear(self.worker.paths, *control.RESTORE_FILES)
+        place = GenerationRef(ref.namespace, ref.content_uid, ref.generation)
         with naming(PROCESS):
             async with (
                 self._machine.artifacts.open_part(place, PROCESS) as directory,
-                self._workers.replacing(self.worker) as succeed,
+                self._workers.replacing(self.worker) as set_process,
             ):
-                await self._restore(self._restoring(directory), succeed)
+                await self._restore(self._source(directory), set_process)
 
-    def _restoring(self, directory: int) -> Restoring:
+    def _source(self, directory: int) -> RestoreSource:
         if self._root is None:
             raise Internal("the artifact was not checked")
         part, driver = self.part, self._driver
 
-        async def tell(done: int) -> None:
+        async def report(done: int) -> None:
             await self._ctx.progress(PROCESS, driver.restore_step, done, part.bytes)
 
-        return Restoring(
+        return RestoreSource(
             part=directory,
             files=part.files,
             devices=device_map(self._root, self._order.devices),
             deadline=self._machine.clocks.monotonic() + self._ctx.remaining_s(),
-            progress=tell,
+            progress=report,
         )
 
-    async def _restore(self, restoring: Restoring, succeed: Succeed) -> None:
+    async def _restore(self, source: RestoreSource, set_process: SetProcess) -> None:
         placeholder = self.worker
 
         async def restore() -> None:
-            process = await self._driver.restore(placeholder, restoring)
-            self._worker = await succeed(process)
+            process = await self._driver.restore(placeholder, source)
+            self._worker = await set_process(process)
 
         if self._driver.replaces:
             await restore()
@@ -149,12 +161,12 @@ class _Filling:
             await while_alive(self._workers, placeholder, restore())
 
     async def _signal(self) -> None:
-        if not self._is_told():
+        if not self._is_signalled():
             body = control.body(self._order.attempt)
-            self._machine.control.put(self.worker.places, control.RESTORE_COMPLETE, body)
+            self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
 
     async def _await(self) -> None:
-        order, where = self._order, self.worker.places
+        order, where = self._order, self.worker.paths
         restored = self._machine.control.appears(
             where, control.RESTORED, lambda data: control.is_of(data, order.attempt)
         )
@@ -169,7 +181,7 @@ class _Filling:
             ) from None
 
     async def _fail(self) -> None:
-        where = self.worker.places
+        where = self.worker.paths
         await self._machine.control.clear(where, control.RESTORE_COMPLETE, control.STATE)
         why = Aborted("the restore failed").to_failure()
         body = control.body(self._order.attempt, why)

@@ -1,4 +1,4 @@
-"""The steps of `prepare`: gate, guard, quiesce, fence, facts. Each undoes what it did."""
+"""The steps of `prepare`: gate, guard, quiesce, fence, facts, each with its compensation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.gate import CAPTURE_CHECKS, refuse
+from snapshot_agent.handlers.background import while_alive
 from snapshot_agent.handlers.holds import Hold, Holds
-from snapshot_agent.handlers.workers import while_alive
-from snapshot_agent.ports import Found, Machine, Orders, Worker, Workers
+from snapshot_agent.ports import Machine, Orders, ResolvedContainer, Worker, Workers
 from snapshot_shared.artifact import Facts
 from snapshot_shared.courier import OrderContext
 from snapshot_shared.errors import (
@@ -28,19 +28,19 @@ from snapshot_shared.runner import Step
 
 GUARD_S = 10.0
 FENCE_WAIT_S = 10.0
-"""How long a worker's GMS sessions may take to leave after it said that it is quiet, in seconds."""
+"""How long the GMS sessions of a quiesced worker may take to end, in seconds."""
 
 MARGIN_S = 5.0
 
 DEADLINE_NOTE = "hold-deadline"
-"""The note that has the deadline of the hold: seconds of the monotonic clock."""
+"""The note with the deadline of the hold, in seconds of the monotonic clock."""
 
 FACTS_NOTE = "facts"
 
 _GIVEN_UP = Aborted("the capture could not be opened").to_failure()
 
 
-class Opening:
+class Prepare:
     """One prepare order under way."""
 
     def __init__(
@@ -53,19 +53,20 @@ class Opening:
         order: PrepareOrder,
         ctx: OrderContext,
     ) -> None:
-        """Belong to one order; `table` has what is to be done."""
+        """Use the parts of the node for one order."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
         self._holds = holds
         self._order = order
         self._ctx = ctx
-        self._found: Found | None = None
+        self._found: ResolvedContainer | None = None
         self._hold: Hold | None = None
         self._layouts: list[LayoutRef] = []
+        self._previous = ""
 
     def table(self) -> list[Step]:
-        """Give the steps in their order."""
+        """Return the steps in their order."""
         order = self._order
         return [
             Step("gate", self._gate, order.ready_s + MARGIN_S, undo=self._leave),
@@ -76,22 +77,22 @@ class Opening:
         ]
 
     @property
-    def found(self) -> Found:
-        """The container, once the gate has looked for it."""
+    def found(self) -> ResolvedContainer:
+        """The container. Internal before the gate."""
         if self._found is None:
             raise Internal("the gate has not been passed")
         return self._found
 
     @property
     def hold(self) -> Hold:
-        """The hold, once the gate has been passed."""
+        """The hold. Internal before the gate."""
         if self._hold is None:
             raise Internal("the gate has not been passed")
         return self._hold
 
     @property
     def vector(self) -> list[VectorEntry]:
-        """What each part will hold: the process, then the devices by their ordinals."""
+        """The vector of the parts: the process, then the devices by their ordinals."""
         devices = sorted(self._order.devices, key=lambda device: device.ordinal)
         gpus = [
             VectorEntry(part=f"gpu-{device.ordinal}", ordinal=device.ordinal, layout=layout)
@@ -107,9 +108,10 @@ class Opening:
         driver = self._machine.driver(order.driver)
         self._found = found = await self._workers.resolve(order.pod)
         holder = self._holds.holder_of(order.pod)
-        refuse(CAPTURE_CHECKS, found.seen._replace(captured_by=holder))
+        # The lock file decides between processes; this check only names the holder.
+        refuse(CAPTURE_CHECKS, found.pod._replace(captured_by=holder))
         worker = found.running()
-        unlock = self._machine.locks.take(worker.places.lock)
+        unlock = self._machine.locks.take(worker.paths.lock)
         if unlock is None:
             raise NotEligible(f"another process captures container {order.pod.container}")
         now = self._machine.clocks.monotonic()
@@ -118,11 +120,19 @@ class Opening:
         await self._within(
             order.ready_s,
             worker,
-            self._machine.control.appears(worker.places, control.READY, lambda _: True),
+            self._machine.control.appears(worker.paths, control.READY, lambda _: True),
             "the worker was not ready for a snapshot",
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
-        await self._machine.control.clear(worker.places, *control.CAPTURE_FILES, control.STATE)
+        # A worker that polls may miss the end of its last capture, so `quiesce` repeats it.
+        self._previous = self._outcome_left(worker)
+        await self._machine.control.clear(worker.paths, *control.CAPTURE_FILES, control.STATE)
+
+    def _outcome_left(self, worker: Worker) -> str:
+        for name, outcome in control.OUTCOMES.items():
+            if self._machine.control.get(worker.paths, name) is not None:
+                return outcome
+        return ""
 
     async def _leave(self) -> None:
         if self._hold is not None:
@@ -130,6 +140,7 @@ class Opening:
 
     async def _guard(self) -> None:
         hold = self.hold
+        # The wait for the worker took its time, so the deadline counts from here.
         hold.deadline = self._machine.clocks.monotonic() + self._order.hold_s
         await self._ctx.note(DEADLINE_NOTE, hold.deadline)
         await self._holds.arm(hold)
@@ -139,9 +150,13 @@ class Opening:
 
     async def _quiesce(self) -> None:
         order, worker = self._order, self.hold.worker
-        where = worker.places
+        where = worker.paths
         self.hold.quiet_since = self._machine.clocks.monotonic()
-        self._machine.control.put(where, control.QUIESCE, control.body(order.attempt))
+        self._machine.control.put(
+            where,
+            control.QUIESCE,
+            control.request(order.attempt, order.content_uid, self._previous),
+        )
         await self._within(
             min(order.quiesce_s, order.hold_s),
             worker,
@@ -171,7 +186,7 @@ class Opening:
         await self._holds.end_fence(self._order, self.hold.deadline)
 
     async def _facts(self) -> None:
-        """Write down what the source is, and refuse what cannot be stored."""
+        """Note the facts of the source. NoSpace when the capture would not fit."""
         order, hold = self._order, self.hold
         facts = msgspec.structs.replace(
             self._machine.facts,
@@ -204,7 +219,7 @@ class Opening:
 
 
 async def device_product(machine: Machine, pod: PodRef, devices: Sequence[DeviceRef]) -> str:
-    """Name the product of a pod's devices, or nothing when it has none."""
+    """Return the product of a pod's devices; empty when it has none."""
     if not devices:
         return ""
     listed = await machine.gpu_memory.at(pod).devices(wait_s=0.0)
@@ -213,7 +228,7 @@ async def device_product(machine: Machine, pod: PodRef, devices: Sequence[Device
 
 
 def facts_of(notes: dict[str, Any]) -> Facts:
-    """Read what `prepare` wrote down."""
+    """Return the facts that `prepare` noted."""
     return msgspec.convert(notes.get(FACTS_NOTE, {}), Facts)
 
 

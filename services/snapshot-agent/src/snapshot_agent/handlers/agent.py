@@ -1,0 +1,109 @@
+"""Wires the handlers of the agent, one for each verb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from snapshot_agent.domain.spec import NodeEnvironment
+from snapshot_agent.handlers.artifacts import Artifacts
+from snapshot_agent.handlers.background import Background, Slots
+from snapshot_agent.handlers.captures import Captures
+from snapshot_agent.handlers.holds import Holds
+from snapshot_agent.handlers.pods import Pods
+from snapshot_agent.handlers.recovery import Recoverer
+from snapshot_agent.handlers.restores import Restores
+from snapshot_agent.ports import Machine, Orders, Workers
+from snapshot_shared import instruments
+from snapshot_shared.courier import Handler
+from snapshot_shared.orders import (
+    AbortOrder,
+    DeleteOrder,
+    DumpOrder,
+    Order,
+    PrepareOrder,
+    ReleaseOrder,
+    RestoreOrder,
+    RunOrder,
+    SealOrder,
+    StopOrder,
+    VerifyOrder,
+)
+
+
+class Agent:
+    """All handlers of one node."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        orders: Orders,
+        environment: NodeEnvironment,
+        state_dir: Path,
+        slots: int,
+    ) -> None:
+        """Make the handlers; at most `slots` parts are written or read at a time."""
+        semaphore = Slots(slots)
+        self._clocks = machine.clocks
+        self.background = Background()
+        self.pods = Pods(machine, orders, self.background, environment, state_dir)
+        workers: Workers = self.pods
+        self.holds = Holds(machine, orders, workers, self.background)
+        self.captures = Captures(machine, orders, workers, self.holds, semaphore)
+        self.artifacts = Artifacts(machine, orders, semaphore)
+        self.restores = Restores(machine, orders, workers)
+        self._recoverer = Recoverer(machine, orders, workers, self.pods, self.holds)
+        observe = machine.metrics.observe
+        observe(instruments.SLOTS_USED, lambda: {(): semaphore.used})
+        observe(instruments.SLOTS_LIMIT, lambda: {(): semaphore.limit})
+        observe(instruments.PODS, lambda: {(): len(self.pods.known)})
+
+    async def recover(self) -> None:
+        """Recover what an earlier agent left behind. Call it before orders are accepted."""
+        await self._recoverer.run()
+
+    async def close(self) -> None:
+        """Stop watching. Containers run on, and guards wait for the next agent."""
+        await self.background.close()
+        self.holds.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return the pods, and the captures with the seconds until their deadlines."""
+        now = self._clocks.monotonic()
+        return {
+            "pods": [
+                {
+                    "uid": uid,
+                    "namespace": pod.order.pod.namespace,
+                    "name": pod.order.pod.name,
+                    "containers": {name: w.process.pid for name, w in pod.workers.items()},
+                    "ended": pod.codes,
+                }
+                for uid, pod in self.pods.known.items()
+            ],
+            "captures": [
+                {
+                    "content": content,
+                    "attempt": hold.attempt,
+                    "pod": hold.order.pod.uid,
+                    "ends_in_s": round(max(0.0, hold.deadline - now), 3),
+                }
+                for content, hold in self.holds.by_content.items()
+            ],
+        }
+
+
+def routes(agent: Agent) -> dict[type[Order], Handler]:
+    """Return the handler of each type of order."""
+    return {
+        RunOrder: agent.pods.run,
+        StopOrder: agent.pods.stop,
+        PrepareOrder: agent.captures.prepare,
+        DumpOrder: agent.captures.dump,
+        ReleaseOrder: agent.captures.release,
+        AbortOrder: agent.captures.abort,
+        SealOrder: agent.artifacts.seal,
+        DeleteOrder: agent.artifacts.delete,
+        VerifyOrder: agent.artifacts.verify,
+        RestoreOrder: agent.restores.restore,
+    }
