@@ -179,7 +179,7 @@ class Bench:
     async def _answered(self, node: str, uid: str) -> float:
         """Wait until a worker serves; give what one answer takes once it listens."""
         sockets = Path(self.cluster.record.socket_dir) / node
-        conversation = await asyncio.wait_for(SocketWorkers().call(sockets, uid), WAIT_S)
+        conversation = await asyncio.wait_for(SocketWorkers().connect(sockets, uid), WAIT_S)
         begin = time.monotonic()
         line = await conversation.ask("Who is there?")
         taken = time.monotonic() - begin

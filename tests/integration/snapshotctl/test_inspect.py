@@ -141,8 +141,8 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
         "pod/hanging is under way: Starting",
         "Where it stands",
         "waits for agent@node-2 to end run-",
-        "agent@node-2 said accepted; its deadline is in",
-        "node-2 was heard of",
+        "agent@node-2 reported accepted; its deadline is in",
+        "node-2 was last seen",
     )
     _has(
         running.ok("explain", "node-2").out,

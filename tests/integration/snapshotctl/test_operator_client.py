@@ -14,9 +14,9 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, InvalidMessage
 from snapshot_shared.objects import KINDS
 from snapshotctl.adapters.operator_client import SAFETY_S, connected
-from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.servers import Server
 from snapshotctl.domain.targets import Target
+from snapshotctl.views.related import ObjectChanged
 from tests.support.nats_server import running_nats_server
 
 POD = Target(KINDS["Pod"], "default", "x")
@@ -114,7 +114,7 @@ async def test_news_of_an_object_with_a_long_history_is_heard(nats_url: str) -> 
             await bus.announce(subjects.event("pods", "default", "x"), msgspec.json.encode(event))
             async with asyncio.timeout(10):
                 heard = await anext(news)
-        assert isinstance(heard, Changed)
+        assert isinstance(heard, ObjectChanged)
         assert heard.target == POD
     finally:
         await bus.close()

@@ -48,11 +48,11 @@ def _ask(cli: Cli) -> dict[str, Any]:
 
     async def ask() -> bytes:
         folder = Path(cli.record()["socket_dir"]) / "node-1"
-        conversation = await SocketWorkers().call(folder, pod["metadata"]["uid"])
+        client = await SocketWorkers().connect(folder, pod["metadata"]["uid"])
         try:
-            return await asyncio.wait_for(conversation.ask("Who is there?"), 20.0)
+            return await asyncio.wait_for(client.ask("Who is there?"), 20.0)
         finally:
-            await conversation.close()
+            await client.close()
 
     return json.loads(asyncio.run(ask()))  # type: ignore[no-any-return]
 

@@ -10,8 +10,8 @@ from snapshot_shared.artifact import FileEntry, PartManifest, RootManifest
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.orders import PartResult, PodRef
-from snapshotctl.adapters.artifact_files import ArtifactFiles
-from snapshotctl.domain.artifacts import Artifact
+from snapshotctl.adapters.artifact_files import manifests_of
+from snapshotctl.views.artifact_tables import Artifact
 from tests.support import stories
 
 
@@ -47,7 +47,7 @@ def _artifact(root: Path) -> Artifact:
 
 
 def test_the_manifests_that_were_committed_are_read(tmp_path: Path) -> None:
-    found = ArtifactFiles().manifests(_artifact(tmp_path))
+    found = manifests_of(_artifact(tmp_path))
     assert found is not None
     assert [file.name for part in found.parts for file in part.files] == ["state"]
 
@@ -58,14 +58,14 @@ def test_a_manifest_that_was_changed_or_removed_is_no_artifact(tmp_path: Path, n
     [path] = tmp_path.rglob(name)
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ArtifactCorrupt, match="is not the manifest"):
-        ArtifactFiles().manifests(artifact)
+        manifests_of(artifact)
     path.unlink()
     with pytest.raises(ArtifactCorrupt, match="is gone"):
-        ArtifactFiles().manifests(artifact)
+        manifests_of(artifact)
 
 
 def test_an_artifact_of_another_machine_cannot_be_read_here(tmp_path: Path) -> None:
     artifact = _artifact(tmp_path / "there")
-    assert ArtifactFiles().manifests(artifact._replace(root=str(tmp_path / "missing"))) is None
-    assert ArtifactFiles().manifests(artifact._replace(root=str(tmp_path))) is None
-    assert ArtifactFiles().manifests(artifact._replace(root="")) is None
+    assert manifests_of(artifact._replace(root=str(tmp_path / "missing"))) is None
+    assert manifests_of(artifact._replace(root=str(tmp_path))) is None
+    assert manifests_of(artifact._replace(root="")) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.adapters.cluster_logs import TAIL_BYTES, WORKER_LINES, ClusterLogs
-from snapshotctl.domain.cluster import ClusterRecord, Places
+from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def record(tmp_path: Path) -> ClusterRecord:
 
 @pytest.fixture
 def pod(tmp_path: Path) -> Path:
-    folder = Places(tmp_path, tmp_path).node("node-1", "agent") / "pods" / "uid"
+    folder = ClusterPaths(tmp_path, tmp_path).node("node-1", "agent") / "pods" / "uid"
     (folder / "main").mkdir(parents=True)
     return folder
 

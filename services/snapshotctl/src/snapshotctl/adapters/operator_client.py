@@ -1,4 +1,4 @@
-"""The operator as seen over NATS: requests to its service, its events, spans and progress."""
+"""The operator over NATS: requests to its service, and what its streams and buckets hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from snapshot_shared.api import (
     CordonRequest,
     DeleteReply,
     DeleteRequest,
+    Fault,
     GetRequest,
     HealthReply,
     HealthRequest,
@@ -31,10 +32,13 @@ from snapshot_shared.api import (
     RequeueRequest,
     RetentionReply,
     RetentionRequest,
+    SimReply,
+    SimRequest,
     VerifyReply,
     VerifyRequest,
     age_headers,
 )
+from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -52,22 +56,19 @@ from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import heeding
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import NodeSpec
-from snapshotctl.domain.kin import Changed, owners_of
-from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import News
-
-if TYPE_CHECKING:
-    from snapshot_shared.bus import Bus, Delivery
+from snapshotctl.views.queue import DeadMessage, Queued
+from snapshotctl.views.related import ObjectChanged, owners_of
 
 log = logging.getLogger(__name__)
 
 SAFETY_S = 15.0
-"""How long an event may be lost before it is looked for."""
+"""How long an event may be lost before the object is read again, in seconds."""
 
 ASK_S = 5.0
-"""How long an answer of the operator is waited for, in seconds; it does nothing after that."""
+"""How long an answer of the operator may take, in seconds; it refuses older requests."""
 CONNECT_S = 10.0
 MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
@@ -97,10 +98,10 @@ class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorClient:
-    """Talks to the operator behind one server."""
+    """The operator behind one server."""
 
     def __init__(self, bus: Bus, server: Server, wall: Callable[[], float] = time.time) -> None:
-        """Use `connected`. `wall` returns seconds since the epoch."""
+        """Use a connected `bus`. `wall` returns seconds since the epoch."""
         self.bus = bus
         self._server = server
         self._wall = wall
@@ -164,6 +165,29 @@ class OperatorClient:
     async def requeue(self, order: str) -> RequeueReply:
         return await self._ask("requeue", RequeueRequest(order=order), RequeueReply)
 
+    async def arm_fault(self, node: str, service: str, fault: Fault) -> list[Fault]:
+        """Arm a fault in a service of a simulated node; return all that are armed. NotFound."""
+        return await self._switch_faults(node, service, SimRequest(arm=fault))
+
+    async def clear_faults(self, node: str, service: str) -> list[Fault]:
+        """Disarm all faults of a service of a simulated node. NotFound."""
+        return await self._switch_faults(node, service, SimRequest(clear=True))
+
+    async def _switch_faults(self, node: str, service: str, request: SimRequest) -> list[Fault]:
+        subject = subjects.rpc(check_node(node), service, "sim")
+        try:
+            answer = await self.bus.request(subject, encode_json(request))
+        except NotFound as error:
+            raise NotFound(
+                f"no fault switch of {service} on {node} answers",
+                next_step=f"if it was killed: snapshotctl sim restart {node}; the nodes are in "
+                "snapshotctl nodes, and only those of a local cluster have the switch",
+            ) from error
+        reply = decode_json(answer, SimReply)
+        if reply.failure is not None:
+            raise RemoteFailure(reply.failure)
+        return reply.armed
+
     async def health(self) -> HealthReply:
         return await self._ask("health", HealthRequest(), HealthReply)
 
@@ -176,12 +200,13 @@ class OperatorClient:
         filter_ = f"snap.progress.{token(node) if node else '*'}.*"
         return await self._kept(subjects.PROGRESS, filter_, Progress)
 
-    async def letters(self, node: NodeName | None) -> list[Letter]:
+    async def dead(self, node: NodeName | None) -> list[DeadMessage]:
         filter_ = subjects.dead(node) if node else "snap.dead.*"
         found = []
         for delivery in await self.bus.replay(subjects.DEAD, filter_):
             with contextlib.suppress(InvalidMessage):
-                found.append(Letter(delivery.sequence, decode_json(delivery.data, DeadLetter)))
+                content = decode_json(delivery.data, DeadLetter)
+                found.append(DeadMessage(delivery.sequence, content))
         return found
 
     async def retention(self, namespace: str | None, *, run: bool) -> RetentionReply:
@@ -211,7 +236,7 @@ class OperatorClient:
 
     @contextlib.asynccontextmanager
     async def buckets_changing(self) -> AsyncIterator[_Changes]:
-        """Follow all buckets for the length of the block.
+        """Subscribe to all buckets for the length of the block.
 
         Nodes write their presence to one, and the operator its schemas when it begins to serve.
         """
@@ -220,12 +245,12 @@ class OperatorClient:
 
     @contextlib.asynccontextmanager
     async def api_used(self) -> AsyncIterator[_Changes]:
-        """Follow the use of JetStream for the length of the block: a service begins with it."""
+        """Subscribe to the use of JetStream for the length of the block. Services begin with it."""
         async with self._changes("$JS.EVENT.ADVISORY.API") as changes:
             yield changes
 
     async def nodes_ready(self, nodes: Sequence[NodeSpec], since: float) -> None:
-        """Wait until each node has said, since then (s, wall clock), that it has its devices."""
+        """Wait until each node has published its devices since `since`, seconds since the epoch."""
         async with self.buckets_changing() as changes:
             while not await self._are_ready(nodes, since):
                 await changes.wait()
@@ -250,7 +275,7 @@ class OperatorClient:
         )
 
     async def answers(self, node: str, service: str) -> bool:
-        """Say whether a service of a node answers questions."""
+        """Whether a service of a node answers questions."""
         try:
             await self.bus.request(subjects.rpc(check_node(node), service, "status"), b"")
         except (NotFound, BusUnavailable):
@@ -297,7 +322,7 @@ class OperatorClient:
         return await self._kept(subjects.SPANS, "snap.span.>", SpanRecord)
 
     async def _kept(self, stream: str, filter_: str, type_: type[Message]) -> list[Message]:
-        """Read what a stream holds; what is none of its messages does not count."""
+        """Return the messages of a stream; what cannot be decoded is left out."""
         found = []
         for delivery in await heeding(self.bus.replay(stream, filter_)):
             with contextlib.suppress(InvalidMessage):
@@ -360,8 +385,8 @@ class _Changes:
             self._queue.get_nowait()
 
 
-class _Told(msgspec.Struct):
-    """What an `api.ObjectEvent` tells of every object: specs are not announced."""
+class _Announced(msgspec.Struct):
+    """The fields of every object of an `api.ObjectEvent`, which has no specs."""
 
     kind: str
     metadata: ObjectMeta
@@ -402,11 +427,11 @@ def _one_news(delivery: Delivery) -> News:
     if delivery.subject.startswith("snap.span."):
         return decode_json(delivery.data, SpanRecord)
     event = decode_json(delivery.data, ObjectEvent, limit=MAX_EVENT_BYTES)
-    told = msgspec.convert(event.object, _Told)
-    meta = told.metadata
-    kind = find_kind(told.kind)
+    announced = msgspec.convert(event.object, _Announced)
+    meta = announced.metadata
+    kind = find_kind(announced.kind)
     target = Target(kind, meta.namespace, meta.name)
-    return Changed(event.type, target, meta.uid, owners_of(meta))
+    return ObjectChanged(event.type, target, meta.uid, owners_of(meta))
 
 
 async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:
@@ -417,7 +442,7 @@ async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:
 
 
 def stored_at(delivery: Delivery) -> float:
-    """Give when the server stored a message, in seconds since the epoch, or 0.0."""
+    """Return when the server stored a message, in seconds since the epoch, or 0.0."""
     return formats.instant(delivery.headers.get("Nats-Time-Stamp", "")) or 0.0
 
 
@@ -435,7 +460,7 @@ def _object(kind: Kind, item: msgspec.Raw) -> AnyObject:
 async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
     """Connect for the length of the block. BusUnavailable, at once, when nothing answers.
 
-    With `patiently` the connection is built again whenever it is lost later on.
+    With `patiently` a connection that is lost later on is built again.
     """
     bus = _bus(server)
     try:
@@ -458,14 +483,12 @@ async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator
 
 
 def _bus(server: Server) -> Bus:
-    from snapshot_shared.bus import Bus  # noqa: PLC0415 - costs start-up time
-
     return Bus(server.url, "snapshotctl", credentials=server.credentials, inbox=server.inbox)
 
 
 async def _open(bus: Bus, server: Server, *, patiently: bool) -> None:
     if patiently:
-        # A patient connection waits for ever; a first look tells at once that nobody is there.
+        # A patient connection waits without limit; a first one fails at once without a server.
         probe = _bus(server)
         await probe.connect(patiently=False)
         await probe.close()

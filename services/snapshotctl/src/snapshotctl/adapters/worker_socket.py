@@ -15,11 +15,11 @@ ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 1024 * 1024
 
 
-class SocketConversation:
+class SocketClient:
     """One connection to a worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Use `SocketWorkers.call`."""
+        """Use the streams of a connection; `SocketWorkers.connect` makes one."""
         self._reader = reader
         self._writer = writer
 
@@ -54,8 +54,8 @@ class SocketConversation:
 class SocketWorkers:
     """The `Workers` port over unix sockets."""
 
-    async def call(self, folder: Path, pod_uid: str) -> SocketConversation:
+    async def connect(self, folder: Path, pod_uid: str) -> SocketClient:
         path = folder / pod_uid[:8] / SOCKET
         await inotify.appears(path)
         reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ANSWER_BYTES)
-        return SocketConversation(reader, writer)
+        return SocketClient(reader, writer)
