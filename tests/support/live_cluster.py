@@ -23,11 +23,10 @@ from snapshot_shared.errors import BusUnavailable, RemoteFailure
 from snapshot_shared.objects import HOSTNAME_LABEL, KINDS, AnyObject, Node, kind_of
 from snapshot_shared.orders import Report
 from snapshot_shared.steps import Place
-from snapshotctl.adapters import processes
+from snapshotctl.adapters import processes, worker_socket
 from snapshotctl.adapters.folders import Folders, log_tail
 from snapshotctl.adapters.local_cluster import LocalCluster
 from snapshotctl.adapters.operator_client import OperatorClient, connected
-from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec, ProcessRecord
 from snapshotctl.domain.targets import Target
@@ -271,7 +270,7 @@ class Session:
         """Ask a worker something. False when it has ended; a worker that is held never answers."""
         folder = Path(self.cluster.record.socket_dir) / node
         try:
-            conversation = await SocketWorkers().connect(folder, pod_uid)
+            conversation = await worker_socket.connect(folder, pod_uid)
         except OSError:
             return False
         try:

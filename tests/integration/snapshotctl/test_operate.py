@@ -1,4 +1,4 @@
-"""What whoever is on call does, in a cluster of real services."""
+"""What people on call do, in a cluster of real services."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.permissions import User
-from snapshotctl.adapters import processes
-from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.adapters import processes, worker_socket
 from snapshotctl.domain.cluster import ProcessRecord
 from tests.integration.snapshotctl.conftest import EXAMPLES, Cli, interrupt
 
@@ -75,7 +74,7 @@ def _worker_answers(cli: Cli) -> bool:
 
     async def ask() -> bytes:
         folder = Path(cli.record()["socket_dir"]) / "node-1"
-        client = await SocketWorkers().connect(folder, pod["metadata"]["uid"])
+        client = await worker_socket.connect(folder, pod["metadata"]["uid"])
         try:
             return await asyncio.wait_for(client.ask("Who is there?"), 20.0)
         finally:
@@ -222,10 +221,10 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
     with (one_node.state() / "logs" / "node-1-agent.log").open("a") as log:
         log.write(f"a worker printed {SECRET}\n")
     path = tmp_path / "report.tar.gz"
-    told = one_node.ok("bundle", "-o", str(path), "-o", "json").value()
-    assert (told["file"], told["missing"]) == (str(path), [])
+    text = one_node.ok("bundle", "-o", str(path), "-o", "json").value()
+    assert (text["file"], text["missing"]) == (str(path), [])
     files = _unpacked(path)
-    listed = {member["name"] for member in told["members"]}
+    listed = {member["name"] for member in text["members"]}
     assert {f"report/{name}" for name in listed} == set(files)
     wanted = {"versions.json", "settings.json", "doctor.json", "doctor.txt", "streams.json"}
     wanted |= {"nodes.json", "orders.json", "reports.json", "dead.json", "spans.json"}
@@ -247,8 +246,8 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
 def test_a_bundle_of_a_cluster_that_is_down_has_its_logs(one_node: Cli, tmp_path: Path) -> None:
     _kill(one_node, "nats-server")
     path = tmp_path / "down.tar.gz"
-    told = one_node.ok("bundle", "-o", str(path))
-    assert "   missing  everything of the cluster: cannot reach nats://127.0.0.1" in told.out
+    text = one_node.ok("bundle", "-o", str(path))
+    assert "   missing  everything of the cluster: cannot reach nats://127.0.0.1" in text.out
     files = _unpacked(path)
     assert b"nats-server ended" in files["down/doctor.txt"]
     assert "down/logs/nats-server.log" in files

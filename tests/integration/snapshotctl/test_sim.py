@@ -15,8 +15,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import check_node
 from snapshot_shared.permissions import User
-from snapshotctl.adapters import processes
-from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.adapters import processes, worker_socket
 from snapshotctl.domain.cluster import ProcessRecord
 from tests.integration.snapshotctl.conftest import EXAMPLES, Cli
 from tests.support.agent_rig import state_of
@@ -48,7 +47,7 @@ def _ask(cli: Cli) -> dict[str, Any]:
 
     async def ask() -> bytes:
         folder = Path(cli.record()["socket_dir"]) / "node-1"
-        client = await SocketWorkers().connect(folder, pod["metadata"]["uid"])
+        client = await worker_socket.connect(folder, pod["metadata"]["uid"])
         try:
             return await asyncio.wait_for(client.ask("Who is there?"), 20.0)
         finally:

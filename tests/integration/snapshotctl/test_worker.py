@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from gms.adapters.simulated import simulated_uuid
-from snapshotctl.adapters import inotify
-from snapshotctl.adapters.worker_socket import SocketClient, SocketWorkers
+from snapshotctl.adapters import inotify, worker_socket
+from snapshotctl.adapters.worker_socket import WorkerClient
 from snapshotctl.domain import demo_script
 from tests.integration.snapshotctl.conftest import EXAMPLES
 
@@ -73,9 +73,9 @@ class Place:
             await inotify.appears(self.control / name)
         return json.loads((self.control / name).read_text())
 
-    async def connect(self) -> SocketClient:
+    async def connect(self) -> WorkerClient:
         async with asyncio.timeout(PATIENCE_S):
-            return await SocketWorkers().connect(self.sockets, POD_UID)
+            return await worker_socket.connect(self.sockets, POD_UID)
 
 
 @contextlib.asynccontextmanager
@@ -137,7 +137,7 @@ SENSELESS = (
 )
 
 
-async def test_a_question_that_makes_no_sense_is_answered_and_harms_nobody(place: Place) -> None:
+async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(place: Place) -> None:
     async with _process(_example("worker.py"), place.worker()):
         client = await place.connect()
         for line in SENSELESS:

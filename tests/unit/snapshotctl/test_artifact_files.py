@@ -11,12 +11,12 @@ from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.orders import PartResult, PodRef
 from snapshotctl.adapters.artifact_files import manifests_of
-from snapshotctl.views.artifact_tables import Artifact
+from snapshotctl.views.artifact_tables import CapturedArtifact
 from tests.support import stories
 
 
-def _artifact(root: Path) -> Artifact:
-    """Write an artifact of one part, and give what the store knows of it."""
+def _artifact(root: Path) -> CapturedArtifact:
+    """Write an artifact of one part, and return its content."""
     uid = stories.content().metadata.uid
     file = FileEntry(name="state", size=10, chunk_bytes=4096, chunks=["a" * 32])
     part = encode_json(
@@ -43,7 +43,7 @@ def _artifact(root: Path) -> Artifact:
     (folder / "process" / "part.json").write_bytes(part)
     parts = [PartResult(part="process", bytes=10, digest=digest(part))]
     committed = stories.committed(root_digest=digest(whole), parts=parts)
-    return Artifact(stories.content(committed=committed), None, str(root))
+    return CapturedArtifact(stories.content(committed=committed), None, str(root))
 
 
 def test_the_manifests_that_were_committed_are_read(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ CHUNK = 4096
 
 
 def _file(*chunks: str, size: int | None = None, name: str = "shard", chunk: int = CHUNK) -> Any:
-    digests = [letter * 32 for letter in chunks]
+    digests = [digit * 32 for digit in chunks]
     total = size if size is not None else chunk * len(chunks)
     return FileEntry(name=name, size=total, chunk_bytes=chunk, chunks=digests)
 

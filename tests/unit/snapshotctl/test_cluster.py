@@ -93,7 +93,7 @@ def test_a_path_cannot_break_out_of_the_configuration() -> None:
     assert r'"/a\" b\n}/nats/store"' in text
 
 
-def test_every_user_has_a_key_and_a_list_and_nobody_else_gets_in() -> None:
+def test_every_user_has_a_key_and_a_list_and_no_other_user_gets_in() -> None:
     text = plans.nats_configuration(plans.local_nats("x", PATHS), KEYS)
     accounts = json.loads(text.partition("accounts: ")[2])
     users = [user for account in accounts.values() for user in account["users"]]

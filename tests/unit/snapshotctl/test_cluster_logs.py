@@ -44,8 +44,8 @@ def test_what_a_worker_puts_in_the_place_of_its_log_is_not_read(
         case "fifo":
             os.mkfifo(pod / "main/log")
             # Or a reader that opens it would hang.
-            keeper = os.open(pod / "main/log", os.O_RDWR | os.O_NONBLOCK)
-            os.write(keeper, b"a key\n")
+            writer = os.open(pod / "main/log", os.O_RDWR | os.O_NONBLOCK)
+            os.write(writer, b"a key\n")
         case "link":
             (pod / "main/log").symlink_to(tmp_path / "secret/log")
         case _:

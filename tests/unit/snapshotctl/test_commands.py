@@ -91,7 +91,7 @@ def test_a_schema_is_printed_without_a_server(
     assert "\ndump_order.v1 " in capsys.readouterr().out
 
 
-def test_the_doctor_tells_of_a_server_that_is_not_there_and_of_credentials_that_are_none(
+def test_the_doctor_reports_a_server_that_is_absent_and_credentials_that_are_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert _run(monkeypatch, "doctor") == Exit.FAILED
@@ -111,17 +111,17 @@ def test_the_doctor_tells_of_a_server_that_is_not_there_and_of_credentials_that_
 def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-tell")
+    monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-show")
     path = tmp_path / "x.tar.gz"
     assert _run(monkeypatch, "bundle", "-o", str(path), "-o", "json") == Exit.OK
-    told = json.loads(capsys.readouterr().out)
-    assert [found["what"] for found in told["missing"]] == ["everything of the cluster"]
+    shown = json.loads(capsys.readouterr().out)
+    assert [found["what"] for found in shown["missing"]] == ["everything of the cluster"]
     with tarfile.open(path) as archive:
         names = {entry.name for entry in archive.getmembers()}
         settings = archive.extractfile("x/settings.json")
         assert settings is not None
         assert json.load(settings)["SNAPBACK_SECRET_TOKEN"] == "<redacted>"
-    assert names == {f"x/{member['name']}" for member in told["members"]}
+    assert names == {f"x/{member['name']}" for member in shown["members"]}
     assert {"x/README.txt", "x/versions.json", "x/doctor.txt"} <= names
 
 

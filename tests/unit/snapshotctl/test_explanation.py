@@ -40,7 +40,7 @@ def _now(related: RelatedObjects, **more: Any) -> list[str]:
     return explanation.now_lines(related, object_state(related), **given)
 
 
-def test_a_failed_restore_tells_both_values_and_the_step_that_helps() -> None:
+def test_a_failed_restore_shows_both_values_and_the_next_step() -> None:
     failed = [row("Failed", "True", "DeviceTooSmall", "m")]
     restore = stories.restore(state=Restore.FAILED, failure=TOO_SMALL, conditions=failed)
     pod = stories.pod(source="snap", phase="Failed", conditions=failed)
@@ -69,22 +69,22 @@ def test_a_pod_says_what_its_restore_waits_for_before_what_it_says_itself() -> N
 
 def test_a_pod_of_a_silent_node_is_neither_well_nor_failed() -> None:
     ready = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
-    told = "node node-1 is silent: its worker may well run"
+    shown = "node node-1 is silent: its worker may well run"
     related = _related(
-        stories.pod(phase="Unknown", reason="NodeSilent", message=told, conditions=ready)
+        stories.pod(phase="Unknown", reason="NodeSilent", message=shown, conditions=ready)
     )
     found = object_state(related)
     assert (found.word, found.reason) == ("unknown", "NodeSilent")
     assert explanation.headline(related, found) == "pod/worker may or may not run: NodeSilent"
-    assert _now(related) == [told]
+    assert _now(related) == [shown]
     assert any("snapshotctl nodes" in line for line in _advice(related))
 
 
 def test_a_refusal_of_the_scheduler_keeps_the_step_that_stands_in_its_condition() -> None:
-    told = "the snapshot has 2 GPUs, the pod asks for 1. Next: ask for 2"
+    shown = "the snapshot has 2 GPUs, the pod asks for 1. Next: ask for 2"
     rows = [
-        row("Ready", "False", "Incompatible", told),
-        row("Failed", "True", "Incompatible", told),
+        row("Ready", "False", "Incompatible", shown),
+        row("Failed", "True", "Incompatible", shown),
     ]
     related = _related(
         stories.pod(source="snap", phase="Failed", reason="Incompatible", conditions=rows)
@@ -109,10 +109,10 @@ def test_a_snapshot_fails_for_the_reason_of_its_capture_with_its_values() -> Non
 
 
 @pytest.mark.parametrize(
-    ("state", "told"), [("ordered", "has not accepted it"), ("accepted", "reported accepted")]
+    ("state", "shown"), [("ordered", "has not accepted it"), ("accepted", "reported accepted")]
 )
 def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
-    state: str, told: str
+    state: str, shown: str
 ) -> None:
     orders = [
         stories.ended(stories.order("prepare", UID, at=NOW - 9), "prepared"),
@@ -138,7 +138,7 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
     assert lines == [
         "attempt 1 is under way",
         f"waits for gms@node-1 to end save-{UID}-gpu-0 (attempt 1)",
-        f"ordered 4s ago; gms@node-1 {told}; its deadline is in 56s",
+        f"ordered 4s ago; gms@node-1 {shown}; its deadline is in 56s",
         "last progress 2s ago: gpu-0, step write, 1 KiB of 4 KiB",
         "node-1 was last seen 7s ago",
     ]
@@ -163,7 +163,7 @@ def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
     ]
 
 
-def test_what_waits_tells_what_for_and_since_when() -> None:
+def test_what_waits_shows_its_reason_and_since_when() -> None:
     rows = [row("PodScheduled", "False", "Unschedulable", "node-1 has 0 of 1 GPUs free")]
     related = _related(stories.pod(conditions=rows))
     assert explanation.headline(related, object_state(related)) == "pod/worker waits: Unschedulable"
@@ -192,7 +192,7 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
     assert any("snapshotctl verify" in line for line in _advice(related))
 
 
-def test_what_failed_and_is_being_deleted_is_told_as_going() -> None:
+def test_what_failed_and_is_being_deleted_is_shown_as_going() -> None:
     pod = stories.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
     assert object_state(_related(pod)).word == "failed"
     pod = replace(pod, metadata=replace(pod.metadata, deletion_timestamp=stories.STAMP))

@@ -290,16 +290,16 @@ def test_whatever_is_not_ok_has_a_fix() -> None:
     assert sum(f.level == "fail" for f in findings) >= 8
 
 
-def test_a_fence_of_a_capture_is_told_and_is_no_trouble() -> None:
+def test_a_fence_of_a_capture_is_shown_and_is_no_trouble() -> None:
     fenced = of_node(gms=gms(fence=FenceStatus(phase="saving", ends_in_s=9.0)))
-    [told] = [f for f in fenced if "fenced for a capture: node-1-gpu0" in f.what]
-    assert told.level == "ok"
+    [shown] = [f for f in fenced if "fenced for a capture: node-1-gpu0" in f.what]
+    assert shown.level == "ok"
 
 
 def test_a_finding_is_one_line_that_ends_with_its_fix() -> None:
     assert line(findings.ok("well")) == "ok    well"
     assert line(findings.fail("ill", "do this")) == "fail  ill  → do this"
     spoilt = Failure(reason="x", message="a\nb\x1b[2J")
-    [told] = [f for f in found(cluster=None, unreachable=spoilt) if "connection" in f.what]
-    assert "\n" not in line(told)
-    assert "\x1b" not in line(told)
+    [shown] = [f for f in found(cluster=None, unreachable=spoilt) if "connection" in f.what]
+    assert "\n" not in line(shown)
+    assert "\x1b" not in line(shown)

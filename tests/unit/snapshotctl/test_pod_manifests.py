@@ -24,7 +24,7 @@ POD: dict[str, Any] = {
     "metadata": {"name": "w", "labels": {"a": "b"}},
     "spec": {"containers": [{"name": "main", "command": ["x"]}]},
 }
-NOBODY = Source(None, None, None, None)
+NOTHING = Source(None, None, None, None)
 
 
 def _manifest(**changes: Any) -> pod_manifests.PodManifest:
@@ -41,7 +41,7 @@ def _checkpoint() -> DynamoCheckpoint:
     return value
 
 
-def _restored(name: str = "llm", captured: Source = NOBODY, **more: Any) -> Any:
+def _restored(name: str = "llm", captured: Source = NOTHING, **more: Any) -> Any:
     given = {"manifest": None, "namespace": "default", "suffix": "restored-1", "target": None}
     return pod_manifests.restored(name, captured, **{**given, **more}).value
 
@@ -152,7 +152,7 @@ def test_a_pod_that_has_ended_is_not_captured(phase: str) -> None:
 
 
 def test_a_restored_pod_is_as_the_captured_one_but_bound_to_no_node() -> None:
-    value = _restored(captured=NOBODY._replace(checkpoint=_checkpoint()))
+    value = _restored(captured=NOTHING._replace(checkpoint=_checkpoint()))
     parse(value)
     assert value["metadata"]["name"] == "llm-restored-1"
     assert value["metadata"]["annotations"] == {RESTORE_FROM: "llm"}
@@ -177,17 +177,17 @@ def test_a_manifest_is_kept_as_it_is_and_gets_the_annotation() -> None:
 @pytest.mark.parametrize(
     ("changes", "captured", "kind", "problem"),
     [
-        ({}, NOBODY, NotEligible, "captured from is gone"),
-        ({"target": "x"}, NOBODY._replace(content=stories.content()), WrongArguments, "not x"),
+        ({}, NOTHING, NotEligible, "captured from is gone"),
+        ({"target": "x"}, NOTHING._replace(content=stories.content()), WrongArguments, "not x"),
         (
             {"manifest": _manifest(spec={"containers": [{"name": "o", "command": ["x"]}]})},
-            NOBODY._replace(content=stories.content()),
+            NOTHING._replace(content=stories.content()),
             WrongArguments,
             "call a container",
         ),
         (
             {"manifest": _manifest(metadata={"name": "w", "annotations": {RESTORE_FROM: "else"}})},
-            NOBODY,
+            NOTHING,
             WrongArguments,
             "the command for llm",
         ),

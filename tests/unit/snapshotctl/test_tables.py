@@ -185,7 +185,7 @@ def test_a_node_that_is_not_there_says_so() -> None:
     assert _shown(tables.table_of_nodes([node], {}, now=100.0))["SEEN"] == "no"
 
 
-def test_a_node_shows_that_something_below_its_artifact_root_is_nobodys() -> None:
+def test_a_node_shows_that_unknown_artifacts_are_below_its_artifact_root() -> None:
     rows_of = [{"type": "Ready", "status": "True", "reason": "AgentPresent"}]
     rows_of.append(
         {"type": "UnknownArtifacts", "status": "True", "reason": "UnknownArtifactsMoved"}

@@ -32,23 +32,23 @@ UID = derived_uid("content", "snap")
 SEAL = order("seal", UID)
 
 
-def _told(*objects: AnyObject, reports: list[object] = []) -> list[str]:  # noqa: B006 - not changed
+def _texts(*objects: AnyObject, reports: list[object] = []) -> list[str]:  # noqa: B006 - not changed
     names = timeline.names_of(objects)
     return [item.text for item in timeline.timeline(objects, reports, [], names)]  # type: ignore[arg-type]
 
 
-def test_a_report_that_the_store_and_the_stream_both_know_is_told_once() -> None:
+def test_a_report_of_both_the_store_and_the_stream_is_one_event() -> None:
     item = stories.ended(SEAL, "sealed")
     assert item.final is not None
-    told = _told(stories.content(orders=[item]), reports=[item.final])
-    assert [line for line in told if "sealed" in line] == ["seal sealed by agent@node-1"]
+    shown = _texts(stories.content(orders=[item]), reports=[item.final])
+    assert [line for line in shown if "sealed" in line] == ["seal sealed by agent@node-1"]
 
 
 def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
     late = replace(SEAL, ordered_at=time_of(NOW - 10 + 0.5))
     value = stories.content(orders=[late], conditions=[row("Ready", "False", "Capturing", "m")])
     accepted = report(late, "accepted", n=1, at=NOW - 10 + 0.6)
-    assert _told(value, reports=[accepted]) == [
+    assert _texts(value, reports=[accepted]) == [
         "created",
         "seal ordered from agent@node-1",
         "seal accepted by agent@node-1",
@@ -61,22 +61,22 @@ def test_what_a_report_says_of_an_object_that_is_gone_is_kept_under_its_uid() ->
     assert [item.object for item in found] == [f"(gone) {UID}"]
 
 
-def test_a_failure_a_later_attempt_and_an_exit_code_are_told() -> None:
+def test_a_failure_a_later_attempt_and_an_exit_code_are_shown() -> None:
     failure = Failure(reason="NoSpace", message="full")
     again = stories.ended(replace(SEAL, attempt=2), "failed", failure)
-    told = _told(stories.content(orders=[again]))
-    assert "seal failed by agent@node-1 (attempt 2): NoSpace: full" in told
+    shown = _texts(stories.content(orders=[again]))
+    assert "seal failed by agent@node-1 (attempt 2): NoSpace: full" in shown
     run = order("run", derived_uid("pod", "worker"))
     exited = stories.ended(run, "exited", exit_code=3)
-    assert "run exited by agent@node-1 with exit code 3" in _told(stories.pod(orders=[exited]))
+    assert "run exited by agent@node-1 with exit code 3" in _texts(stories.pod(orders=[exited]))
 
 
-def test_an_order_that_was_lost_with_its_node_is_told() -> None:
+def test_an_order_that_was_lost_with_its_node_is_an_event() -> None:
     lost = replace(SEAL, state="lost", ended_at=time_of(NOW))
-    assert "seal was lost with its node: NodeLost" in _told(stories.content(orders=[lost]))
+    assert "seal was lost with its node: NodeLost" in _texts(stories.content(orders=[lost]))
 
 
-def test_a_span_is_told_when_its_step_failed_or_when_it_is_the_whole() -> None:
+def test_a_span_is_an_event_when_its_step_failed_or_when_it_is_the_whole() -> None:
     def span(name: str, error: str = "", **attributes: str) -> SpanRecord:
         return SpanRecord(
             trace_id="a" * 32,
@@ -154,7 +154,7 @@ def test_the_operator_gives_a_restore_the_name_by_which_it_is_found() -> None:
     assert _linked(target, target) == [f"snapshotrestore/{restore_for(target).metadata.name}"]
 
 
-def test_a_pod_and_its_restore_tell_each_others_story_and_not_that_of_the_capture() -> None:
+def test_a_pod_and_its_restore_share_their_events_without_those_of_the_capture() -> None:
     run = order("run", derived_uid("pod", "worker"))
     load = order("load", derived_uid("restore", "r"), part="gpu-0", at=NOW)
     target = stories.pod(source="snap", orders=[run])

@@ -82,7 +82,7 @@ def test_an_empty_trace_has_no_lines() -> None:
     assert trace.lines(layout([]), 80) == []
 
 
-def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_told() -> None:
+def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_shown() -> None:
     attributes = {"messaging.operation.name": "process", "snapback.verb": "dump"}
     link = f"00-{'a' * 32}-{'b' * 16}-01"
     span = _span("r", "", 0, 1, name="process snap.order.x", attributes=attributes, links=[link])

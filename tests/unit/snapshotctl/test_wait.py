@@ -98,12 +98,12 @@ def test_a_goal_is_met_open_or_lost(goal: object, found: AnyObject | None, expec
 
 
 def test_the_failure_of_a_restore_is_the_reason_why_a_pod_never_becomes_ready() -> None:
-    told = "8 bytes are needed, a device has 4"
+    shown = "8 bytes are needed, a device has 4"
     restored = Condition(
-        type="nvidia.com/Restored", status="False", reason="DeviceTooSmall", message=told
+        type="nvidia.com/Restored", status="False", reason="DeviceTooSmall", message=shown
     )
     verdict = judge(READY, _pod(conditions=[restored]))
-    assert verdict == Never(f"DeviceTooSmall: {told}")
+    assert verdict == Never(f"DeviceTooSmall: {shown}")
 
 
 def test_a_restore_that_failed_never_becomes_ready_and_one_that_is_dropped_still_may() -> None:

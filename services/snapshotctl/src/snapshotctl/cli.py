@@ -136,6 +136,7 @@ def common(
 def run(words: Sequence[str]) -> int:
     """Parse a command line, run its command, and return the exit code."""
     try:
+        # Not standalone, or typer would print errors and exit by itself.
         code = app(hoisted(words), prog_name="snapshotctl", standalone_mode=False)
     except typer.TyperException as error:
         return int(_misunderstood(error))

@@ -123,6 +123,7 @@ async def _interruptible(work: Coroutine[Any, Any, Exit | None], screen: Screen)
         interrupted = True
         task.cancel()
 
+    # A handler of the loop: KeyboardInterrupt could be raised within any clean-up.
     for number in _SIGNALS:
         loop.add_signal_handler(number, interrupt)
     try:

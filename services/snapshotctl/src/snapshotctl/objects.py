@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -81,6 +81,7 @@ async def gather(operator: Operator, root: AnyObject) -> RelatedObjects:
             values += await operator.all_of(KINDS[kind], None)
         return RelatedObjects(root, [root, *related.on_node(root, values)])
     members: list[AnyObject] = [root]
+    # The list grows while it is walked, so that links of links are followed.
     for value in members:
         for target in related.links(value, root):
             known = {member.metadata.uid for member in members}
@@ -144,6 +145,16 @@ async def until(
             step=what,
             budget_s=within_s,
         ) from None
+
+
+async def request(
+    operator: Operator, wanted: Sequence[Target], ask: Callable[[Target, str], Awaitable[T]]
+) -> T:
+    """Return what `ask` returns for the first target that exists. NotFound, Conflict."""
+    found = await find(operator, wanted)
+    target = target_of(found, wanted)
+    with unchanged(target):
+        return await ask(target, found.metadata.uid)
 
 
 class Sent(NamedTuple):

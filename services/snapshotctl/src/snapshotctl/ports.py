@@ -1,4 +1,4 @@
-"""What commands need of others: the operator, a terminal, a cluster for the demo, a worker."""
+"""What commands need of others: the operator, a terminal, a cluster for the demo."""
 
 from __future__ import annotations
 
@@ -158,20 +158,6 @@ class Screen(Protocol):
         """Columns that a line may have."""
 
 
-class Logs(Protocol):
-    """The logs of a cluster that can be read from here."""
-
-    @property
-    def folder(self) -> str:
-        """Where they are, for people."""
-
-    def lines(self) -> list[tuple[str, str]]:
-        """Return the last lines of every service, each with the name of its program."""
-
-    def worker(self, node: str, pod_uid: str) -> list[tuple[str, str]]:
-        """Return the last lines that a pod's containers wrote, each with the container."""
-
-
 class DemoCluster(Protocol):
     """A cluster that the demo uses."""
 
@@ -196,23 +182,3 @@ class DemoCluster(Protocol):
 
     def keep(self) -> None:
         """Let it run on when this command ends."""
-
-
-class WorkerClient(Protocol):
-    """A connection to a worker that answers questions."""
-
-    async def ask(self, prompt: str) -> bytes:
-        """Return the answer to a question that changes nothing, as the line that came."""
-
-    async def chat(self, text: str) -> bytes:
-        """Return the answer to a sentence that changes the worker's state."""
-
-    async def close(self) -> None:
-        """Close the connection."""
-
-
-class Workers(Protocol):
-    """The workers of a local cluster."""
-
-    async def connect(self, folder: Path, pod_uid: str) -> WorkerClient:
-        """Wait until the worker of a pod listens below a node's folder of sockets, and connect."""

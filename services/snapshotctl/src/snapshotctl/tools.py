@@ -111,6 +111,7 @@ class Tools:
             try:
                 yield client
             finally:
+                # The last spans end with the block.
                 await end_all(publishing)
                 await self.telemetry.flush(client.bus)
         self.telemetry.shutdown()

@@ -29,6 +29,7 @@ def write(path: Path, members: Sequence[BundleFile], *, now: float) -> int:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        # A link that another user has put in its place is not followed.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "wb") as file:
             with tarfile.open(fileobj=file, mode="w:gz") as archive:

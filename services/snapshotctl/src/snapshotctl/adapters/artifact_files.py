@@ -16,12 +16,12 @@ from snapshot_shared.artifact import (
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
 from snapshot_shared.objects import Committed
-from snapshotctl.views.artifact_tables import Artifact, Manifests
+from snapshotctl.views.artifact_tables import CapturedArtifact, Manifests
 
 _NEXT = "have all of it read, which brings it into quarantine: snapshotctl verify NAME"
 
 
-def manifests_of(artifact: Artifact) -> Manifests | None:
+def manifests_of(artifact: CapturedArtifact) -> Manifests | None:
     """Read the manifests of an artifact; None when they cannot be read here.
 
     ArtifactCorrupt when they are not those that were committed. Manifests are hostile input.

@@ -23,9 +23,11 @@ class ClusterLogs:
 
     @property
     def folder(self) -> str:
+        """Where they are, for people."""
         return str(self._paths.logs)
 
     def lines(self) -> list[tuple[str, str]]:
+        """Return the last lines of every service, each with the name of its program."""
         return [
             (log.stem, line)
             for log in sorted(self._paths.logs.glob("*.log"))
@@ -34,6 +36,7 @@ class ClusterLogs:
         ]
 
     def worker(self, node: str, pod_uid: str) -> list[tuple[str, str]]:
+        """Return the last lines that a pod's containers wrote, each with the container."""
         folder = self._paths.node(node, "agent") / "pods" / pod_uid
         try:
             with opened(open_root(folder)) as pod:

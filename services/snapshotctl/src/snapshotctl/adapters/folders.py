@@ -87,6 +87,7 @@ class Folders:
 
     def _selected_context(self) -> str | None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
+            # The nats CLI keeps the name on one line.
             return (self.nats / "context.txt").read_text("utf-8").strip()[:128] or None
         return None
 
@@ -140,6 +141,7 @@ class Folders:
         runtime = Path(self._environment.get("XDG_RUNTIME_DIR") or "")
         is_usable = (
             runtime.is_absolute()
+            # mkdtemp adds a prefix and 8 random characters.
             and len(str(runtime)) < plans.MAX_SOCKET_FOLDER - 20
             and os.access(runtime, os.W_OK)
         )
@@ -177,6 +179,7 @@ class Folders:
             for folder in sorted(base.glob(f"{plans.SOCKETS_PREFIX}*")):
                 marker = folder / plans.MARKER
                 with contextlib.suppress(OSError, UnicodeDecodeError):
+                    # /tmp is shared: a folder of another user may claim anything.
                     if marker.stat().st_uid == os.getuid():
                         run, _, state = marker.read_text("utf-8")[:4096].strip().partition("\n")
                         yield folder, run, Path(state) if state.startswith("/") else None
@@ -247,6 +250,7 @@ def remove_half_made(state: Path, *, keep_logs: bool) -> None:
 @contextlib.contextmanager
 def locked(state: Path) -> Iterator[None]:
     """Keep other commands from starting or stopping the same cluster for the block. Conflict."""
+    # Not inherited, or the services that are started would hold the lock on.
     fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -279,6 +283,7 @@ def replace_file(path: Path, data: bytes) -> None:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
+            # Before the rename, or a crash could leave the name on an empty file.
             os.fsync(fd)
         temporary.replace(path)
     finally:

@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+# The masks of linux/inotify.h, which the standard library does not have.
 _CLOSE_WRITE = 0x8
 _MOVED_TO = 0x80
 _CREATE = 0x100

@@ -106,6 +106,7 @@ class LocalCluster:
             try:
                 await self._start_all(nodes)
             except BaseException as error:
+                # A second Ctrl-C must not leave processes behind.
                 await to_the_end(self._stop_all())
                 if not was_there and not self._is_demo:
                     folders.remove_half_made(state, keep_logs=isinstance(error, SnapbackError))
@@ -115,8 +116,10 @@ class LocalCluster:
         known = folders.read_record(state)
         if known is not None:
             self._refuse_if_running(known)
+        # By the id of an earlier run its leftover processes are found, too.
         run = known.run if known else self._run
         sockets = Path(known.socket_dir) if known else None
+        # What cleans /tmp may have removed the folder of an earlier run.
         if sockets is None or not (sockets / plans.MARKER).is_file():
             sockets = self._where.new_sockets()
             folders.mark(sockets, run, state)
@@ -165,6 +168,7 @@ class LocalCluster:
         since = time.time()
         self._admit([*self.record.nodes, node])
         if bus := self.record.process(plans.NATS):
+            # nats-server reads the new users on SIGHUP, without closing connections.
             processes.reload(bus)
         self._start_gms(node)
         await self._start_agent(node)
@@ -234,6 +238,7 @@ class LocalCluster:
     async def _start_nats(self, nodes: Sequence[NodeSpec]) -> None:
         paths = self._paths
         ports = paths.nats / "ports"
+        # The file of an earlier nats-server would name a port that is closed.
         shutil.rmtree(ports, ignore_errors=True)
         folders.make_private(ports)
         configuration = self._admit(nodes)
@@ -367,6 +372,7 @@ class LocalCluster:
         """End the services group by group, the workers before their memory, the bus last."""
         record = self.record
         if not folders.is_this_boot(record):
+            # The pids of another boot may belong to any process now.
             record = replace(record, processes=[])
         *first, memory, bus = plans.stop_order(record)
         spared = {found.pid for found in (*memory, *bus)}
@@ -394,6 +400,7 @@ class LocalCluster:
 
     def _save(self, record: ClusterRecord) -> None:
         self._record = record
+        # A purge has removed it.
         if Path(record.state_dir).is_dir():
             folders.write_record(record)
 

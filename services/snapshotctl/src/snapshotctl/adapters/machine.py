@@ -78,6 +78,7 @@ def _available_memory() -> int:
 
 
 def _free(folder: Path) -> int:
+    # The state folder is made by the first start; its disk is that of what exists.
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:

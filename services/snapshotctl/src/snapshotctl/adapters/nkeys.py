@@ -31,6 +31,7 @@ def public_key(seed: Path) -> str:
     The seed is made readable for its owner alone. InvalidInput when the file holds something else.
     """
     with contextlib.suppress(FileNotFoundError):
+        # Before it is read: a seed that was copied may be readable for all.
         seed.chmod(0o600)
         return _known(seed)
     make_private(seed.parent)

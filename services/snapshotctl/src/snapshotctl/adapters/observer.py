@@ -133,6 +133,7 @@ async def _cluster(client: OperatorClient, server: Server) -> ObservedCluster:
     known = {node.metadata.name: node for node in nodes or () if isinstance(node, Node)}
     present = await _or_none(_presence(bus)) or {}
     names = sorted({*known, *present})
+    # An operator, and an agent and a GMS a node; a wrong count only costs the full wait.
     directory = await _directory(bus, expected=1 + 2 * len(present))
     return ObservedCluster(
         server=f"{shown(server.url)} ({server.source})",
@@ -165,6 +166,7 @@ async def unstored(bus: Bus) -> Failure | None:
     subject, data = subjects.span(span.node, trace_id), encode_json(span)
     try:
         sequence = await bus.publish(subject, data)
+        # A full disk may lose what was acknowledged; only the read shows it.
         if await bus.last(subjects.SPANS, subject) == (sequence, data):
             return None
     except SnapbackError as error:

@@ -11,33 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from snapshot_shared import subjects
-from snapshot_shared.api import (
-    MAX_EVENT_BYTES,
-    AbortReply,
-    AbortRequest,
-    Applied,
-    ApplyReply,
-    ApplyRequest,
-    CordonReply,
-    CordonRequest,
-    DeleteReply,
-    DeleteRequest,
-    Fault,
-    GetRequest,
-    HealthReply,
-    HealthRequest,
-    ObjectEvent,
-    RequeueReply,
-    RequeueRequest,
-    RetentionReply,
-    RetentionRequest,
-    SimReply,
-    SimRequest,
-    VerifyReply,
-    VerifyRequest,
-    age_headers,
-)
+from snapshot_shared import api, subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
@@ -70,21 +44,23 @@ SAFETY_S = 15.0
 ASK_S = 5.0
 """How long an answer of the operator may take, in seconds; it refuses older requests."""
 CONNECT_S = 10.0
+# nats-server takes 1 MB, headers included.
 MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
+# Ends the loop for an operator whose pages do not end.
 MAX_PAGES = 10_000
 
 Reply = TypeVar(
     "Reply",
-    ApplyReply,
+    api.ApplyReply,
     "_GetReply",
-    DeleteReply,
-    VerifyReply,
-    CordonReply,
-    AbortReply,
-    RequeueReply,
-    HealthReply,
-    RetentionReply,
+    api.DeleteReply,
+    api.VerifyReply,
+    api.CordonReply,
+    api.AbortReply,
+    api.RequeueReply,
+    api.HealthReply,
+    api.RetentionReply,
 )
 Message = TypeVar("Message", Progress, Report, SpanRecord)
 
@@ -106,12 +82,14 @@ class OperatorClient:
         self._server = server
         self._wall = wall
 
-    async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
-        request = ApplyRequest(documents=list(documents), traceparent=traceparent)
-        return (await self._ask("apply", request, ApplyReply)).results
+    async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[api.Applied]:
+        request = api.ApplyRequest(documents=list(documents), traceparent=traceparent)
+        return (await self._ask("apply", request, api.ApplyReply)).results
 
     async def get(self, target: Target) -> AnyObject | None:
-        request = GetRequest(kind=target.kind.name, namespace=target.namespace, name=target.name)
+        request = api.GetRequest(
+            kind=target.kind.name, namespace=target.namespace, name=target.name
+        )
         try:
             reply = await self._ask("get", request, _GetReply)
         except RemoteFailure as error:
@@ -124,7 +102,7 @@ class OperatorClient:
         found: list[AnyObject] = []
         after = ""
         for _ in range(MAX_PAGES):
-            request = GetRequest(kind=kind.name, namespace=namespace, after=after)
+            request = api.GetRequest(kind=kind.name, namespace=namespace, after=after)
             reply = await self._ask("get", request, _GetReply)
             found += [_object(kind, item) for item in reply.items]
             after = reply.next
@@ -133,47 +111,39 @@ class OperatorClient:
         return found
 
     async def delete(self, target: Target, uid: str = "") -> bool:
-        request = DeleteRequest(
-            kind=target.kind.name, namespace=target.namespace, name=target.name or "", uid=uid
-        )
-        return (await self._ask("delete", request, DeleteReply)).gone
+        request = api.DeleteRequest(**_about(target), uid=uid)
+        return (await self._ask("delete", request, api.DeleteReply)).gone
 
-    async def verify(self, target: Target, uid: str = "") -> VerifyReply:
-        request = VerifyRequest(
-            kind=target.kind.name, namespace=target.namespace, name=target.name or "", uid=uid
-        )
-        return await self._ask("verify", request, VerifyReply)
+    async def verify(self, target: Target, uid: str = "") -> api.VerifyReply:
+        request = api.VerifyRequest(**_about(target), uid=uid)
+        return await self._ask("verify", request, api.VerifyReply)
 
     async def cordon(
         self, node: NodeName, resource_version: str = "", *, unschedulable: bool
-    ) -> CordonReply:
-        request = CordonRequest(
+    ) -> api.CordonReply:
+        request = api.CordonRequest(
             node=node, unschedulable=unschedulable, resource_version=resource_version
         )
-        return await self._ask("cordon", request, CordonReply)
+        return await self._ask("cordon", request, api.CordonReply)
 
-    async def abort(self, target: Target, by: str, uid: str = "") -> AbortReply:
-        request = AbortRequest(
-            kind=target.kind.name,
-            namespace=target.namespace,
-            name=target.name or "",
-            uid=uid,
-            by=by,
-        )
-        return await self._ask("abort", request, AbortReply)
+    async def abort(self, target: Target, by: str, uid: str = "") -> api.AbortReply:
+        request = api.AbortRequest(**_about(target), uid=uid, by=by)
+        return await self._ask("abort", request, api.AbortReply)
 
-    async def requeue(self, order: str) -> RequeueReply:
-        return await self._ask("requeue", RequeueRequest(order=order), RequeueReply)
+    async def requeue(self, order: str) -> api.RequeueReply:
+        return await self._ask("requeue", api.RequeueRequest(order=order), api.RequeueReply)
 
-    async def arm_fault(self, node: str, service: str, fault: Fault) -> list[Fault]:
+    async def arm_fault(self, node: str, service: str, fault: api.Fault) -> list[api.Fault]:
         """Arm a fault in a service of a simulated node; return all that are armed. NotFound."""
-        return await self._switch_faults(node, service, SimRequest(arm=fault))
+        return await self._switch_faults(node, service, api.SimRequest(arm=fault))
 
-    async def clear_faults(self, node: str, service: str) -> list[Fault]:
+    async def clear_faults(self, node: str, service: str) -> list[api.Fault]:
         """Disarm all faults of a service of a simulated node. NotFound."""
-        return await self._switch_faults(node, service, SimRequest(clear=True))
+        return await self._switch_faults(node, service, api.SimRequest(clear=True))
 
-    async def _switch_faults(self, node: str, service: str, request: SimRequest) -> list[Fault]:
+    async def _switch_faults(
+        self, node: str, service: str, request: api.SimRequest
+    ) -> list[api.Fault]:
         subject = subjects.rpc(check_node(node), service, "sim")
         try:
             answer = await self.bus.request(subject, encode_json(request))
@@ -183,13 +153,13 @@ class OperatorClient:
                 next_step=f"if it was killed: snapshotctl sim restart {node}; the nodes are in "
                 "snapshotctl nodes, and only those of a local cluster have the switch",
             ) from error
-        reply = decode_json(answer, SimReply)
+        reply = decode_json(answer, api.SimReply)
         if reply.failure is not None:
             raise RemoteFailure(reply.failure)
         return reply.armed
 
-    async def health(self) -> HealthReply:
-        return await self._ask("health", HealthRequest(), HealthReply)
+    async def health(self) -> api.HealthReply:
+        return await self._ask("health", api.HealthRequest(), api.HealthReply)
 
     async def queued(self, node: NodeName | None) -> list[Queued]:
         filter_ = f"snap.order.{token(node) if node else '*'}.*.*"
@@ -209,15 +179,15 @@ class OperatorClient:
                 found.append(DeadMessage(delivery.sequence, content))
         return found
 
-    async def retention(self, namespace: str | None, *, run: bool) -> RetentionReply:
-        request = RetentionRequest(namespace=namespace, run=run)
-        reply = await self._ask("retention", request, RetentionReply)
+    async def retention(self, namespace: str | None, *, run: bool) -> api.RetentionReply:
+        request = api.RetentionRequest(namespace=namespace, run=run)
+        reply = await self._ask("retention", request, api.RetentionReply)
         found = list(reply.artifacts)
         while reply.next:
-            request = RetentionRequest(namespace=namespace, after=reply.next)
-            reply = await self._ask("retention", request, RetentionReply)
+            request = api.RetentionRequest(namespace=namespace, after=reply.next)
+            reply = await self._ask("retention", request, api.RetentionReply)
             found += reply.artifacts
-        return RetentionReply(artifacts=found, limits=reply.limits)
+        return api.RetentionReply(artifacts=found, limits=reply.limits)
 
     @contextlib.asynccontextmanager
     async def watching(self, target: Target) -> AsyncIterator[_Changes]:
@@ -347,7 +317,7 @@ class OperatorClient:
                 next_step="split the file and apply its parts one after another",
             )
         try:
-            headers = age_headers(self._wall(), ASK_S)
+            headers = api.age_headers(self._wall(), ASK_S)
             answer = await heeding(
                 self.bus.request(subjects.api(verb), data, timeout_s=ASK_S, headers=headers)
             )
@@ -381,6 +351,7 @@ class _Changes:
             for waiter in waiters:
                 waiter.cancel()
         self._again.clear()
+        # Events that came together cause one read.
         while not self._queue.empty():
             self._queue.get_nowait()
 
@@ -402,6 +373,7 @@ async def _news(
         try:
             await asyncio.wait([*waiters, waiters_again], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # A waiter that is done has taken its message from the queue: it is yielded below.
             arrived = [waiter.result() for waiter in waiters if _is_there(waiter)]
             for waiter in (*waiters, waiters_again):
                 waiter.cancel()
@@ -426,7 +398,7 @@ def _one_news(delivery: Delivery) -> News:
         return decode_json(delivery.data, Report)
     if delivery.subject.startswith("snap.span."):
         return decode_json(delivery.data, SpanRecord)
-    event = decode_json(delivery.data, ObjectEvent, limit=MAX_EVENT_BYTES)
+    event = decode_json(delivery.data, api.ObjectEvent, limit=api.MAX_EVENT_BYTES)
     announced = msgspec.convert(event.object, _Announced)
     meta = announced.metadata
     kind = find_kind(announced.kind)
@@ -439,6 +411,15 @@ async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:
         delivery = await queue.get()
         with contextlib.suppress(InvalidMessage):
             yield decode_json(delivery.data, Progress)
+
+
+def _about(target: Target) -> dict[str, Any]:
+    """Return the fields by which a request names one object."""
+    return {
+        "kind": target.kind.name,
+        "namespace": target.namespace,
+        "name": target.name or "",
+    }
 
 
 def stored_at(delivery: Delivery) -> float:

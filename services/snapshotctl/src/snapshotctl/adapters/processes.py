@@ -76,6 +76,7 @@ def members(run: str | None = None) -> list[RunProcess]:
 
     The current process and its ancestors are left out.
     """
+    # A shell or a test that started this command may have the same run id.
     spared = set(_ancestors())
     return [
         found
@@ -92,18 +93,11 @@ def _member(pid: int) -> RunProcess | None:
     try:
         if folder.stat().st_uid != os.getuid():
             return None
-        with (folder / "environ").open("rb") as file:
-            environment = file.read(_ENVIRON_BYTES)
         command = (folder / "cmdline").read_bytes()[:200].replace(b"\0", b" ")
     except OSError:
         return None
-    key = f"{RUN_VARIABLE}=".encode()
-    run = next((item[len(key) :] for item in environment.split(b"\0") if item.startswith(key)), b"")
-    if not run:
-        return None
-    return RunProcess(
-        pid, run.decode("utf-8", "replace"), command.decode("utf-8", "replace").strip()
-    )
+    run = environment_of(pid).get(RUN_VARIABLE)
+    return RunProcess(pid, run, command.decode("utf-8", "replace").strip()) if run else None
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -113,8 +107,9 @@ def environment_of(pid: int) -> dict[str, str]:
             data = file.read(_ENVIRON_BYTES)
     except OSError:
         return {}
-    pairs = (item.decode("utf-8", "replace").partition("=") for item in data.split(b"\0"))
-    return {name: value for name, _, value in pairs if name}
+    pairs = [item.decode("utf-8", "replace").partition("=") for item in data.split(b"\0")]
+    # Of a name that is there twice the first one counts, as for getenv.
+    return {name: value for name, _, value in reversed(pairs) if name}
 
 
 def members_on(node: str, run: str) -> list[tuple[str | None, RunProcess]]:
@@ -183,6 +178,7 @@ def _opened(pid: int, is_meant: Callable[[], bool]) -> ProcessHandle | None:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
+    # From here on the pid cannot become that of another process.
     if is_meant():
         return ProcessHandle(pid, fd)
     os.close(fd)

@@ -28,6 +28,7 @@ class Terminal:
         """Print results to `stdout` in the given form, everything else to `stderr`."""
         self._output = output
         self._out = stdout
+        # Never wrapped: programs read lines, and a terminal wraps by itself.
         self._console = Console(file=stdout, highlight=False, soft_wrap=True, markup=False)
         self._errors = Console(file=stderr, highlight=False, soft_wrap=True, markup=False)
 
@@ -42,6 +43,7 @@ class Terminal:
     def line(self, text: str = "", *, strong: bool = False) -> None:
         if self.wants_table:
             self._console.print(Text(text, style="bold" if strong else ""))
+            # The reader of a pipe gets each line as it is printed.
             self._out.flush()
 
     def table(self, table: Table, *, indent: str = "") -> None:
@@ -125,8 +127,5 @@ class BarParts:
         if part.part not in self._tasks:
             self._tasks[part.part] = self._bars.add_task(part.part, total=part.total, note="")
         self._bars.update(
-            self._tasks[part.part],
-            completed=part.done,
-            total=part.total,
-            note=part.note,
+            self._tasks[part.part], completed=part.done, total=part.total, note=part.note
         )

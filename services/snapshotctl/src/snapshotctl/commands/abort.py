@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from snapshot_shared.api import AbortReply
 from snapshot_shared.objects import KINDS, AnyObject, SnapshotContent
 from snapshot_shared.transitions import Capture
 from snapshotctl import objects
@@ -15,7 +12,6 @@ from snapshotctl.command import Captured, Namespace, Timeout, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import NeverTrue
 from snapshotctl.domain.targets import Target
-from snapshotctl.ports import Operator
 from snapshotctl.tools import Tools
 
 app = new_app()
@@ -33,7 +29,9 @@ async def abort(
     """
     wanted, within_s = targets.aborted(name, namespace), formats.parse_duration(timeout)
     async with tools.operator(patiently=True) as operator:
-        requested = await _request(operator, wanted)
+        requested = await objects.request(
+            operator, wanted, lambda target, uid: operator.abort(target, machine.person(), uid)
+        )
         content = Target(KINDS["SnapshotContent"], None, requested.content)
 
         def decide(found: AnyObject | None) -> SnapshotContent | None:
@@ -55,10 +53,3 @@ async def abort(
     else:
         value = {"content": requested.content, "failure": msgspec.to_builtins(failure)}
         tools.screen.value(value)
-
-
-async def _request(operator: Operator, wanted: Sequence[Target]) -> AbortReply:
-    found = await objects.find(operator, wanted)
-    target = objects.target_of(found, wanted)
-    with objects.unchanged(target):
-        return await operator.abort(target, machine.person(), found.metadata.uid)

@@ -27,7 +27,7 @@ from snapshotctl.domain.targets import Target
 from snapshotctl.ports import Operator
 from snapshotctl.tools import Tools
 from snapshotctl.views import artifact_tables
-from snapshotctl.views.artifact_tables import Artifact, Manifests
+from snapshotctl.views.artifact_tables import CapturedArtifact, Manifests
 from snapshotctl.views.related import reference
 from snapshotctl.views.tables import Table
 
@@ -94,7 +94,7 @@ async def show(tools: Tools, name: Captured, namespace: Namespace = "default") -
     screen.note(f"its files cannot be read from here; run this on {artifact.node} to see them")
 
 
-def _lines(artifact: Artifact, now: float) -> list[tuple[str, str]]:
+def _lines(artifact: CapturedArtifact, now: float) -> list[tuple[str, str]]:
     content = artifact.content
     committed, meta = content.status.committed, content.metadata
     held = condition(content.status.conditions, "Quarantined")
@@ -143,7 +143,7 @@ async def diff(
         tools.screen.line("Both hold the same bytes.", strong=True)
 
 
-def _readable(artifact: Artifact) -> Manifests:
+def _readable(artifact: CapturedArtifact) -> Manifests:
     manifests = manifests_of(artifact)
     if manifests is None:
         raise NotEligible(
@@ -191,7 +191,7 @@ async def gc(
     screen.line(f"{len(going)} of {len(found.artifacts)} artifacts, {size}")
 
 
-async def _artifact(operator: Operator, wanted: Sequence[Target]) -> Artifact:
+async def _artifact(operator: Operator, wanted: Sequence[Target]) -> CapturedArtifact:
     root = await objects.find(operator, wanted)
     content = root if isinstance(root, SnapshotContent) else await _content_of(operator, root)
     if content is None or content.status.committed is None:

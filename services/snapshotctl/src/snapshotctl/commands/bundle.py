@@ -33,8 +33,7 @@ app = new_app()
 async def bundle(
     tools: Tools,
     file: Annotated[
-        str | None,
-        typer.Option("-o", "--file", metavar="FILE.tar.gz", help="Where it goes."),
+        str | None, typer.Option("-o", "--file", metavar="FILE.tar.gz", help="Where it goes.")
     ] = None,
     reports: Annotated[
         int, typer.Option("--reports", metavar="N", min=0, help="How many of the last reports.")

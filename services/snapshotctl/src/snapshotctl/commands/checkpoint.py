@@ -33,10 +33,7 @@ async def checkpoint(
     container: Container = None,
     framework: Annotated[
         Framework | None,
-        typer.Option(
-            "--framework",
-            help="Of a worker whose command runs no module dynamo.NAME.",
-        ),
+        typer.Option("--framework", help="Of a worker whose command runs no module dynamo.NAME."),
     ] = None,
     checkpoint_id: Annotated[
         str | None,

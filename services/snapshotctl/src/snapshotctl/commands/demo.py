@@ -26,8 +26,8 @@ from snapshot_shared.objects import (
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import end_all
 from snapshotctl import objects
-from snapshotctl.adapters import machine
-from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.adapters import machine, worker_socket
+from snapshotctl.adapters.worker_socket import WorkerClient
 from snapshotctl.command import command, new_app
 from snapshotctl.commands.trace import show
 from snapshotctl.domain import demo_script, formats
@@ -35,7 +35,7 @@ from snapshotctl.domain.demo_script import Answer
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import DemoFailed, Unready
 from snapshotctl.domain.targets import Target
-from snapshotctl.ports import DemoCluster, Operator, Screen, WorkerClient
+from snapshotctl.ports import DemoCluster, Operator, Screen
 from snapshotctl.tools import Connect, Tools
 from snapshotctl.views.progress import ProgressDisplay
 from snapshotctl.views.related import trace_of
@@ -357,6 +357,7 @@ class _Demo:
         if not await self._setup.cluster.add_node(small):
             self._screen.line("  no node can be added here, so none that is too small is tried")
             return None
+        # With the suffix at most 63 characters.
         name = f"{self._name(self._restore)[:50]}-too-small"
         value = demo_script.moved_to(self._restore.value, name, small.name)
         await self._apply(Document("the refused pod", value))
@@ -396,13 +397,14 @@ class _Demo:
         pod = _target("Pod", worker.pod.metadata.name)
         what = f"the worker of {pod} serves"
         calling = asyncio.ensure_future(
-            SocketWorkers().connect(worker.sockets, worker.pod.metadata.uid)
+            worker_socket.connect(worker.sockets, worker.pod.metadata.uid)
         )
         failing: asyncio.Future[None] = asyncio.ensure_future(
             self._until(pod, _never, within_s, what)
         )
         try:
             either: list[asyncio.Future[Any]] = [calling, failing]
+            # A worker whose pod has failed never listens.
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
                 await failing

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from snapshot_shared.objects import (
-    KINDS,
-    AnyObject,
-    Pod,
-    SnapshotContent,
-    SnapshotRestore,
-    kind_of,
-)
+from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotContent, SnapshotRestore, kind_of
 from snapshotctl import objects
 from snapshotctl.command import KindAndName, Namespace, command, new_app
 from snapshotctl.domain import formats, targets
@@ -80,10 +73,7 @@ class Section(NamedTuple):
 
 
 def sections(
-    value: AnyObject,
-    readers: Sequence[str],
-    now: float,
-    restore: SnapshotRestore | None = None,
+    value: AnyObject, readers: Sequence[str], now: float, restore: SnapshotRestore | None = None
 ) -> list[Section]:
     """Return what is printed of an object.
 

@@ -11,11 +11,12 @@ from snapshot_shared.errors import NotFound
 from snapshot_shared.objects import Node, Pod
 from snapshot_shared.reasons import REASONS, Reason, explained
 from snapshotctl import objects
+from snapshotctl.adapters.cluster_logs import ClusterLogs
 from snapshotctl.command import Namespace, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.targets import Target
-from snapshotctl.ports import Logs, Operator, Screen
+from snapshotctl.ports import Operator, Screen
 from snapshotctl.tools import Tools
 from snapshotctl.views import explanation
 from snapshotctl.views.explanation import LogLine
@@ -52,6 +53,7 @@ async def explain(
 
     A reason, which is one word such as DeviceTooSmall, is explained without a server.
     """
+    # Names of objects have no capitals, reasons begin with one.
     if name != name.lower() and "/" not in name:
         _show_reason(tools.screen, *_reason(name))
         return
@@ -90,7 +92,12 @@ def _show_reason(screen: Screen, name: str, found: Reason) -> None:
 
 
 async def _explain(
-    operator: Operator, screen: Screen, wanted: list[Target], logs: Logs | None, *, now: float
+    operator: Operator,
+    screen: Screen,
+    wanted: list[Target],
+    logs: ClusterLogs | None,
+    *,
+    now: float,
 ) -> None:
     """Print the explanation of the first target that exists. `now` is seconds since the epoch."""
     root = await objects.find(operator, wanted)
@@ -158,7 +165,7 @@ def _show(
         screen.line(f"  {line}")
 
 
-def _log(found: RelatedObjects, logs: Logs) -> list[LogLine]:
+def _log(found: RelatedObjects, logs: ClusterLogs) -> list[LogLine]:
     """Return the lines of the logs that matter for an object."""
     ids = [*explanation.order_ids(found), *filter(None, map(trace_of, found.primary))]
     nodes = {item.node for _, item in found.orders} | {found.root.metadata.name}
@@ -173,7 +180,7 @@ def _log(found: RelatedObjects, logs: Logs) -> list[LogLine]:
 
 
 def _show_log(
-    screen: Screen, found: RelatedObjects, logged: list[LogLine], logs: Logs | None
+    screen: Screen, found: RelatedObjects, logged: list[LogLine], logs: ClusterLogs | None
 ) -> None:
     if logged:
         screen.line("Log", strong=True)

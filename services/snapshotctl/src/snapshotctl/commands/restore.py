@@ -35,8 +35,7 @@ async def restore(
     manifest: Manifest = None,
     container: Container = None,
     checkpoint_id: Annotated[
-        str | None,
-        typer.Option("--checkpoint-id", metavar="ID", help="The same as NAME."),
+        str | None, typer.Option("--checkpoint-id", metavar="ID", help="The same as NAME.")
     ] = None,
     timeout: Timeout = "1h",
     namespace: MaybeNamespace = None,

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from snapshot_shared.api import VerifyReply
 from snapshot_shared.objects import KINDS, AnyObject, Condition, SnapshotContent, condition
 from snapshotctl import objects
 from snapshotctl.command import Captured, Namespace, Timeout, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import NeverTrue, Unsound, Unverified
 from snapshotctl.domain.targets import Target
-from snapshotctl.ports import Operator
 from snapshotctl.tools import Tools
 
 app = new_app()
 
 
 @command(
-    app,
-    "snapshotctl verify demo-llm",
-    "snapshotctl verify snapshot/demo-llm --timeout 10m -o json",
+    app, "snapshotctl verify demo-llm", "snapshotctl verify snapshot/demo-llm --timeout 10m -o json"
 )
 async def verify(
     tools: Tools, name: Captured, timeout: Timeout = "1h", namespace: Namespace = "default"
@@ -33,7 +27,7 @@ async def verify(
     """
     wanted, within_s = targets.verified(name, namespace), formats.parse_duration(timeout)
     async with tools.operator(patiently=True) as operator:
-        requested = await _request(operator, wanted)
+        requested = await objects.request(operator, wanted, operator.verify)
         content = Target(KINDS["SnapshotContent"], None, requested.content)
 
         def decide(found: AnyObject | None) -> Condition | None:
@@ -52,13 +46,6 @@ async def verify(
     else:
         value = {"content": requested.content, "verified": True, "message": result.message}
         tools.screen.value(value)
-
-
-async def _request(operator: Operator, wanted: Sequence[Target]) -> VerifyReply:
-    found = await objects.find(operator, wanted)
-    target = objects.target_of(found, wanted)
-    with objects.unchanged(target):
-        return await operator.verify(target, found.metadata.uid)
 
 
 def _check(content: Target, result: Condition) -> None:

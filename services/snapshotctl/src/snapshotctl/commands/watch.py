@@ -23,7 +23,7 @@ from snapshotctl.tools import Tools
 from snapshotctl.views import state
 from snapshotctl.views.progress import ProgressDisplay
 from snapshotctl.views.related import ObjectChanged, RelatedObjects, reference
-from snapshotctl.views.state import ObjectState, Phase
+from snapshotctl.views.state import ObjectState, TimedPhase
 
 LOOK_AGAIN_S = 15.0
 """How long news may be lost before the objects are read again, in seconds."""
@@ -31,11 +31,7 @@ LOOK_AGAIN_S = 15.0
 app = new_app()
 
 
-@command(
-    app,
-    "snapshotctl watch demo-llm",
-    "snapshotctl watch pod/demo-llm-restored --timeout 5m",
-)
+@command(app, "snapshotctl watch demo-llm", "snapshotctl watch pod/demo-llm-restored --timeout 5m")
 async def watch(
     tools: Tools, name: Traced, timeout: Timeout = "1h", namespace: Namespace = "default"
 ) -> None:
@@ -146,6 +142,7 @@ class _Display:
         complete = state.complete_parts(found)
         if not self._is_begun:
             self._is_begun = True
+            # Parts that are complete already would be shown as 0 bytes first.
             moving = {part: size for part, size in parts.items() if part not in complete}
             self.progress.begin(owner, moving)
         for part, size in complete.items():
@@ -153,10 +150,11 @@ class _Display:
                 self._shown.add(part)
                 self.progress.complete(part, size)
 
-    def _show_phase(self, phase: Phase) -> None:
+    def _show_phase(self, phase: TimedPhase) -> None:
         is_over = bool(phase.ended)
         if (phase.key, is_over) in self._shown:
             return
+        # One that was first seen at its end has no line of its beginning.
         self._shown |= {(phase.key, is_over), (phase.key, False)}
         if self._screen.wants_table:
             self._screen.line(f"  {phase.line()}")

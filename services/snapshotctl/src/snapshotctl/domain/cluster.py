@@ -213,6 +213,7 @@ def operator_program(settings: ClusterSettings) -> Program:
         "SNAPBACK_PAGE_FILE": str(settings.paths.page),
         "SNAPBACK_NATS_CONTEXT": CONTEXT_PREFIX + settings.name,
     }
+    # -P: the working directory is the user's and may hold modules of any name.
     return Program(OPERATOR, (settings.python, "-P", "-m", "snapshot_operator.main"), environment)
 
 
@@ -226,6 +227,7 @@ def node_programs(settings: ClusterSettings, node: NodeSpec) -> tuple[Program, P
         "SNAPBACK_DEVICES": str(node.gpus),
         "SNAPBACK_DEVICE_BYTES": str(node.gpu_memory),
         "SNAPBACK_WORKDIR": str(settings.workdir),
+        # Serves the fault switches of `snapshotctl sim`.
         "SNAPBACK_SIM": "1",
     }
     gms = Program(

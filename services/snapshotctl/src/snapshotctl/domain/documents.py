@@ -100,6 +100,7 @@ def _weigh(node: yaml.Node, source: str, known: dict[int, int]) -> int:
         if found == 0:
             raise _refused(_line(source, node), "contains itself through an alias")
         return found
+    # A node that is met again while it is weighed contains itself.
     known[id(node)] = 0
     weight = 1
     if isinstance(node, yaml.MappingNode):

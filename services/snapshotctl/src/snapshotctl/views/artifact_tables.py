@@ -8,18 +8,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot_shared.artifact import FileEntry, PartManifest, RootManifest
-from snapshot_shared.objects import (
-    DynamoCheckpoint,
-    Node,
-    SnapshotContent,
-    condition,
-)
+from snapshot_shared.objects import DynamoCheckpoint, Node, SnapshotContent, condition
 from snapshotctl.domain import formats
 from snapshotctl.views.state import artifact_state
 from snapshotctl.views.tables import Table
 
 
-class Artifact(NamedTuple):
+class CapturedArtifact(NamedTuple):
     """A captured artifact, the checkpoint that owns it, and the artifact root of its node."""
 
     content: SnapshotContent
@@ -107,7 +102,7 @@ def artifacts(
     contents: Iterable[SnapshotContent],
     checkpoints: Iterable[DynamoCheckpoint],
     nodes: Iterable[Node],
-) -> list[Artifact]:
+) -> list[CapturedArtifact]:
     """Return the artifacts that are captured, the newest first."""
     owners = {(c.metadata.namespace, c.metadata.name): c for c in checkpoints}
     roots = {node.metadata.name: node.status.artifact_root for node in nodes}
@@ -119,11 +114,11 @@ def artifacts(
         owner = owners.get((reference.namespace, reference.name))
         is_ours = owner is not None and owner.status.content_name == content.metadata.name
         root = roots.get(node_of(content), "")
-        found.append(Artifact(content, owner if is_ours else None, root))
+        found.append(CapturedArtifact(content, owner if is_ours else None, root))
     return sorted(found, key=lambda a: a.content.metadata.creation_timestamp, reverse=True)
 
 
-def table(found: Sequence[Artifact], now: float) -> Table:
+def table(found: Sequence[CapturedArtifact], now: float) -> Table:
     """Return artifacts as a table. `now` is seconds since the epoch."""
     head = (
         "NAMESPACE",
@@ -157,7 +152,7 @@ def table(found: Sequence[Artifact], now: float) -> Table:
     return Table(head, rows)
 
 
-def parts_table(artifact: Artifact, manifests: Manifests | None) -> Table:
+def parts_table(artifact: CapturedArtifact, manifests: Manifests | None) -> Table:
     """Return the parts of an artifact as a table, with files and chunks where those are known."""
     committed = artifact.content.status.committed
     known = {part.part: part for part in manifests.parts} if manifests else {}

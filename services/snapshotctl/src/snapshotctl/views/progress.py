@@ -76,6 +76,7 @@ class Board:
         known = self.parts.get(message.part)
         if known is None:
             known = PartProgress(message.part, -1, message.total, now, now)
+        # Messages may be late or repeated; those of another try begin at 0 again.
         if known.is_final or message.done <= known.done:
             return None
         moved = known._replace(done=message.done, total=message.total, last_at=now)

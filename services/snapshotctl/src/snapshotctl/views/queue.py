@@ -20,14 +20,7 @@ from snapshot_shared.objects import (
     SnapshotRestore,
     kind_of,
 )
-from snapshot_shared.orders import (
-    DeadLetter,
-    Progress,
-    Report,
-    driver_of,
-    envelope_of,
-    order_in,
-)
+from snapshot_shared.orders import DeadLetter, Progress, Report, driver_of, envelope_of, order_in
 from snapshot_shared.spans import SpanRecord, order_context, parse_traceparent
 from snapshot_shared.steps import STEPS, table
 from snapshotctl.domain import formats
@@ -56,7 +49,7 @@ Steps = Mapping[tuple[str, int], str]
 """The step at which an order is, and how much of it is done, by (order, attempt)."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class OrderLine(msgspec.Struct, frozen=True, kw_only=True):
     """One order in the queue of a service. `at` is when it was ordered, seconds since the epoch."""
 
     node: str
@@ -91,23 +84,18 @@ def owner_name(owner: AnyObject) -> str:
 
 
 def order_lines(
-    queued: Sequence[Queued],
-    owned: Sequence[Owned],
-    steps: Steps,
-    now: float,
-    *,
-    answered: bool,
-) -> list[Line]:
+    queued: Sequence[Queued], owned: Sequence[Owned], steps: Steps, now: float, *, answered: bool
+) -> list[OrderLine]:
     """Return the orders of each service, oldest first; with `answered` those that ended, too."""
     on_stream = {message.subject.rpartition(".")[2]: message for message in queued}
-    found: list[Line] = []
+    found: list[OrderLine] = []
     known: set[str] = set()
     for owner, item in owned:
         message = on_stream.get(item.order)
         known.add(item.order)
         if answered or not is_answered(item):
             found.append(
-                Line(
+                OrderLine(
                     node=item.node,
                     service=item.service,
                     order=item.order,
@@ -168,10 +156,12 @@ def _state(item: OrderStatus, message: Queued | None, steps: Steps, now: float) 
     return order_state(item, step, now, is_on_stream=attempt == item.attempt)
 
 
-def _unwanted(message: Queued) -> Line:
+def _unwanted(message: Queued) -> OrderLine:
     """Return the line of a message that no object requests; the operator's sweep removes it."""
+    # Any subject below `snap.order.` may be there, also a short one.
     words = [*message.subject.split("."), "", "", "", "", ""]
-    return Line(
+    return OrderLine(
+        # Subjects have underscores for the dots of node names.
         node=words[2].replace("_", "."),
         service=words[3],
         order=words[4],
@@ -183,7 +173,7 @@ def _unwanted(message: Queued) -> Line:
     )
 
 
-def table_of_lines(found: Sequence[Line], now: float) -> Table:
+def table_of_lines(found: Sequence[OrderLine], now: float) -> Table:
     """Return a queue as a table. `now` is seconds since the epoch."""
     head = ("NODE", "SERVICE", "ORDER", "ATTEMPT", "OWNER", "STATE", "AGE")
     rows = [
@@ -235,6 +225,7 @@ def order_history(
     """Return the history of one order; None when no source has it."""
     numbers = [found.number for found in dead if order_of(found.content.subject) == order]
     mine = [found for found in owned if found.item.order == order]
+    # The stream may hold a report twice: it is sent until it is acknowledged.
     known = list({(r.attempt, r.n): r for r in reports}.values())
     known.sort(key=lambda report: (report.attempt, report.n))
     if mine:

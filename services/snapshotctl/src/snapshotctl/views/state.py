@@ -293,6 +293,7 @@ def _open(
 ) -> ObjectState:
     """Return the state of what is neither done nor failed."""
     reason, message, since = "", "nothing was begun yet", None
+    # The most specific reason first: no node, then the restore, then the object itself.
     for found in (_waits(related), _restore_waits(related), held):
         if found is not None:
             reason, message = found.reason, found.message
@@ -327,7 +328,7 @@ def _waits(related: RelatedObjects) -> Condition | None:
     return None
 
 
-class Phase(NamedTuple):
+class TimedPhase(NamedTuple):
     """One phase. Times are seconds since the epoch; `ended` is 0 while it goes on."""
 
     key: tuple[str, int]
@@ -346,7 +347,7 @@ class Phase(NamedTuple):
         return formats.plain(f"{formats.clock(self.ended):<12}  {self.name:<28} {took:>8}  {tail}")
 
 
-def phases(related: RelatedObjects) -> list[Phase]:
+def phases(related: RelatedObjects) -> list[TimedPhase]:
     """Return the phases of a capture or a restore in the order in which they began.
 
     Those in which the pod of a capture was once restored are left out.
@@ -362,7 +363,7 @@ def _is_other(related: RelatedObjects, value: AnyObject) -> bool:
     return not is_restore and isinstance(value, Pod) and is_restored(value)
 
 
-def _order(item: OrderStatus) -> Phase:
+def _order(item: OrderStatus) -> TimedPhase:
     name = f"{_NAMES.get(item.verb, item.verb)} {part_of(item.order)}".rstrip()
     failure = item.final.failure if item.final else None
     is_lost = item.state == "lost"
@@ -373,7 +374,9 @@ def _order(item: OrderStatus) -> Phase:
         why = item.final.message or "the worker ended"
     where = f"{item.service}@{item.node}"
     began = formats.seconds(item.ordered_at)
-    return Phase((item.order, item.attempt), name + again(item.attempt), where, began, ended, why)
+    return TimedPhase(
+        (item.order, item.attempt), name + again(item.attempt), where, began, ended, why
+    )
 
 
 def part_of(order: str) -> str:
@@ -386,7 +389,7 @@ def again(attempt: int) -> str:
     return f" (attempt {attempt})" if 1 < attempt < _FORGET_ATTEMPT else ""
 
 
-def _warming(pod: Pod) -> Phase | None:
+def _warming(pod: Pod) -> TimedPhase | None:
     """Return the phase from the start of the processes until the pod is Ready."""
     run = next((item for item in pod.status.orders if item.verb == "run"), None)
     if run is None or run.ended_at is None or is_restored(pod):
@@ -394,12 +397,13 @@ def _warming(pod: Pod) -> Phase | None:
     began = run.ended_at.timestamp()
     held = condition(pod.status.conditions, "Ready")
     since = formats.instant(held.last_transition_time) if held and held.status == "True" else None
+    # Conditions have whole seconds, orders have not.
     ended = max(since, began) if since is not None else 0.0
     why = ""
     if pod.status.phase == "Failed":
         at = formats.instant(held.last_transition_time) if held else None
         ended, why = max(at or 0.0, began), pod.status.message or pod.status.reason
-    return Phase((pod.metadata.uid, 0), WARM, f"on {pod.status.node_name}", began, ended, why)
+    return TimedPhase((pod.metadata.uid, 0), WARM, f"on {pod.status.node_name}", began, ended, why)
 
 
 def planned_parts(related: RelatedObjects) -> tuple[str, dict[str, int]] | None:

@@ -151,10 +151,7 @@ def _truth(value: bool) -> str:
 _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
     "DynamoCheckpoint": (("PHASE", "MODEL", "SNAPSHOT", "SIZE"), _checkpoint),
     "Snapshot": (("POD", "READY", "CONTENT", "SIZE"), _snapshot),
-    "SnapshotContent": (
-        ("CAPTURE", "ATTEMPT", "NODE", "SNAPSHOT", "SIZE", "GENERATION"),
-        _content,
-    ),
+    "SnapshotContent": (("CAPTURE", "ATTEMPT", "NODE", "SNAPSHOT", "SIZE", "GENERATION"), _content),
     "SnapshotRestore": (("POD", "SOURCE", "STATE", "ATTEMPT", "NODE", "GPUS"), _restore),
     "Job": (("ACTIVE", "READY", "SUCCEEDED", "FAILED"), _job),
     "Pod": (("READY", "STATUS", "NODE", "GPUS", "RESTORE-FROM"), _pod),
