@@ -9,13 +9,13 @@ from typing import Any
 
 import typer
 
+from snapshotctl.cli import WHERE, app
 from snapshotctl.domain.exits import MEANINGS
-from snapshotctl.main.commands import WHERE, app
 
 PAGE = "snapshotctl.md"
 
 _TYPE = re.compile(r" <(str|int|list\[str\])>")
-"""What typer adds to a name and tells nobody anything."""
+"""What typer adds to a name, of no use to a reader."""
 
 INTRO = """\
 # snapshotctl
@@ -29,7 +29,7 @@ text. `-o json` and `-o yaml` give every result to programs, and may stand anywh
 
 
 def page() -> str:
-    """Give the whole page."""
+    """Return the whole page."""
     root = typer.main.get_command(app)
     context = typer.Context(root, info_name="snapshotctl")
     lines = [INTRO, textwrap.fill(WHERE, 100), "", "| exit code | meaning |", "|---|---|"]
@@ -41,7 +41,7 @@ def page() -> str:
 
 
 def _commands(group: Any, context: Any) -> Iterator[tuple[Any, list[str]]]:
-    """Give each command below a group, those of groups within it, too."""
+    """Yield each command below a group, those of groups within it, too."""
     for name, command in group.commands.items():
         inner = typer.Context(command, info_name=name, parent=context)
         if hasattr(command, "commands"):

@@ -31,7 +31,7 @@ from gms.domain.transfer import CHUNK_BYTES
 from snapshot_shared.files import opened
 from snapshot_shared.objects import AnyObject, Pod, is_true, restore_name
 from snapshot_shared.spans import SpanRecord
-from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.adapters import worker_socket
 from tests.bench.gms import huge_pages, raw_transfer
 from tests.bench.machine import describe, huge_bytes_free, new_memory
 from tests.bench.results import NOISE, Judged, Verdict, spread, with_section
@@ -179,7 +179,7 @@ class Bench:
     async def _answered(self, node: str, uid: str) -> float:
         """Wait until a worker serves; give what one answer takes once it listens."""
         sockets = Path(self.cluster.record.socket_dir) / node
-        conversation = await asyncio.wait_for(SocketWorkers().call(sockets, uid), WAIT_S)
+        conversation = await asyncio.wait_for(worker_socket.connect(sockets, uid), WAIT_S)
         begin = time.monotonic()
         line = await conversation.ask("Who is there?")
         taken = time.monotonic() - begin

@@ -20,7 +20,7 @@ from snapshot_shared.permissions import users_of
 from snapshotctl.adapters import folders, processes
 from snapshotctl.adapters.local_cluster import nats_server_binary
 from snapshotctl.domain import cluster as plans
-from snapshotctl.domain.cluster import NodeSpec, Places, ProcessRecord, Program
+from snapshotctl.domain.cluster import ClusterPaths, NodeSpec, ProcessRecord, Program
 from tests.support.keyed_server import keyed_accounts, seed_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ class Machines:
 
     def __init__(self, home: Path, sockets: Path, nodes: int) -> None:
         self.run = f"chaos-{uuid.uuid4().hex[:12]}"
-        self.places = Places(home, sockets)
+        self.places = ClusterPaths(home, sockets)
         self.nodes = [NodeSpec(name=f"node-{i}", gpus=2, gpu_memory=64 * MIB) for i in range(nodes)]
         self.counts: Counter[str] = Counter()
         folders.mark(sockets, self.run, home)
@@ -62,7 +62,9 @@ class Machines:
 
     def _described(self) -> Iterator[Program]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("NATS_", "XDG_"))}
-        setting = plans.Setting(sys.executable, self.places, self.run, self.url, ROOT, inherited)
+        setting = plans.ClusterSettings(
+            sys.executable, self.places, self.run, self.url, ROOT, inherited
+        )
         users = users_of(NodeName(node.name) for node in self.nodes)
         accounts = keyed_accounts(self.places.state, users)
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes.values())

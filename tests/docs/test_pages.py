@@ -137,10 +137,10 @@ def test_a_block_that_is_not_played_names_only_what_exists(block: Block) -> None
 
 
 def _is_command(words: list[str]) -> bool:
-    """Say whether the first word, or the first two, are a command of snapshotctl."""
-    from snapshotctl.main import commands
+    """Whether the first word, or the first two, are a command of snapshotctl."""
+    from snapshotctl.cli import run
 
-    return commands.run([*words[:2], "--help"]) == 0
+    return run([*words[:2], "--help"]) == 0
 
 
 def test_an_annotation_that_is_not_understood_is_an_error() -> None:

@@ -23,12 +23,10 @@ from snapshot_shared.errors import BusUnavailable, RemoteFailure
 from snapshot_shared.objects import HOSTNAME_LABEL, KINDS, AnyObject, Node, kind_of
 from snapshot_shared.orders import Report
 from snapshot_shared.steps import Place
-from snapshotctl.adapters import processes
-from snapshotctl.adapters.fault_switch import FaultSwitch
+from snapshotctl.adapters import processes, worker_socket
 from snapshotctl.adapters.folders import Folders, log_tail
 from snapshotctl.adapters.local_cluster import LocalCluster
 from snapshotctl.adapters.operator_client import OperatorClient, connected
-from snapshotctl.adapters.worker_socket import SocketWorkers
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec, ProcessRecord
 from snapshotctl.domain.targets import Target
@@ -166,7 +164,7 @@ class LiveCluster:
     def start_operator(self) -> None:
         """Start the operator again on its state; who waits sees it answer."""
         cluster = self._cluster()
-        cluster._start(plans.operator_program(cluster._setting()))
+        cluster._start(plans.operator_program(cluster._settings()))
 
     def logs(self) -> str:
         """The last lines of each service's log, for whoever reads a failure."""
@@ -223,11 +221,11 @@ class Session:
 
     async def arm(self, node: str, place: Place, action: FaultAction) -> None:
         fault = Fault(action=action, step=place.step, verb=place.verb)
-        await FaultSwitch(self.client.bus).arm(node, place.service, fault)
+        await self.client.arm_fault(node, place.service, fault)
 
     async def disarm(self, node: str) -> None:
         for service in ("agent", "gms"):
-            await FaultSwitch(self.client.bus).clear(node, service)
+            await self.client.clear_faults(node, service)
 
     async def apply(self, *documents: dict[str, Any]) -> None:
         raw = [msgspec.Raw(msgspec.json.encode(document)) for document in documents]
@@ -272,7 +270,7 @@ class Session:
         """Ask a worker something. False when it has ended; a worker that is held never answers."""
         folder = Path(self.cluster.record.socket_dir) / node
         try:
-            conversation = await SocketWorkers().call(folder, pod_uid)
+            conversation = await worker_socket.connect(folder, pod_uid)
         except OSError:
             return False
         try:

@@ -18,7 +18,7 @@ from snapshot_shared.instruments import TABLE, Shape
 from snapshot_shared.objects import Pod, SnapshotContent, SnapshotRestore, is_true
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import Place, all_names
-from snapshotctl.handlers.traces import trace_of
+from snapshotctl.views.related import trace_of
 from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
 from tests.support.check_trace import MIN_COVERED, covered
 from tests.support.collector import Collector, running_collector

@@ -140,7 +140,7 @@ def _ended_with(command: Callable[[], int]) -> int:
 def _standing_in(
     workdir: Path, environment: Mapping[str, str], arguments: list[str], stdin: str
 ) -> Iterator[tuple[_Stream, _Stream]]:
-    """Give this process the folder, environment, arguments and streams of another; its output."""
+    """Use the folder, environment, arguments and streams of another process; yield its output."""
     out, err = _Stream(), _Stream()
     with (
         contextlib.chdir(workdir),

@@ -131,7 +131,7 @@ def test_an_interrupted_start_leaves_nothing_half(cli: Cli) -> None:
     assert not sockets.exists()
 
 
-def test_two_clusters_run_side_by_side_and_are_told_apart_by_name(cli: Cli) -> None:
+def test_two_clusters_run_side_by_side_and_differ_by_name(cli: Cli) -> None:
     cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB", "--name", "one")
     cli.ok("up", "--nodes", "2", "--gpu-memory", "64MiB", "--name", "two")
     counts = [len(cli.ok("nodes", "-o", "json", "--cluster", n).value()) for n in ("one", "two")]

@@ -66,7 +66,7 @@ def _has(text: str, *wanted: str) -> None:
         assert at >= 0, f"{word!r} is missing, or too early, in:\n{text}"
 
 
-def test_what_is_well_is_explained_from_the_wish_to_now(running: Cli) -> None:
+def test_what_is_well_is_explained_from_the_request_to_now(running: Cli) -> None:
     _has(
         running.ok("explain", "warm").out,
         "dynamocheckpoint/warm is well: Captured",
@@ -98,7 +98,7 @@ def test_a_refused_restore_is_explained_with_both_values_and_what_to_do(running:
     assert "pod/misfit has failed: Incompatible" in failed.err
 
 
-def test_a_viewer_elsewhere_sees_all_but_the_logs_and_is_told_where_they_are(
+def test_a_viewer_elsewhere_sees_all_but_the_logs_and_where_they_are(
     running: Cli, tmp_path: Path
 ) -> None:
     elsewhere = Cli(tmp_path)
@@ -107,8 +107,8 @@ def test_a_viewer_elsewhere_sees_all_but_the_logs_and_is_told_where_they_are(
     running.ok("apply", "-f", "-", stdin=_pod("nowhere", source="nothing"))
     running.ok("wait", "pod/nowhere", "--for", "condition=PodScheduled=False")
     server = running.record()["url"]
-    told = elsewhere.ok("--server", server, "explain", "nowhere").out
-    _has(told, "pod/nowhere waits: WaitingForSnapshot", "Log", "standard error of the operator")
+    text = elsewhere.ok("--server", server, "explain", "nowhere").out
+    _has(text, "pod/nowhere waits: WaitingForSnapshot", "Log", "standard error of the operator")
     elsewhere.ok("--server", server, "describe", "pod", "nowhere")
     elsewhere.ok("--server", server, "watch", "warm")
     assert "warm" in elsewhere.ok("--server", server, "events").out
@@ -141,8 +141,8 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
         "pod/hanging is under way: Starting",
         "Where it stands",
         "waits for agent@node-2 to end run-",
-        "agent@node-2 said accepted; its deadline is in",
-        "node-2 was heard of",
+        "agent@node-2 reported accepted; its deadline is in",
+        "node-2 was last seen",
     )
     _has(
         running.ok("explain", "node-2").out,
@@ -155,9 +155,9 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
 
 def test_an_object_that_does_not_exist_has_no_story(running: Cli) -> None:
     for command in ("explain", "watch", "events"):
-        missing = running.run(command, "nobody")
-        assert (missing.code, "no dynamocheckpoint/nobody" in missing.err) == (3, True)
-    assert running.run("describe", "pod", "nobody").code == 3
+        missing = running.run(command, "missing")
+        assert (missing.code, "no dynamocheckpoint/missing" in missing.err) == (3, True)
+    assert running.run("describe", "pod", "missing").code == 3
 
 
 def test_everything_that_is_known_is_described_with_the_events_at_the_end(running: Cli) -> None:
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(running: Cli, tmp_
         (["restore", "nothing"], 3, "no checkpoint or snapshot is called nothing"),
         (["restore", "warm", "--container", "x"], 2, "warm holds container main, not x"),
         (["restore", "warm", "--manifest", str(file)], 2, "the pod has other"),
-        (["checkpoint", "nobody"], 3, "nobody does not exist"),
+        (["checkpoint", "missing"], 3, "missing does not exist"),
         (["checkpoint", "--manifest", str(file), "--container", "x"], 2, "has other"),
     ):
         refused = running.run(*words)
@@ -252,8 +252,8 @@ def test_a_restore_is_an_object_that_can_be_looked_at_in_every_way(running: Cli)
     pod = running.ok("describe", "pod/second").out
     _has(pod, "Restore:", name, "Orders of the restore:", f"load-{found['metadata']['uid']}-gpu-0")
     _has(running.ok("describe", f"restore/{name}").out, "source:", "warm", "Orders:", "load-")
-    told = running.ok("explain", f"srestore/{name}").out
-    _has(told, "asked: restore container main of pod second from warm", "load gpu-0 loaded")
+    text = running.ok("explain", f"srestore/{name}").out
+    _has(text, "asked: restore container main of pod second from warm", "load gpu-0 loaded")
     assert "load gpu-0 loaded" in running.ok("events", "pod/second").out
     lines = running.ok("orders", "--all", "-o", "json").value()
     assert "pod/second" in {line["owner"] for line in lines if line["verb"] == "load"}

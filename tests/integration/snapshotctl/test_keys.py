@@ -38,7 +38,7 @@ def _server(configuration: Path) -> Iterator[None]:
             server.terminate()
 
 
-async def test_the_server_lets_in_who_has_a_key_and_nobody_else(cli: Cli, tmp_path: Path) -> None:
+async def test_the_server_lets_in_users_with_a_key_and_no_others(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     address = f"127.0.0.1:{_free_port()}"
     url = f"nats://{address}"

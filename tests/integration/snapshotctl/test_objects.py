@@ -124,7 +124,7 @@ def test_an_apply_begins_a_trace_that_can_be_shown(running: Cli) -> None:
 
 
 def test_what_was_never_traced_is_not_found(running: Cli) -> None:
-    assert running.run("trace", "nobody").code == 3
+    assert running.run("trace", "missing").code == 3
     unknown = running.run("trace", "0" * 31 + "1")
     assert (unknown.code, "no spans" in unknown.err) == (3, True)
 

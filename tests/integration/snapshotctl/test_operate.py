@@ -1,4 +1,4 @@
-"""What whoever is on call does, in a cluster of real services."""
+"""What people on call do, in a cluster of real services."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.permissions import User
-from snapshotctl.adapters import processes
-from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.adapters import processes, worker_socket
 from snapshotctl.domain.cluster import ProcessRecord
 from tests.integration.snapshotctl.conftest import EXAMPLES, Cli, interrupt
 
@@ -75,11 +74,11 @@ def _worker_answers(cli: Cli) -> bool:
 
     async def ask() -> bytes:
         folder = Path(cli.record()["socket_dir"]) / "node-1"
-        conversation = await SocketWorkers().call(folder, pod["metadata"]["uid"])
+        client = await worker_socket.connect(folder, pod["metadata"]["uid"])
         try:
-            return await asyncio.wait_for(conversation.ask("Who is there?"), 20.0)
+            return await asyncio.wait_for(client.ask("Who is there?"), 20.0)
         finally:
-            await conversation.close()
+            await client.close()
 
     return b"error" not in asyncio.run(ask())
 
@@ -163,8 +162,8 @@ def test_a_committed_capture_is_not_aborted(one_node: Cli) -> None:
     assert "next: to remove what was captured: snapshotctl delete" in refused.err
 
 
-def test_a_dead_letter_is_listed_shown_and_its_order_sent_again(one_node: Cli) -> None:
-    assert one_node.ok("dead", "ls").err == "no dead letters\n"
+def test_a_dead_message_is_listed_shown_and_its_order_sent_again(one_node: Cli) -> None:
+    assert one_node.ok("dead", "ls").err == "no dead messages\n"
     _kill(one_node, "node-1-agent")
     one_node.ok("apply", "-f", "-", stdin=POD.format(name="poisoned"))
     one_node.ok("wait", "pod/poisoned", "--for", "condition=PodScheduled", "--timeout", "30s")
@@ -175,9 +174,9 @@ def test_a_dead_letter_is_listed_shown_and_its_order_sent_again(one_node: Cli) -
     _publish_as_operator(one_node, subject, b'{"attempt": 1000000, "x": "\\u001b"}')
     assert _orders(one_node)[0]["state"] == "not on the stream"
     one_node.ok("sim", "restart", "node-1")
-    [letter] = _letters(one_node)
-    number = str(letter["number"])
-    assert (letter["order"], letter["payload"]["attempt"]) == (line["order"], 1000000)
+    [message] = _dead(one_node)
+    number = str(message["number"])
+    assert (message["order"], message["payload"]["attempt"]) == (line["order"], 1000000)
     assert f"\n{number} " in one_node.ok("dead", "ls", "node-1").out
     shown = one_node.ok("dead", "show", number).out
     assert "refused  InvalidMessage: " in shown
@@ -185,7 +184,7 @@ def test_a_dead_letter_is_listed_shown_and_its_order_sent_again(one_node: Cli) -
     sent = one_node.ok("dead", "requeue", number).out
     assert f"{line['order']}, attempt 1, is queued for agent on node-1 again" in sent
     life = one_node.ok("orders", "show", line["order"], "-o", "json").value()
-    assert life["letters"] == [letter["number"]]
+    assert life["dead"] == [message["number"]]
     assert life["payload"]["attempt"] == 1
     _until_started(one_node, line["order"])
     refused = one_node.run("dead", "requeue", number)
@@ -193,8 +192,8 @@ def test_a_dead_letter_is_listed_shown_and_its_order_sent_again(one_node: Cli) -
     assert one_node.run("dead", "requeue", "77").code == 3
 
 
-def _letters(cli: Cli) -> list[dict[str, Any]]:
-    return cli.until(lambda letters: letters, "dead", "ls")  # type: ignore[no-any-return]
+def _dead(cli: Cli) -> list[dict[str, Any]]:
+    return cli.until(lambda found: found, "dead", "ls")  # type: ignore[no-any-return]
 
 
 def _until_started(cli: Cli, order: str) -> None:
@@ -222,13 +221,13 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
     with (one_node.state() / "logs" / "node-1-agent.log").open("a") as log:
         log.write(f"a worker printed {SECRET}\n")
     path = tmp_path / "report.tar.gz"
-    told = one_node.ok("bundle", "-o", str(path), "-o", "json").value()
-    assert (told["file"], told["missing"]) == (str(path), [])
+    text = one_node.ok("bundle", "-o", str(path), "-o", "json").value()
+    assert (text["file"], text["missing"]) == (str(path), [])
     files = _unpacked(path)
-    listed = {member["name"] for member in told["members"]}
+    listed = {member["name"] for member in text["members"]}
     assert {f"report/{name}" for name in listed} == set(files)
     wanted = {"versions.json", "settings.json", "doctor.json", "doctor.txt", "streams.json"}
-    wanted |= {"nodes.json", "orders.json", "reports.json", "dead-letters.json", "spans.json"}
+    wanted |= {"nodes.json", "orders.json", "reports.json", "dead.json", "spans.json"}
     wanted |= {"objects/pods.json", "objects/nodes.json", "logs/operator.log", "cluster.json"}
     wanted |= {"logs/node-1-agent.log", "logs/nats-server.log", "README.txt"}
     assert wanted <= listed
@@ -247,8 +246,8 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
 def test_a_bundle_of_a_cluster_that_is_down_has_its_logs(one_node: Cli, tmp_path: Path) -> None:
     _kill(one_node, "nats-server")
     path = tmp_path / "down.tar.gz"
-    told = one_node.ok("bundle", "-o", str(path))
-    assert "   missing  everything of the cluster: cannot reach nats://127.0.0.1" in told.out
+    text = one_node.ok("bundle", "-o", str(path))
+    assert "   missing  everything of the cluster: cannot reach nats://127.0.0.1" in text.out
     files = _unpacked(path)
     assert b"nats-server ended" in files["down/doctor.txt"]
     assert "down/logs/nats-server.log" in files
@@ -263,7 +262,7 @@ def _unpacked(path: Path) -> dict[str, bytes]:
 def test_the_doctor_finds_nothing_wrong_with_a_cluster_that_is_well(running: Cli) -> None:
     # The first sweep of an operator comes with its start, and its nodes' clocks are ours.
     well = running.ok("doctor")
-    assert "ok    all 8 streams and buckets are as wanted\n" in well.out
+    assert "ok    all 8 streams and buckets are as required\n" in well.out
     assert "ok    NATS stores what is written\n" in well.out
     assert "ok    node-1 is Ready\n" in well.out
     assert well.out.endswith(" 0 fail\n")
@@ -272,8 +271,8 @@ def test_the_doctor_finds_nothing_wrong_with_a_cluster_that_is_well(running: Cli
 def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
     _kill(one_node, "node-1-gms")
     _publish_as_operator(one_node, "snap.order.node-1.agent.nonsense", b"noise")
-    [letter] = _letters(one_node)
-    refused = one_node.run("dead", "requeue", str(letter["number"]))
+    [message] = _dead(one_node)
+    refused = one_node.run("dead", "requeue", str(message["number"]))
     assert (refused.code, "which names no order" in refused.err) == (4, True)
     one_node.ok("cordon", "node-1")
     ill = one_node.run("doctor")
@@ -281,7 +280,7 @@ def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
     restart = "snapshotctl sim restart node-1 --service gms --name default"
     assert f"fail  local cluster default: node-1-gms ended  → {restart}\n" in ill.out
     assert f"fail  the GMS of node-1 does not answer  → {restart}\n" in ill.out
-    assert "warn  1 dead letter  → snapshotctl dead ls\n" in ill.out
+    assert "warn  1 dead message  → snapshotctl dead ls\n" in ill.out
     assert "warn  node-1 is cordoned  → snapshotctl uncordon node-1\n" in ill.out
     one_node.ok(*restart.split()[1:])
     one_node.ok("uncordon", "node-1")

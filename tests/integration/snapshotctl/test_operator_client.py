@@ -14,9 +14,9 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, InvalidMessage
 from snapshot_shared.objects import KINDS
 from snapshotctl.adapters.operator_client import SAFETY_S, connected
-from snapshotctl.domain.kin import Changed
 from snapshotctl.domain.servers import Server
 from snapshotctl.domain.targets import Target
+from snapshotctl.views.related import ObjectChanged
 from tests.support.nats_server import running_nats_server
 
 POD = Target(KINDS["Pod"], "default", "x")
@@ -74,7 +74,7 @@ async def test_a_change_is_seen_before_and_after_the_server_restarts(tmp_path: P
             await other.close()
 
 
-async def test_messages_about_other_objects_wake_nobody(nats_url: str) -> None:
+async def test_messages_about_other_objects_end_no_wait(nats_url: str) -> None:
     async with (
         connected(Server(nats_url, "--server")) as client,
         client.watching(POD) as changes,
@@ -104,7 +104,7 @@ async def test_spans_that_do_not_decode_are_left_out(nats_url: str) -> None:
         await bus.close()
 
 
-async def test_news_of_an_object_with_a_long_history_is_heard(nats_url: str) -> None:
+async def test_news_of_an_object_with_a_long_history_is_received(nats_url: str) -> None:
     meta = {"name": "x", "namespace": "default", "uid": "u"}
     status = {"orders": ["o" * 1000] * 400}
     event = {"type": "MODIFIED", "object": {"kind": "Pod", "metadata": meta, "status": status}}
@@ -113,8 +113,8 @@ async def test_news_of_an_object_with_a_long_history_is_heard(nats_url: str) -> 
         async with connected(Server(nats_url, "--server")) as client, client.news() as news:
             await bus.announce(subjects.event("pods", "default", "x"), msgspec.json.encode(event))
             async with asyncio.timeout(10):
-                heard = await anext(news)
-        assert isinstance(heard, Changed)
-        assert heard.target == POD
+                received = await anext(news)
+        assert isinstance(received, ObjectChanged)
+        assert received.target == POD
     finally:
         await bus.close()

@@ -13,10 +13,11 @@ from snapshot_shared.errors import RemoteFailure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects import KINDS, AnyObject
 from snapshotctl.adapters.operator_client import OperatorClient
-from snapshotctl.adapters.render import Terminal
+from snapshotctl.adapters.terminal import Terminal
+from snapshotctl.commands.cordon import set_unschedulable
+from snapshotctl.commands.delete import delete_as_read
 from snapshotctl.domain.servers import Server
 from snapshotctl.domain.targets import Target
-from snapshotctl.handlers import objects, oncall
 from tests.support.objects import pod_template, presence
 from tests.support.operator_world import World
 
@@ -82,7 +83,7 @@ async def test_a_request_whose_client_has_given_up_is_refused(bus: Bus, world: W
 async def test_what_was_made_again_since_it_was_read_is_not_deleted(bus: Bus, world: World) -> None:
     before = (await world.get("Pod", "w")).metadata.uid
     with pytest.raises(RemoteFailure) as refused:
-        await objects.delete(Overtaken(bus, world), _screen(), POD)
+        await delete_as_read(Overtaken(bus, world), POD)
     assert refused.value.failure.reason == "Conflict"
     assert "snapshotctl describe pod/w" in refused.value.failure.next_step
     found = (await world.get("Pod", "w")).metadata
@@ -94,10 +95,10 @@ async def test_a_node_that_was_cordoned_meanwhile_is_not_uncordoned(bus: Bus, wo
     await world.join(presence("node-1"))
     node = NodeName("node-1")
     with pytest.raises(RemoteFailure) as refused:
-        await oncall.cordon(Overtaken(bus, world), _screen(), node, unschedulable=False)
+        await set_unschedulable(Overtaken(bus, world), _screen(), node, unschedulable=False)
     assert refused.value.failure.reason == "Conflict"
     assert "snapshotctl describe node/node-1" in refused.value.failure.next_step
     client = OperatorClient(bus, Server("", "test"), world.clock)
-    await oncall.cordon(client, _screen(), node, unschedulable=False)
+    await set_unschedulable(client, _screen(), node, unschedulable=False)
     (found,) = world.cluster.all("Node")
     assert not found.spec.unschedulable

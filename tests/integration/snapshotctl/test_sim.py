@@ -15,8 +15,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import check_node
 from snapshot_shared.permissions import User
-from snapshotctl.adapters import processes
-from snapshotctl.adapters.worker_socket import SocketWorkers
+from snapshotctl.adapters import processes, worker_socket
 from snapshotctl.domain.cluster import ProcessRecord
 from tests.integration.snapshotctl.conftest import EXAMPLES, Cli
 from tests.support.agent_rig import state_of
@@ -48,11 +47,11 @@ def _ask(cli: Cli) -> dict[str, Any]:
 
     async def ask() -> bytes:
         folder = Path(cli.record()["socket_dir"]) / "node-1"
-        conversation = await SocketWorkers().call(folder, pod["metadata"]["uid"])
+        client = await worker_socket.connect(folder, pod["metadata"]["uid"])
         try:
-            return await asyncio.wait_for(conversation.ask("Who is there?"), 20.0)
+            return await asyncio.wait_for(client.ask("Who is there?"), 20.0)
         finally:
-            await conversation.close()
+            await client.close()
 
     return json.loads(asyncio.run(ask()))  # type: ignore[no-any-return]
 

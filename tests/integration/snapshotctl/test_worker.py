@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from gms.adapters.simulated import simulated_uuid
-from snapshotctl.adapters import inotify
-from snapshotctl.adapters.worker_socket import SocketConversation, SocketWorkers
-from snapshotctl.domain import demo
+from snapshotctl.adapters import inotify, worker_socket
+from snapshotctl.adapters.worker_socket import WorkerClient
+from snapshotctl.domain import demo_script
 from tests.integration.snapshotctl.conftest import EXAMPLES
 
 NODE = "node-1"
@@ -73,9 +73,9 @@ class Place:
             await inotify.appears(self.control / name)
         return json.loads((self.control / name).read_text())
 
-    async def call(self) -> SocketConversation:
+    async def connect(self) -> WorkerClient:
         async with asyncio.timeout(PATIENCE_S):
-            return await SocketWorkers().call(self.sockets, POD_UID)
+            return await worker_socket.connect(self.sockets, POD_UID)
 
 
 @contextlib.asynccontextmanager
@@ -107,24 +107,24 @@ def _example(name: str) -> list[str]:
 
 
 async def _talk(place: Place) -> list[bytes]:
-    conversation = await place.call()
+    client = await place.connect()
     try:
-        return [await conversation.ask(question) for question in demo.ASKED]
+        return [await client.ask(question) for question in demo_script.ASKED]
     finally:
-        await conversation.close()
+        await client.close()
 
 
 async def test_a_chat_moves_what_an_ask_only_reads(place: Place) -> None:
     async with _process(_example("worker.py"), place.worker()):
-        conversation = await place.call()
-        fresh = await conversation.ask("hello?")
-        assert await conversation.ask("hello?") == fresh
-        said = json.loads(await conversation.chat("I am Ada"))
-        moved = await conversation.ask("hello?")
+        client = await place.connect()
+        fresh = await client.ask("hello?")
+        assert await client.ask("hello?") == fresh
+        said = json.loads(await client.chat("I am Ada"))
+        moved = await client.ask("hello?")
         assert moved != fresh
         assert (said["turns"], json.loads(moved)["turns"]) == (1, 1)
         assert (await place.said("ready-for-snapshot"))["attempt"] == 0
-        await conversation.close()
+        await client.close()
 
 
 SENSELESS = (
@@ -137,9 +137,9 @@ SENSELESS = (
 )
 
 
-async def test_a_question_that_makes_no_sense_is_answered_and_harms_nobody(place: Place) -> None:
+async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(place: Place) -> None:
     async with _process(_example("worker.py"), place.worker()):
-        conversation = await place.call()
+        client = await place.connect()
         for line in SENSELESS:
             reader, writer = await asyncio.open_unix_connection(place.pod_sockets / "worker.sock")
             writer.write(line + b"\n")
@@ -150,8 +150,8 @@ async def test_a_question_that_makes_no_sense_is_answered_and_harms_nobody(place
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-            assert demo.checked_answer(await conversation.ask("still there?")), line
-        await conversation.close()
+            assert demo_script.checked_answer(await client.ask("still there?")), line
+        await client.close()
 
 
 @pytest.mark.parametrize("end", ["snapshot-complete", "snapshot-aborted"])
@@ -159,8 +159,8 @@ async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
     place: Place, end: str
 ) -> None:
     async with _process(_example("worker.py"), place.worker()):
-        conversation = await place.call()
-        await conversation.chat("I am Ada")
+        client = await place.connect()
+        await client.chat("I am Ada")
         before = await _talk(place)
         for attempt in (1, 2):
             await place.said("ready-for-snapshot")
@@ -168,23 +168,23 @@ async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
             place.say("quiesce", attempt)
             assert (await place.said("quiesced"))["attempt"] == attempt
             assert not (place.control / "ready-for-snapshot").exists()
-            asking = asyncio.create_task(conversation.ask(demo.ASKED[0]))
+            asking = asyncio.create_task(client.ask(demo_script.ASKED[0]))
             saved = json.loads((place.control / "state" / "worker.json").read_text())
             assert saved["turns"] == 1
             assert not asking.done()
             place.say(end, attempt)
             assert await asyncio.wait_for(asking, PATIENCE_S) == before[0]
         assert await _talk(place) == before
-        await conversation.close()
+        await client.close()
 
 
 async def test_a_restored_worker_answers_byte_for_byte_as_its_source(place: Place) -> None:
     async with _process(_example("worker.py"), place.worker()):
-        conversation = await place.call()
-        await conversation.chat("I am Ada")
+        client = await place.connect()
+        await client.chat("I am Ada")
         await place.said("ready-for-snapshot")
-        before = [await conversation.ask(question) for question in demo.ASKED]
-        await conversation.close()
+        before = [await client.ask(question) for question in demo_script.ASKED]
+        await client.close()
         place.say("quiesce", 1)
         await place.said("quiesced")
     place.forget("quiesce", "quiesced", "ready-for-snapshot")

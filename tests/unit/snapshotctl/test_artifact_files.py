@@ -10,13 +10,13 @@ from snapshot_shared.artifact import FileEntry, PartManifest, RootManifest
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.orders import PartResult, PodRef
-from snapshotctl.adapters.artifact_files import ArtifactFiles
-from snapshotctl.domain.artifacts import Artifact
+from snapshotctl.adapters.artifact_files import manifests_of
+from snapshotctl.views.artifact_tables import CapturedArtifact
 from tests.support import stories
 
 
-def _artifact(root: Path) -> Artifact:
-    """Write an artifact of one part, and give what the store knows of it."""
+def _artifact(root: Path) -> CapturedArtifact:
+    """Write an artifact of one part, and return its content."""
     uid = stories.content().metadata.uid
     file = FileEntry(name="state", size=10, chunk_bytes=4096, chunks=["a" * 32])
     part = encode_json(
@@ -43,11 +43,11 @@ def _artifact(root: Path) -> Artifact:
     (folder / "process" / "part.json").write_bytes(part)
     parts = [PartResult(part="process", bytes=10, digest=digest(part))]
     committed = stories.committed(root_digest=digest(whole), parts=parts)
-    return Artifact(stories.content(committed=committed), None, str(root))
+    return CapturedArtifact(stories.content(committed=committed), None, str(root))
 
 
 def test_the_manifests_that_were_committed_are_read(tmp_path: Path) -> None:
-    found = ArtifactFiles().manifests(_artifact(tmp_path))
+    found = manifests_of(_artifact(tmp_path))
     assert found is not None
     assert [file.name for part in found.parts for file in part.files] == ["state"]
 
@@ -58,14 +58,14 @@ def test_a_manifest_that_was_changed_or_removed_is_no_artifact(tmp_path: Path, n
     [path] = tmp_path.rglob(name)
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ArtifactCorrupt, match="is not the manifest"):
-        ArtifactFiles().manifests(artifact)
+        manifests_of(artifact)
     path.unlink()
     with pytest.raises(ArtifactCorrupt, match="is gone"):
-        ArtifactFiles().manifests(artifact)
+        manifests_of(artifact)
 
 
 def test_an_artifact_of_another_machine_cannot_be_read_here(tmp_path: Path) -> None:
     artifact = _artifact(tmp_path / "there")
-    assert ArtifactFiles().manifests(artifact._replace(root=str(tmp_path / "missing"))) is None
-    assert ArtifactFiles().manifests(artifact._replace(root=str(tmp_path))) is None
-    assert ArtifactFiles().manifests(artifact._replace(root="")) is None
+    assert manifests_of(artifact._replace(root=str(tmp_path / "missing"))) is None
+    assert manifests_of(artifact._replace(root=str(tmp_path))) is None
+    assert manifests_of(artifact._replace(root="")) is None

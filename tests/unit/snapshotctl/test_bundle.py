@@ -14,10 +14,10 @@ import pytest
 from snapshot_shared.errors import BusUnavailable, NoSpace
 from snapshot_shared.redaction import redacted
 from snapshotctl.adapters import archive
-from snapshotctl.domain import bundle
-from snapshotctl.domain.bundle import Member, Missing
+from snapshotctl.commands.bundle import Collection
+from snapshotctl.domain import bundle_files
+from snapshotctl.domain.bundle_files import BundleFile, Missing
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.handlers.bundling import Collection
 
 SEED = "SU" + "A" * 56
 POD = {
@@ -55,12 +55,12 @@ def test_a_secret_in_a_line_for_a_shell_and_one_in_an_annotation_do_not_stay() -
         "args": ["-c", "export HF_TOKEN=<redacted>", "x"],
         "annotations": {"example.com/password": "<redacted>", "example.com/team": "red"},
     }
-    assert bundle.secrets_in(value) == {"hf_one; serve --api-key sk-two", "pw-three"}
+    assert bundle_files.secrets_in(value) == {"hf_one; serve --api-key sk-two", "pw-three"}
 
 
 def test_secrets_are_known_by_the_names_of_their_variables_and_options() -> None:
-    assert bundle.secrets_in(POD) == {"hf_third", "sk-first", "sk-second"}
-    assert bundle.secrets_in({"name": "TOKEN", "value": "short"}) == frozenset()
+    assert bundle_files.secrets_in(POD) == {"hf_third", "sk-first", "sk-second"}
+    assert bundle_files.secrets_in({"name": "TOKEN", "value": "short"}) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_secrets_are_known_by_the_names_of_their_variables_and_options() -> None
 )
 def test_secrets_are_taken_out_of_any_text(text: str, left: str) -> None:
     secrets = ["hf_third", 'x\ny"z', "third"]
-    assert bundle.scrubbed(text.encode(), secrets) == left.encode()
+    assert bundle_files.scrubbed(text.encode(), secrets) == left.encode()
 
 
 def test_settings_are_ours_and_name_no_secret() -> None:
@@ -92,7 +92,7 @@ def test_settings_are_ours_and_name_no_secret() -> None:
         "HOME": "/x",
         "AWS_SECRET_ACCESS_KEY": "aws",
     }
-    found = bundle.settings(environment)
+    found = bundle_files.settings(environment)
     assert found == {
         "NATS_NKEY": "<redacted>",
         "NATS_PASSWORD": "<redacted>",
@@ -133,7 +133,7 @@ def test_what_cannot_be_had_is_named_and_the_rest_is_taken() -> None:
 def test_the_archive_is_for_its_owner_alone_and_replaces_an_older_one(tmp_path: Path) -> None:
     path = tmp_path / "x.tar.gz"
     path.write_bytes(b"old")
-    size = archive.write(path, [Member("a.txt", b"hello")], now=5.0)
+    size = archive.write(path, [BundleFile("a.txt", b"hello")], now=5.0)
     assert (path.stat().st_size, path.stat().st_mode & 0o777) == (size, 0o600)
     assert list(tmp_path.iterdir()) == [path]
     with tarfile.open(path) as found:
@@ -151,7 +151,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(NoSpace) as refused:
-            archive.write(path, [Member("noise", os.urandom(300_000))], now=0.0)
+            archive.write(path, [BundleFile("noise", os.urandom(300_000))], now=0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(path) in refused.value.message
@@ -166,7 +166,7 @@ def test_a_file_that_cannot_be_written_is_a_wrong_argument(tmp_path: Path) -> No
 
 
 def test_the_ends_of_logs_are_taken_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_bytes(b"x" * bundle.LOG_BYTES + b"end")
+    (tmp_path / "a.log").write_bytes(b"x" * bundle_files.LOG_BYTES + b"end")
     (tmp_path / "key").write_text(SEED)
     (tmp_path / "b.log").symlink_to(tmp_path / "key")
     os.mkfifo(tmp_path / "c.log")
@@ -174,12 +174,12 @@ def test_the_ends_of_logs_are_taken_and_nothing_else(tmp_path: Path) -> None:
     os.open(tmp_path / "c.log", os.O_RDWR | os.O_NONBLOCK)
     [found] = archive.log_ends(tmp_path)
     assert found.name == "logs/a.log"
-    assert len(found.data) == bundle.LOG_BYTES
+    assert len(found.data) == bundle_files.LOG_BYTES
     assert found.data.endswith(b"xend")
 
 
 def test_a_bundle_is_named_by_its_time_or_as_the_user_says() -> None:
-    assert bundle.file_name(None, "now") == "snapback-bundle-now.tar.gz"
-    assert bundle.file_name("a.tgz", "now") == "a.tgz"
+    assert bundle_files.file_name(None, "now") == "snapback-bundle-now.tar.gz"
+    assert bundle_files.file_name("a.tgz", "now") == "a.tgz"
     with pytest.raises(WrongArguments, match="not the name of a bundle"):
-        bundle.file_name("cluster.yaml", "now")
+        bundle_files.file_name("cluster.yaml", "now")

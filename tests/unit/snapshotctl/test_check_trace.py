@@ -49,7 +49,7 @@ def test_a_whole_trace_passes() -> None:
     [
         (4, {"trace_id": "b" * 32}, "2 trace ids"),
         (2, {"parent_id": ""}, "2 roots"),
-        (4, {"parent_id": "nobody"}, "its parent is missing"),
+        (4, {"parent_id": "missing"}, "its parent is missing"),
         (4, {"name": "invented"}, "no step has this name"),
         (4, {"service": "snap-gms"}, "4 services"),
         (3, {"end_ns": 90}, "children cover 80.0% of capture"),
@@ -77,7 +77,7 @@ def test_time_that_two_children_share_counts_once() -> None:
 
 
 @pytest.mark.parametrize(("text", "code"), [(None, 0), ("[]", 1), ("no json", 1), ("{}", 1)])
-def test_the_exit_code_tells(
+def test_the_exit_code_is_that_of_the_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str | None, code: int
 ) -> None:
     good = json.dumps([msgspec.to_builtins(span) for span in [*_good(), _good()[0]]])

@@ -8,12 +8,19 @@ import pytest
 from snapshot_shared.ids import NodeName
 from snapshot_shared.permissions import users_of
 from snapshotctl.domain import cluster as plans
-from snapshotctl.domain.cluster import ClusterRecord, Found, Member, NodeSpec, Places, ProcessRecord
+from snapshotctl.domain.cluster import (
+    ClusterPaths,
+    ClusterRecord,
+    Inventory,
+    NodeSpec,
+    ProcessRecord,
+    RunProcess,
+)
 
-PLACES = Places(Path("/s"), Path("/k"))
-SETTING = plans.Setting(
+PATHS = ClusterPaths(Path("/s"), Path("/k"))
+SETTING = plans.ClusterSettings(
     "/py",
-    PLACES,
+    PATHS,
     "run1",
     "nats://127.0.0.1:1",
     Path("/work"),
@@ -73,7 +80,7 @@ def test_services_have_states_of_their_own_and_nodes_share_the_artifacts() -> No
 
 
 def test_the_bus_syncs_every_write_and_listens_on_loopback_alone() -> None:
-    text = plans.nats_configuration(plans.local_nats("x", PLACES), KEYS)
+    text = plans.nats_configuration(plans.local_nats("x", PATHS), KEYS)
     assert "sync_interval: always" in text
     assert 'listen: "127.0.0.1:-1"' in text
     assert "http" not in text
@@ -81,13 +88,13 @@ def test_the_bus_syncs_every_write_and_listens_on_loopback_alone() -> None:
 
 def test_a_path_cannot_break_out_of_the_configuration() -> None:
     text = plans.nats_configuration(
-        plans.local_nats("x", Places(Path('/a" b\n}'), Path("/k"))), KEYS
+        plans.local_nats("x", ClusterPaths(Path('/a" b\n}'), Path("/k"))), KEYS
     )
     assert r'"/a\" b\n}/nats/store"' in text
 
 
-def test_every_user_has_a_key_and_a_list_and_nobody_else_gets_in() -> None:
-    text = plans.nats_configuration(plans.local_nats("x", PLACES), KEYS)
+def test_every_user_has_a_key_and_a_list_and_no_other_user_gets_in() -> None:
+    text = plans.nats_configuration(plans.local_nats("x", PATHS), KEYS)
     accounts = json.loads(text.partition("accounts: ")[2])
     users = [user for account in accounts.values() for user in account["users"]]
     assert {user["nkey"] for user in users} == {key for _, key in KEYS}
@@ -125,23 +132,23 @@ def test_the_operator_ends_first_and_the_bus_last() -> None:
 def _found(
     *clusters: tuple[ClusterRecord, frozenset[int]],
     owners: frozenset[str] = frozenset(),
-    members: tuple[Member, ...] = (),
+    processes: tuple[RunProcess, ...] = (),
     sockets: tuple[tuple[Path, str], ...] = (),
-) -> Found:
-    return Found(list(clusters), owners, list(members), list(sockets), [])
+) -> Inventory:
+    return Inventory(list(clusters), owners, list(processes), list(sockets), [])
 
 
 def test_a_running_cluster_leaves_nothing() -> None:
     found = _found(
         (_record("default", "r"), frozenset({1})),
-        members=(Member(1, "r", "nats-server"),),
+        processes=(RunProcess(1, "r", "nats-server"),),
         sockets=((Path("/k/r"), "r"),),
     )
     assert plans.leftovers(found) == []
 
 
 def test_a_process_of_no_known_cluster_is_left_over() -> None:
-    [line] = plans.leftovers(_found(members=(Member(7, "gone", "worker.py"),)))
+    [line] = plans.leftovers(_found(processes=(RunProcess(7, "gone", "worker.py"),)))
     assert "process 7" in line
     assert "kill 7" in line
 
@@ -167,21 +174,22 @@ def test_a_demo_under_way_leaves_nothing_even_while_nothing_of_it_runs_yet() -> 
 
 def test_what_a_killed_demo_left_running_is_left_over() -> None:
     found = _found(
-        (_record("demo-1", "r", owner=9), frozenset({1})), members=(Member(1, "r", "nats-server"),)
+        (_record("demo-1", "r", owner=9), frozenset({1})),
+        processes=(RunProcess(1, "r", "nats-server"),),
     )
     assert len(plans.leftovers(found)) == 2
 
 
 def test_a_demo_that_was_kept_lives_as_long_as_its_processes() -> None:
     kept = (_record("demo-1", "r"), frozenset({1}))
-    assert plans.leftovers(_found(kept, members=(Member(1, "r", "nats-server"),))) == []
+    assert plans.leftovers(_found(kept, processes=(RunProcess(1, "r", "nats-server"),))) == []
 
 
 @pytest.mark.parametrize(
     ("alive", "expected"),
     [(frozenset({1}), ([], True)), (frozenset[int](), (["nats-server"], False))],
 )
-def test_the_summary_names_what_ended(
+def test_the_processes_that_ended_are_named(
     alive: frozenset[int], expected: tuple[list[str], bool]
 ) -> None:
-    assert plans.summary(_record("x", "r").processes, alive) == expected
+    assert plans.ended(_record("x", "r").processes, alive) == expected

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.adapters.cluster_logs import TAIL_BYTES, WORKER_LINES, ClusterLogs
-from snapshotctl.domain.cluster import ClusterRecord, Places
+from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def record(tmp_path: Path) -> ClusterRecord:
 
 @pytest.fixture
 def pod(tmp_path: Path) -> Path:
-    folder = Places(tmp_path, tmp_path).node("node-1", "agent") / "pods" / "uid"
+    folder = ClusterPaths(tmp_path, tmp_path).node("node-1", "agent") / "pods" / "uid"
     (folder / "main").mkdir(parents=True)
     return folder
 
@@ -44,8 +44,8 @@ def test_what_a_worker_puts_in_the_place_of_its_log_is_not_read(
         case "fifo":
             os.mkfifo(pod / "main/log")
             # Or a reader that opens it would hang.
-            keeper = os.open(pod / "main/log", os.O_RDWR | os.O_NONBLOCK)
-            os.write(keeper, b"a key\n")
+            writer = os.open(pod / "main/log", os.O_RDWR | os.O_NONBLOCK)
+            os.write(writer, b"a key\n")
         case "link":
             (pod / "main/log").symlink_to(tmp_path / "secret/log")
         case _:

@@ -1,33 +1,22 @@
 """The command line without a server: help, wrong arguments, exit codes."""
 
 import json
+import pkgutil
 import re
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from snapshot_shared.reasons import REASONS
+from snapshotctl import commands
+from snapshotctl.cli import COMMANDS, app, hoisted
 from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 
-OBJECTS = ["apply", "identity", "get", "delete", "wait", "verify", "nodes", "trace"]
-ON_CALL = [
-    "orders",
-    "cordon",
-    "uncordon",
-    "abort",
-    "schema",
-    "doctor",
-    "bundle",
-    "completion",
-    "dead",
-]
-LOOKS = ["explain", "describe", "events", "watch", "checkpoint", "restore"]
-HERE = ["up", "down", "keys", "demo", "leftovers", "sim"]
-COMMANDS = [*OBJECTS, *LOOKS, *ON_CALL, *HERE, "artifacts"]
 ARTIFACTS = ["ls", "show", "verify", "diff", "gc"]
 SIM = ["crash", "stall", "fail", "restart"]
 DEAD = ["ls", "show", "requeue"]
@@ -57,6 +46,18 @@ def test_the_help_of_every_command_has_an_example(
     assert f"\n    snapshotctl {command}" in out
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_has_the_first_sentence_of_the_help_of_each(name: str) -> None:
+    group = typer.main.get_command(app)
+    command = group.get_command(typer.Context(group), name)  # type: ignore[attr-defined]
+    assert COMMANDS[name].removesuffix(".") == command.get_short_help_str(200).removesuffix(".")
+
+
+def test_a_command_is_the_module_of_its_name() -> None:
+    modules = {found.name for found in pkgutil.iter_modules(commands.__path__)}
+    assert modules == set(COMMANDS)
+
+
 @pytest.mark.parametrize("command", SIM)
 def test_the_help_of_every_way_to_break_something_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
@@ -68,7 +69,7 @@ def test_the_help_of_every_way_to_break_something_has_an_example(
 
 
 @pytest.mark.parametrize("command", DEAD)
-def test_the_help_of_everything_about_dead_letters_has_an_example(
+def test_the_help_of_everything_about_dead_messages_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert _run(monkeypatch, "dead", command, "--help") == Exit.OK
@@ -90,7 +91,7 @@ def test_a_schema_is_printed_without_a_server(
     assert "\ndump_order.v1 " in capsys.readouterr().out
 
 
-def test_the_doctor_tells_of_a_server_that_is_not_there_and_of_credentials_that_are_none(
+def test_the_doctor_reports_a_server_that_is_absent_and_credentials_that_are_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert _run(monkeypatch, "doctor") == Exit.FAILED
@@ -110,17 +111,17 @@ def test_the_doctor_tells_of_a_server_that_is_not_there_and_of_credentials_that_
 def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-tell")
+    monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-show")
     path = tmp_path / "x.tar.gz"
     assert _run(monkeypatch, "bundle", "-o", str(path), "-o", "json") == Exit.OK
-    told = json.loads(capsys.readouterr().out)
-    assert [found["what"] for found in told["missing"]] == ["everything of the cluster"]
+    shown = json.loads(capsys.readouterr().out)
+    assert [found["what"] for found in shown["missing"]] == ["everything of the cluster"]
     with tarfile.open(path) as archive:
         names = {entry.name for entry in archive.getmembers()}
         settings = archive.extractfile("x/settings.json")
         assert settings is not None
         assert json.load(settings)["SNAPBACK_SECRET_TOKEN"] == "<redacted>"
-    assert names == {f"x/{member['name']}" for member in told["members"]}
+    assert names == {f"x/{member['name']}" for member in shown["members"]}
     assert {"x/README.txt", "x/versions.json", "x/doctor.txt"} <= names
 
 
@@ -441,3 +442,28 @@ def test_the_version_is_shown(
 ) -> None:
     assert _run(monkeypatch, "--version") == Exit.OK
     assert capsys.readouterr().out.startswith("snapshotctl ")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["get", "pods", "-o", "json"], ["-o", "json", "get", "pods"]),
+        (["get", "-ojson", "pods"], ["-ojson", "get", "pods"]),
+        (["trace", "x", "--output=yaml"], ["--output=yaml", "trace", "x"]),
+        (
+            ["get", "pods", "--server", "a", "--cluster", "b"],
+            ["--server", "a", "--cluster", "b", "get", "pods"],
+        ),
+        (["--server", "a", "get"], ["--server", "a", "get"]),
+        (["get", "--", "-o", "json"], ["get", "--", "-o", "json"]),
+        (["get", "pods", "-o"], ["-o", "get", "pods"]),
+        (["up", "--name", "x"], ["up", "--name", "x"]),
+        (["bundle", "-o", "x.tar.gz"], ["bundle", "-o", "x.tar.gz"]),
+        (["bundle", "-o", "json"], ["-o", "json", "bundle"]),
+        (["-o", "json", "bundle", "-o", "x.tgz"], ["-o", "json", "bundle", "-o", "x.tgz"]),
+        (["bundle", "-o"], ["-o", "bundle"]),
+        ([], []),
+    ],
+)
+def test_common_options_move_in_front_of_the_command(words: list[str], expected: list[str]) -> None:
+    assert hoisted(words) == expected

@@ -86,7 +86,7 @@ def test_a_key_that_appears_twice_is_refused_with_its_line() -> None:
     "text",
     [
         "a: [1\n",
-        "a: *nobody\n",
+        "a: *missing\n",
         "? [1, 2]\n: 3\n",
         "a: !!python/object/apply:os.system [true]\n",
         "a: !!int nine\n",

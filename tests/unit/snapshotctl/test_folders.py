@@ -166,7 +166,7 @@ def test_a_look_finds_folders_of_sockets_by_their_run(
     sockets = tmp_path / "run" / "snapback-x"
     sockets.mkdir(parents=True)
     (sockets / MARKER).write_text("run-x\n")
-    assert (sockets, "run-x") in Folders(environment).look().socket_folders
+    assert (sockets, "run-x") in Folders(environment).inventory().socket_folders
 
 
 def test_pids_of_another_boot_mean_nothing(environment: dict[str, str]) -> None:

@@ -3,7 +3,7 @@
 import re
 
 from snapshot_shared.orders import Progress
-from snapshotctl.domain.progress import Board
+from snapshotctl.views.progress import Board
 
 UID = "11111111-2222-3333-4444-555555555555"
 OTHER = "99999999-2222-3333-4444-555555555555"
@@ -32,10 +32,10 @@ def _first_number(line: str) -> int:
 def test_a_part_rises_from_the_plan_to_the_manifest() -> None:
     board = _board()
     seen = [
-        board.planned("gpu-0", 100, 0.0),
-        board.heard(_save(40), 0.5),
-        board.heard(_save(100), 1.0),
-        board.settled("gpu-0", 104, 1.1),
+        board.plan("gpu-0", 100, 0.0),
+        board.update(_save(40), 0.5),
+        board.update(_save(100), 1.0),
+        board.complete("gpu-0", 104, 1.1),
     ]
     assert [_first_number(part.line()) for part in seen if part] == [0, 40, 100, 104]
     assert board.parts["gpu-0"].is_final
@@ -43,43 +43,43 @@ def test_a_part_rises_from_the_plan_to_the_manifest() -> None:
 
 def test_a_late_or_repeated_message_moves_nothing() -> None:
     board = _board()
-    board.heard(_save(40), 0.0)
-    assert board.heard(_save(40), 1.0) is None
-    assert board.heard(_save(10), 1.0) is None
+    board.update(_save(40), 0.0)
+    assert board.update(_save(40), 1.0) is None
+    assert board.update(_save(10), 1.0) is None
 
 
 def test_nothing_moves_after_the_manifest() -> None:
     board = _board()
-    board.settled("gpu-0", 50, 0.0)
-    assert board.heard(_save(60), 1.0) is None
+    board.complete("gpu-0", 50, 0.0)
+    assert board.update(_save(60), 1.0) is None
 
 
 def test_the_manifest_has_the_last_word_on_the_size() -> None:
     board = _board()
-    board.heard(_save(100), 0.0)
-    assert board.settled("gpu-0", 90, 1.0)[1:3] == (90, 90)
+    board.update(_save(100), 0.0)
+    assert board.complete("gpu-0", 90, 1.0)[1:3] == (90, 90)
 
 
 def test_a_part_of_unknown_size_says_so() -> None:
-    planned = _board().planned("process", 0, 0.0)
+    planned = _board().plan("process", 0, 0.0)
     assert planned is not None
     assert planned.line() == "process: 0 bytes (size not known yet)"
 
 
 def test_messages_of_other_objects_and_phases_are_ignored() -> None:
     board = _board()
-    assert board.heard(_save(1, OTHER), 0.0) is None
-    assert board.heard(_progress(f"load-{UID}-gpu-0", "gpu-0", 1), 0.0) is None
+    assert board.update(_save(1, OTHER), 0.0) is None
+    assert board.update(_progress(f"load-{UID}-gpu-0", "gpu-0", 1), 0.0) is None
     assert board.parts == {}
 
 
 def test_a_part_that_no_plan_named_is_shown_from_its_first_message() -> None:
-    assert _board().heard(_progress(f"dump-{UID}", "process", 0), 0.0) is not None
+    assert _board().update(_progress(f"dump-{UID}", "process", 0), 0.0) is not None
 
 
 def test_the_line_says_how_fast_it_goes() -> None:
     board = _board()
-    board.heard(_progress(f"save-{UID}-gpu-0", "gpu-0", 0, 4_000_000_000), 1.0)
-    moved = board.heard(_progress(f"save-{UID}-gpu-0", "gpu-0", 2_000_000_000, 4_000_000_000), 2.0)
+    board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 0, 4_000_000_000), 1.0)
+    moved = board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 2_000_000_000, 4_000_000_000), 2.0)
     assert moved is not None
     assert "2 GB/s" in moved.line()

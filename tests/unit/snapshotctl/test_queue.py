@@ -1,4 +1,4 @@
-"""The queue of each service and the life of one order, put together from three sources."""
+"""The queue of each service and the history of one order, put together from three sources."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from snapshot_shared.objects import OrderStatus, Pod, time_of
 from snapshot_shared.orders import DeadLetter, DumpOrder, PodRef, Progress, Report, StepTime
 from snapshot_shared.spans import SpanRecord, order_context
 from snapshot_shared.steps import STEPS
-from snapshotctl.domain import queue
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.domain.queue import Letter, Owned, Queued
+from snapshotctl.views import queue
+from snapshotctl.views.queue import DeadMessage, Owned, Queued
 from tests.support import stories
 from tests.support.stories import payload
 
@@ -101,7 +101,10 @@ def final(kind: Any, **fields: Any) -> OrderStatus:
 def test_an_order_stands_where_its_sources_say(
     item: OrderStatus, on_stream: Queued | None, step: str, state: str
 ) -> None:
-    assert queue.state_of(item, on_stream, step, NOW) == state
+    messages, steps = [on_stream] if on_stream else [], {(ORDER, 2): step}
+    owned = [Owned(pod(), item)]
+    [line] = queue.order_lines(messages, owned, steps, NOW, answered=True)
+    assert line.state == state
 
 
 TRACE = "a" * 32
@@ -131,7 +134,7 @@ def span(name: str, attempt: int = 2) -> SpanRecord:
 
 
 @pytest.mark.parametrize(
-    ("spans", "told", "step"),
+    ("spans", "progressed", "step"),
     [
         ([], [], None),
         ([span("freeze")], [], "copy-state"),
@@ -141,7 +144,7 @@ def span(name: str, attempt: int = 2) -> SpanRecord:
         ([], [replace(progress(), order=TRACED.order)], "copy-state 25%"),
         ([span("freeze")], [replace(progress(), order=TRACED.order)], "copy-state 25%"),
         ([], [replace(progress(total=0), order=TRACED.order)], "copy-state"),
-        # What is told of bytes may be of a step that is over.
+        # The last progress may be of a step that is over.
         (
             [span("freeze"), span("copy-state")],
             [replace(progress(), order=TRACED.order)],
@@ -151,9 +154,9 @@ def span(name: str, attempt: int = 2) -> SpanRecord:
     ],
 )
 def test_the_step_of_an_order_follows_the_last_that_ended_or_is_the_one_that_moves_bytes(
-    spans: list[SpanRecord], told: list[Progress], step: str | None
+    spans: list[SpanRecord], progressed: list[Progress], step: str | None
 ) -> None:
-    found = queue.moving(told, [Owned(pod(), TRACED)], spans)
+    found = queue.current_steps(progressed, [Owned(pod(), TRACED)], spans)
     assert found.get((TRACED.order, 2)) == step
 
 
@@ -171,7 +174,7 @@ def test_the_step_of_an_order_is_one_of_those_that_its_driver_has() -> None:
         vector=[],
     )
     item = replace(TRACED, payload=msgspec.Raw(encode_json(order)))
-    found = queue.moving([], [Owned(pod(), item)], [span("freeze"), span("copy-state")])
+    found = queue.current_steps([], [Owned(pod(), item)], [span("freeze"), span("copy-state")])
     assert found == {(TRACED.order, 2): "replace"}
 
 
@@ -186,16 +189,16 @@ def test_only_the_traces_of_orders_at_work_are_read() -> None:
 def test_the_queue_shows_what_is_open_and_on_demand_what_was_answered() -> None:
     other = replace(final("started"), order=f"stop-{UID}", verb="stop")
     owned = queue.owned_orders([pod(ITEM, other)])
-    open_ = queue.lines([message()], owned, {}, NOW, answered=False)
+    open_ = queue.order_lines([message()], owned, {}, NOW, answered=False)
     assert [(line.order, line.owner, line.state) for line in open_] == [(ORDER, "pod/w", "queued")]
-    everything = queue.lines([message()], owned, {}, NOW, answered=True)
+    everything = queue.order_lines([message()], owned, {}, NOW, answered=True)
     assert [line.verb for line in everything] == ["run", "stop"]
     assert queue.table_of_lines(open_, NOW).rows[0][-1] == "60s"
 
 
 def test_an_order_of_a_restore_is_shown_as_that_of_its_pod() -> None:
     load = replace(ITEM, order=f"load-{UID}-gpu-0", verb="load")
-    [line] = queue.lines(
+    [line] = queue.order_lines(
         [], queue.owned_orders([stories.restore(orders=[load])]), {}, NOW, answered=False
     )
     assert (line.order, line.owner) == (load.order, "pod/worker")
@@ -203,28 +206,28 @@ def test_an_order_of_a_restore_is_shown_as_that_of_its_pod() -> None:
 
 def test_progress_of_another_attempt_says_nothing_about_this_one() -> None:
     owned = queue.owned_orders([pod(replace(ITEM, state="accepted"))])
-    [line] = queue.lines([], owned, {(ORDER, 1): "spawn"}, NOW, answered=False)
+    [line] = queue.order_lines([], owned, {(ORDER, 1): "spawn"}, NOW, answered=False)
     assert line.state == "accepted"
 
 
 def test_a_message_that_no_object_asks_for_is_shown_as_such() -> None:
     strange = Queued("snap.order.node_1.agent.noise\x1b", 9, 90.0, b"\xff{")
-    [line] = queue.lines([strange], [], {}, NOW, answered=False)
+    [line] = queue.order_lines([strange], [], {}, NOW, answered=False)
     assert (line.node, line.state, line.owner, line.attempt) == ("node.1", "not wanted", "-", 0)
     assert "\x1b" not in "".join(queue.table_of_lines([line], NOW).rows[0])
 
 
-def test_the_life_of_an_order_has_each_report_once_and_in_order() -> None:
-    told = [
+def test_the_history_of_an_order_has_each_report_once_and_in_order() -> None:
+    reports = [
         report(2, "started", steps=[StepTime(step="spawn", seconds=0.5)]),
         report(1, "accepted"),
     ]
-    letters = [Letter(3, letter()), Letter(4, letter("snap.order.a.agent.b"))]
+    dead = [DeadMessage(3, refused()), DeadMessage(4, refused("snap.order.a.agent.b"))]
     owned = [Owned(pod(), ITEM), Owned(pod(), replace(ITEM, attempt=1))]
-    found = queue.life(ORDER, message(), owned, [*told, *told], {}, letters, NOW)
+    found = queue.order_history(ORDER, message(), owned, [*reports, *reports], {}, dead, NOW)
     assert found is not None
     assert [r.kind for r in found.reports] == ["accepted", "started"]
-    assert (found.attempt, found.sequence, found.letters) == (2, 7, [3])
+    assert (found.attempt, found.sequence, found.dead) == (2, 7, [3])
     assert found.payload == {"attempt": 2}
     rows = queue.table_of_reports(found.reports).rows
     assert rows[1] == ("2", "2", "started", "+1.00 s", "spawn 500 ms")
@@ -237,15 +240,15 @@ def test_what_others_wrote_into_a_report_cannot_steer_the_terminal() -> None:
 
 
 def test_an_order_lives_on_in_its_reports_when_its_object_is_gone() -> None:
-    found = queue.life(
+    found = queue.order_history(
         ORDER, None, [], [report(1, "accepted"), report(2, "started")], None, [], NOW
     )
     assert found is not None
     assert (found.state, found.owner) == ("answered: started, its object is gone", "-")
-    assert queue.life(ORDER, None, [], [], {}, [], NOW) is None
+    assert queue.order_history(ORDER, None, [], [], {}, [], NOW) is None
 
 
-def letter(subject: str | None = None, payload: bytes = b"\x00noise") -> DeadLetter:
+def refused(subject: str | None = None, payload: bytes = b"\x00noise") -> DeadLetter:
     return DeadLetter(
         subject=subject or message().subject,
         node="node.1",
@@ -261,18 +264,18 @@ def letter(subject: str | None = None, payload: bytes = b"\x00noise") -> DeadLet
     ("payload", "shown"),
     [(b'{"a": 1}', {"a": 1}), (b"\xffno", "\ufffdno"), (b"[" * 5000, "[" * 5000)],
 )
-def test_a_dead_letter_shows_what_it_says_whatever_that_is(payload: bytes, shown: Any) -> None:
-    value = queue.shown_letter(Letter(3, letter(payload=payload)))
+def test_any_payload_of_a_dead_message_is_shown(payload: bytes, shown: Any) -> None:
+    value = queue.dead_value(DeadMessage(3, refused(payload=payload)))
     assert (value["number"], value["order"], value["payload"]) == (3, ORDER, shown)
-    assert queue.table_of_letters([Letter(3, letter())], NOW).rows[0][0] == "3"
+    assert queue.table_of_dead([DeadMessage(3, refused())], NOW).rows[0][0] == "3"
 
 
 @pytest.mark.parametrize(
     "subject", ["", "snap.order.a.b", "snap.order.a.nats.x", "snap.order.a.gms.b"]
 )
-def test_a_subject_that_names_no_order_is_told_from_one_that_does(subject: str) -> None:
+def test_a_subject_that_names_no_order_has_none(subject: str) -> None:
     assert queue.order_of(subject) == ""
-    assert queue.shown_letter(Letter(1, letter(subject or "x")))["order"] is None
+    assert queue.dead_value(DeadMessage(1, refused(subject or "x")))["order"] is None
 
 
 def test_what_is_no_id_of_an_order_is_answered_with_how_one_looks() -> None:

@@ -107,7 +107,7 @@ def test_an_address_is_reached_with_the_key_that_the_environment_names() -> None
         assert (found.credentials, found.inbox) == expected
 
 
-def test_a_context_says_where_its_user_hears_answers() -> None:
+def test_a_context_has_the_prefix_of_the_inboxes_of_its_user() -> None:
     assert _context(inbox_prefix="_INBOX.viewer").inbox == "_INBOX.viewer"
     assert _context().inbox == "_INBOX.snapshotctl"
 

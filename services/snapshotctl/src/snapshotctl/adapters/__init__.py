@@ -1,1 +1,1 @@
-"""The machine and the operator as the command line meets them."""
+"""The machine, and the operator over NATS."""

@@ -16,29 +16,30 @@ from snapshot_shared.artifact import (
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
 from snapshot_shared.objects import Committed
-from snapshotctl.domain.artifacts import Artifact, Manifests
+from snapshotctl.views.artifact_tables import CapturedArtifact, Manifests
 
 _NEXT = "have all of it read, which brings it into quarantine: snapshotctl verify NAME"
 
 
-class ArtifactFiles:
-    """Reads manifests below artifact roots of this machine. Manifests are hostile input."""
+def manifests_of(artifact: CapturedArtifact) -> Manifests | None:
+    """Read the manifests of an artifact; None when they cannot be read here.
 
-    def manifests(self, artifact: Artifact) -> Manifests | None:
-        committed = artifact.content.status.committed
-        if committed is None or not artifact.root or not Path(artifact.root).is_dir():
-            return None
-        space, uid = artifact.content.spec.snapshot_ref.namespace, artifact.content.metadata.uid
-        where = generation_path(space, uid, committed.generation)
-        try:
-            with (
-                files.opened(files.open_root(artifact.root)) as root,
-                files.opened(files.open_dir(root, where)) as folder,
-            ):
-                return _read(folder, committed)
-        # A root of the same name on another machine is no artifact that went missing.
-        except (PermissionError, ArtifactMissing):
-            return None
+    ArtifactCorrupt when they are not those that were committed. Manifests are hostile input.
+    """
+    committed = artifact.content.status.committed
+    if committed is None or not artifact.root or not Path(artifact.root).is_dir():
+        return None
+    space, uid = artifact.content.spec.snapshot_ref.namespace, artifact.content.metadata.uid
+    where = generation_path(space, uid, committed.generation)
+    try:
+        with (
+            files.opened(files.open_root(artifact.root)) as root,
+            files.opened(files.open_dir(root, where)) as folder,
+        ):
+            return _read(folder, committed)
+    # A root of the same name on another machine is no artifact that went missing.
+    except (PermissionError, ArtifactMissing):
+        return None
 
 
 def _read(folder: int, committed: Committed) -> Manifests:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.files import names_in, open_dir, open_root, opened, read_end
-from snapshotctl.domain.cluster import ClusterRecord, Places
+from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord
 
 TAIL_BYTES = 4 * 1024 * 1024
 """How much of the end of a log is read."""
@@ -15,26 +15,29 @@ WORKER_LINES = 8
 
 
 class ClusterLogs:
-    """Reads the logs of one local cluster."""
+    """The logs of one local cluster."""
 
     def __init__(self, record: ClusterRecord) -> None:
-        """Use what is recorded of the cluster."""
-        self._places = Places(Path(record.state_dir), Path(record.socket_dir))
+        """Use the paths of `record`."""
+        self._paths = ClusterPaths(Path(record.state_dir), Path(record.socket_dir))
 
     @property
     def folder(self) -> str:
-        return str(self._places.logs)
+        """Where they are, for people."""
+        return str(self._paths.logs)
 
     def lines(self) -> list[tuple[str, str]]:
+        """Return the last lines of every service, each with the name of its program."""
         return [
             (log.stem, line)
-            for log in sorted(self._places.logs.glob("*.log"))
+            for log in sorted(self._paths.logs.glob("*.log"))
             if log.stem != "nats-server"
             for line in _tail(log.parent, log.name)
         ]
 
     def worker(self, node: str, pod_uid: str) -> list[tuple[str, str]]:
-        folder = self._places.node(node, "agent") / "pods" / pod_uid
+        """Return the last lines that a pod's containers wrote, each with the container."""
+        folder = self._paths.node(node, "agent") / "pods" / pod_uid
         try:
             with opened(open_root(folder)) as pod:
                 containers = sorted(names_in(pod))
@@ -48,7 +51,7 @@ class ClusterLogs:
 
 
 def _tail(folder: Path, *parts: str) -> list[str]:
-    """Return the last lines of a file beneath a folder; none of what is no plain file there."""
+    """Return the last lines of a file beneath a folder; none of what is no plain file."""
     try:
         with opened(open_root(folder)) as root, opened(open_dir(root, parts[:-1])) as place:
             return read_end(place, parts[-1], TAIL_BYTES).decode("utf-8", "replace").splitlines()

@@ -1,4 +1,4 @@
-"""Where local clusters keep state and sockets, where nats contexts stand, and what is there."""
+"""The folders of local clusters and of nats contexts, and what is in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from snapshot_shared.errors import BusUnavailable, Conflict
 from snapshotctl.adapters import processes
 from snapshotctl.domain import cluster as plans
-from snapshotctl.domain.cluster import ClusterRecord, Found, Places
+from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord, Inventory
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.servers import (
     MAX_CONTEXT_BYTES,
@@ -33,10 +33,10 @@ _LOG_TAIL_LINES = 12
 
 
 class Folders:
-    """What the environment says about where things stand."""
+    """The folders that the environment names."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Take XDG_STATE_HOME, XDG_CONFIG_HOME and XDG_RUNTIME_DIR from the environment."""
+        """Use XDG_STATE_HOME, XDG_CONFIG_HOME and XDG_RUNTIME_DIR of the environment."""
         self._environment = environment
         self.states = self._base("XDG_STATE_HOME", ".local/state") / "snapback"
         self.nats = self._base("XDG_CONFIG_HOME", ".config") / "nats"
@@ -49,7 +49,7 @@ class Folders:
     # Servers.
 
     def find_server(self, server: str | None, cluster: str | None) -> Server:
-        """Find the server of a command. WrongArguments, BusUnavailable say what to do."""
+        """Return the server of a command. WrongArguments, BusUnavailable."""
         choice = choose(server, cluster, self._environment, self._selected_context())
         return self._resolve(choice)
 
@@ -71,14 +71,14 @@ class Folders:
                 return plans.server_of(record)
 
     def _with_key(self, server: Server) -> Server:
-        """Add our key when the address is that of a local cluster of this user."""
+        """Return the server, with our key when it is that of a local cluster of this user."""
         record = self.record_at(server)
         if record is None:
             return server
         return server._replace(credentials=plans.server_of(record).credentials)
 
     def record_at(self, server: Server) -> ClusterRecord | None:
-        """Find the local cluster of this user whose bus has that address."""
+        """Return the local cluster of this user whose bus has that address."""
         for state in self.states.iterdir() if self.states.is_dir() else ():
             record = read_record(state)
             if record and record.url and endpoints(record.url) & endpoints(server.url):
@@ -87,6 +87,7 @@ class Folders:
 
     def _selected_context(self) -> str | None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
+            # The nats CLI keeps the name on one line.
             return (self.nats / "context.txt").read_text("utf-8").strip()[:128] or None
         return None
 
@@ -107,7 +108,7 @@ class Folders:
             ) from error
 
     def write_context(self, record: ClusterRecord) -> str:
-        """Describe a cluster to the nats CLI; give the name of the context."""
+        """Write the context of a cluster for the nats CLI and return its name."""
         name = plans.CONTEXT_PREFIX + record.name
         server = plans.server_of(record)
         path = self._context_file(name)
@@ -122,32 +123,33 @@ class Folders:
         return name
 
     def remove_context(self, cluster: str) -> None:
-        """Take a cluster's description away."""
+        """Remove the context of a cluster."""
         self._context_file(plans.CONTEXT_PREFIX + cluster).unlink(missing_ok=True)
 
     # Clusters.
 
     def state(self, name: str) -> Path:
-        """Give the state folder of a cluster."""
+        """Return the state folder of a cluster."""
         return self.states / name
 
     def record(self, name: str) -> ClusterRecord | None:
-        """Read what is recorded of a cluster; None when there is none."""
+        """Return the record of a cluster; None when there is none."""
         return read_record(self.state(name))
 
     def new_sockets(self) -> Path:
-        """Make a short, private folder for sockets."""
+        """Create a private folder for sockets, with a short path, and return it."""
         runtime = Path(self._environment.get("XDG_RUNTIME_DIR") or "")
         is_usable = (
             runtime.is_absolute()
+            # mkdtemp adds a prefix and 8 random characters.
             and len(str(runtime)) < plans.MAX_SOCKET_FOLDER - 20
             and os.access(runtime, os.W_OK)
         )
         folder = runtime if is_usable else Path("/tmp")  # noqa: S108 - mkdtemp makes it private
         return Path(tempfile.mkdtemp(prefix=plans.SOCKETS_PREFIX, dir=folder))
 
-    def look(self) -> Found:
-        """Look for everything that local clusters of this user left or have.
+    def inventory(self) -> Inventory:
+        """Return everything that local clusters of this user have or left behind.
 
         Clusters of another XDG_STATE_HOME are known by their folders of sockets.
         """
@@ -160,7 +162,7 @@ class Folders:
         for folder in sorted(states | elsewhere):
             record = read_record(folder)
             if record is None:
-                # Without a record only a demo's folder can be no one's: `up` leaves logs behind.
+                # Without a record only a demo's folder is a leftover: `up` leaves logs behind.
                 is_demo = folder in states and folder.name.startswith(plans.DEMO_PREFIX)
                 broken += [folder] if is_demo else []
                 continue
@@ -168,7 +170,7 @@ class Folders:
             if record.owner is not None and is_this_boot(record):
                 owners.update({record.run} if processes.is_alive(record.owner) else ())
         marked = [(folder, run) for folder, run, _ in sockets]
-        return Found(clusters, frozenset(owners), processes.members(), marked, broken)
+        return Inventory(clusters, frozenset(owners), processes.members(), marked, broken)
 
     def _socket_folders(self) -> Iterator[tuple[Path, str, Path | None]]:
         runtime = Path(self._environment.get("XDG_RUNTIME_DIR") or "")
@@ -177,27 +179,28 @@ class Folders:
             for folder in sorted(base.glob(f"{plans.SOCKETS_PREFIX}*")):
                 marker = folder / plans.MARKER
                 with contextlib.suppress(OSError, UnicodeDecodeError):
+                    # /tmp is shared: a folder of another user may claim anything.
                     if marker.stat().st_uid == os.getuid():
                         run, _, state = marker.read_text("utf-8")[:4096].strip().partition("\n")
                         yield folder, run, Path(state) if state.startswith("/") else None
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder and all that is missing above it, for its owner alone."""
+    """Create a folder and those that are missing above it, for its owner alone."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def mark(sockets: Path, run: str, state: Path) -> None:
-    """Say in a folder of sockets whose it is."""
+    """Write the run and the state folder of a cluster into its folder of sockets."""
     (sockets / plans.MARKER).write_text(f"{run}\n{state}\n", "utf-8")
 
 
 def read_record(state: Path) -> ClusterRecord | None:
-    """Read `cluster.json` of a state folder; None when there is none that can be read."""
+    """Return `cluster.json` of a state folder; None when there is none that can be read."""
     try:
-        with Places(state, state).record.open("rb") as file:
+        with ClusterPaths(state, state).record.open("rb") as file:
             return msgspec.json.decode(file.read(plans.MAX_RECORD_BYTES), type=ClusterRecord)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
@@ -210,30 +213,30 @@ def write_record(record: ClusterRecord) -> None:
 
 
 def is_this_boot(record: ClusterRecord) -> bool:
-    """Say whether the pids of a record can mean anything."""
+    """Whether a record is of this boot; pids of another one mean nothing."""
     return record.boot_id == processes.boot_id()
 
 
 def alive(record: ClusterRecord) -> frozenset[int]:
-    """Give the pids of a record's processes that run."""
+    """Return the pids of a record's processes that run."""
     if not is_this_boot(record):
         return frozenset()
     return frozenset(found.pid for found in record.processes if processes.is_alive(found))
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder of ours; what is gone already is no error."""
+    """Remove a folder; one that is gone already is no error."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_sockets(folder: Path) -> None:
-    """Remove a folder of sockets if it still is one of ours."""
+    """Remove a folder of sockets if it still has our marker."""
     if (folder / plans.MARKER).is_file():
         remove(folder)
 
 
 def remove_half_made(state: Path, *, keep_logs: bool) -> None:
-    """Remove the state of a first start that came to nothing; the logs may say why it did."""
+    """Remove the state of a first start that failed, but for its logs with `keep_logs`."""
     for entry in state.iterdir():
         if entry.is_dir():
             if entry.name != "logs" or not keep_logs:
@@ -246,7 +249,8 @@ def remove_half_made(state: Path, *, keep_logs: bool) -> None:
 
 @contextlib.contextmanager
 def locked(state: Path) -> Iterator[None]:
-    """Keep other commands from starting or stopping the same cluster meanwhile. Conflict."""
+    """Keep other commands from starting or stopping the same cluster for the block. Conflict."""
+    # Not inherited, or the services that are started would hold the lock on.
     fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -262,7 +266,7 @@ def locked(state: Path) -> Iterator[None]:
 
 
 def log_tail(log: Path) -> list[str]:
-    """Give the last lines of a log."""
+    """Return the last lines of a log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
@@ -279,6 +283,7 @@ def replace_file(path: Path, data: bytes) -> None:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
+            # Before the rename, or a crash could leave the name on an empty file.
             os.fsync(fd)
         temporary.replace(path)
     finally:

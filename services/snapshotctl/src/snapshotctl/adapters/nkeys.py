@@ -1,4 +1,4 @@
-"""Nkeys (Ed25519): a seed in a file of its owner, of which only the public half goes elsewhere."""
+"""Nkeys (Ed25519): a seed in a file of its owner; only its public key goes elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snapshotctl.domain.cluster import NatsServer, nats_configuration
 def admit(configuration: Path, server: NatsServer, seeds: Mapping[User, Path]) -> None:
     """Write the configuration of a nats-server, with these users and no others.
 
-    Seeds that are missing are made. InvalidInput when something else stands in the place of one.
+    Seeds that are missing are made. InvalidInput when a file holds something else.
     """
     keys = [(user, public_key(seed)) for user, seed in seeds.items()]
     make_private(configuration.parent)
@@ -26,11 +26,12 @@ def admit(configuration: Path, server: NatsServer, seeds: Mapping[User, Path]) -
 
 
 def public_key(seed: Path) -> str:
-    """Give the public key of a user (`U...`), whose seed is made when there is none.
+    """Return the public key of a user (`U...`), whose seed is made when there is none.
 
-    Nobody else may read the seed afterwards. InvalidInput when something else stands there.
+    The seed is made readable for its owner alone. InvalidInput when the file holds something else.
     """
     with contextlib.suppress(FileNotFoundError):
+        # Before it is read: a seed that was copied may be readable for all.
         seed.chmod(0o600)
         return _known(seed)
     make_private(seed.parent)

@@ -1,6 +1,6 @@
-"""Looks at this machine, the bus, the operator and every node.
+"""What the doctor examines: this machine, the bus, the operator and every node.
 
-It changes nothing, but for a span of its own: whether NATS stores shows only when it has to.
+Nothing is changed but for a span that is written: whether NATS stores shows only when it has to.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import time
 import uuid
 from collections.abc import Awaitable
 from importlib import metadata
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from snapshot_shared import subjects
 from snapshot_shared.api import HealthReply
+from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -35,19 +36,24 @@ from snapshot_shared.objects import KINDS, Node, SnapshotContent
 from snapshot_shared.orders import Presence
 from snapshot_shared.service import VERSION
 from snapshot_shared.spans import SpanRecord
-from snapshotctl.adapters import machine
 from snapshotctl.adapters.folders import Folders
-from snapshotctl.adapters.local_cluster import nats_server_binary
+from snapshotctl.adapters.machine import nats_server_binary
 from snapshotctl.adapters.operator_client import OperatorClient, connected, stored_at
 from snapshotctl.domain import cluster as plans
-from snapshotctl.domain.doctor import ClusterSeen, LocalSeen, NodeSeen, Observed, Stream
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.servers import Server, endpoints, shown
+from snapshotctl.views.findings import (
+    Observed,
+    ObservedCluster,
+    ObservedMachine,
+    ObservedNode,
+    Stream,
+)
 
 STATUS_S = 2.0
 """How long a service of a node may take for its answer, in seconds."""
 DIRECTORY_S = 1.0
-"""How long services may take to say that they are there, in seconds."""
+"""How long services may take to answer the directory, in seconds."""
 AT_A_TIME = 32
 """How many nodes are asked at once."""
 
@@ -57,21 +63,17 @@ log = logging.getLogger(__name__)
 
 
 class _Service(msgspec.Struct):
-    """What a service says of itself in the directory of NATS services."""
+    """A service in the directory of NATS services."""
 
     name: str
     version: str
     metadata: dict[str, str] = {}
 
 
-if TYPE_CHECKING:
-    from snapshot_shared.bus import Bus
-
-
 async def observe(folders: Folders, server: str | None, cluster: str | None) -> Observed:
-    """Look at everything that can be reached. WrongArguments for an address that is none."""
+    """Return everything that can be reached. WrongArguments for an address that is none."""
     found: Server | None = None
-    seen: ClusterSeen | None = None
+    seen: ObservedCluster | None = None
     unreachable: Failure | None = None
     try:
         found = folders.find_server(server, cluster)
@@ -82,18 +84,18 @@ async def observe(folders: Folders, server: str | None, cluster: str | None) -> 
     except (BusUnavailable, InvalidInput) as error:
         # Credentials that cannot be used are a trouble like any other.
         unreachable = error.to_failure()
-    return Observed(machine.now(), VERSION, _local(folders, found), unreachable, seen)
+    return Observed(time.time(), VERSION, _local(folders, found), unreachable, seen)
 
 
-def _local(folders: Folders, server: Server | None) -> LocalSeen:
-    """Look at this machine, and at the local cluster whose server that is, if it is one."""
-    found = folders.look()
+def _local(folders: Folders, server: Server | None) -> ObservedMachine:
+    """Return this machine, with the local cluster whose server that is, if it is one."""
+    found = folders.inventory()
     name, ended = "", list[str]()
     for record, alive in found.clusters:
         if server and record.url and endpoints(record.url) & endpoints(server.url):
             name = record.name
-            ended, _ = plans.summary(record.processes, alive)
-    return LocalSeen(
+            ended, _ = plans.ended(record.processes, alive)
+    return ObservedMachine(
         python=sys.version_info[:2],
         nats_server=_nats_server(),
         leftovers=plans.leftovers(found),
@@ -110,7 +112,7 @@ def _nats_server() -> str:
         return ""
 
 
-async def _cluster(client: OperatorClient, server: Server) -> ClusterSeen:
+async def _cluster(client: OperatorClient, server: Server) -> ObservedCluster:
     bus = client.bus
     jetstream: Failure | None = None
     streams: list[Stream] = []
@@ -131,8 +133,9 @@ async def _cluster(client: OperatorClient, server: Server) -> ClusterSeen:
     known = {node.metadata.name: node for node in nodes or () if isinstance(node, Node)}
     present = await _or_none(_presence(bus)) or {}
     names = sorted({*known, *present})
+    # An operator, and an agent and a GMS a node; a wrong count only costs the full wait.
     directory = await _directory(bus, expected=1 + 2 * len(present))
-    return ClusterSeen(
+    return ObservedCluster(
         server=f"{shown(server.url)} ({server.source})",
         server_version=bus.server_version,
         jetstream=jetstream,
@@ -143,7 +146,7 @@ async def _cluster(client: OperatorClient, server: Server) -> ClusterSeen:
         operators=[found.version for found in directory if found.name == "snap-operator"],
         nodes=await _nodes(client, names, known, present, directory),
         contents=[found for found in contents or () if isinstance(found, SnapshotContent)],
-        letters=len(await _or_none(client.letters(None)) or ()),
+        dead=len(await _or_none(client.dead(None)) or ()),
     )
 
 
@@ -163,6 +166,7 @@ async def unstored(bus: Bus) -> Failure | None:
     subject, data = subjects.span(span.node, trace_id), encode_json(span)
     try:
         sequence = await bus.publish(subject, data)
+        # A full disk may lose what was acknowledged; only the read shows it.
         if await bus.last(subjects.SPANS, subject) == (sequence, data):
             return None
     except SnapbackError as error:
@@ -171,7 +175,7 @@ async def unstored(bus: Bus) -> Failure | None:
 
 
 async def _or_none(answer: Awaitable[T]) -> T | None:
-    """Wait for an answer; None when there is none, which another finding is about."""
+    """Return an answer; None when there is none, which is a finding of its own."""
     try:
         return await answer
     except SnapbackError:
@@ -179,7 +183,7 @@ async def _or_none(answer: Awaitable[T]) -> T | None:
 
 
 async def _presence(bus: Bus) -> dict[str, tuple[Presence, float]]:
-    """Read what each node said last, and how many seconds its clock is ahead of the server's."""
+    """Return the last presence of each node, and the seconds by which its clock is ahead."""
     prefix = subjects.bucket_key(subjects.NODES_BUCKET, "")
     stream = subjects.stream_of_bucket(subjects.NODES_BUCKET)
     found: dict[str, tuple[Presence, float]] = {}
@@ -192,7 +196,7 @@ async def _presence(bus: Bus) -> dict[str, tuple[Presence, float]]:
 
 
 async def _directory(bus: Bus, *, expected: int) -> list[_Service]:
-    """Ask who serves."""
+    """Return the services that answer."""
     found: list[_Service] = []
     for answer in await bus.ask_all("$SRV.INFO", expected=expected, within_s=DIRECTORY_S):
         with contextlib.suppress(InvalidMessage):
@@ -206,11 +210,11 @@ async def _nodes(
     known: dict[str, Node],
     present: dict[str, tuple[Presence, float]],
     directory: list[_Service],
-) -> list[NodeSeen]:
+) -> list[ObservedNode]:
     versions = {s.metadata.get("node"): s.version for s in directory if s.name == "snap-gms"}
     some = asyncio.Semaphore(AT_A_TIME)
 
-    async def look(name: str) -> NodeSeen:
+    async def look(name: str) -> ObservedNode:
         presence, skew_s = present.get(name, (None, None))
         agent, gms = None, None
         if presence is not None:
@@ -219,7 +223,7 @@ async def _nodes(
                     _or_none(_status(client.bus, name, "agent", dict)),
                     _or_none(_status(client.bus, name, "gms", StatusReply)),
                 )
-        return NodeSeen(
+        return ObservedNode(
             name=name,
             node=known.get(name),
             presence=presence,

@@ -1,4 +1,4 @@
-"""The operator as seen over NATS: requests to its service, its events, spans and progress."""
+"""The operator over NATS: requests to its service, and what its streams and buckets hold."""
 
 from __future__ import annotations
 
@@ -7,34 +7,12 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from snapshot_shared import subjects
-from snapshot_shared.api import (
-    MAX_EVENT_BYTES,
-    AbortReply,
-    AbortRequest,
-    Applied,
-    ApplyReply,
-    ApplyRequest,
-    CordonReply,
-    CordonRequest,
-    DeleteReply,
-    DeleteRequest,
-    GetRequest,
-    HealthReply,
-    HealthRequest,
-    ObjectEvent,
-    RequeueReply,
-    RequeueRequest,
-    RetentionReply,
-    RetentionRequest,
-    VerifyReply,
-    VerifyRequest,
-    age_headers,
-)
+from snapshot_shared import api, subjects
+from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -52,38 +30,37 @@ from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import heeding
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import NodeSpec
-from snapshotctl.domain.kin import Changed, owners_of
-from snapshotctl.domain.queue import Letter, Queued
 from snapshotctl.domain.servers import Server, shown
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import News
-
-if TYPE_CHECKING:
-    from snapshot_shared.bus import Bus, Delivery
+from snapshotctl.views.queue import DeadMessage, Queued
+from snapshotctl.views.related import ObjectChanged, owners_of
 
 log = logging.getLogger(__name__)
 
 SAFETY_S = 15.0
-"""How long an event may be lost before it is looked for."""
+"""How long an event may be lost before the object is read again, in seconds."""
 
 ASK_S = 5.0
-"""How long an answer of the operator is waited for, in seconds; it does nothing after that."""
+"""How long an answer of the operator may take, in seconds; it refuses older requests."""
 CONNECT_S = 10.0
+# nats-server takes 1 MB, headers included.
 MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
+# Ends the loop for an operator whose pages do not end.
 MAX_PAGES = 10_000
 
 Reply = TypeVar(
     "Reply",
-    ApplyReply,
+    api.ApplyReply,
     "_GetReply",
-    DeleteReply,
-    VerifyReply,
-    CordonReply,
-    AbortReply,
-    RequeueReply,
-    HealthReply,
-    RetentionReply,
+    api.DeleteReply,
+    api.VerifyReply,
+    api.CordonReply,
+    api.AbortReply,
+    api.RequeueReply,
+    api.HealthReply,
+    api.RetentionReply,
 )
 Message = TypeVar("Message", Progress, Report, SpanRecord)
 
@@ -97,20 +74,22 @@ class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorClient:
-    """Talks to the operator behind one server."""
+    """The operator behind one server."""
 
     def __init__(self, bus: Bus, server: Server, wall: Callable[[], float] = time.time) -> None:
-        """Use `connected`. `wall` returns seconds since the epoch."""
+        """Use a connected `bus`. `wall` returns seconds since the epoch."""
         self.bus = bus
         self._server = server
         self._wall = wall
 
-    async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
-        request = ApplyRequest(documents=list(documents), traceparent=traceparent)
-        return (await self._ask("apply", request, ApplyReply)).results
+    async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[api.Applied]:
+        request = api.ApplyRequest(documents=list(documents), traceparent=traceparent)
+        return (await self._ask("apply", request, api.ApplyReply)).results
 
     async def get(self, target: Target) -> AnyObject | None:
-        request = GetRequest(kind=target.kind.name, namespace=target.namespace, name=target.name)
+        request = api.GetRequest(
+            kind=target.kind.name, namespace=target.namespace, name=target.name
+        )
         try:
             reply = await self._ask("get", request, _GetReply)
         except RemoteFailure as error:
@@ -123,7 +102,7 @@ class OperatorClient:
         found: list[AnyObject] = []
         after = ""
         for _ in range(MAX_PAGES):
-            request = GetRequest(kind=kind.name, namespace=namespace, after=after)
+            request = api.GetRequest(kind=kind.name, namespace=namespace, after=after)
             reply = await self._ask("get", request, _GetReply)
             found += [_object(kind, item) for item in reply.items]
             after = reply.next
@@ -132,40 +111,55 @@ class OperatorClient:
         return found
 
     async def delete(self, target: Target, uid: str = "") -> bool:
-        request = DeleteRequest(
-            kind=target.kind.name, namespace=target.namespace, name=target.name or "", uid=uid
-        )
-        return (await self._ask("delete", request, DeleteReply)).gone
+        request = api.DeleteRequest(**_about(target), uid=uid)
+        return (await self._ask("delete", request, api.DeleteReply)).gone
 
-    async def verify(self, target: Target, uid: str = "") -> VerifyReply:
-        request = VerifyRequest(
-            kind=target.kind.name, namespace=target.namespace, name=target.name or "", uid=uid
-        )
-        return await self._ask("verify", request, VerifyReply)
+    async def verify(self, target: Target, uid: str = "") -> api.VerifyReply:
+        request = api.VerifyRequest(**_about(target), uid=uid)
+        return await self._ask("verify", request, api.VerifyReply)
 
     async def cordon(
         self, node: NodeName, resource_version: str = "", *, unschedulable: bool
-    ) -> CordonReply:
-        request = CordonRequest(
+    ) -> api.CordonReply:
+        request = api.CordonRequest(
             node=node, unschedulable=unschedulable, resource_version=resource_version
         )
-        return await self._ask("cordon", request, CordonReply)
+        return await self._ask("cordon", request, api.CordonReply)
 
-    async def abort(self, target: Target, by: str, uid: str = "") -> AbortReply:
-        request = AbortRequest(
-            kind=target.kind.name,
-            namespace=target.namespace,
-            name=target.name or "",
-            uid=uid,
-            by=by,
-        )
-        return await self._ask("abort", request, AbortReply)
+    async def abort(self, target: Target, by: str, uid: str = "") -> api.AbortReply:
+        request = api.AbortRequest(**_about(target), uid=uid, by=by)
+        return await self._ask("abort", request, api.AbortReply)
 
-    async def requeue(self, order: str) -> RequeueReply:
-        return await self._ask("requeue", RequeueRequest(order=order), RequeueReply)
+    async def requeue(self, order: str) -> api.RequeueReply:
+        return await self._ask("requeue", api.RequeueRequest(order=order), api.RequeueReply)
 
-    async def health(self) -> HealthReply:
-        return await self._ask("health", HealthRequest(), HealthReply)
+    async def arm_fault(self, node: str, service: str, fault: api.Fault) -> list[api.Fault]:
+        """Arm a fault in a service of a simulated node; return all that are armed. NotFound."""
+        return await self._switch_faults(node, service, api.SimRequest(arm=fault))
+
+    async def clear_faults(self, node: str, service: str) -> list[api.Fault]:
+        """Disarm all faults of a service of a simulated node. NotFound."""
+        return await self._switch_faults(node, service, api.SimRequest(clear=True))
+
+    async def _switch_faults(
+        self, node: str, service: str, request: api.SimRequest
+    ) -> list[api.Fault]:
+        subject = subjects.rpc(check_node(node), service, "sim")
+        try:
+            answer = await self.bus.request(subject, encode_json(request))
+        except NotFound as error:
+            raise NotFound(
+                f"no fault switch of {service} on {node} answers",
+                next_step=f"if it was killed: snapshotctl sim restart {node}; the nodes are in "
+                "snapshotctl nodes, and only those of a local cluster have the switch",
+            ) from error
+        reply = decode_json(answer, api.SimReply)
+        if reply.failure is not None:
+            raise RemoteFailure(reply.failure)
+        return reply.armed
+
+    async def health(self) -> api.HealthReply:
+        return await self._ask("health", api.HealthRequest(), api.HealthReply)
 
     async def queued(self, node: NodeName | None) -> list[Queued]:
         filter_ = f"snap.order.{token(node) if node else '*'}.*.*"
@@ -176,23 +170,24 @@ class OperatorClient:
         filter_ = f"snap.progress.{token(node) if node else '*'}.*"
         return await self._kept(subjects.PROGRESS, filter_, Progress)
 
-    async def letters(self, node: NodeName | None) -> list[Letter]:
+    async def dead(self, node: NodeName | None) -> list[DeadMessage]:
         filter_ = subjects.dead(node) if node else "snap.dead.*"
         found = []
         for delivery in await self.bus.replay(subjects.DEAD, filter_):
             with contextlib.suppress(InvalidMessage):
-                found.append(Letter(delivery.sequence, decode_json(delivery.data, DeadLetter)))
+                content = decode_json(delivery.data, DeadLetter)
+                found.append(DeadMessage(delivery.sequence, content))
         return found
 
-    async def retention(self, namespace: str | None, *, run: bool) -> RetentionReply:
-        request = RetentionRequest(namespace=namespace, run=run)
-        reply = await self._ask("retention", request, RetentionReply)
+    async def retention(self, namespace: str | None, *, run: bool) -> api.RetentionReply:
+        request = api.RetentionRequest(namespace=namespace, run=run)
+        reply = await self._ask("retention", request, api.RetentionReply)
         found = list(reply.artifacts)
         while reply.next:
-            request = RetentionRequest(namespace=namespace, after=reply.next)
-            reply = await self._ask("retention", request, RetentionReply)
+            request = api.RetentionRequest(namespace=namespace, after=reply.next)
+            reply = await self._ask("retention", request, api.RetentionReply)
             found += reply.artifacts
-        return RetentionReply(artifacts=found, limits=reply.limits)
+        return api.RetentionReply(artifacts=found, limits=reply.limits)
 
     @contextlib.asynccontextmanager
     async def watching(self, target: Target) -> AsyncIterator[_Changes]:
@@ -211,7 +206,7 @@ class OperatorClient:
 
     @contextlib.asynccontextmanager
     async def buckets_changing(self) -> AsyncIterator[_Changes]:
-        """Follow all buckets for the length of the block.
+        """Subscribe to all buckets for the length of the block.
 
         Nodes write their presence to one, and the operator its schemas when it begins to serve.
         """
@@ -220,12 +215,12 @@ class OperatorClient:
 
     @contextlib.asynccontextmanager
     async def api_used(self) -> AsyncIterator[_Changes]:
-        """Follow the use of JetStream for the length of the block: a service begins with it."""
+        """Subscribe to the use of JetStream for the length of the block. Services begin with it."""
         async with self._changes("$JS.EVENT.ADVISORY.API") as changes:
             yield changes
 
     async def nodes_ready(self, nodes: Sequence[NodeSpec], since: float) -> None:
-        """Wait until each node has said, since then (s, wall clock), that it has its devices."""
+        """Wait until each node has published its devices since `since`, seconds since the epoch."""
         async with self.buckets_changing() as changes:
             while not await self._are_ready(nodes, since):
                 await changes.wait()
@@ -250,7 +245,7 @@ class OperatorClient:
         )
 
     async def answers(self, node: str, service: str) -> bool:
-        """Say whether a service of a node answers questions."""
+        """Whether a service of a node answers questions."""
         try:
             await self.bus.request(subjects.rpc(check_node(node), service, "status"), b"")
         except (NotFound, BusUnavailable):
@@ -297,7 +292,7 @@ class OperatorClient:
         return await self._kept(subjects.SPANS, "snap.span.>", SpanRecord)
 
     async def _kept(self, stream: str, filter_: str, type_: type[Message]) -> list[Message]:
-        """Read what a stream holds; what is none of its messages does not count."""
+        """Return the messages of a stream; what cannot be decoded is left out."""
         found = []
         for delivery in await heeding(self.bus.replay(stream, filter_)):
             with contextlib.suppress(InvalidMessage):
@@ -322,7 +317,7 @@ class OperatorClient:
                 next_step="split the file and apply its parts one after another",
             )
         try:
-            headers = age_headers(self._wall(), ASK_S)
+            headers = api.age_headers(self._wall(), ASK_S)
             answer = await heeding(
                 self.bus.request(subjects.api(verb), data, timeout_s=ASK_S, headers=headers)
             )
@@ -356,12 +351,13 @@ class _Changes:
             for waiter in waiters:
                 waiter.cancel()
         self._again.clear()
+        # Events that came together cause one read.
         while not self._queue.empty():
             self._queue.get_nowait()
 
 
-class _Told(msgspec.Struct):
-    """What an `api.ObjectEvent` tells of every object: specs are not announced."""
+class _Announced(msgspec.Struct):
+    """The fields of every object of an `api.ObjectEvent`, which has no specs."""
 
     kind: str
     metadata: ObjectMeta
@@ -377,6 +373,7 @@ async def _news(
         try:
             await asyncio.wait([*waiters, waiters_again], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # A waiter that is done has taken its message from the queue: it is yielded below.
             arrived = [waiter.result() for waiter in waiters if _is_there(waiter)]
             for waiter in (*waiters, waiters_again):
                 waiter.cancel()
@@ -401,12 +398,12 @@ def _one_news(delivery: Delivery) -> News:
         return decode_json(delivery.data, Report)
     if delivery.subject.startswith("snap.span."):
         return decode_json(delivery.data, SpanRecord)
-    event = decode_json(delivery.data, ObjectEvent, limit=MAX_EVENT_BYTES)
-    told = msgspec.convert(event.object, _Told)
-    meta = told.metadata
-    kind = find_kind(told.kind)
+    event = decode_json(delivery.data, api.ObjectEvent, limit=api.MAX_EVENT_BYTES)
+    announced = msgspec.convert(event.object, _Announced)
+    meta = announced.metadata
+    kind = find_kind(announced.kind)
     target = Target(kind, meta.namespace, meta.name)
-    return Changed(event.type, target, meta.uid, owners_of(meta))
+    return ObjectChanged(event.type, target, meta.uid, owners_of(meta))
 
 
 async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:
@@ -416,8 +413,17 @@ async def _progress(queue: asyncio.Queue[Delivery]) -> AsyncIterator[Progress]:
             yield decode_json(delivery.data, Progress)
 
 
+def _about(target: Target) -> dict[str, Any]:
+    """Return the fields by which a request names one object."""
+    return {
+        "kind": target.kind.name,
+        "namespace": target.namespace,
+        "name": target.name or "",
+    }
+
+
 def stored_at(delivery: Delivery) -> float:
-    """Give when the server stored a message, in seconds since the epoch, or 0.0."""
+    """Return when the server stored a message, in seconds since the epoch, or 0.0."""
     return formats.instant(delivery.headers.get("Nats-Time-Stamp", "")) or 0.0
 
 
@@ -435,7 +441,7 @@ def _object(kind: Kind, item: msgspec.Raw) -> AnyObject:
 async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
     """Connect for the length of the block. BusUnavailable, at once, when nothing answers.
 
-    With `patiently` the connection is built again whenever it is lost later on.
+    With `patiently` a connection that is lost later on is built again.
     """
     bus = _bus(server)
     try:
@@ -458,14 +464,12 @@ async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator
 
 
 def _bus(server: Server) -> Bus:
-    from snapshot_shared.bus import Bus  # noqa: PLC0415 - costs start-up time
-
     return Bus(server.url, "snapshotctl", credentials=server.credentials, inbox=server.inbox)
 
 
 async def _open(bus: Bus, server: Server, *, patiently: bool) -> None:
     if patiently:
-        # A patient connection waits for ever; a first look tells at once that nobody is there.
+        # A patient connection waits without limit; a first one fails at once without a server.
         probe = _bus(server)
         await probe.connect(patiently=False)
         await probe.close()

@@ -1,7 +1,7 @@
 """Processes: started in sessions of their own, waited for by pidfd, found by their run id.
 
-A pid may be used again by another process at any time. A recorded process is therefore named by
-its pid and start time, and a signal goes through a pidfd whose process was looked at after the
+A pid may be used again by another process at any time. A recorded process is therefore identified
+by its pid and start time, and a signal goes through a pidfd whose process was examined after the
 pidfd was opened.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any
 
-from snapshotctl.domain.cluster import Member, ProcessRecord
+from snapshotctl.domain.cluster import ProcessRecord, RunProcess
 
 RUN_VARIABLE = "SNAPBACK_RUN"
 _ENVIRON_BYTES = 1024 * 1024
@@ -25,7 +25,7 @@ _PROC = Path("/proc")
 def spawn(
     name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> ProcessRecord:
-    """Start a program in a new session, with its output at the end of a log."""
+    """Start a program in a new session, with its output appended to a log."""
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     pid = os.posix_spawn(
@@ -46,7 +46,7 @@ def spawn(
 
 
 def started(pid: int) -> int | None:
-    """Give a process's start time in ticks since boot; None for one that ended or is a zombie."""
+    """Return a process's start time in ticks since boot; None if it ended or is a zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
     except OSError:
@@ -57,25 +57,26 @@ def started(pid: int) -> int | None:
 
 
 def is_alive(record: ProcessRecord) -> bool:
-    """Say whether exactly this process still runs."""
+    """Whether exactly this process still runs."""
     return started(record.pid) == record.started
 
 
 def this_process(name: str) -> ProcessRecord:
-    """Describe ourselves."""
+    """Return the record of the current process."""
     return ProcessRecord(name=name, pid=os.getpid(), started=started(os.getpid()) or 0)
 
 
 def boot_id() -> str:
-    """Name this boot; pids and start times mean nothing after another."""
+    """Return the id of this boot; pids and start times mean nothing after another."""
     return (_PROC / "sys/kernel/random/boot_id").read_text("ascii").strip()
 
 
-def members(run: str | None = None) -> list[Member]:
-    """Find the processes of this user that carry a run id, or exactly this one.
+def members(run: str | None = None) -> list[RunProcess]:
+    """Return the processes of this user with a run id, or with exactly this one.
 
-    Ourselves and our parents are left out.
+    The current process and its ancestors are left out.
     """
+    # A shell or a test that started this command may have the same run id.
     spared = set(_ancestors())
     return [
         found
@@ -87,37 +88,33 @@ def members(run: str | None = None) -> list[Member]:
     ]
 
 
-def _member(pid: int) -> Member | None:
+def _member(pid: int) -> RunProcess | None:
     folder = _PROC / str(pid)
     try:
         if folder.stat().st_uid != os.getuid():
             return None
-        with (folder / "environ").open("rb") as file:
-            environment = file.read(_ENVIRON_BYTES)
         command = (folder / "cmdline").read_bytes()[:200].replace(b"\0", b" ")
     except OSError:
         return None
-    key = f"{RUN_VARIABLE}=".encode()
-    run = next((item[len(key) :] for item in environment.split(b"\0") if item.startswith(key)), b"")
-    if not run:
-        return None
-    return Member(pid, run.decode("utf-8", "replace"), command.decode("utf-8", "replace").strip())
+    run = environment_of(pid).get(RUN_VARIABLE)
+    return RunProcess(pid, run, command.decode("utf-8", "replace").strip()) if run else None
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Read a process's environment; empty when it is gone."""
+    """Return a process's environment; empty when it is gone."""
     try:
         with (_PROC / str(pid) / "environ").open("rb") as file:
             data = file.read(_ENVIRON_BYTES)
     except OSError:
         return {}
-    pairs = (item.decode("utf-8", "replace").partition("=") for item in data.split(b"\0"))
-    return {name: value for name, _, value in pairs if name}
+    pairs = [item.decode("utf-8", "replace").partition("=") for item in data.split(b"\0")]
+    # Of a name that is there twice the first one counts, as for getenv.
+    return {name: value for name, _, value in reversed(pairs) if name}
 
 
-def members_on(node: str, run: str) -> list[tuple[str | None, Member]]:
-    """Find the members of a run that belong to a node, each with its pod if it is of one."""
-    found: list[tuple[str | None, Member]] = []
+def members_on(node: str, run: str) -> list[tuple[str | None, RunProcess]]:
+    """Return the processes of a run that belong to a node, each with its pod if it has one."""
+    found: list[tuple[str | None, RunProcess]] = []
     for member in members(run):
         environment = environment_of(member.pid)
         if node in (environment.get("SNAPBACK_NODE"), environment.get("NODE_NAME")):
@@ -136,11 +133,11 @@ def _ancestors() -> Iterator[int]:
         pid = int(text.rpartition(")")[2].split()[1])
 
 
-class Handle:
-    """A process that cannot be mistaken for another: its pidfd."""
+class ProcessHandle:
+    """A process by its pidfd, which never refers to another one."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        """Use `opened` or `opened_member`."""
+        """Use the pidfd `fd` of `pid`; `opened` and `opened_member` make one."""
         self.pid = pid
         self._fd = fd
 
@@ -162,42 +159,43 @@ class Handle:
             os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222 - does not wait
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the pidfd."""
         os.close(self._fd)
 
 
-def opened(record: ProcessRecord) -> Handle | None:
-    """Take hold of a recorded process; None when it is gone."""
+def opened(record: ProcessRecord) -> ProcessHandle | None:
+    """Return the handle of a recorded process; None when it is gone."""
     return _opened(record.pid, lambda: is_alive(record))
 
 
-def opened_member(member: Member) -> Handle | None:
-    """Take hold of a process with a run id; None when it is gone."""
+def opened_member(member: RunProcess) -> ProcessHandle | None:
+    """Return the handle of a process with a run id; None when it is gone."""
     return _opened(member.pid, lambda: _member(member.pid) == member)
 
 
-def _opened(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
+def _opened(pid: int, is_meant: Callable[[], bool]) -> ProcessHandle | None:
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
+    # From here on the pid cannot become that of another process.
     if is_meant():
-        return Handle(pid, fd)
+        return ProcessHandle(pid, fd)
     os.close(fd)
     return None
 
 
-def hang_up(record: ProcessRecord) -> None:
-    """Have a process read its configuration again; one that is gone is no error."""
+def reload(record: ProcessRecord) -> None:
+    """Send SIGHUP to a process to have it read its configuration again, unless it is gone."""
     if handle := opened(record):
         handle.send(signal.SIGHUP)
         handle.close()
 
 
-async def end(handles: Iterable[Handle], *, grace_s: float) -> None:
-    """SIGTERM, then SIGKILL for whatever still runs after the grace; wait, and close all.
+async def end(handles: Iterable[ProcessHandle], *, grace_s: float) -> None:
+    """Send SIGTERM, and SIGKILL to what runs after the grace; wait, and close all handles.
 
-    With no grace it is SIGKILL at once.
+    Without a grace SIGKILL is sent at once.
     """
     waiting = list(handles)
     try:
@@ -215,7 +213,7 @@ async def end(handles: Iterable[Handle], *, grace_s: float) -> None:
             handle.close()
 
 
-async def _all_ended(handles: Sequence[Handle], within_s: float) -> bool:
+async def _all_ended(handles: Sequence[ProcessHandle], within_s: float) -> bool:
     try:
         async with asyncio.timeout(within_s):
             await asyncio.gather(*(handle.ended() for handle in handles))
@@ -225,7 +223,7 @@ async def _all_ended(handles: Sequence[Handle], within_s: float) -> bool:
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do something that an interrupt must not cut short; the interrupt counts afterwards."""
+    """Await work that an interrupt must not cut short; raise the interrupt afterwards."""
     task = asyncio.ensure_future(work)
     interrupt: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,7 +1,7 @@
-"""A cluster that others have started and will end, such as that of docker-compose.yaml.
+"""A cluster that the demo has not started, such as that of docker-compose.yaml.
 
-Its nodes have their sockets below one folder, and the processes of the node that the demo kills are
-to be seen from here.
+Its nodes have their sockets below one folder, and the processes of the node that the demo kills
+are visible here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from snapshotctl.adapters import processes
 from snapshotctl.adapters.operator_client import OperatorClient
-from snapshotctl.domain import demo
-from snapshotctl.domain.cluster import Handle, NodeSpec
+from snapshotctl.domain import demo_script
+from snapshotctl.domain.cluster import ClusterAccess, NodeSpec
 from snapshotctl.domain.exits import DemoFailed, Unready
 
 READY_S = 60.0
@@ -23,14 +23,14 @@ Connect = Callable[[], AbstractAsyncContextManager[OperatorClient]]
 
 
 class RunningCluster:
-    """The port `Ground` on it. `run` is what its processes carry as SNAPBACK_RUN."""
+    """The port `DemoCluster` on it. `run` is SNAPBACK_RUN in the environment of its processes."""
 
-    def __init__(self, sockets: Path, run: str, connect: Connect, handle: Handle) -> None:
-        """Describe it; nothing is looked at yet."""
+    def __init__(self, sockets: Path, run: str, connect: Connect, access: ClusterAccess) -> None:
+        """Read nothing yet."""
         self._sockets = sockets
         self._run = run
         self._connect = connect
-        self.handle = handle
+        self.access = access
 
     def sockets(self, node: str) -> Path:
         return self._sockets / node
@@ -44,14 +44,14 @@ class RunningCluster:
                 names = " and ".join(node.name for node in nodes)
                 raise Unready(
                     f"{names} were not ready with {nodes[0].gpus} GPUs each within {READY_S:.0f} s",
-                    next_step=f"look at them: {self.handle.snapshotctl} nodes",
+                    next_step=f"look at them: {self.access.snapshotctl} nodes",
                 ) from None
             presence = await operator.presence()
         sizes = {
             str(name): [device.capacity_bytes for device in found.devices]
             for name, found in presence.items()
         }
-        if problems := demo.too_small(nodes, sizes):
+        if problems := demo_script.too_small(nodes, sizes):
             raise Unready(
                 "; ".join(problems),
                 next_step="take less with --size-mib, or give the GPUs more: SNAPBACK_DEVICE_BYTES",
@@ -69,15 +69,15 @@ class RunningCluster:
         killed = [(name, handle) for name, handle in handles if handle is not None]
         if not killed:
             raise DemoFailed(
-                f"no process of {node} is to be seen from here",
-                next_step=f"run the demo where the processes of {node} are seen, with their "
+                f"no process of {node} is visible here",
+                next_step=f"run the demo where the processes of {node} are visible, with their "
                 "SNAPBACK_RUN and as their user",
             )
         await processes.end([handle for _, handle in killed], grace_s=0)
         return [f"{name} (pid {handle.pid})" for name, handle in killed]
 
     async def stop(self, *, purge: bool) -> None:
-        """Do nothing: who has started it ends it."""
+        """Do nothing: what has started it ends it."""
 
     def keep(self) -> None:
-        """Do nothing, for it stays anyway."""
+        """Do nothing: it runs on in any case."""

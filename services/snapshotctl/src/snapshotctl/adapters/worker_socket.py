@@ -15,18 +15,20 @@ ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 1024 * 1024
 
 
-class SocketConversation:
+class WorkerClient:
     """One connection to a worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Use `SocketWorkers.call`."""
+        """Use the streams of a connection; `connect` makes one."""
         self._reader = reader
         self._writer = writer
 
     async def ask(self, prompt: str) -> bytes:
+        """Return the answer to a question that changes nothing, as the line that came."""
         return await self._exchange({"op": "ask", "prompt": prompt})
 
     async def chat(self, text: str) -> bytes:
+        """Return the answer to a sentence that changes the worker's state."""
         return await self._exchange({"op": "chat", "text": text})
 
     async def _exchange(self, request: dict[str, str]) -> bytes:
@@ -46,16 +48,16 @@ class SocketConversation:
         return line
 
     async def close(self) -> None:
+        """Close the connection."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
 
-class SocketWorkers:
-    """The `Workers` port over unix sockets."""
-
-    async def call(self, folder: Path, pod_uid: str) -> SocketConversation:
-        path = folder / pod_uid[:8] / SOCKET
-        await inotify.appears(path)
-        reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ANSWER_BYTES)
-        return SocketConversation(reader, writer)
+async def connect(folder: Path, pod_uid: str) -> WorkerClient:
+    """Wait until the worker of a pod listens below a node's folder of sockets, and connect."""
+    # The agent shortens the uid as well: the path of a socket has at most 107 bytes.
+    path = folder / pod_uid[:8] / SOCKET
+    await inotify.appears(path)
+    reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ANSWER_BYTES)
+    return WorkerClient(reader, writer)

@@ -1,1 +1,1 @@
-"""Decisions of the command line: what to show, what to wait for, how to end. No I/O, no clock."""
+"""Decisions and values of the command line. No I/O, no clock."""

@@ -27,7 +27,7 @@ OPERATOR = "operator"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that was started. `started` (ticks since boot) tells it from a later namesake."""
+    """A process that was started, `started` ticks after boot. A pid alone may be used again."""
 
     name: str
     pid: int
@@ -46,7 +46,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterRecord(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.local_cluster"
 ):
-    """What `cluster.json` says. `owner` is the demo that will end this cluster, if one will.
+    """The contents of `cluster.json`. `owner` is the demo that will end this cluster, if one will.
 
     `workdir` is the working directory of its workers, and `page` the address of the operator's
     page.
@@ -65,18 +65,18 @@ class ClusterRecord(
     owner: ProcessRecord | None = None
 
     def process(self, name: str) -> ProcessRecord | None:
-        """Find a process by its name."""
+        """Return a process by its name."""
         return next((found for found in self.processes if found.name == name), None)
 
 
 def server_of(record: ClusterRecord) -> Server:
-    """Say where the bus of a running cluster is, and how a person gets in."""
-    places = Places(Path(record.state_dir), Path(record.socket_dir))
-    seed = places.key(User("snapshotctl"))
+    """Return the server of a running cluster, with the credentials of people."""
+    paths = ClusterPaths(Path(record.state_dir), Path(record.socket_dir))
+    seed = paths.key(User("snapshotctl"))
     return Server(record.url, f"local cluster {record.name}", str(seed))
 
 
-class Handle(NamedTuple):
+class ClusterAccess(NamedTuple):
     """How people reach a cluster: what they type before a command, and where things are."""
 
     snapshotctl: str
@@ -89,14 +89,14 @@ class Handle(NamedTuple):
     """Whether the demo has started it, and so ends it as well."""
 
 
-def handle_of(record: ClusterRecord) -> Handle:
-    """Say how people reach a local cluster that the demo has started."""
-    places = Places(Path(record.state_dir), Path(record.socket_dir))
-    return Handle(
+def access_of(record: ClusterRecord) -> ClusterAccess:
+    """Return how people reach a local cluster that the demo has started."""
+    paths = ClusterPaths(Path(record.state_dir), Path(record.socket_dir))
+    return ClusterAccess(
         snapshotctl=f"snapshotctl --cluster {record.name}",
         nats=f"nats --context {CONTEXT_PREFIX}{record.name}",
-        artifacts=places.artifacts,
-        logs=str(places.logs),
+        artifacts=paths.artifacts,
+        logs=str(paths.logs),
         page=record.page,
         end=f"end it with: snapshotctl down --name {record.name} --purge",
         is_ours=True,
@@ -111,8 +111,8 @@ class Program(NamedTuple):
     environment: dict[str, str]
 
 
-class Places(NamedTuple):
-    """Where the parts of a cluster keep their files."""
+class ClusterPaths(NamedTuple):
+    """The files of a cluster."""
 
     state: Path
     sockets: Path
@@ -129,7 +129,7 @@ class Places(NamedTuple):
 
     @property
     def page(self) -> Path:
-        """Where the operator writes the address of its page."""
+        """The file into which the operator writes the address of its page."""
         return self.state / OPERATOR / "page"
 
     @property
@@ -159,11 +159,11 @@ class Places(NamedTuple):
         return self.sockets / node
 
 
-class Setting(NamedTuple):
-    """What every process of a cluster is given."""
+class ClusterSettings(NamedTuple):
+    """What the arguments and environments of the processes of a cluster are made of."""
 
     python: str
-    places: Places
+    paths: ClusterPaths
     run: str
     url: str
     workdir: Path
@@ -172,22 +172,22 @@ class Setting(NamedTuple):
 
 
 def agent_of(node: str) -> str:
-    """Name the agent of a node."""
+    """Return the name of the agent of a node."""
     return f"{node}-agent"
 
 
 def gms_of(node: str) -> str:
-    """Name the GPU memory service of a node."""
+    """Return the name of the GPU memory service of a node."""
     return f"{node}-gms"
 
 
 def program_of(node: str, service: str) -> str:
-    """Name the process of one service (`agent` or `gms`) of a node."""
+    """Return the name of the process of one service (`agent` or `gms`) of a node."""
     return agent_of(node) if service == "agent" else gms_of(node)
 
 
 def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
-    """Give the environment of every process: the user's, without settings meant for others."""
+    """Return the environment of every process: the user's, without settings meant for others."""
     kept = (
         "SNAPBACK_DEVICE_HUGE_PAGES",
         "SNAPBACK_OTLP_ENDPOINT",
@@ -206,45 +206,47 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
     return environment | {"SNAPBACK_RUN": run}
 
 
-def operator_program(setting: Setting) -> Program:
-    """Describe the operator, with its page at a free port of the loopback address."""
-    environment = _service(setting, User("operator"), setting.places.state / OPERATOR) | {
+def operator_program(settings: ClusterSettings) -> Program:
+    """Return the operator, with its page at a free port of the loopback address."""
+    environment = _service(settings, User("operator"), settings.paths.state / OPERATOR) | {
         "SNAPBACK_HTTP_ADDRESS": "127.0.0.1:0",
-        "SNAPBACK_PAGE_FILE": str(setting.places.page),
-        "SNAPBACK_NATS_CONTEXT": CONTEXT_PREFIX + setting.name,
+        "SNAPBACK_PAGE_FILE": str(settings.paths.page),
+        "SNAPBACK_NATS_CONTEXT": CONTEXT_PREFIX + settings.name,
     }
-    return Program(OPERATOR, (setting.python, "-P", "-m", "snapshot_operator.main"), environment)
+    # -P: the working directory is the user's and may hold modules of any name.
+    return Program(OPERATOR, (settings.python, "-P", "-m", "snapshot_operator.main"), environment)
 
 
-def node_programs(setting: Setting, node: NodeSpec) -> tuple[Program, Program]:
-    """Describe a node: its GPU memory service and its agent."""
-    places, name = setting.places, NodeName(node.name)
+def node_programs(settings: ClusterSettings, node: NodeSpec) -> tuple[Program, Program]:
+    """Return the GPU memory service and the agent of a node."""
+    paths, name = settings.paths, NodeName(node.name)
     shared = {
         "SNAPBACK_NODE": node.name,
-        "SNAPBACK_ARTIFACT_ROOT": str(places.artifacts),
-        "SNAPBACK_SOCKET_DIR": str(places.node_sockets(node.name)),
+        "SNAPBACK_ARTIFACT_ROOT": str(paths.artifacts),
+        "SNAPBACK_SOCKET_DIR": str(paths.node_sockets(node.name)),
         "SNAPBACK_DEVICES": str(node.gpus),
         "SNAPBACK_DEVICE_BYTES": str(node.gpu_memory),
-        "SNAPBACK_WORKDIR": str(setting.workdir),
+        "SNAPBACK_WORKDIR": str(settings.workdir),
+        # Serves the fault switches of `snapshotctl sim`.
         "SNAPBACK_SIM": "1",
     }
     gms = Program(
         gms_of(node.name),
-        (setting.python, "-P", "-m", "gms.main"),
-        _service(setting, User("gms", name), places.node(node.name, "gms")) | shared,
+        (settings.python, "-P", "-m", "gms.main"),
+        _service(settings, User("gms", name), paths.node(node.name, "gms")) | shared,
     )
     agent = Program(
         agent_of(node.name),
-        (setting.python, "-P", "-m", "snapshot_agent.main"),
-        _service(setting, User("agent", name), places.node(node.name, "agent")) | shared,
+        (settings.python, "-P", "-m", "snapshot_agent.main"),
+        _service(settings, User("agent", name), paths.node(node.name, "agent")) | shared,
     )
     return gms, agent
 
 
-def _service(setting: Setting, user: User, state: Path) -> dict[str, str]:
-    return base_environment(setting.inherited, setting.run) | {
-        "SNAPBACK_NATS_URL": setting.url,
-        "SNAPBACK_NATS_CREDENTIALS": str(setting.places.key(user)),
+def _service(settings: ClusterSettings, user: User, state: Path) -> dict[str, str]:
+    return base_environment(settings.inherited, settings.run) | {
+        "SNAPBACK_NATS_URL": settings.url,
+        "SNAPBACK_NATS_CREDENTIALS": str(settings.paths.key(user)),
         "SNAPBACK_STATE_DIR": str(state),
     }
 
@@ -252,7 +254,8 @@ def _service(setting: Setting, user: User, state: Path) -> dict[str, str]:
 class NatsServer(NamedTuple):
     """A nats-server: `listen` and `monitor` are host:port, of which port -1 is any that is free.
 
-    It writes which one it got below `ports`. Without `monitor` it has no HTTP port.
+    It writes the port that it has chosen to a file below `ports`. Without `monitor` it has no HTTP
+    port.
     """
 
     name: str
@@ -262,17 +265,17 @@ class NatsServer(NamedTuple):
     monitor: str | None = None
 
 
-def local_nats(name: str, places: Places) -> NatsServer:
-    """Describe the server of a local cluster: loopback, a free port."""
+def local_nats(name: str, paths: ClusterPaths) -> NatsServer:
+    """Return the server of a local cluster: loopback, a free port."""
     return NatsServer(
-        CONTEXT_PREFIX + name, "127.0.0.1:-1", places.nats / "store", places.nats / "ports"
+        CONTEXT_PREFIX + name, "127.0.0.1:-1", paths.nats / "store", paths.nats / "ports"
     )
 
 
 def nats_configuration(server: NatsServer, keys: Sequence[tuple[User, str]]) -> str:
-    """Write the configuration of nats-server: every write synced.
+    """Return the configuration of nats-server: every write synced.
 
-    `keys` has the public nkey of each user; nobody else gets in.
+    `keys` has the public nkey of each user; no other user can connect.
     """
     accounts = msgspec.json.format(msgspec.json.encode(server_accounts(keys)), indent=2).decode()
     ports = f"ports_file_dir: {_quoted(server.ports)}\n" if server.ports else ""
@@ -296,9 +299,9 @@ def _quoted(value: object) -> str:
 
 
 def stop_order(record: ClusterRecord) -> list[list[ProcessRecord]]:
-    """Give the processes in the groups in which they are ended, workers between the two last.
+    """Return the processes in the groups in which they are ended, workers between the two last.
 
-    The operator first, so that it does not answer the end of the others with work; the bus last.
+    The operator is first, or it would answer the end of the others with new work; the bus is last.
     """
     operator = [found for found in record.processes if found.name == OPERATOR]
     bus = [found for found in record.processes if found.name == NATS]
@@ -308,55 +311,55 @@ def stop_order(record: ClusterRecord) -> list[list[ProcessRecord]]:
     return [operator, agents, rest, bus]
 
 
-class Member(NamedTuple):
-    """A process found on this machine that carries a run id."""
+class RunProcess(NamedTuple):
+    """A process of this machine that has a run id in its environment."""
 
     pid: int
     run: str
     command: str
 
 
-class Found(NamedTuple):
-    """What a look at the machine found: records with the pids that live, members, folders."""
+class Inventory(NamedTuple):
+    """What exists on a machine: records with the pids that run, other processes, folders."""
 
     clusters: list[tuple[ClusterRecord, frozenset[int]]]
     owners_alive: frozenset[str]
-    members: list[Member]
+    processes: list[RunProcess]
     socket_folders: list[tuple[Path, str]]
     broken_states: list[Path]
 
 
-def leftovers(found: Found) -> list[str]:
-    """Say what was left behind and how to remove it, one line each; empty when nothing was.
+def leftovers(found: Inventory) -> list[str]:
+    """Return what was left behind and how to remove it, one line each.
 
-    A cluster lives while its demo does, or, when no demo owns it, while one of its processes does.
+    A cluster runs while its demo does, or, when no demo owns it, while one of its processes does.
     """
-    living = {
+    running = {
         record.run
         for record, alive in found.clusters
         if (record.run in found.owners_alive if record.owner else alive)
     }
     lines = [
-        f"process {member.pid} of run {member.run}: {member.command} (fix: kill {member.pid})"
-        for member in found.members
-        if member.run not in living
+        f"process {process.pid} of run {process.run}: {process.command} (fix: kill {process.pid})"
+        for process in found.processes
+        if process.run not in running
     ]
     lines += [
         f"sockets {folder} of run {run or 'unknown'} (fix: rm -r {folder})"
         for folder, run in found.socket_folders
-        if run not in living
+        if run not in running
     ]
     lines += [
         f"state {record.state_dir} of a demo that ended "
         f"(fix: snapshotctl down --name {record.name} --purge)"
         for record, _ in found.clusters
-        if record.name.startswith(DEMO_PREFIX) and record.run not in living
+        if record.name.startswith(DEMO_PREFIX) and record.run not in running
     ]
     lines += [f"state {path} without a record (fix: rm -r {path})" for path in found.broken_states]
     return lines
 
 
-def summary(processes: Iterable[ProcessRecord], alive: frozenset[int]) -> tuple[list[str], bool]:
-    """Give the names of the processes that ended, and whether any lives."""
+def ended(processes: Iterable[ProcessRecord], alive: frozenset[int]) -> tuple[list[str], bool]:
+    """Return the names of the processes that ended, and whether any runs."""
     listed = list(processes)
     return [p.name for p in listed if p.pid not in alive], any(p.pid in alive for p in listed)

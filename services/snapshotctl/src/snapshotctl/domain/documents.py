@@ -34,13 +34,13 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class Document(NamedTuple):
-    """One manifest: where it stands, for people, and its value of JSON types."""
+    """One manifest: its file and line, for people, and its value of JSON types."""
 
     where: str
     value: Any
 
     def encode(self) -> msgspec.Raw:
-        """Give the JSON that goes to the operator."""
+        """Return the JSON that goes to the operator."""
         try:
             return msgspec.Raw(msgspec.json.encode(self.value))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
 
 def load(data: bytes, source: str) -> list[Document]:
-    """Read all documents of a file; empty ones do not count. InvalidManifest names the line."""
+    """Return the documents of a file that are not empty. InvalidManifest names the line."""
     if len(data) > MAX_FILE_BYTES:
         raise _refused(source, f"has {len(data)} bytes; at most {MAX_FILE_BYTES} are read")
     try:
@@ -94,12 +94,13 @@ def _documents(text: str, source: str) -> Any:
 
 
 def _weigh(node: yaml.Node, source: str, known: dict[int, int]) -> int:
-    """Count the nodes that a node stands for once its aliases are expanded."""
+    """Return how many nodes a node stands for once its aliases are expanded."""
     found = known.get(id(node))
     if found is not None:
         if found == 0:
             raise _refused(_line(source, node), "contains itself through an alias")
         return found
+    # A node that is met again while it is weighed contains itself.
     known[id(node)] = 0
     weight = 1
     if isinstance(node, yaml.MappingNode):

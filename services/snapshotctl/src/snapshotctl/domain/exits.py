@@ -1,4 +1,4 @@
-"""Exit codes: one table for the help page, the programs that call us, and the code."""
+"""Exit codes, and the errors of the command line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ REASONS: dict[str, Exit] = {
 
 
 class WrongArguments(InvalidInput):
-    """The command line says something that no command understands."""
+    """A command line that no command accepts."""
 
 
 class NeverTrue(SnapbackError):
@@ -65,7 +65,7 @@ class Unsound(SnapbackError):
 
 
 class Unverified(SnapbackError):
-    """Nobody could read all of an artifact; whether it is sound is not known."""
+    """Not all of an artifact could be read; whether it is damaged is not known."""
 
 
 class AlreadyRunning(SnapbackError):
@@ -77,18 +77,18 @@ class StartFailed(SnapbackError):
 
 
 class Unready(SnapbackError):
-    """This machine lacks something; `values['missing']` lists what, each with its fix."""
+    """This machine lacks something; `values['problems']` lists what, each with its fix."""
 
 
 class DemoFailed(SnapbackError):
-    """A step of the demo was lost, or an answer differs."""
+    """A step of the demo failed, or an answer differs."""
 
 
 def exit_of(failure: Failure) -> Exit:
-    """Give the exit code for a failure: by its reason, FAILED where the table has none."""
+    """Return the exit code of a failure: by its reason, FAILED where the table has none."""
     return REASONS.get(failure.reason, Exit.FAILED)
 
 
 def help_text() -> str:
-    """Describe every exit code, one a line."""
+    """Return every exit code with its meaning, one a line."""
     return "\n".join(f"{code.value:>5}  {text}" for code, text in MEANINGS.items())

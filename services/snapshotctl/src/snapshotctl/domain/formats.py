@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 import msgspec
 
 from snapshotctl.domain.exits import WrongArguments
+
+OutputFormat = Literal["table", "json", "yaml"]
+"""The forms of a result."""
 
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|d)", re.ASCII)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -19,7 +22,7 @@ MAX_SECONDS = 7 * 86400.0
 
 
 def parse_duration(text: str) -> float:
-    """Read `90s`, `5m` or `1h30m` as seconds, at most 7 days. WrongArguments else."""
+    """Return `90s`, `5m` or `1h30m` as seconds. WrongArguments, also beyond 7 days."""
     pieces = list(_DURATION.finditer(text))
     if not pieces or "".join(piece[0] for piece in pieces) != text:
         raise WrongArguments(
@@ -32,7 +35,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Read `512MiB`, `4Gi`, `1.5GB` or plain bytes. WrongArguments else."""
+    """Return `512MiB`, `4Gi`, `1.5GB` or plain bytes as bytes. WrongArguments."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or (found[3] and not found[2]):
         raise WrongArguments(f"{text!r} is not a size", next_step="write it as 512MiB or 4GiB")
@@ -42,7 +45,7 @@ def parse_size(text: str) -> int:
 
 
 def size(count: float) -> str:
-    """Write bytes in binary units with three digits: `512 MiB`, `1.5 GiB`."""
+    """Return bytes in binary units with three digits: `512 MiB`, `1.5 GiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -53,7 +56,7 @@ def size(count: float) -> str:
 
 
 def rate(count: float, seconds: float) -> str:
-    """Write bytes a second in decimal units, as disks and links are sold; `-` without a time."""
+    """Return bytes a second in decimal units, as disks and links are sold; `-` without a time."""
     if seconds <= 0:
         return "-"
     value = count / seconds
@@ -65,7 +68,7 @@ def rate(count: float, seconds: float) -> str:
 
 
 def span_time(seconds: float) -> str:
-    """Write a measured time: `0.4 ms`, `12 ms`, `1.24 s`, `2m 05s`."""
+    """Return a measured time: `0.4 ms`, `12 ms`, `1.24 s`, `2m 05s`."""
     if seconds < 0.001:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 1:
@@ -76,7 +79,7 @@ def span_time(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Write how long ago something was, in the two largest units at most: `7s`, `3m12s`, `5d`."""
+    """Return how long ago something was, in the two largest units at most: `7s`, `3m12s`, `5d`."""
     whole = max(0, int(seconds))
     if whole < 120:
         return f"{whole}s"
@@ -90,12 +93,22 @@ def age(seconds: float) -> str:
 
 
 def instant(text: str) -> float | None:
-    """Read an RFC 3339 time as seconds since the epoch; None when it is not one."""
+    """Return an RFC 3339 time as seconds since the epoch; None when it is not one."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         return None
     return moment.timestamp() if moment.tzinfo else None
+
+
+def stamp(at: float) -> str:
+    """Return seconds since the epoch as RFC 3339 with milliseconds."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def clock(at: float) -> str:
+    """Return the time of day with milliseconds, or without where the time is whole."""
+    return stamp(at)[11:23] if at % 1 else stamp(at)[11:19]
 
 
 def seconds(at: datetime | None) -> float:
@@ -104,13 +117,13 @@ def seconds(at: datetime | None) -> float:
 
 
 def age_of(text: str, now: float) -> str:
-    """Write the age of an RFC 3339 time; `-` when it is not one."""
+    """Return the age of an RFC 3339 time; `-` when it is not one."""
     moment = instant(text)
     return "-" if moment is None else age(now - moment)
 
 
 def plain(text: str) -> str:
-    """Make text that others wrote safe to print on one line: no control characters."""
+    """Return text without control characters, safe to print on one line."""
     return _CONTROL.sub(" ", text).strip()
 
 

@@ -1,4 +1,4 @@
-"""Which NATS server a command talks to, decided from what the user said and the environment.
+"""The NATS server of a command, decided from its options and the environment.
 
 Flags beat the environment. Then, in this order: NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the
 selected nats context, the local cluster `default`. A server that is named by its address is reached
@@ -25,10 +25,10 @@ MAX_CONTEXT_BYTES = 64 * 1024
 
 
 class Server(NamedTuple):
-    """Where to connect, and who said so.
+    """Where to connect, and which option or variable named it.
 
-    `credentials` is the path of an nkey seed, if one is needed, and `inbox` the prefix below which
-    its user may hear answers.
+    `credentials` is the path of an nkey seed, if one is needed, and `inbox` the prefix of the
+    subjects on which its user may receive answers.
     """
 
     url: str
@@ -38,14 +38,14 @@ class Server(NamedTuple):
 
 
 class ContextNamed(NamedTuple):
-    """The server stands in a nats context."""
+    """The server of a nats context."""
 
     name: str
     source: str
 
 
 class ClusterNamed(NamedTuple):
-    """The server is that of a local cluster."""
+    """The server of a local cluster."""
 
     name: str
     source: str
@@ -57,7 +57,7 @@ Choice = Server | ContextNamed | ClusterNamed
 def choose(
     server: str | None, cluster: str | None, environment: Mapping[str, str], selected: str | None
 ) -> Choice:
-    """Decide where the server is looked for. `selected` is the selected nats context."""
+    """Return the server, or where it is looked up. `selected` is the selected nats context."""
     if server:
         return _server(server, "--server", environment)
     if cluster:
@@ -80,7 +80,7 @@ def _server(url: str, source: str, environment: Mapping[str, str]) -> Server:
 
 
 def address(text: str, source: str) -> str:
-    """Complete one address, or several with commas between them. WrongArguments."""
+    """Return one address, or several with commas, as URLs. WrongArguments."""
     return ",".join(_one_address(part.strip(), source) for part in text.split(","))
 
 
@@ -101,7 +101,7 @@ def _one_address(text: str, source: str) -> str:
 
 
 def endpoints(url: str) -> set[tuple[str, int]]:
-    """Give hosts and ports of a URL of NATS, so that two ways to write one place are the same."""
+    """Return the hosts and ports of a URL of NATS, the same for each way to write them."""
     found = set()
     for one in url.split(","):
         parts = urlsplit(one)
@@ -119,7 +119,7 @@ def cluster_name(text: str) -> str:
 
 
 class ContextFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What we use of a context file of the nats CLI."""
+    """The fields of a context file of the nats CLI that count here."""
 
     url: str = ""
     user: str = ""
@@ -131,7 +131,7 @@ class ContextFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_of_context(data: bytes, choice: ContextNamed) -> Server:
-    """Read a context file. WrongArguments when it cannot be used."""
+    """Return the server of a context file. WrongArguments when it cannot be used."""
     source = f"nats context {choice.name} ({choice.source})"
     try:
         found = msgspec.json.decode(data, type=ContextFile)
@@ -155,7 +155,7 @@ def server_of_context(data: bytes, choice: ContextNamed) -> Server:
 
 
 def shown(url: str) -> str:
-    """Write a URL, or several with commas, for people, without a password or token in it."""
+    """Return a URL, or several with commas, without a password or token in it."""
     return ",".join(map(_one_shown, url.split(",")))
 
 

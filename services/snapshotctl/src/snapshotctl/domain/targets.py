@@ -1,7 +1,8 @@
-"""Which object a command means: `KIND NAME`, `KIND/NAME`, or a bare name."""
+"""The objects that the words of a command name: `KIND NAME`, `KIND/NAME`, or a bare name."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from snapshot_shared.errors import InvalidName, NotFound
@@ -23,18 +24,18 @@ class Target(NamedTuple):
     name: str | None
 
     def __str__(self) -> str:
-        """Write as people type it: `pod/worker`."""
+        """Return it as people type it: `pod/worker`."""
         return f"{self.kind.name.lower()}/{self.name or '*'}"
 
     @property
     def typed(self) -> str:
-        """Write as arguments of a command, with the namespace where it is not the default."""
+        """It as arguments of a command, with the namespace where that is not the default."""
         space = self.namespace or "default"
         return str(self) if space == "default" else f"{self} -n {space}"
 
 
 def kind_named(text: str) -> Kind:
-    """Find a kind by any of its names. WrongArguments lists them all."""
+    """Return a kind by any of its names. WrongArguments lists them all."""
     try:
         return find_kind(text)
     except NotFound as error:
@@ -42,7 +43,7 @@ def kind_named(text: str) -> Kind:
 
 
 def target(words: list[str], namespace: str | None) -> Target:
-    """Read one or two words as a target in a namespace (None: all). WrongArguments else."""
+    """Return the target of one or two words in a namespace (None: all). WrongArguments."""
     if len(words) == 1:
         words = words[0].split("/", 1)
     if len(words) > 2 or not words:
@@ -56,7 +57,7 @@ def target(words: list[str], namespace: str | None) -> Target:
 
 
 def one_target(words: list[str], namespace: str) -> Target:
-    """As `target`, with a name. WrongArguments when there is none."""
+    """Return the target of words that have to name one object. WrongArguments."""
     found = target(words, namespace)
     if found.name is None:
         raise WrongArguments(
@@ -67,7 +68,7 @@ def one_target(words: list[str], namespace: str) -> Target:
 
 
 def everywhere(found: Target) -> Target:
-    """Widen a target to all namespaces. WrongArguments when it names one object."""
+    """Return a target in all namespaces. WrongArguments when it names one object."""
     if found.name is not None:
         raise WrongArguments(
             "a name and --all-namespaces exclude each other",
@@ -77,7 +78,7 @@ def everywhere(found: Target) -> Target:
 
 
 def place(kind: Kind, namespace: str | None) -> str | None:
-    """Give the namespace in which a kind is looked for. WrongArguments for a bad one."""
+    """Return the namespace in which a kind is looked up. WrongArguments for a bad one."""
     return None if not kind.namespaced or namespace is None else checked_namespace(namespace)
 
 
@@ -89,53 +90,51 @@ def checked_namespace(text: str) -> str:
         raise WrongArguments(error.message, next_step=error.next_step) from error
 
 
-def told(name: str, namespace: str) -> list[Target]:
-    """Give what a name may mean where nodes count, too, in the order in which it is looked up."""
-    if "/" in name:
-        return [one_target([name], namespace)]
-    return [*traced(name, namespace), Target(KINDS["Node"], None, checked_name(name))]
+def explained(name: str, namespace: str) -> list[Target]:
+    """Return what a name may mean where nodes count, too, in the order of the look-up."""
+    found = traced(name, namespace)
+    return found if "/" in name else [*found, Target(KINDS["Node"], None, checked_name(name))]
 
 
 def traced(name: str, namespace: str) -> list[Target]:
-    """Give what a name may mean to `trace`, in the order in which it is looked up."""
+    """Return what a name may mean to `trace`, in the order of the look-up."""
     if "/" in name:
         return [one_target([name], namespace)]
-    kinds = (KINDS[kind] for kind in TRACED)
-    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
+    return _of_kinds(TRACED, name, namespace)
 
 
 def verified(name: str, namespace: str) -> list[Target]:
-    """Give what a name may mean to `verify`, in the order in which it is looked up."""
+    """Return what a name may mean to `verify`, in the order of the look-up."""
     if "/" in name:
-        found = one_target([name], namespace)
-        if found.kind.name not in VERIFIABLE:
-            raise WrongArguments(
-                f"a {found.kind.name} holds no artifact",
-                next_step="name a checkpoint, a snapshot or a snapshotcontent",
-            )
-        return [found]
-    kinds = (KINDS[kind] for kind in VERIFIABLE)
-    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
+        return [_with_artifact(one_target([name], namespace), "holds no artifact")]
+    return _of_kinds(VERIFIABLE, name, namespace)
 
 
 def aborted(name: str, namespace: str) -> list[Target]:
-    """Give what a name may mean to `abort`, in the order in which it is looked up."""
-    if "/" in name:
-        found = one_target([name], namespace)
-        if found.kind.name in ("Pod", "SnapshotRestore"):
-            pod = found.name if found.kind.name == "Pod" else "POD"
-            raise WrongArguments(
-                "a restore ends with its pod",
-                next_step=f"end both: snapshotctl delete pod {pod}",
-            )
-        if found.kind.name not in VERIFIABLE:
-            raise WrongArguments(
-                f"a {found.kind.name} has no capture",
-                next_step="name a checkpoint, a snapshot or a snapshotcontent",
-            )
-        return [found]
-    kinds = (KINDS[kind] for kind in VERIFIABLE)
-    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in kinds]
+    """Return what a name may mean to `abort`, in the order of the look-up."""
+    if "/" not in name:
+        return _of_kinds(VERIFIABLE, name, namespace)
+    found = one_target([name], namespace)
+    if found.kind.name in ("Pod", "SnapshotRestore"):
+        pod = found.name if found.kind.name == "Pod" else "POD"
+        raise WrongArguments(
+            "a restore ends with its pod", next_step=f"end both: snapshotctl delete pod {pod}"
+        )
+    return [_with_artifact(found, "has no capture")]
+
+
+def _of_kinds(kinds: Sequence[str], name: str, namespace: str) -> list[Target]:
+    found = (KINDS[kind] for kind in kinds)
+    return [Target(kind, place(kind, namespace), checked_name(name)) for kind in found]
+
+
+def _with_artifact(found: Target, problem: str) -> Target:
+    if found.kind.name not in VERIFIABLE:
+        raise WrongArguments(
+            f"a {found.kind.name} {problem}",
+            next_step="name a checkpoint, a snapshot or a snapshotcontent",
+        )
+    return found
 
 
 def node_named(text: str) -> NodeName:

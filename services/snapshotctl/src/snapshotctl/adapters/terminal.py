@@ -1,0 +1,131 @@
+"""The terminal: colours and bars for people, plain lines for a program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.text import Text
+
+from snapshot_shared.errors import Failure
+from snapshotctl.domain import formats
+from snapshotctl.domain.formats import OutputFormat
+from snapshotctl.views.progress import PartProgress
+from snapshotctl.views.tables import Table
+
+PLAIN_WIDTH = 120
+
+
+class Terminal:
+    """The `Screen` port over two text streams."""
+
+    def __init__(self, output: OutputFormat, stdout: TextIO, stderr: TextIO) -> None:
+        """Print results to `stdout` in the given form, everything else to `stderr`."""
+        self._output = output
+        self._out = stdout
+        # Never wrapped: programs read lines, and a terminal wraps by itself.
+        self._console = Console(file=stdout, highlight=False, soft_wrap=True, markup=False)
+        self._errors = Console(file=stderr, highlight=False, soft_wrap=True, markup=False)
+
+    @property
+    def wants_table(self) -> bool:
+        return self._output == "table"
+
+    @property
+    def width(self) -> int:
+        return self._console.width if self._console.is_terminal else PLAIN_WIDTH
+
+    def line(self, text: str = "", *, strong: bool = False) -> None:
+        if self.wants_table:
+            self._console.print(Text(text, style="bold" if strong else ""))
+            # The reader of a pipe gets each line as it is printed.
+            self._out.flush()
+
+    def table(self, table: Table, *, indent: str = "") -> None:
+        widths = [
+            max(len(row[index]) for row in (table.columns, *table.rows))
+            for index in range(len(table.columns))
+        ]
+        for number, row in enumerate((table.columns, *table.rows)):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            self.line(indent + "   ".join(cells).rstrip(), strong=number == 0)
+
+    def value(self, value: Any) -> None:
+        if self._output == "yaml":
+            text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+        else:
+            text = json.dumps(value, indent=2) + "\n"
+        self._out.write(text)
+        self._out.flush()
+
+    def entry(self, value: Any) -> None:
+        if self._output == "yaml":
+            text = yaml.safe_dump([value], sort_keys=False, allow_unicode=True, width=100)
+        else:
+            text = json.dumps(value) + "\n"
+        self._out.write(text)
+        self._out.flush()
+
+    def note(self, text: str) -> None:
+        self._errors.print(Text(text, style="dim" if self._errors.is_terminal else ""))
+
+    def failure(self, failure: Failure) -> None:
+        self._errors.print(Text(f"error: {formats.plain(failure.message)}", style="bold red"))
+        for key in ("problems", "lines"):
+            found = failure.values.get(key)
+            for item in found if isinstance(found, list) else []:
+                self._errors.print(Text(f"  {formats.plain(str(item))}"))
+        if failure.next_step:
+            self._errors.print(Text(f"next: {formats.plain(failure.next_step)}"))
+
+    @contextlib.contextmanager
+    def parts(self) -> Iterator[PlainParts | BarParts]:
+        if not self._console.is_terminal:
+            yield PlainParts(self)
+            return
+        with Progress(
+            TextColumn("  {task.description:<8}"),
+            BarColumn(bar_width=40),
+            DownloadColumn(binary_units=True),
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+        ) as bars:
+            yield BarParts(bars)
+
+
+class PlainParts:
+    """One line a movement."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        """Print to `terminal`."""
+        self._terminal = terminal
+        self._shown: dict[str, int] = {}
+
+    def show(self, part: PartProgress) -> None:
+        # One line for every tenth of a part is enough for a log.
+        shown = self._shown.get(part.part, -1)
+        is_end = part.done >= part.total and part.done > shown
+        if shown < 0 or is_end or part.done - shown >= max(1, part.total // 10):
+            self._shown[part.part] = part.done
+            self._terminal.line(f"  {part.line()}")
+
+
+class BarParts:
+    """One bar a part."""
+
+    def __init__(self, bars: Progress) -> None:
+        """Draw among `bars`."""
+        self._bars = bars
+        self._tasks: dict[str, Any] = {}
+
+    def show(self, part: PartProgress) -> None:
+        if part.part not in self._tasks:
+            self._tasks[part.part] = self._bars.add_task(part.part, total=part.total, note="")
+        self._bars.update(
+            self._tasks[part.part], completed=part.done, total=part.total, note=part.note
+        )

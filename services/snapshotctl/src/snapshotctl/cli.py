@@ -1,0 +1,190 @@
+"""The commands by their names, and the parsing of a command line.
+
+A command named `explain` is `snapshotctl.commands.explain`, which is imported when it is called.
+The table below holds what `--help` needs without importing them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, get_args
+
+import typer
+from typer.core import TyperGroup
+
+from snapshotctl.domain import exits
+from snapshotctl.domain.exits import Exit
+from snapshotctl.domain.formats import OutputFormat
+from snapshotctl.tools import Tools
+
+COMMANDS = {
+    "apply": "Store the manifests of a file, all or none.",
+    "identity": "Print the identity hash of each DynamoCheckpoint of a file, without a server.",
+    "get": "Show one object, or all of a kind.",
+    "describe": "Show all that is known of one object, and what happened to it.",
+    "explain": "Explain an object: what was asked, what happened, its state, what to do.",
+    "events": "Show what happened to one object and what belongs to it, or to all.",
+    "watch": "Show a capture or a restore phase by phase and part by part, until it is over.",
+    "wait": "Wait until a condition comes true, or cannot any more.",
+    "delete": "Delete an object and what belongs to it.",
+    "checkpoint": "Capture a running pod, or the pod of a manifest.",
+    "restore": "Start a pod from what was captured, and wait until it serves.",
+    "abort": "End a capture that is under way, now.",
+    "verify": "Have every byte of a captured artifact read and compared.",
+    "artifacts": "List, show, verify and compare captured artifacts; apply retention.",
+    "nodes": "Show the nodes, their GPUs, and when each was last seen.",
+    "cordon": "Let nothing new begin on a node; what runs there goes on.",
+    "uncordon": "Let new work begin on a node again.",
+    "orders": "Show the orders under way, and the state of each.",
+    "dead": "Look at messages that no service could take as an order.",
+    "trace": "Show what was done for an object as a waterfall of spans.",
+    "schema": "Print the JSON Schema of a message or object, or list all.",
+    "doctor": "Check this machine and the cluster; print the fix of each problem.",
+    "bundle": "Collect what a bug report needs into one archive.",
+    "up": "Start a local cluster whose nodes have simulated GPUs.",
+    "down": "End a local cluster and its workers.",
+    "leftovers": "Show what local clusters left behind.",
+    "sim": "Break a local cluster on purpose: crash, stall or fail a service at a step.",
+    "keys": "Make the keys of a NATS of your own, and the configuration of its server.",
+    "demo": "Capture a worker, lose its node, restore it on another.",
+    "completion": "Print the script by which a shell completes commands and names.",
+}
+"""The first sentence of the help of each command, in the order in which `--help` lists them."""
+
+WHERE = (
+    "Where the server is: --server, --cluster, NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the "
+    "selected nats context, the local cluster 'default'; the first that is set counts."
+)
+"""How a command finds its server."""
+
+_GLOBAL_OPTIONS = ("--server", "--cluster", "--output", "-o")
+"""Each takes a value."""
+
+
+class _Modules(Mapping[str, Any]):
+    """The commands by their names; each is imported when it is first asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        module = importlib.import_module(f"snapshotctl.commands.{name}")
+        return typer.main.get_command(module.app)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Group(TyperGroup):
+    """All commands, without importing them to list their names or their summaries."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"commands": {}})
+        self.commands = _Modules()  # type: ignore[assignment]  # nothing adds a command to it
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+app = typer.Typer(
+    name="snapshotctl",
+    cls=_Group,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415 - costs start-up time
+
+        typer.echo(f"snapshotctl {version('snapback-ctl')}")
+        raise typer.Exit
+
+
+@app.callback(epilog=f"{WHERE}\n\n\b\nExit codes:\n{exits.help_text()}")
+def common(
+    context: typer.Context,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Address of NATS; several with commas."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="NAME", help="Use this local cluster.")
+    ] = None,
+    output: Annotated[
+        OutputFormat, typer.Option("--output", "-o", help="Form of the result.")
+    ] = "table",
+    version: Annotated[  # noqa: ARG001 - its callback has shown it
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Capture warm GPU workers, restore them in seconds, and look at what is going on."""
+    context.obj = Tools(server, cluster, output)
+
+
+def run(words: Sequence[str]) -> int:
+    """Parse a command line, run its command, and return the exit code."""
+    try:
+        # Not standalone, or typer would print errors and exit by itself.
+        code = app(hoisted(words), prog_name="snapshotctl", standalone_mode=False)
+    except typer.TyperException as error:
+        return int(_misunderstood(error))
+    except typer.Abort:
+        return int(Exit.INTERRUPTED)
+    return int(code or Exit.OK)
+
+
+def hoisted(words: Sequence[str]) -> list[str]:
+    """Move the options that all commands have in front of the command."""
+    front: list[str] = []
+    rest: list[str] = []
+    left = list(reversed(words))
+    while left:
+        word = left.pop()
+        if word == "--":
+            rest += [word, *reversed(left)]
+            break
+        if word == "-o" and rest[:1] == ["bundle"] and left and left[-1] not in _FORMS:
+            # There it names the file; a form of the result cannot be the name of an archive.
+            rest += [word, left.pop()]
+        elif word in _GLOBAL_OPTIONS:
+            front += [word, *([left.pop()] if left else [])]
+        elif word.startswith(("--server=", "--cluster=", "--output=")) or _is_short(word):
+            front.append(word)
+        else:
+            rest.append(word)
+    return front + rest
+
+
+_FORMS = get_args(OutputFormat)
+
+
+def _is_short(word: str) -> bool:
+    return word.startswith("-o") and not word.startswith("--") and len(word) > 2
+
+
+def _misunderstood(error: typer.TyperException) -> Exit:
+    """Print what is wrong with a command line, its usage and its examples."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{error.format_message()}\n")
+        return Exit.USAGE
+    sys.stderr.write(f"error: {error.format_message()}\n")
+    if context is not None:
+        sys.stderr.write(f"{context.get_usage()}\n")
+        examples, _, _ = (context.command.epilog or "").partition("\n\n")
+        if context.parent is not None:
+            sys.stderr.write(f"{examples.removeprefix(chr(8)).strip()}\n")
+        sys.stderr.write(f"next: {context.command_path} --help says more\n")
+    return Exit.USAGE

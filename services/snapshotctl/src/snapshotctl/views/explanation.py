@@ -1,0 +1,291 @@
+"""What `snapshotctl explain` prints of an object: its request, its state, the next steps, logs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot_shared.ids import NodeName
+from snapshot_shared.objects import (
+    RESTORE_FROM,
+    AnyObject,
+    ArtifactSource,
+    DynamoCheckpoint,
+    Job,
+    Node,
+    OrderStatus,
+    Pod,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRestore,
+    gpus_wanted,
+    is_true,
+    kind_of,
+)
+from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.reasons import REASONS
+from snapshotctl.domain import formats
+from snapshotctl.views.related import RelatedObjects, reference
+from snapshotctl.views.state import ObjectState, Word, failure_of, unanswered
+
+_HEADLINES: dict[Word, str] = {
+    "fine": "is well",
+    "under way": "is under way",
+    "waiting": "waits",
+    "unknown": "may or may not run",
+    "failed": "has failed",
+    "going": "is being deleted",
+}
+_ABSENT = "it does not run, it hangs, or its network is down"
+_PLACES = re.compile(
+    r"(?:\b(pod|job|dynamocheckpoint|snapshot|snapcontent|node|KIND)([ /]))?\bNAME\b"
+)
+_KINDS = {"snapcontent": "snapshotcontent"}
+MAX_LINES = 12
+_LOUD = ("WARNING", "ERROR", "CRITICAL")
+
+
+def asked(value: AnyObject) -> str:
+    """Return in one sentence what was requested with an object."""
+    match value:
+        case DynamoCheckpoint():
+            job = value.spec.job
+            gpus = gpus_wanted(job.pod_template_spec.spec)
+            after = "goes on" if job.source_policy == "Resume" else "ends"
+            return (
+                f"start a worker of {value.spec.identity.model} on {_gpus(gpus)}, capture it once "
+                f"it is warm; then it {after}"
+            )
+        case Snapshot():
+            source = value.spec.source.pod_ref
+            after = "goes on" if value.spec.source_policy == "Resume" else "ends"
+            if source is None:
+                return f"import {_artifact(value.spec.source.artifact)}"
+            return f"capture container {source.containers[0]} of pod {source.name}; then it {after}"
+        case SnapshotContent():
+            origin, owner = value.spec.source, value.spec.snapshot_ref
+            pod, end = origin.pod_ref, f"for snapshot {owner.namespace}/{owner.name}"
+            if pod is None:
+                return f"import {_artifact(origin.artifact)} {end}"
+            return f"capture pod {origin.namespace}/{pod.name} on {origin.node_name} {end}"
+        case Pod():
+            wanted = value.metadata.annotations.get(RESTORE_FROM)
+            what = f"restore a worker from {wanted}" if wanted else "run a worker"
+            return f"{what} on {_gpus(gpus_wanted(value.spec))}{_where(value)}"
+        case SnapshotRestore():
+            target = value.spec.pod_ref
+            return f"restore container {target.container} of pod {target.name} from " + (
+                value.spec.source
+            )
+        case Job():
+            return "run one pod to its end"
+        case Node():
+            gpus = len(value.status.devices)
+            return f"serve {_gpus(gpus)}" + ("; no new pods" if value.spec.unschedulable else "")
+
+
+def _artifact(source: ArtifactSource | None) -> str:
+    return f"artifact {source.content_uid}/gen-{source.generation}" if source else "an artifact"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _where(pod: Pod) -> str:
+    if pod.spec.node_name:
+        return f" of {pod.spec.node_name}"
+    selector = ", ".join(f"{key}={value}" for key, value in pod.spec.node_selector.items())
+    return f" of a node with {selector}" if selector else ""
+
+
+def headline(related: RelatedObjects, found: ObjectState) -> str:
+    """Return the state of an object in one line."""
+    head = _HEADLINES[found.word]
+    if found.word == "failed" and isinstance(related.root, Node):
+        head = "is lost" if is_true(related.root.status.conditions, "Lost") else "is not there"
+    elif found.word == "failed" and not failure_of(related.root):
+        head = "is damaged"
+    why = f": {found.reason}" if found.reason else ""
+    return f"{reference(related.root)} {head}{why}"
+
+
+def now_lines(
+    related: RelatedObjects,
+    found: ObjectState,
+    presence: Mapping[NodeName, Presence],
+    progress: Progress | None,
+    silent: Sequence[str],
+    now: float,
+) -> list[str]:
+    """Return the state of an object line by line: since when, and what it waits for.
+
+    `silent` are the services (`agent@node-1`) that do not answer; `now` is seconds since the
+    epoch.
+    """
+    lines = []
+    if found.message:
+        lines.append(formats.plain(found.message))
+    lines += [f"{name}: {formats.plain(str(value))}" for name, value in found.values.items()]
+    if found.since is not None and found.order is None:
+        lines.append(
+            f"since {formats.stamp(found.since)[:19]}Z, {formats.age(now - found.since)} ago"
+        )
+    if found.order is not None:
+        lines += _stuck(found.order, progress, now)
+        lines += (
+            [] if isinstance(related.root, Node) else [_last_seen(found.order.node, presence, now)]
+        )
+    if isinstance(related.root, Node):
+        lines += _of_node(related, presence, now)
+    return lines + [f"{name} does not answer: {_ABSENT}" for name in silent]
+
+
+def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[str]:
+    where = f"{order.service}@{order.node}"
+    taken = "has not accepted it" if order.state == "ordered" else f"reported {order.state}"
+    left = order.deadline.timestamp() - now
+    limit = f"its deadline is in {formats.age(left)}" if left > 0 else "its deadline has passed"
+    lines = [
+        f"waits for {where} to end {order.order} (attempt {order.attempt})",
+        f"ordered {formats.age(now - order.ordered_at.timestamp())} ago; {where} {taken}; {limit}",
+    ]
+    if progress is not None and progress.attempt == order.attempt:
+        done = formats.size(progress.done)
+        share = f"{done} of {formats.size(progress.total)}" if progress.total else done
+        lines.append(
+            f"last progress {formats.age(now - progress.at)} ago: {progress.part}, step "
+            f"{progress.step}, {share}"
+        )
+    return lines
+
+
+def _last_seen(node: str, presence: Mapping[NodeName, Presence], now: float) -> str:
+    seen = presence.get(NodeName(node))
+    if seen is None:
+        return f"{node} is silent: its agent does not run, or its network is down"
+    return f"{node} was last seen {formats.age(now - seen.at)} ago"
+
+
+def _of_node(
+    related: RelatedObjects, presence: Mapping[NodeName, Presence], now: float
+) -> list[str]:
+    pods = [v for v in related.members if isinstance(v, Pod) and v.status.node_name]
+    unfinished = ("Pending", "Running", "Unknown")
+    running = [pod.metadata.name for pod in pods if pod.status.phase in unfinished]
+    waiting = unanswered(related)
+    names = ", ".join(sorted(running)) or "none"
+    orders = ", ".join(f"{item.order} ({item.state})" for item in waiting) or "none"
+    return [
+        _last_seen(related.root.metadata.name, presence, now),
+        f"{len(running)} pods there: {names}",
+        f"{len(waiting)} orders not answered: {orders}",
+    ]
+
+
+def asked_services(related: RelatedObjects, found: ObjectState) -> list[tuple[str, str]]:
+    """Return the services that are waited for, each as node and kind; both of a node."""
+    if isinstance(related.root, Node):
+        return [(related.root.metadata.name, "agent"), (related.root.metadata.name, "gms")]
+    return [(found.order.node, found.order.service)] if found.order is not None else []
+
+
+def advice(related: RelatedObjects, found: ObjectState, silent: Sequence[str] = ()) -> list[str]:
+    """Return the next steps: that of the failure, then the fix of its reason.
+
+    Where a service does not answer, to start it again is the only one.
+    """
+    if silent:
+        again = f"snapshotctl sim restart {silent[0].partition('@')[2]}"
+        return [f"Start {' and '.join(silent)} again; in a local cluster: `{again}`."]
+    lines = [formats.plain(found.next_step)] if found.next_step else []
+    if reason := REASONS.get(found.reason):
+        fix = filled(reason.fix, related)
+        lines += [fix] if fix not in lines else []
+    if not lines:
+        lines.append("Nothing is to be done." if found.word == "fine" else "Wait for it.")
+    return lines
+
+
+def filled(text: str, related: RelatedObjects) -> str:
+    """Return a fix with the names of related objects for NAME, POD and NODE."""
+    names = {
+        kind_of(value).name.lower(): value.metadata.name for value in reversed(related.members)
+    }
+    root = related.root.metadata.name
+    nodes = [item.node for _, item in related.orders]
+
+    def place(match: re.Match[str]) -> str:
+        kind, between = match[1], match[2]
+        if kind is None:
+            return root
+        if kind == "KIND":
+            return f"{kind_of(related.root).name.lower()}{between}{root}"
+        name = names.get(_KINDS.get(kind, kind))
+        return f"{kind}{between}{name or 'NAME'}"
+
+    if source := _source(related.root):
+        text = re.sub(r"\b(artifacts show|restore|verify) NAME\b", rf"\1 {source}", text)
+    text = _PLACES.sub(place, text)
+    pod = names.get("pod")
+    text = re.sub(r"\bPOD\b", pod, text) if pod else text
+    return re.sub(r"\bNODE\b", nodes[-1], text) if nodes else text
+
+
+def _source(root: AnyObject) -> str:
+    """Return what an object is restored from, or an empty string."""
+    if isinstance(root, SnapshotRestore):
+        return root.spec.source
+    return root.metadata.annotations.get(RESTORE_FROM, "") if isinstance(root, Pod) else ""
+
+
+def order_ids(related: RelatedObjects) -> Sequence[str]:
+    """Return the uids by which logs and traces name the primary objects."""
+    found = [value.metadata.uid for value in related.primary if not isinstance(value, Node)]
+    return [uid for uid in found if uid]
+
+
+class LogLine(NamedTuple):
+    """One line of a log: who wrote it, when (RFC 3339, or empty), and what."""
+
+    program: str
+    at: str
+    level: str
+    text: str
+
+
+def parse_log_line(program: str, line: str) -> LogLine:
+    """Return a line of a service, which writes JSON; anything else stays as it is."""
+    try:
+        found: Any = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = None
+    if not isinstance(found, dict):
+        return LogLine(program, "", "", formats.plain(line))
+    text = str(found.get("message", ""))
+    trouble = str(found.get("traceback", "")).rstrip().rpartition("\n")[2]
+    shown = f"{text} [{trouble}]" if trouble else text
+    at, level = str(found.get("at", "")), str(found.get("level", ""))
+    return LogLine(program, at, level, formats.plain(shown))
+
+
+def relevant_lines(
+    lines: Iterable[tuple[str, str]], ids: Sequence[str], programs: Sequence[str], since: str
+) -> list[LogLine]:
+    """Return the last lines that matter, in the order of their times.
+
+    `lines` are programs with raw lines. A line matters when it names one of the ids, or when it
+    is a warning or worse, of one of the programs and not older than `since` (RFC 3339).
+    """
+    chosen = []
+    for program, raw in lines:
+        if any(wanted in raw for wanted in ids):
+            chosen.append(parse_log_line(program, raw))
+            continue
+        line = parse_log_line(program, raw)
+        if program in programs and line.level in _LOUD and line.at >= since:
+            chosen.append(line)
+    return sorted(chosen, key=lambda line: line.at)[-MAX_LINES:]

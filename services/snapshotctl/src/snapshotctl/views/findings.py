@@ -1,0 +1,393 @@
+"""What is wrong with this machine and with a cluster, judged from what was observed.
+
+Every check yields findings: `ok`, `warn` for what deserves a look, `fail` for what does not work.
+A finding that is not ok has its fix, a command where there is one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from snapshot_shared import subjects
+from snapshot_shared.api import HealthReply
+from snapshot_shared.errors import Failure
+from snapshot_shared.frames import StatusReply
+from snapshot_shared.ids import NodeName
+from snapshot_shared.objects import Node, SnapshotContent, condition, is_true
+from snapshot_shared.orders import SCHEMA_VERSION, Presence
+from snapshotctl.domain import formats
+from snapshotctl.views.state import state_text
+
+MIN_PYTHON = (3, 11)
+MIN_SERVER = (2, 11)
+SKEW_WARN_S = 2.0
+SKEW_FAIL_S = 60.0
+SWEEP_LATE_S = 90.0
+"""Three times the pause between two sweeps of the operator."""
+FILL_WARN = 0.5
+FILL_FAIL = 0.8
+"""From here on the operator begins nothing new."""
+
+OTHER_KEY = "use the key of the user snapshotctl: --cluster, a nats context, or NATS_NKEY"
+
+
+class Stream(NamedTuple):
+    """A stream as it is: see `snapshot_shared.bus.StreamState`."""
+
+    name: str
+    exists: bool
+    differs: Sequence[str]
+    messages: int
+    bytes: int
+    fill: float
+    durables: Mapping[str, str]
+
+
+class ObservedNode(NamedTuple):
+    """A node as the operator, the bus and its own services describe it.
+
+    `skew_s` is how far the node's clock is ahead of the server's. `gms` is what its GPU memory
+    service answered, `gms_version` what it is called in the directory of services.
+    """
+
+    name: str
+    node: Node | None
+    presence: Presence | None
+    skew_s: float | None
+    agent_answers: bool
+    gms: StatusReply | None
+    gms_version: str | None
+
+
+class ObservedMachine(NamedTuple):
+    """This machine. `cluster` is the local cluster in use, `ended` its dead processes."""
+
+    python: tuple[int, int]
+    nats_server: str
+    leftovers: Sequence[str]
+    cluster: str = ""
+    ended: Sequence[str] = ()
+
+
+class ObservedCluster(NamedTuple):
+    """The bus and the operator. `health` is None when no operator answered.
+
+    `refused` is why this user may not request it, `unstored` why what was written to a stream was
+    not there afterwards. `dead` counts the dead messages.
+    """
+
+    server: str
+    server_version: str
+    jetstream: Failure | None
+    streams: Sequence[Stream]
+    health: HealthReply | None
+    operators: Sequence[str]
+    nodes: Sequence[ObservedNode]
+    contents: Sequence[SnapshotContent]
+    dead: int
+    refused: Failure | None = None
+    unstored: Failure | None = None
+
+
+class Observed(NamedTuple):
+    """Everything that was observed. `unreachable` is why there is no cluster."""
+
+    now: float
+    version: str
+    local: ObservedMachine
+    unreachable: Failure | None
+    cluster: ObservedCluster | None
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that was checked, and the fix when it is not ok."""
+
+    level: Literal["ok", "warn", "fail"]
+    what: str
+    fix: str = ""
+
+
+def ok(what: str) -> Finding:
+    """Return that something is as it should be."""
+    return Finding(level="ok", what=what)
+
+
+def warn(what: str, fix: str) -> Finding:
+    """Return that something deserves a look."""
+    return Finding(level="warn", what=what, fix=fix)
+
+
+def fail(what: str, fix: str) -> Finding:
+    """Return that something does not work."""
+    return Finding(level="fail", what=what, fix=fix)
+
+
+def examine(seen: Observed) -> list[Finding]:
+    """Return the findings, those of this machine first."""
+    found = list(_machine(seen.local))
+    if seen.unreachable is not None:
+        found.append(fail(f"connection: {seen.unreachable.message}", _step(seen.unreachable)))
+    if seen.cluster is not None:
+        found += _cluster(seen, seen.cluster)
+    return [msgspec.structs.replace(f, what=formats.plain(f.what)) for f in found]
+
+
+def line(finding: Finding) -> str:
+    """Return a finding as one line: `warn  what  → fix`."""
+    return f"{finding.level:<5} {finding.what}" + (f"  → {finding.fix}" if finding.fix else "")
+
+
+def summary(found: Sequence[Finding]) -> str:
+    """Return the counts of findings of each level."""
+    counts = Counter(finding.level for finding in found)
+    return f"{counts['ok']} ok, {counts['warn']} warn, {counts['fail']} fail"
+
+
+def _step(failure: Failure) -> str:
+    return failure.next_step or "snapshotctl up, or name a server with --server"
+
+
+def _machine(local: ObservedMachine) -> Iterator[Finding]:
+    version = ".".join(map(str, local.python))
+    if local.python >= MIN_PYTHON:
+        yield ok(f"Python {version}")
+    else:
+        yield fail(f"Python {version}, 3.11 is needed", "apt install python3.11 python3.11-venv")
+    if local.nats_server:
+        yield ok(f"nats-server {local.nats_server} of the wheel, for local clusters")
+    else:
+        yield warn("no nats-server of the wheel: no local cluster can be started", "make setup")
+    if local.cluster and not local.ended:
+        yield ok(f"local cluster {local.cluster}: all its processes run")
+    for name in local.ended:
+        yield fail(f"local cluster {local.cluster}: {name} ended", _restart(local.cluster, name))
+    count = len(local.leftovers)
+    if count:
+        yield warn(f"{count} leftovers of local clusters that ended", "snapshotctl leftovers")
+    else:
+        yield ok("no leftovers of local clusters")
+
+
+def _restart(cluster: str, process: str) -> str:
+    node, _, service = process.rpartition("-")
+    if service in ("agent", "gms"):
+        return f"snapshotctl sim restart {node} --service {service} --name {cluster}"
+    return f"snapshotctl down --name {cluster} && snapshotctl up --name {cluster}"
+
+
+def _cluster(seen: Observed, cluster: ObservedCluster) -> Iterator[Finding]:
+    yield _server(cluster)
+    if cluster.jetstream is not None:
+        fix = "nats account info; JetStream must be on, and this user may ask it"
+        yield fail(f"JetStream: {cluster.jetstream.message}", fix)
+    else:
+        yield from _streams(cluster)
+        yield _storage(cluster.unstored)
+    yield from _operator(seen, cluster)
+    for node in cluster.nodes:
+        yield from _node(seen, cluster, node)
+    if not cluster.nodes:
+        yield warn("there are no nodes", "start an agent and a GMS, or: snapshotctl up")
+    yield from _artifacts(cluster)
+    if cluster.dead:
+        noun = "dead message" if cluster.dead == 1 else "dead messages"
+        yield warn(f"{cluster.dead} {noun}", "snapshotctl dead ls")
+    else:
+        yield ok("no dead messages")
+
+
+def _server(cluster: ObservedCluster) -> Finding:
+    known = tuple(int(word) for word in cluster.server_version.split(".")[:2])
+    what = f"connected to {cluster.server}, nats-server {cluster.server_version}"
+    if known >= MIN_SERVER:
+        return ok(what)
+    return fail(f"{what}, 2.11 is needed", "upgrade nats-server to 2.11 or later")
+
+
+def _streams(cluster: ObservedCluster) -> Iterator[Finding]:
+    fix = "restart the operator (snapshot_operator.main); it makes and mends them within 30 s"
+    wrong = False
+    for stream in cluster.streams:
+        name = stream.name.removeprefix("KV_")
+        what = f"bucket {name}" if name != stream.name else f"stream {name}"
+        if not stream.exists:
+            wrong = True
+            yield fail(f"{what} is missing", fix)
+        elif stream.differs:
+            wrong = True
+            yield warn(f"{what} has other settings: {', '.join(stream.differs)}", fix)
+    if not wrong:
+        yield ok(f"all {len(cluster.streams)} streams and buckets are as required")
+    yield from _durables(cluster)
+    orders = next((s for s in cluster.streams if s.name == subjects.ORDERS and s.exists), None)
+    if orders is not None:
+        yield _filling(orders)
+
+
+def _storage(unstored: Failure | None) -> Finding:
+    if unstored is None:
+        return ok("NATS stores what is written")
+    if unstored.reason == "NotPermitted":
+        what = f"whether NATS stores what is written cannot be tried: {unstored.message}"
+        return warn(what, OTHER_KEY)
+    fix = "make space on the disk of nats-server and start it again"
+    return fail(f"NATS does not store what is written: {unstored.message}", fix)
+
+
+def _filling(orders: Stream) -> Finding:
+    what = f"ORDERS is {100 * orders.fill:.0f}% full ({orders.messages} orders)"
+    if orders.fill >= FILL_FAIL:
+        return fail(f"{what}: nothing new begins", "snapshotctl orders")
+    return warn(what, "snapshotctl orders") if orders.fill >= FILL_WARN else ok(what)
+
+
+def _durables(cluster: ObservedCluster) -> Iterator[Finding]:
+    wanted = {(subjects.REPORTS, "operator"): ("snap.report.>", "restart the operator")}
+    for seen in cluster.nodes:
+        name = NodeName(seen.name)
+        if seen.presence is None:
+            continue  # That the node is absent is a finding already.
+        for service in ("agent", "gms"):
+            fix = f"restart the {service} of {name}; it makes its durable when it connects"
+            key = (subjects.ORDERS, subjects.durable(name, service))
+            wanted[key] = (subjects.orders_of(name, service), fix)
+    held = {stream.name: stream.durables for stream in cluster.streams}
+    wrong = False
+    for (stream, durable), (filter_, fix) in wanted.items():
+        found = held.get(stream, {}).get(durable)
+        if found != filter_:
+            wrong = True
+            how = "is missing" if found is None else f"takes {found}, not {filter_}"
+            yield fail(f"durable {durable} of {stream} {how}", fix)
+    if not wrong:
+        yield ok(f"all {len(wanted)} durables are as required")
+
+
+def _operator(seen: Observed, cluster: ObservedCluster) -> Iterator[Finding]:
+    health = cluster.health
+    if cluster.refused is not None:
+        yield warn(
+            f"the health of the operator cannot be requested: {cluster.refused.message}", OTHER_KEY
+        )
+        return
+    if health is None:
+        yield fail("no operator answers", "start it: python -m snapshot_operator.main")
+        return
+    count = f", {len(cluster.operators)} of them" if len(cluster.operators) > 1 else ""
+    yield ok(f"the operator answers, version {health.version}{count}")
+    for version in sorted({seen.version, *cluster.operators} - {health.version}):
+        fix = "install the same version everywhere; the oldest program decides what works"
+        yield warn(f"version {version} is used beside the operator's {health.version}", fix)
+    if health.swept_at is None:
+        yield warn("the operator has not swept yet", "wait 30 s: snapshotctl doctor")
+        return
+    age = seen.now - health.swept_at
+    what = f"the last sweep was {formats.age(age)} ago"
+    if age > SWEEP_LATE_S:
+        yield fail(f"{what}, there should be one every 30 s", "look at the operator's log")
+    else:
+        yield ok(what)
+
+
+def _node(seen: Observed, cluster: ObservedCluster, it: ObservedNode) -> Iterator[Finding]:
+    state = state_text(it.node) if it.node is not None else "unknown to the operator"
+    if it.presence is None:
+        lost = it.node is not None and is_true(it.node.status.conditions, "Lost")
+        fix = (
+            f"snapshotctl sim restart {it.name}"
+            if seen.local.cluster
+            else f"start its agent; if it is gone for good: snapshotctl delete node {it.name}"
+        )
+        yield fail(f"{it.name} is {'lost' if lost else 'not there'} ({state})", fix)
+        return
+    if it.node is not None and it.node.spec.unschedulable:
+        yield warn(f"{it.name} is cordoned", f"snapshotctl uncordon {it.name}")
+    elif state == "Ready":
+        yield ok(f"{it.name} is Ready")
+    else:
+        fix = f"look at the operator's log: snapshotctl get node {it.name} -o yaml"
+        yield warn(f"{it.name} is there and {state}", fix)
+    yield from _clock(it)
+    yield from _space(cluster, it, it.presence)
+    yield from _services(seen, cluster, it, it.presence)
+
+
+def _clock(it: ObservedNode) -> Iterator[Finding]:
+    if it.skew_s is None:
+        return
+    what = f"the clock of {it.name} is {abs(it.skew_s):.1f} s"
+    way = "ahead of" if it.skew_s > 0 else "behind"
+    if abs(it.skew_s) < SKEW_WARN_S:
+        yield ok(f"the clock of {it.name} is that of the server")
+        return
+    finding = fail if abs(it.skew_s) >= SKEW_FAIL_S else warn
+    yield finding(f"{what} {way} the server's", f"on {it.name}: timedatectl set-ntp true")
+
+
+def _space(cluster: ObservedCluster, it: ObservedNode, presence: Presence) -> Iterator[Finding]:
+    committed = (content.status.committed for content in cluster.contents)
+    largest = max((found.bytes for found in committed if found is not None), default=0)
+    free = formats.size(presence.free_bytes)
+    what = f"{it.name} has {free} free below {presence.artifact_root or 'its artifact root'}"
+    fix = "free space there, or: snapshotctl delete checkpoints that are not needed"
+    if presence.free_bytes < largest:
+        yield fail(f"{what}, the largest snapshot has {formats.size(largest)}", fix)
+    elif presence.free_bytes < 2 * largest:
+        yield warn(f"{what}, room for one more like the largest snapshot", fix)
+    else:
+        yield ok(what)
+
+
+def _services(
+    seen: Observed, cluster: ObservedCluster, it: ObservedNode, presence: Presence
+) -> Iterator[Finding]:
+    if SCHEMA_VERSION not in presence.schemas:
+        yield fail(
+            f"the agent of {it.name} understands messages {presence.schemas}, not {SCHEMA_VERSION}",
+            f"upgrade the agent of {it.name}",
+        )
+    reference = cluster.health.version if cluster.health else seen.version
+    for service, version in (("agent", presence.version), ("GMS", it.gms_version)):
+        if version not in (None, reference):
+            fix = f"install {reference} on {it.name}"
+            yield warn(f"the {service} of {it.name} is {version}, the operator {reference}", fix)
+    local = seen.local.cluster
+    if not it.agent_answers:
+        fix = _restart(local, f"{it.name}-agent") if local else f"restart the agent of {it.name}"
+        yield fail(f"the agent of {it.name} does not answer", fix)
+    else:
+        yield ok(f"the agent of {it.name} answers, version {presence.version}")
+    if it.gms is None:
+        fix = _restart(local, f"{it.name}-gms") if local else f"restart the GMS of {it.name}"
+        yield fail(f"the GMS of {it.name} does not answer", fix)
+        return
+    devices = it.gms.devices
+    used = formats.size(sum(device.used for device in devices))
+    room = formats.size(sum(device.capacity for device in devices))
+    fenced = [device.endpoint for device in devices if device.fence is not None]
+    fences = f", fenced for a capture: {', '.join(fenced)}" if fenced else ""
+    if len(devices) != len(presence.devices):
+        what = f"the GMS of {it.name} has {len(devices)} GPUs, the agent {len(presence.devices)}"
+        yield warn(what, f"wait 10 s; if it stays so, restart the agent of {it.name}")
+    else:
+        yield ok(
+            f"the GMS of {it.name} answers: {len(devices)} GPUs, {used} of {room} used{fences}"
+        )
+
+
+def _artifacts(cluster: ObservedCluster) -> Iterator[Finding]:
+    bad = [c for c in cluster.contents if is_true(c.status.conditions, "Quarantined")]
+    for content in bad:
+        found = condition(content.status.conditions, "Quarantined")
+        why = found.reason if found else ""
+        name = content.spec.snapshot_ref
+        yield warn(
+            f"the artifact of snapshot {name.namespace}/{name.name} is quarantined: {why}",
+            f"snapshotctl verify snapshotcontent/{content.metadata.name}",
+        )
+    if not bad:
+        yield ok("no artifact is quarantined")

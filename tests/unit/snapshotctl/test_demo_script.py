@@ -1,0 +1,179 @@
+"""The demo's decisions."""
+
+from pathlib import Path
+
+import pytest
+
+from snapshot_shared.manifests import parse
+from snapshotctl.domain import demo_script
+from snapshotctl.domain.cluster import ClusterAccess
+from snapshotctl.domain.demo_script import MIB, Answer, Machine, checks
+from snapshotctl.domain.documents import load
+from snapshotctl.domain.exits import DemoFailed, WrongArguments
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "deploy" / "examples"
+
+
+def _example(name: str) -> object:
+    [document] = load((EXAMPLES / name).read_bytes(), name)
+    return document.value
+
+
+@pytest.mark.parametrize("name", ["checkpoint.yaml", "restore.yaml"])
+def test_the_examples_are_used_as_they_are_but_for_their_size(name: str) -> None:
+    before = _example(name)
+    after = demo_script.sized(before, 64)
+    assert str(after).replace("'64'", "'512'") == str(before)
+    parse(after)
+
+
+def test_an_example_without_a_size_is_refused() -> None:
+    with pytest.raises(DemoFailed, match="SIZE_MIB"):
+        demo_script.sized(
+            {"spec": {"containers": [{"env": [{"name": "OTHER", "value": "1"}]}]}}, 64
+        )
+
+
+def test_the_refused_pod_differs_in_name_and_node_only() -> None:
+    before = demo_script.sized(_example("restore.yaml"), 64)
+    after = demo_script.moved_to(before, "x", "node-small")
+    assert parse(after).metadata.name == "x"
+    after["metadata"]["name"] = before["metadata"]["name"]
+    after["spec"]["nodeSelector"] = before["spec"]["nodeSelector"]
+    assert after == before
+
+
+@pytest.mark.parametrize("size_mib", [16, 512, 2048, 100_000])
+def test_the_nodes_hold_the_weights_and_the_small_one_cannot(size_mib: int) -> None:
+    part = size_mib * demo_script.MIB // demo_script.GPUS
+    assert all(node.gpu_memory >= part for node in demo_script.nodes(size_mib))
+    assert demo_script.small_node(size_mib).gpu_memory < part
+
+
+@pytest.mark.parametrize("size_mib", [0, 15, -1, 10**9])
+def test_a_size_that_makes_no_sense_is_refused(size_mib: int) -> None:
+    with pytest.raises(WrongArguments):
+        demo_script.check_size(size_mib)
+
+
+def test_equal_answers_have_no_differences() -> None:
+    answers = [Answer("q", b'{"answer": 1}\n')]
+    assert demo_script.differences(answers, list(answers)) == []
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        [Answer("q", b"a \n"), Answer("r", b"b\n")],
+        [Answer("q", b"a\n")],
+        [],
+        [Answer("q", b"a\n"), Answer("r", b"b\n"), Answer("s", b"c\n")],
+    ],
+)
+def test_any_other_byte_and_any_lost_answer_is_a_difference(after: list[Answer]) -> None:
+    assert demo_script.differences([Answer("q", b"a\n"), Answer("r", b"b\n")], after)
+
+
+@pytest.mark.parametrize("line", [b"", b"no json\n", b'{"error": "no"}\n', b"[1]\n", b"\xff\n"])
+def test_a_line_that_is_no_answer_ends_the_demo(line: bytes) -> None:
+    with pytest.raises(DemoFailed):
+        demo_script.checked_answer(line)
+
+
+def test_a_refusal_has_to_name_both_values() -> None:
+    demo_script.check_refusal("DeviceTooSmall", "needs 800 bytes, has 400", 800, 400)
+    with pytest.raises(DemoFailed, match="400"):
+        demo_script.check_refusal("DeviceTooSmall", "needs 800 bytes", 800, 400)
+
+
+def test_a_refusal_for_another_reason_ends_the_demo() -> None:
+    with pytest.raises(DemoFailed, match="NodeLost"):
+        demo_script.check_refusal("NodeLost", "800 400", 800, 400)
+
+
+ACCESS = ClusterAccess("snapshotctl -x", "nats -y", Path("/a"), "/l", "", "end", is_ours=True)
+
+
+def test_everything_is_shown_by_two_commands() -> None:
+    names = demo_script.Names("c", "content-1", "p", "r", "a" * 32)
+    twins = demo_script.twins(names, ACCESS)
+    assert len(twins) == 7
+    for twin in twins:
+        assert twin.ours.startswith("snapshotctl -x ")
+        assert twin.stock.startswith("nats -y ")
+
+
+def test_a_refusal_that_was_not_tried_is_not_shown() -> None:
+    names = demo_script.Names("c", "content-1", "p", None, "a" * 32)
+    assert [twin.what for twin in demo_script.twins(names, ACCESS) if "refused" in twin.what] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({"node-1": [demo_script.GIB] * 2, "node-2": [demo_script.GIB] * 3}, []),
+        ({"node-1": [demo_script.GIB] * 2}, ["node-2 has 0 GPUs of 0 MiB"]),
+        (
+            {"node-1": [demo_script.GIB, 1], "node-2": [demo_script.GIB] * 2},
+            ["node-1 has 2 GPUs of 0 MiB"],
+        ),
+    ],
+)
+def test_nodes_that_the_demo_cannot_use_are_named(
+    found: dict[str, list[int]], says: list[str]
+) -> None:
+    problems = demo_script.too_small(demo_script.nodes(512), found)
+    assert [problem.partition(";")[0] for problem in problems] == says
+
+
+GOOD = Machine(
+    system="Linux",
+    kernel="6.1",
+    python=(3, 11),
+    has_venv=True,
+    has_pidfd=True,
+    memory=8 * 1024 * MIB,
+    state_dir="/home",
+    disk=8 * 1024 * MIB,
+    shared_memory=64 * MIB,
+    has_examples=True,
+    examples="deploy/examples",
+    has_nats=True,
+)
+
+
+def _missing(machine: Machine, size_mib: int = 512) -> list[str]:
+    return [f"{check.what}: {check.fix}" for check in checks(machine, size_mib) if not check.ok]
+
+
+def test_a_machine_that_has_everything_passes() -> None:
+    assert _missing(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "fix"),
+    [
+        ({"system": "Darwin"}, "Linux"),
+        ({"has_pidfd": False}, "Linux 5.3"),
+        ({"has_venv": False}, "apt install python3.11-venv"),
+        ({"python": (3, 10)}, "Python 3.11"),
+        ({"has_nats": False}, "make setup"),
+        ({"memory": 900 * MIB}, "SIZE_MIB=300"),
+        ({"disk": 0}, "XDG_STATE_HOME"),
+        ({"shared_memory": 0}, "mount -t tmpfs"),
+        ({"has_examples": False}, "deploy/examples"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_fix(change: dict[str, object], fix: str) -> None:
+    [line] = _missing(GOOD._replace(**change))  # type: ignore[arg-type]
+    assert fix in line
+
+
+def test_three_times_the_weights_fit_into_memory() -> None:
+    assert _missing(GOOD._replace(memory=3 * 2048 * MIB), 2048) == []
+    assert len(_missing(GOOD._replace(memory=3 * 2048 * MIB - 1), 2048)) == 1
+
+
+def test_everything_missing_is_listed_at_once() -> None:
+    bare = GOOD._replace(has_venv=False, memory=0, disk=0, shared_memory=0, has_nats=False)
+    assert len(_missing(bare)) == 5

@@ -1,0 +1,274 @@
+"""How an object stands, why, and what to do, in plain words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import NodeName, derived_uid
+from snapshot_shared.objects import AnyObject, Node, NodeStatus
+from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.transitions import Capture, Restore
+from snapshotctl.views import explanation
+from snapshotctl.views.related import RelatedObjects
+from snapshotctl.views.state import object_state
+from tests.support import stories
+from tests.support.stories import NOW, row
+
+UID = derived_uid("content", "snap")
+TOO_SMALL = Failure(
+    reason="DeviceTooSmall",
+    message="the snapshot needs 9 bytes",
+    values={"needed": 9, "capacity": 4},
+    next_step="choose a larger node",
+)
+
+
+def _related(*members: AnyObject) -> RelatedObjects:
+    return RelatedObjects(members[0], members)
+
+
+def _advice(related: RelatedObjects) -> list[str]:
+    return explanation.advice(related, object_state(related))
+
+
+def _now(related: RelatedObjects, **more: Any) -> list[str]:
+    given: dict[str, Any] = {"presence": {}, "progress": None, "silent": [], "now": NOW, **more}
+    return explanation.now_lines(related, object_state(related), **given)
+
+
+def test_a_failed_restore_shows_both_values_and_the_next_step() -> None:
+    failed = [row("Failed", "True", "DeviceTooSmall", "m")]
+    restore = stories.restore(state=Restore.FAILED, failure=TOO_SMALL, conditions=failed)
+    pod = stories.pod(source="snap", phase="Failed", conditions=failed)
+    for related in (_related(pod, restore), _related(restore, pod)):
+        found = object_state(related)
+        assert (found.word, found.reason) == ("failed", "DeviceTooSmall")
+        assert _now(related)[1:3] == ["needed: 9", "capacity: 4"]
+        assert _advice(related)[0] == "choose a larger node"
+
+
+def test_a_restore_says_what_it_restores_from_what() -> None:
+    restore = stories.restore("llm")
+    assert explanation.asked(restore) == "restore container main of pod worker from llm"
+
+
+def test_a_pod_says_what_its_restore_waits_for_before_what_it_says_itself() -> None:
+    starting = [row("Ready", "False", "Starting", "the containers are being started")]
+    pod = stories.pod(source="snap", phase="Running", conditions=starting)
+    again = [row("Ready", "False", "Retrying", "the GPU memory service was killed")]
+    related = _related(pod, stories.restore(state=Restore.PENDING, conditions=again))
+    found = object_state(related)
+    assert (found.word, found.reason) == ("waiting", "Retrying")
+    loading = _related(pod, stories.restore(state=Restore.LOADING, conditions=again))
+    assert object_state(loading).word == "under way"
+
+
+def test_a_pod_of_a_silent_node_is_neither_well_nor_failed() -> None:
+    ready = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
+    shown = "node node-1 is silent: its worker may well run"
+    related = _related(
+        stories.pod(phase="Unknown", reason="NodeSilent", message=shown, conditions=ready)
+    )
+    found = object_state(related)
+    assert (found.word, found.reason) == ("unknown", "NodeSilent")
+    assert explanation.headline(related, found) == "pod/worker may or may not run: NodeSilent"
+    assert _now(related) == [shown]
+    assert any("snapshotctl nodes" in line for line in _advice(related))
+
+
+def test_a_refusal_of_the_scheduler_keeps_the_step_that_stands_in_its_condition() -> None:
+    shown = "the snapshot has 2 GPUs, the pod asks for 1. Next: ask for 2"
+    rows = [
+        row("Ready", "False", "Incompatible", shown),
+        row("Failed", "True", "Incompatible", shown),
+    ]
+    related = _related(
+        stories.pod(source="snap", phase="Failed", reason="Incompatible", conditions=rows)
+    )
+    found = object_state(related)
+    assert found.message == "the snapshot has 2 GPUs, the pod asks for 1"
+    assert _advice(related)[0] == "ask for 2"
+    assert "`snapshotctl artifacts show snap`" in _advice(related)[1]
+
+
+def test_a_snapshot_fails_for_the_reason_of_its_capture_with_its_values() -> None:
+    rows = [row("Failed", "True", "DeviceTooSmall", "m")]
+    related = _related(
+        stories.snapshot(conditions=rows),
+        stories.content(capture=Capture.FAILED, failure=TOO_SMALL, conditions=rows),
+    )
+    assert object_state(related).values == {"needed": 9, "capacity": 4}
+    assert (
+        explanation.headline(related, object_state(related))
+        == "snapshot/snap has failed: DeviceTooSmall"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"), [("ordered", "has not accepted it"), ("accepted", "reported accepted")]
+)
+def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
+    state: str, shown: str
+) -> None:
+    orders = [
+        stories.ended(stories.order("prepare", UID, at=NOW - 9), "prepared"),
+        stories.order("save", UID, part="gpu-0", at=NOW - 4, state=state),
+        stories.order("dump", UID, at=NOW - 3),
+    ]
+    rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
+    related = _related(stories.content(capture=Capture.STAGING, orders=orders, conditions=rows))
+    found = object_state(related)
+    assert (found.word, found.order, found.since) == ("under way", orders[1], NOW - 4)
+    presence = Presence(node="node-1", boot_id="b", version="1", at=NOW - 7)
+    progress = Progress(
+        order=orders[1].order,
+        attempt=1,
+        node="node-1",
+        part="gpu-0",
+        step="write",
+        done=1024,
+        total=4096,
+        at=NOW - 2,
+    )
+    lines = _now(related, presence={NodeName("node-1"): presence}, progress=progress)
+    assert lines == [
+        "attempt 1 is under way",
+        f"waits for gms@node-1 to end save-{UID}-gpu-0 (attempt 1)",
+        f"ordered 4s ago; gms@node-1 {shown}; its deadline is in 56s",
+        "last progress 2s ago: gpu-0, step write, 1 KiB of 4 KiB",
+        "node-1 was last seen 7s ago",
+    ]
+
+
+def test_a_node_that_is_silent_and_a_deadline_that_has_passed_are_named() -> None:
+    late = stories.order("prepare", UID, at=NOW - 100)
+    related = _related(stories.content(capture=Capture.PREPARING, orders=[late]))
+    lines = _now(related)
+    assert "its deadline has passed" in lines[-2]
+    assert lines[-1].startswith("node-1 is silent")
+
+
+def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
+    open_ = stories.order("prepare", UID)
+    related = _related(stories.content(capture=Capture.PREPARING, orders=[open_]))
+    found = object_state(related)
+    assert explanation.asked_services(related, found) == [("node-1", "agent")]
+    assert _now(related, silent=["agent@node-1"])[-1].startswith("agent@node-1 does not answer")
+    assert explanation.advice(related, found, ["agent@node-1"]) == [
+        "Start agent@node-1 again; in a local cluster: `snapshotctl sim restart node-1`."
+    ]
+
+
+def test_what_waits_shows_its_reason_and_since_when() -> None:
+    rows = [row("PodScheduled", "False", "Unschedulable", "node-1 has 0 of 1 GPUs free")]
+    related = _related(stories.pod(conditions=rows))
+    assert explanation.headline(related, object_state(related)) == "pod/worker waits: Unschedulable"
+    assert _now(related)[0] == "node-1 has 0 of 1 GPUs free"
+    assert _now(related)[1].endswith("10s ago")
+
+
+def test_a_capture_between_two_orders_does_not_wait() -> None:
+    rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
+    related = _related(stories.content(capture=Capture.SEALING, conditions=rows))
+    assert object_state(related).word == "under way"
+    pending = _related(stories.content(conditions=rows))
+    assert object_state(pending).word == "waiting"
+
+
+def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
+    rows = [
+        row("Ready", "False", "ArtifactCorrupt", "quarantined: part gpu-0"),
+        row("Quarantined", "True", "ArtifactCorrupt", "part gpu-0"),
+    ]
+    done = stories.committed()
+    related = _related(stories.content(capture=Capture.READY, committed=done, conditions=rows))
+    assert explanation.headline(related, object_state(related)).endswith(
+        "is damaged: ArtifactCorrupt"
+    )
+    assert any("snapshotctl verify" in line for line in _advice(related))
+
+
+def test_what_failed_and_is_being_deleted_is_shown_as_going() -> None:
+    pod = stories.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
+    assert object_state(_related(pod)).word == "failed"
+    pod = replace(pod, metadata=replace(pod.metadata, deletion_timestamp=stories.STAMP))
+    assert object_state(_related(pod)).word == "going"
+
+
+def test_what_is_well_needs_nothing() -> None:
+    rows = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
+    related = _related(stories.pod(phase="Running", conditions=rows))
+    assert object_state(related).word == "fine"
+    assert _advice(related) == ["Capture it: `snapshotctl checkpoint worker`."]
+
+
+def test_what_is_being_deleted_says_who_is_in_the_way() -> None:
+    going = stories.content(
+        capture=Capture.READY,
+        conditions=[row("Deleting", "False", "ReadersRegistered", "restored by x")],
+    )
+    going = replace(going, metadata=replace(going.metadata, deletion_timestamp=stories.STAMP))
+    found = object_state(_related(going))
+    assert (found.word, found.reason) == ("going", "ReadersRegistered")
+
+
+@pytest.mark.parametrize(
+    ("rows", "headline"),
+    [
+        ([row("Ready", "True", "AgentPresent")], "node/n is well: AgentPresent"),
+        ([row("Ready", "False", "PresenceMissing")], "node/n is not there: PresenceMissing"),
+        (
+            [row("Ready", "False", "PresenceMissing"), row("Lost", "True", "PresenceMissing")],
+            "node/n is lost: PresenceMissing",
+        ),
+    ],
+)
+def test_a_node_is_there_or_not_or_lost(rows: list[Any], headline: str) -> None:
+    node = Node(metadata=stories.meta("node", "n"), status=NodeStatus(conditions=rows))
+    related = _related(node)
+    assert explanation.headline(related, object_state(related)) == headline
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("`snapshotctl explain NAME`", "`snapshotctl explain snap`"),
+        ("`snapshotctl explain pod/NAME`", "`snapshotctl explain pod/worker`"),
+        ("`snapshotctl checkpoint POD`", "`snapshotctl checkpoint worker`"),
+        ("`snapshotctl describe KIND NAME`", "`snapshotctl describe snapshot snap`"),
+        ("`snapshotctl delete job NAME`", "`snapshotctl delete job NAME`"),
+        ("`snapshotctl sim restart NODE`", "`snapshotctl sim restart node-7`"),
+        ("set SNAPBACK_NODE", "set SNAPBACK_NODE"),
+    ],
+)
+def test_a_fix_has_the_names_of_the_story(text: str, filled: str) -> None:
+    run = stories.order("run", derived_uid("pod", "worker"), node="node-7")
+    related = _related(stories.snapshot(), stories.pod(orders=[run]))
+    assert explanation.filled(text, related) == filled
+
+
+def test_a_log_line_matters_when_it_names_the_story_or_is_a_warning_of_its_node() -> None:
+    def line(message: str, level: str = "INFO", at: str = "2026-01-01T00:00:02Z") -> str:
+        return f'{{"at": "{at}", "level": "{level}", "message": "{message}"}}'
+
+    lines = [
+        ("node-1-agent", line("about x-1", at="2026-01-01T00:00:03Z")),
+        ("node-1-agent", line("other")),
+        ("node-1-agent", line("trouble", "WARNING")),
+        ("node-2-agent", line("their trouble", "WARNING")),
+        ("node-1-agent", line("old trouble", "WARNING", "2025-01-01T00:00:00Z")),
+        ("operator", "not JSON, of x-1"),
+    ]
+    found = explanation.relevant_lines(
+        lines, ["x-1"], ["operator", "node-1-agent"], "2026-01-01T00:00:00Z"
+    )
+    assert [item.text for item in found] == ["not JSON, of x-1", "trouble", "about x-1"]
+
+
+def test_a_traceback_in_a_log_is_shown_by_its_last_line() -> None:
+    raw = '{"message": "it failed", "traceback": "Traceback:\\n  a\\nOSError: no"}'
+    assert explanation.parse_log_line("p", raw).text == "it failed [OSError: no]"

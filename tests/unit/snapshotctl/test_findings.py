@@ -1,0 +1,305 @@
+"""What the doctor says of what was observed: each trouble is named, with its fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from snapshot_shared.api import HealthReply
+from snapshot_shared.errors import Failure
+from snapshot_shared.frames import DeviceStatus, FenceStatus, StatusReply
+from snapshot_shared.objects import Node, SnapshotContent
+from snapshot_shared.orders import Presence, PresenceDevice
+from snapshotctl.views import findings
+from snapshotctl.views.findings import (
+    Finding,
+    Observed,
+    ObservedCluster,
+    ObservedMachine,
+    ObservedNode,
+    Stream,
+    examine,
+    line,
+    summary,
+)
+
+NOW = 1000.0
+UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
+GIB = 1024**3
+
+
+def stream(name: str, **changes: Any) -> Stream:
+    durables = {
+        "ORDERS": {
+            "agent-node-1": "snap.order.node-1.agent.*",
+            "gms-node-1": "snap.order.node-1.gms.*",
+        },
+        "REPORTS": {"operator": "snap.report.>"},
+    }
+    return Stream(name, True, (), 3, 300, 0.1, durables.get(name, {}))._replace(**changes)
+
+
+def node(*, unschedulable: bool = False, **conditions: str) -> Node:
+    rows = [{"type": t, "status": s, "reason": "r"} for t, s in conditions.items()]
+    document = {
+        "kind": "Node",
+        "metadata": {"name": "node-1"},
+        "spec": {"unschedulable": unschedulable},
+        "status": {"conditions": rows or [{"type": "Ready", "status": "True", "reason": "r"}]},
+    }
+    return msgspec.convert(document, Node)
+
+
+def presence(**changes: Any) -> Presence:
+    device = PresenceDevice(index=0, uuid="GPU-0", product="p", capacity_bytes=GIB)
+    found = Presence(
+        node="node-1",
+        boot_id="b",
+        version="1.0",
+        devices=[device],
+        artifact_root="/artifacts",
+        free_bytes=10 * GIB,
+        at=NOW,
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+def gms(*, devices: int = 1, fence: FenceStatus | None = None) -> StatusReply:
+    device = DeviceStatus(
+        uuid="GPU-0",
+        index=0,
+        product="p",
+        endpoint="node-1-gpu0",
+        capacity=GIB,
+        used=0,
+        free=GIB,
+        retired=0,
+        domains=[],
+        fence=fence,
+    )
+    return StatusReply(node="node-1", incarnation="i", devices=[device] * devices)
+
+
+def content(*, size: int = GIB, quarantined: bool = False) -> SnapshotContent:
+    rows = [{"type": "Quarantined", "status": "True", "reason": "ArtifactCorrupt"}]
+    document = {
+        "kind": "SnapshotContent",
+        "metadata": {"name": "content-1"},
+        "spec": {
+            "snapshotRef": {"namespace": "ns", "name": "snap", "uid": UID},
+            "source": {"podRef": {"name": "w"}, "namespace": "ns", "nodeName": "node-1"},
+        },
+        "status": {
+            "committed": {
+                "generation": 1,
+                "rootDigest": "sha256:" + "0" * 64,
+                "bytes": size,
+                "parts": [],
+                "vector": [],
+            },
+            "conditions": rows if quarantined else [],
+        },
+    }
+    return msgspec.convert(document, SnapshotContent)
+
+
+SEEN = ObservedNode("node-1", node(), presence(), 0.01, True, gms(), "1.0")
+CLUSTER = ObservedCluster(
+    server="nats://a:1 (--server)",
+    server_version="2.15.1",
+    jetstream=None,
+    streams=[stream("ORDERS"), stream("REPORTS"), stream("KV_snap_nodes")],
+    health=HealthReply(version="1.0", swept_at=NOW - 10),
+    operators=["1.0"],
+    nodes=[SEEN],
+    contents=[content()],
+    dead=0,
+)
+LOCAL = ObservedMachine((3, 11), "2.15.1", [])
+
+
+def found(
+    local: ObservedMachine = LOCAL,
+    cluster: ObservedCluster | None = CLUSTER,
+    unreachable: Failure | None = None,
+) -> list[Finding]:
+    return examine(Observed(NOW, "1.0", local, unreachable, cluster))
+
+
+def of(**changes: Any) -> list[Finding]:
+    return found(cluster=CLUSTER._replace(**changes))
+
+
+def of_node(**changes: Any) -> list[Finding]:
+    return of(nodes=[SEEN._replace(**changes)])
+
+
+def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
+    everything = found()
+    assert [finding for finding in everything if finding.level != "ok"] == []
+    assert summary(everything) == f"{len(everything)} ok, 0 warn, 0 fail"
+
+
+@pytest.mark.parametrize(
+    ("findings", "level", "what", "fix"),
+    [
+        (found(LOCAL._replace(python=(3, 10))), "fail", "Python 3.10", "apt install python3.11"),
+        (found(LOCAL._replace(nats_server="")), "warn", "no nats-server", "make setup"),
+        (found(LOCAL._replace(leftovers=["a"])), "warn", "1 leftovers", "snapshotctl leftovers"),
+        (
+            found(LOCAL._replace(cluster="big", ended=["node-1-gms"])),
+            "fail",
+            "node-1-gms ended",
+            "snapshotctl sim restart node-1 --service gms --name big",
+        ),
+        (
+            found(LOCAL._replace(cluster="big", ended=["operator"])),
+            "fail",
+            "operator ended",
+            "snapshotctl down --name big && snapshotctl up --name big",
+        ),
+        (
+            found(cluster=None, unreachable=Failure(reason="BusUnavailable", message="cannot")),
+            "fail",
+            "connection: cannot",
+            "snapshotctl up",
+        ),
+        (of(server_version="2.10.3"), "fail", "2.11 is needed", "upgrade nats-server"),
+        (
+            of(jetstream=Failure(reason="BusUnavailable", message="off"), streams=[]),
+            "fail",
+            "JetStream: off",
+            "nats account info",
+        ),
+        (
+            of(unstored=Failure(reason="BusUnavailable", message="disk is full")),
+            "fail",
+            "NATS does not store what is written: disk is full",
+            "space",
+        ),
+        (
+            of(unstored=Failure(reason="NotPermitted", message="viewer may not")),
+            "warn",
+            "whether NATS stores what is written cannot be tried: viewer may not",
+            "NATS_NKEY",
+        ),
+        (
+            of(streams=[stream("ORDERS", exists=False, durables={}), stream("REPORTS")]),
+            "fail",
+            "stream ORDERS is missing",
+            "restart the operator",
+        ),
+        (
+            of(streams=[*CLUSTER.streams, stream("KV_x", differs=("max_age",))]),
+            "warn",
+            "bucket x has other settings: max_age",
+            "restart the operator",
+        ),
+        (
+            of(streams=[stream("ORDERS", durables={}), stream("REPORTS")]),
+            "fail",
+            "durable gms-node-1 of ORDERS is missing",
+            "restart the gms of node-1",
+        ),
+        (
+            of(streams=[stream("ORDERS"), stream("REPORTS", durables={"operator": "x"})]),
+            "fail",
+            "durable operator of REPORTS takes x",
+            "restart the operator",
+        ),
+        (
+            of(streams=[stream("ORDERS", fill=0.8), stream("REPORTS")]),
+            "fail",
+            "80% full (3 orders): nothing new begins",
+            "snapshotctl orders",
+        ),
+        (
+            of(streams=[stream("ORDERS", fill=0.5), stream("REPORTS")]),
+            "warn",
+            "50% full",
+            "snapshotctl orders",
+        ),
+        (of(health=None), "fail", "no operator answers", "snapshot_operator.main"),
+        (
+            of(health=None, refused=Failure(reason="NotPermitted", message="viewer may not")),
+            "warn",
+            "the health of the operator cannot be requested: viewer may not",
+            "NATS_NKEY",
+        ),
+        (of(operators=["1.0", "0.9"]), "warn", "version 0.9 is used", "same version"),
+        (of(health=HealthReply(version="1.0")), "warn", "has not swept", "snapshotctl doctor"),
+        (
+            of(health=HealthReply(version="1.0", swept_at=NOW - 91)),
+            "fail",
+            "the last sweep was 91s ago",
+            "operator's log",
+        ),
+        (of(nodes=[]), "warn", "there are no nodes", "snapshotctl up"),
+        (
+            of_node(presence=None, node=node(Ready="False", Lost="True")),
+            "fail",
+            "node-1 is lost (NotReady)",
+            "snapshotctl delete node node-1",
+        ),
+        (of_node(node=node(unschedulable=True)), "warn", "cordoned", "snapshotctl uncordon node-1"),
+        (of_node(node=None), "warn", "unknown to the operator", "snapshotctl get node node-1"),
+        (of_node(skew_s=-2.5), "warn", "is 2.5 s behind the server's", "timedatectl set-ntp"),
+        (of_node(skew_s=60.0), "fail", "is 60.0 s ahead of the server's", "timedatectl set-ntp"),
+        (of_node(presence=presence(free_bytes=1)), "fail", "1 B free below /artifacts", "delete"),
+        (of_node(presence=presence(free_bytes=GIB)), "warn", "room for one more", "delete"),
+        (of_node(presence=presence(schemas=[9])), "fail", "understands messages [9]", "upgrade"),
+        (
+            of_node(presence=presence(version="0.9")),
+            "warn",
+            "agent of node-1 is 0.9",
+            "install 1.0",
+        ),
+        (of_node(gms_version="2.0"), "warn", "GMS of node-1 is 2.0", "install 1.0 on node-1"),
+        (of_node(agent_answers=False), "fail", "agent of node-1 does not answer", "restart"),
+        (of_node(gms=None), "fail", "GMS of node-1 does not answer", "restart the GMS"),
+        (of_node(gms=gms(devices=2)), "warn", "has 2 GPUs, the agent 1", "wait 10 s"),
+        (
+            of(contents=[content(quarantined=True)]),
+            "warn",
+            "artifact of snapshot ns/snap is quarantined: ArtifactCorrupt",
+            "snapshotctl verify snapshotcontent/content-1",
+        ),
+        (of(dead=2), "warn", "2 dead messages", "snapshotctl dead ls"),
+    ],
+)
+def test_each_trouble_is_named_with_its_fix(
+    findings: list[Finding], level: str, what: str, fix: str
+) -> None:
+    [trouble] = [finding for finding in findings if what in finding.what]
+    assert trouble.level == level
+    assert fix in trouble.fix
+
+
+def test_whatever_is_not_ok_has_a_fix() -> None:
+    broken = CLUSTER._replace(
+        server_version="0.0.0",
+        streams=[stream("ORDERS", exists=False, durables={})],
+        health=None,
+        nodes=[SEEN._replace(presence=None), SEEN._replace(gms=None, agent_answers=False)],
+        dead=1,
+    )
+    findings = found(ObservedMachine((3, 9), "", ["x"], "c", ["nats-server"]), broken)
+    assert [f for f in findings if f.level != "ok" and not f.fix] == []
+    assert sum(f.level == "fail" for f in findings) >= 8
+
+
+def test_a_fence_of_a_capture_is_shown_and_is_no_trouble() -> None:
+    fenced = of_node(gms=gms(fence=FenceStatus(phase="saving", ends_in_s=9.0)))
+    [shown] = [f for f in fenced if "fenced for a capture: node-1-gpu0" in f.what]
+    assert shown.level == "ok"
+
+
+def test_a_finding_is_one_line_that_ends_with_its_fix() -> None:
+    assert line(findings.ok("well")) == "ok    well"
+    assert line(findings.fail("ill", "do this")) == "fail  ill  → do this"
+    spoilt = Failure(reason="x", message="a\nb\x1b[2J")
+    [shown] = [f for f in found(cluster=None, unreachable=spoilt) if "connection" in f.what]
+    assert "\n" not in line(shown)
+    assert "\x1b" not in line(shown)

@@ -1,0 +1,214 @@
+"""From a pod to the objects that capture and restore it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_shared.errors import InvalidManifest, NotEligible, SnapbackError
+from snapshot_shared.identity import identity_hash
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.manifests import parse
+from snapshot_shared.objects import HOSTNAME_LABEL, RESTORE_FROM, DynamoCheckpoint
+from snapshotctl.domain import pod_manifests
+from snapshotctl.domain.documents import Document
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.pod_manifests import Source
+from tests.support import stories
+from tests.support.objects import checkpoint_document
+
+POD: dict[str, Any] = {
+    "kind": "Pod",
+    "metadata": {"name": "w", "labels": {"a": "b"}},
+    "spec": {"containers": [{"name": "main", "command": ["x"]}]},
+}
+NOTHING = Source(None, None, None, None)
+
+
+def _manifest(**changes: Any) -> pod_manifests.PodManifest:
+    return pod_manifests.pod_manifest([Document("f:1", {**POD, **changes})])
+
+
+def _checkpoint() -> DynamoCheckpoint:
+    document = checkpoint_document("llm")
+    pod = document["spec"]["job"]["podTemplateSpec"]["spec"]
+    pod |= {"nodeSelector": {HOSTNAME_LABEL: "node-1", "zone": "b"}, "nodeName": "node-1"}
+    document["spec"]["job"]["targetContainerName"] = "main"
+    value = parse(document)
+    assert isinstance(value, DynamoCheckpoint)
+    return value
+
+
+def _restored(name: str = "llm", captured: Source = NOTHING, **more: Any) -> Any:
+    given = {"manifest": None, "namespace": "default", "suffix": "restored-1", "target": None}
+    return pod_manifests.restored(name, captured, **{**given, **more}).value
+
+
+@pytest.mark.parametrize(
+    ("documents", "problem"),
+    [
+        ([POD, POD], "2 documents"),
+        ([{**POD, "kind": "Job"}], "'Job' is no Pod"),
+        ([["no", "object"]], "'list' is no Pod"),
+        ([{**POD, "metadata": {}}], "metadata.name"),
+        ([{**POD, "metadata": None}], "metadata.name"),
+        ([{**POD, "spec": {}}], "spec.containers"),
+        ([{**POD, "spec": {"containers": [{"image": "x"}]}}], "spec.containers"),
+        ([{**POD, "spec": {"containers": "main"}}], "spec.containers"),
+    ],
+)
+def test_a_manifest_that_is_not_one_pod_is_refused_with_the_field(
+    documents: list[Any], problem: str
+) -> None:
+    with pytest.raises(InvalidManifest, match=problem):
+        pod_manifests.pod_manifest([Document("f:1", value) for value in documents])
+
+
+def test_the_only_container_need_not_be_named_and_one_of_several_has_to() -> None:
+    assert pod_manifests.container(["a"], None, "pod x") == "a"
+    assert pod_manifests.container(["a", "b"], "b", "pod x") == "b"
+    with pytest.raises(WrongArguments, match="pod x has a, b"):
+        pod_manifests.container(["a", "b"], None, "pod x")
+    with pytest.raises(WrongArguments, match="no container 'c'"):
+        pod_manifests.container(["a", "b"], "c", "pod x")
+
+
+def test_a_checkpoint_of_a_manifest_is_one_that_the_operator_takes() -> None:
+    value = pod_manifests.checkpoint_of(_manifest(), "main", "sglang", None, "ns").value
+    found = parse(value)
+    assert isinstance(found, DynamoCheckpoint)
+    assert (found.metadata.name, found.metadata.namespace) == ("w", "ns")
+    assert found.spec.job.pod_template_spec.metadata.labels == {"a": "b"}
+    assert found.spec.job.source_policy == "Terminate"
+    assert found.spec.identity.backend_framework == "sglang"
+
+
+def test_a_checkpoint_of_a_manifest_under_another_name_shares_nothing_with_the_first() -> None:
+    found = [
+        parse(pod_manifests.checkpoint_of(_manifest(), "main", "vllm", name, "ns").value)
+        for name in (None, "mine", "yours")
+    ]
+    assert [value.metadata.name for value in found] == ["w", "mine", "yours"]
+    identities = {
+        identity_hash(value.spec.identity) for value in found if isinstance(value, DynamoCheckpoint)
+    }
+    assert len(identities) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "found"),
+    [
+        (["python3", "-m", "dynamo.vllm"], [], "vllm"),
+        (["python3"], ["-m", "dynamo.sglang", "--model", "x"], "sglang"),
+        (["sh", "-c", "exec python3 -m dynamo.trtllm"], None, "trtllm"),
+        (["sh", "-c", "python3 -m dynamo.vllm && python3 -m dynamo.vllm"], None, "vllm"),
+    ],
+)
+def test_the_framework_is_that_of_the_command_of_the_captured_container(
+    command: list[str], args: list[str] | None, found: str
+) -> None:
+    other = {"name": "other", "command": ["python3", "-m", "dynamo.frontend", "dynamo.sglang"]}
+    main = {"name": "main", "command": command, "args": args}
+    manifest = _manifest(spec={"containers": [other, main]})
+    assert pod_manifests.framework(manifest, "main", None) == found
+    assert pod_manifests.framework(manifest, "main", "vllm") == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["python3", "worker.py"], "main of pod w runs no module dynamo"),
+        (["sh", "-c", "python3 -m dynamo.vllm; python3 -m dynamo.sglang"], "sglang and vllm"),
+        (7, "runs no module"),
+        (None, "runs no module"),
+    ],
+)
+def test_a_command_of_no_or_of_several_frameworks_needs_the_option(
+    command: Any, problem: str
+) -> None:
+    manifest = _manifest(spec={"containers": [{"name": "main", "command": command}]})
+    with pytest.raises(WrongArguments, match=problem) as caught:
+        pod_manifests.framework(manifest, "main", None)
+    assert caught.value.next_step == "name one of vllm, sglang, trtllm: --framework vllm"
+
+
+def test_a_running_pod_is_captured_by_its_uid_under_a_name_that_follows_from_it() -> None:
+    pod = stories.pod("w", phase="Running")
+    first, again = (pod_manifests.snapshot_of(pod, "main", None).value for _ in range(2))
+    assert first == again
+    assert first["spec"]["source"]["podRef"]["uid"] == pod.metadata.uid
+    newer = replace(pod, metadata=replace(pod.metadata, uid=derived_uid("pod", "other")))
+    assert pod_manifests.snapshot_of(newer, "main", None).value["metadata"] != first["metadata"]
+    long = stories.pod("x" * 63, phase="Running")
+    parse(pod_manifests.snapshot_of(long, "main", None).value)
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_a_pod_that_has_ended_is_not_captured(phase: str) -> None:
+    with pytest.raises(NotEligible, match="has ended"):
+        pod_manifests.snapshot_of(stories.pod(phase=phase), "main", None)
+
+
+def test_a_restored_pod_is_as_the_captured_one_but_bound_to_no_node() -> None:
+    value = _restored(captured=NOTHING._replace(checkpoint=_checkpoint()))
+    parse(value)
+    assert value["metadata"]["name"] == "llm-restored-1"
+    assert value["metadata"]["annotations"] == {RESTORE_FROM: "llm"}
+    assert "nodeName" not in value["spec"]
+    assert value["spec"]["nodeSelector"] == {"zone": "b"}
+
+
+def test_a_pod_that_is_still_there_says_how_it_was() -> None:
+    captured = Source(None, stories.snapshot(), stories.content(), stories.pod())
+    assert _restored("snap", captured)["spec"]["containers"][0]["command"] == ["x"]
+
+
+def test_a_manifest_is_kept_as_it_is_and_gets_the_annotation() -> None:
+    pinned = _manifest(spec={**POD["spec"], "nodeName": "node-9"})
+    value = _restored(manifest=pinned, namespace="ns")
+    assert (value["metadata"]["name"], value["spec"]["nodeName"]) == ("w", "node-9")
+    assert value["metadata"]["namespace"] == "ns"
+    assert value["metadata"]["annotations"] == {RESTORE_FROM: "llm"}
+    assert "annotations" not in POD["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "captured", "kind", "problem"),
+    [
+        ({}, NOTHING, NotEligible, "captured from is gone"),
+        ({"target": "x"}, NOTHING._replace(content=stories.content()), WrongArguments, "not x"),
+        (
+            {"manifest": _manifest(spec={"containers": [{"name": "o", "command": ["x"]}]})},
+            NOTHING._replace(content=stories.content()),
+            WrongArguments,
+            "call a container",
+        ),
+        (
+            {"manifest": _manifest(metadata={"name": "w", "annotations": {RESTORE_FROM: "else"}})},
+            NOTHING,
+            WrongArguments,
+            "the command for llm",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], captured: Source, kind: type[SnapbackError], problem: str
+) -> None:
+    if "target" in changes:
+        captured = captured._replace(pod=stories.pod())
+    with pytest.raises(kind) as raised:
+        _restored(captured=captured, **changes)
+    assert problem in f"{raised.value.message} {raised.value.next_step}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "written", "namespace"),
+    [("a", "b", "a"), (None, "b", "b"), (None, None, "default"), ("a", None, "a")],
+)
+def test_the_command_line_beats_the_manifest(
+    wanted: str | None, written: str | None, namespace: str
+) -> None:
+    meta = {"name": "w"} | ({"namespace": written} if written else {})
+    assert pod_manifests.namespace_of(_manifest(metadata=meta), wanted) == namespace

@@ -1,0 +1,250 @@
+"""What happened, from the store, the reports and the spans."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_operator.core.restore import restore_for
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects import (
+    KINDS,
+    AnyObject,
+    DynamoCheckpoint,
+    Job,
+    JobSpec,
+    JobStatus,
+    Node,
+    OwnerReference,
+    PodTemplateSpec,
+    time_of,
+)
+from snapshot_shared.spans import SpanRecord
+from snapshotctl.domain.targets import Target
+from snapshotctl.views import related, timeline
+from snapshotctl.views.related import ObjectChanged, RelatedObjects
+from tests.support import stories
+from tests.support.objects import checkpoint
+from tests.support.stories import NOW, order, report, row
+
+UID = derived_uid("content", "snap")
+SEAL = order("seal", UID)
+
+
+def _texts(*objects: AnyObject, reports: list[object] = []) -> list[str]:  # noqa: B006 - not changed
+    names = timeline.names_of(objects)
+    return [item.text for item in timeline.timeline(objects, reports, [], names)]  # type: ignore[arg-type]
+
+
+def test_a_report_of_both_the_store_and_the_stream_is_one_event() -> None:
+    item = stories.ended(SEAL, "sealed")
+    assert item.final is not None
+    shown = _texts(stories.content(orders=[item]), reports=[item.final])
+    assert [line for line in shown if "sealed" in line] == ["seal sealed by agent@node-1"]
+
+
+def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
+    late = replace(SEAL, ordered_at=time_of(NOW - 10 + 0.5))
+    value = stories.content(orders=[late], conditions=[row("Ready", "False", "Capturing", "m")])
+    accepted = report(late, "accepted", n=1, at=NOW - 10 + 0.6)
+    assert _texts(value, reports=[accepted]) == [
+        "created",
+        "seal ordered from agent@node-1",
+        "seal accepted by agent@node-1",
+        "Ready is False: Capturing: m",
+    ]
+
+
+def test_what_a_report_says_of_an_object_that_is_gone_is_kept_under_its_uid() -> None:
+    found = timeline.timeline([], [report(SEAL, "accepted")], [], {})
+    assert [item.object for item in found] == [f"(gone) {UID}"]
+
+
+def test_a_failure_a_later_attempt_and_an_exit_code_are_shown() -> None:
+    failure = Failure(reason="NoSpace", message="full")
+    again = stories.ended(replace(SEAL, attempt=2), "failed", failure)
+    shown = _texts(stories.content(orders=[again]))
+    assert "seal failed by agent@node-1 (attempt 2): NoSpace: full" in shown
+    run = order("run", derived_uid("pod", "worker"))
+    exited = stories.ended(run, "exited", exit_code=3)
+    assert "run exited by agent@node-1 with exit code 3" in _texts(stories.pod(orders=[exited]))
+
+
+def test_an_order_that_was_lost_with_its_node_is_an_event() -> None:
+    lost = replace(SEAL, state="lost", ended_at=time_of(NOW))
+    assert "seal was lost with its node: NodeLost" in _texts(stories.content(orders=[lost]))
+
+
+def test_a_span_is_an_event_when_its_step_failed_or_when_it_is_the_whole() -> None:
+    def span(name: str, error: str = "", **attributes: str) -> SpanRecord:
+        return SpanRecord(
+            trace_id="a" * 32,
+            span_id=name,
+            name=name,
+            service="s",
+            node="n",
+            start_ns=int(NOW * 1e9),
+            end_ns=int(NOW * 1e9) + 2_000_000_000,
+            error=error,
+            attributes=attributes,  # type: ignore[arg-type]
+        )
+
+    names = {UID: "content/x"}
+    by_order = {"snapback.order.id": SEAL.order}
+    failed = list(timeline.of_span(span("write-root", "no", **by_order), names))
+    assert [(item.object, item.text) for item in failed] == [
+        ("content/x", "step write-root of seal failed after 2.00 s: no")
+    ]
+    [whole] = timeline.of_span(span("capture", **{"snapback.content": "c"}), names)
+    assert (whole.object, whole.text) == ("snapshotcontent/c", "the capture ended after 2.00 s")
+    assert not list(timeline.of_span(span("write-root", **by_order), names))
+
+
+def test_an_event_is_one_flat_value_without_what_is_empty() -> None:
+    [happening] = timeline.timeline([], [report(SEAL, "accepted", n=1)], [], {UID: "content/x"})
+    assert happening.value() == {
+        "time": "1970-01-12T13:46:36.000Z",
+        "source": "report",
+        "object": "content/x",
+        "what": "seal accepted by agent@node-1",
+        "node": "node-1",
+        "order": SEAL.order,
+        "attempt": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        (f"snapshotcontent/snapshotcontent-{UID}", f"content {UID[:8]}…"),
+        (f"snapshotrestore/restore-{UID}", f"restore {UID[:8]}…"),
+        ("snapshot/restore-it", "snapshot/restore-it"),
+    ],
+)
+def test_a_name_that_holds_a_whole_uid_is_cut_for_lists(name: str, where: str) -> None:
+    [item] = timeline.timeline([], [report(SEAL, "accepted")], [], {UID: name})
+    assert (item.object, item.where) == (name, where)
+
+
+def _linked(value: AnyObject, root: AnyObject) -> list[str]:
+    return [str(link) for link in related.links(value, root)]
+
+
+def test_the_story_of_a_restored_pod_leads_to_its_restore_and_what_that_reads() -> None:
+    target, restore = stories.pod(source="snap"), stories.restore("snap")
+    assert _linked(target, target) == [f"snapshotrestore/{restore.metadata.name}"]
+    assert _linked(restore, target) == ["snapshot/snap", "dynamocheckpoint/snap"]
+    named = stories.restore("snap", content_name="c")
+    assert _linked(named, target) == ["snapshotcontent/c"]
+    assert _linked(named, named) == ["pod/worker", "snapshotcontent/c"]
+
+
+def test_the_story_of_a_restore_ends_at_what_it_reads() -> None:
+    target, restore = stories.pod(source="snap"), stories.restore("snap")
+    snapshot = stories.snapshot(bound_snapshot_content_name="c")
+    for root in (target, restore):
+        assert _linked(snapshot, root) == ["snapshotcontent/c"]
+        assert _linked(stories.content(), root) == []
+    assert _linked(target, snapshot) == []
+
+
+def test_the_operator_gives_a_restore_the_name_by_which_it_is_found() -> None:
+    target = stories.pod(source="snap")
+    assert _linked(target, target) == [f"snapshotrestore/{restore_for(target).metadata.name}"]
+
+
+def test_a_pod_and_its_restore_share_their_events_without_those_of_the_capture() -> None:
+    run = order("run", derived_uid("pod", "worker"))
+    load = order("load", derived_uid("restore", "r"), part="gpu-0", at=NOW)
+    target = stories.pod(source="snap", orders=[run])
+    restore = stories.restore("snap", orders=[load])
+    read = stories.content(orders=[SEAL])
+    for members in ([target, restore, read], [restore, target, read]):
+        found = RelatedObjects(members[0], members)
+        assert [item.verb for _, item in found.orders] == ["run", "load"]
+        assert found.restore is restore
+    assert RelatedObjects(read, [read, target]).restore is None
+
+
+def _job(**status: int) -> Job:
+    template = PodTemplateSpec(spec=stories.pod().spec)
+    spec, found = JobSpec(template=template), JobStatus(**status)
+    return Job(metadata=stories.meta("job", "llm"), spec=spec, status=found)
+
+
+def test_the_pods_of_a_job_are_those_that_it_owns() -> None:
+    job = _job(active=1)
+    [link] = related.links(job, job)
+    assert (link.kind.name, link.namespace, link.name) == ("Pod", "default", None)
+    owner = OwnerReference(api_version="batch/v1", kind="Job", name="llm", uid=job.metadata.uid)
+    found = stories.pod()
+    own = replace(found, metadata=replace(found.metadata, owner_references=[owner]))
+    assert related.owns(job, own)
+    assert not related.owns(job, found)
+
+
+@pytest.mark.parametrize(("failed", "links"), [(0, []), (1, ["pod/*"])])
+def test_the_only_try_of_a_job_is_named_by_the_snapshot_and_others_are_looked_for(
+    failed: int, links: list[str]
+) -> None:
+    root = checkpoint()
+    assert isinstance(root, DynamoCheckpoint)
+    assert _linked(_job(failed=failed), root) == ["pod/*"]
+    root = replace(root, status=replace(root.status, snapshot_name="llm"))
+    assert _linked(_job(failed=failed), root) == links
+
+
+def test_a_try_of_the_job_that_failed_belongs_to_the_story_of_its_capture() -> None:
+    job, source = _job(failed=1), stories.pod()
+    owner = OwnerReference(api_version="batch/v1", kind="Job", name="llm", uid=job.metadata.uid)
+    meta = replace(source.metadata, uid=derived_uid("pod", "try"), owner_references=[owner])
+    first = replace(source, metadata=meta)
+    members = [stories.snapshot(), job, source, first, stories.content()]
+    assert not related.is_namesake(first, members)
+    members.remove(job)
+    assert related.is_namesake(first, members)
+
+
+def test_a_restore_is_not_of_a_pod_that_was_made_again() -> None:
+    root, target = stories.restore(), stories.pod()
+    other = replace(target, metadata=replace(target.metadata, uid=derived_uid("pod", "newer")))
+    assert not related.is_namesake(target, [root, target])
+    assert related.is_namesake(other, [root, other])
+
+
+def test_the_story_of_a_snapshot_leads_to_its_pod_and_its_content() -> None:
+    root = stories.snapshot(bound_snapshot_content_name="c")
+    assert [str(link) for link in related.links(root, root)] == ["pod/worker", "snapshotcontent/c"]
+
+
+def test_a_pod_that_only_has_the_name_of_the_captured_one_does_not_belong() -> None:
+    root, source = stories.snapshot(), stories.pod()
+    other = replace(source, metadata=replace(source.metadata, uid=derived_uid("pod", "newer")))
+    assert not related.is_namesake(source, [root, source, stories.content()])
+    assert related.is_namesake(other, [root, other, stories.content()])
+
+
+def test_a_change_belongs_to_an_object_and_to_whom_owns_it() -> None:
+    uid, owner = derived_uid("x", "1"), derived_uid("x", "2")
+    target = Target(KINDS["Pod"], "default", "worker")
+    news = ObjectChanged("ADDED", target, uid, frozenset({owner}))
+    assert news.concerns({uid})
+    assert news.concerns({owner})
+    assert not news.concerns({derived_uid("x", "3")})
+
+
+def test_a_content_belongs_to_the_snapshot_that_its_label_names() -> None:
+    snapshot = derived_uid("snapshot", "snap")
+    meta = replace(stories.content().metadata, labels={"nvidia.com/snapshot-uid": snapshot})
+    assert related.owners_of(meta) == {snapshot}
+    restore = stories.restore(of="worker")
+    owners = related.owners_of(restore.metadata)
+    assert owners == {derived_uid("pod", "worker")}
+
+
+def test_a_namespace_holds_its_contents_and_every_node() -> None:
+    node = Node(metadata=stories.meta("node", "n", namespace=None))
+    assert related.is_in(stories.content(), "default")
+    assert not related.is_in(stories.content(), "other")
+    assert related.is_in(node, "other")

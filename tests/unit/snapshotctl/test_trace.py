@@ -1,0 +1,91 @@
+"""A trace as a trace."""
+
+import msgspec
+
+from snapshot_shared.spans import SpanRecord, layout
+from snapshotctl.commands import trace
+
+
+def _span(span_id: str, parent: str, start_ms: int, end_ms: int, **more: object) -> SpanRecord:
+    fields = {"name": span_id, "service": "s", "node": "n", **more}
+    return SpanRecord(
+        trace_id="t" * 32,
+        span_id=span_id,
+        parent_id=parent,
+        start_ns=start_ms * 1_000_000,
+        end_ns=end_ms * 1_000_000,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_parents_come_first_and_siblings_by_their_start() -> None:
+    spans = [
+        _span("late", "root", 60, 90),
+        _span("early", "root", 10, 50),
+        _span("root", "", 0, 100),
+    ]
+    found = layout([*spans, _span("leaf", "early", 20, 30)])
+    assert [(bar.span.name, bar.depth) for bar in found.bars] == [
+        ("root", 0),
+        ("early", 1),
+        ("leaf", 2),
+        ("late", 1),
+    ]
+
+
+def test_times_count_from_the_begin_of_the_trace() -> None:
+    found = layout([_span("root", "", 1000, 1500), _span("child", "root", 1100, 1200)])
+    assert [(bar.start_s, bar.duration_s) for bar in found.bars] == [(0.0, 0.5), (0.1, 0.1)]
+    assert found.total_s == 0.5
+
+
+def test_a_span_that_came_twice_is_drawn_once() -> None:
+    assert len(layout([_span("a", "", 0, 1)] * 2).bars) == 1
+
+
+def test_a_span_whose_parent_has_not_ended_is_drawn_and_named() -> None:
+    found = layout([_span("child", "missing", 0, 10)])
+    assert found.bars[0].orphan
+    assert any("its parent has not ended" in line for line in trace.lines(found, 100))
+
+
+def test_spans_that_are_each_others_parents_end_no_command() -> None:
+    found = layout([_span("a", "b", 0, 1), _span("b", "a", 0, 1)])
+    assert trace.lines(found, 100) == []
+
+
+def test_bars_stand_where_the_spans_are() -> None:
+    spans = [_span("root", "", 0, 100), _span("second half", "root", 50, 100)]
+    root, half = trace.lines(layout(spans), 120)
+    assert abs(root.count("█") - 2 * half.count("█")) <= 1
+    assert half.index("█") - root.index("█") == root.count("█") - half.count("█")
+
+
+def test_a_span_too_short_for_a_bar_is_still_seen() -> None:
+    spans = [_span("root", "", 0, 100_000), _span("blink", "root", 50_000, 50_001)]
+    assert trace.EDGE in trace.lines(layout(spans), 100)[1]
+
+
+def test_no_line_is_wider_than_the_terminal() -> None:
+    spans = [_span("root", "", 0, 100), _span("x" * 200, "root", 99, 100, service="y" * 100)]
+    for width in (80, 100, 200):
+        assert {len(line) for line in trace.lines(layout(spans), width)} == {width}
+
+
+def test_errors_and_links_stand_below() -> None:
+    link = f"00-{'a' * 32}-{'b' * 16}-01"
+    lines = trace.lines(layout([_span("r", "", 0, 1, error="boom", links=[link])]), 90)
+    assert lines[1:] == ["  failed: r: boom", f"  linked to trace {'a' * 32}"]
+
+
+def test_an_empty_trace_has_no_lines() -> None:
+    assert trace.lines(layout([]), 80) == []
+
+
+def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_shown() -> None:
+    attributes = {"messaging.operation.name": "process", "snapback.verb": "dump"}
+    link = f"00-{'a' * 32}-{'b' * 16}-01"
+    span = _span("r", "", 0, 1, name="process snap.order.x", attributes=attributes, links=[link])
+    found = layout([msgspec.structs.replace(span, trace_id="a" * 32)])
+    (line,) = trace.lines(found, 90)
+    assert line.startswith("process dump ")

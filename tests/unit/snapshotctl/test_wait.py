@@ -1,0 +1,114 @@
+"""What `wait` waits for."""
+
+import pytest
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects import (
+    AnyObject,
+    Condition,
+    Container,
+    ContentSource,
+    ObjectMeta,
+    Pod,
+    PodSource,
+    PodSpec,
+    PodStatus,
+    SnapshotContent,
+    SnapshotContentSpec,
+    SnapshotContentStatus,
+    SnapshotRef,
+)
+from snapshot_shared.transitions import Capture, Restore
+from snapshotctl.commands.wait import ConditionIs, Gone, Met, Never, Open, judge, parse_goal
+from snapshotctl.domain.exits import WrongArguments
+from tests.support import stories
+
+UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
+READY = ConditionIs("Ready")
+
+
+def _condition(type_: str, status: str, message: str = "") -> Condition:
+    return Condition(type=type_, status=status, reason="Because", message=message)  # type: ignore[arg-type]
+
+
+def _pod(**status: object) -> Pod:
+    return Pod(
+        metadata=ObjectMeta(name="w"),
+        spec=PodSpec(containers=[Container(name="main")]),
+        status=PodStatus(**status),  # type: ignore[arg-type]
+    )
+
+
+def _content(**status: object) -> SnapshotContent:
+    return SnapshotContent(
+        metadata=ObjectMeta(name="c"),
+        spec=SnapshotContentSpec(
+            snapshot_ref=SnapshotRef(namespace="default", name="s", uid=UID),
+            source=ContentSource(
+                pod_ref=PodSource(name="w"), namespace="default", node_name="node-1"
+            ),
+        ),
+        status=SnapshotContentStatus(**status),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "goal"),
+    [
+        ("condition=Ready", ConditionIs("Ready")),
+        ("condition=Ready=False", ConditionIs("Ready", "False")),
+        ("condition=Failed=true", ConditionIs("Failed")),
+        ("delete", Gone()),
+    ],
+)
+def test_a_goal_is_read_as_kubectl_reads_it(text: str, goal: object) -> None:
+    assert parse_goal(text) == goal
+
+
+@pytest.mark.parametrize("text", ["", "Ready", "condition=", "condition=Ready=Maybe", "deleted"])
+def test_what_is_no_goal_is_answered_with_goals(text: str) -> None:
+    with pytest.raises(WrongArguments) as refused:
+        parse_goal(text)
+    assert "condition=Ready" in refused.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("goal", "found", "expected"),
+    [
+        (READY, _pod(conditions=[_condition("Ready", "True", "it serves")]), Met),
+        (READY, _pod(conditions=[_condition("Ready", "False")]), Open),
+        (READY, _pod(), Open),
+        (READY, None, Never),
+        (READY, _pod(conditions=[_condition("Failed", "True")]), Never),
+        (READY, _pod(phase="Failed", reason="ContainerExited"), Never),
+        (READY, _pod(conditions=[_condition("Failed", "False")]), Open),
+        (READY, _content(capture=Capture.FAILED), Never),
+        (READY, _content(capture=Capture.ABORTING), Open),
+        (ConditionIs("ready"), _pod(conditions=[_condition("Ready", "True")]), Met),
+        (ConditionIs("Failed"), _pod(conditions=[_condition("Failed", "True")]), Met),
+        (ConditionIs("Failed"), _pod(), Open),
+        (ConditionIs("Ready", "False"), _pod(conditions=[_condition("Ready", "False")]), Met),
+        (ConditionIs("Ready", "False"), _pod(phase="Failed"), Open),
+        (Gone(), None, Met),
+        (Gone(), _pod(phase="Failed"), Open),
+    ],
+)
+def test_a_goal_is_met_open_or_lost(goal: object, found: AnyObject | None, expected: type) -> None:
+    assert isinstance(judge(goal, found), expected)  # type: ignore[arg-type]
+
+
+def test_the_failure_of_a_restore_is_the_reason_why_a_pod_never_becomes_ready() -> None:
+    shown = "8 bytes are needed, a device has 4"
+    restored = Condition(
+        type="nvidia.com/Restored", status="False", reason="DeviceTooSmall", message=shown
+    )
+    verdict = judge(READY, _pod(conditions=[restored]))
+    assert verdict == Never(f"DeviceTooSmall: {shown}")
+
+
+def test_a_restore_that_failed_never_becomes_ready_and_one_that_is_dropped_still_may() -> None:
+    failure = Failure(reason="NodeLost", message="node-1 is gone")
+    failed = stories.restore(state=Restore.FAILED, failure=failure)
+    assert judge(READY, failed) == Never("NodeLost: node-1 is gone")
+    dropping = stories.restore(state=Restore.DROPPING, failure=failure)
+    assert isinstance(judge(READY, dropping), Open)
