@@ -18,9 +18,9 @@ import grpc
 
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     AllocationInfo,
     Allocations,
     ListAllocations,
@@ -95,7 +95,7 @@ async def serve(folder: Path) -> None:
     """Serve all three until standard input ends; tells the device on standard output."""
     loop = asyncio.get_running_loop()
     device = SimulatedDevice(node=NODE, index=0, capacity=CAPACITY, granularity=GRANULE)
-    gms = Gms(node=NODE, incarnation="1", devices=[device])
+    gms = MemoryServer(node=NODE, incarnation="1", devices=[device])
     lease = LeaseServer(folder, LeaseSessions(gms))
     lease.start()
     bare = await loop.create_unix_server(_Echo, folder / ECHO_BARE)

@@ -12,7 +12,7 @@ import pytest
 
 from gms.adapters.simulated import SimulatedDevice
 from gms.conformance import CAPACITY, RULES, CudaRig, Rig, SimulatedRig, Skipped, check
-from snapshot_shared.frames import Access
+from snapback_client.frames import Access
 from tests.support.likeness_rig import likeness
 
 

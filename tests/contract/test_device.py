@@ -14,8 +14,8 @@ import pytest
 
 from gms.adapters.simulated import SimulatedDevice, simulated_uuid
 from gms.ports import Device
+from snapback_client.frames import Access
 from snapshot_shared.errors import Internal, InvalidInput, OutOfDeviceMemory
-from snapshot_shared.frames import Access
 from tests.bench.machine import huge_bytes_free
 
 MIB = 1024 * 1024

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from gms.adapters.cuda import CudaDevice, CudaDriver
+from gms.adapters.cuda import CudaDevice
 from gms.adapters.simulated import SimulatedDevice
-from gms.arena import AddressRange, AddressTaken, Arena, Mappings, reserve
 from gms.ports import Device
+from snapback_client.cuda import CudaDriver
+from snapback_client.frames import Access
+from snapback_client.mappings import AddressRange, AddressTaken, Mappings
+from snapback_client.reservation import Reservation, reserve
 from snapshot_shared.errors import DeviceError, InvalidInput, LayoutError
-from snapshot_shared.frames import Access
 from tests.bench.machine import huge_bytes_free
 from tests.support.likeness_rig import likeness
 
@@ -63,14 +65,14 @@ def exported(device: Device, granules: int = 1, access: Access = Access.RW) -> I
 
 
 def put(at: AddressRange, offset: int, data: bytes) -> None:
-    if isinstance(at, Arena):
+    if isinstance(at, Reservation):
         at.view(offset, len(data)).cast("B")[:] = data
     else:
         at.write(offset, memoryview(bytearray(data)))  # type: ignore[attr-defined]
 
 
 def get(at: AddressRange, offset: int, size: int) -> bytes:
-    if isinstance(at, Arena):
+    if isinstance(at, Reservation):
         return bytes(at.view(offset, size))
     found = bytearray(size)
     at.read(offset, memoryview(found))  # type: ignore[attr-defined]
@@ -177,14 +179,14 @@ def test_two_imports_show_the_same_memory(device: Device, at: AddressRange) -> N
 def test_a_range_for_a_simulated_device_begins_at_a_huge_page(pages: int) -> None:
     size = pages * mmap.PAGESIZE
     with contextlib.ExitStack() as stack:
-        found = [Arena(size) for _ in range(3)]
+        found = [Reservation(size) for _ in range(3)]
         for each in found:
             stack.callback(each.release)
         assert [each.address % (2 * MIB) for each in found] == [0, 0, 0]
         # The addresses are taken.
         for each in found:
             with pytest.raises(AddressTaken):
-                Arena(mmap.PAGESIZE, address=each.address + size - mmap.PAGESIZE)
+                Reservation(mmap.PAGESIZE, address=each.address + size - mmap.PAGESIZE)
 
 
 def test_access_can_be_taken_back_and_given_again(device: Device, at: AddressRange) -> None:
@@ -194,7 +196,7 @@ def test_access_can_be_taken_back_and_given_again(device: Device, at: AddressRan
         put(at, 0, b"first")
         at.protect(0, GRANULE, writable=False)
         assert get(at, 0, 5) == b"first"
-        if not isinstance(at, Arena):
+        if not isinstance(at, Reservation):
             # The kernel would end this process; the conformance rules try it in another.
             with pytest.raises(DeviceError):
                 put(at, 0, b"other")

@@ -24,10 +24,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gms.adapters import posix
+from gms.adapters import buffers, syscalls
 from gms.adapters.backends import GROUP, find_backend
 from gms.domain.transfer import PAGE, FilePlan, place, plan_files
 from gms.ports import Moved, ResumableBackend, TransferBackend
+from snapback_client.frames import AllocationInfo
 from snapshot_shared import files
 from snapshot_shared.errors import (
     ArtifactCorrupt,
@@ -37,7 +38,6 @@ from snapshot_shared.errors import (
     NoSpace,
 )
 from snapshot_shared.files import open_root, opened
-from snapshot_shared.frames import AllocationInfo
 from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
 from tests.scenario.disk import SimDisk
 from tests.support.s3_server import s3_server
@@ -177,7 +177,7 @@ def subject(
     module = importlib.import_module(type(backend).__module__)
     with pytest.MonkeyPatch.context() as patch:
         # The allocations of most cases are short.
-        patch.setattr(posix, "_IN_PLACE_BYTES", PAGE)
+        patch.setattr(buffers, "_IN_PLACE_BYTES", PAGE)
         yield Subject(request.param, backend, module, bodies)
 
 
@@ -583,7 +583,7 @@ def test_direct_reads_are_for_what_the_page_cache_does_not_hold(
     with opened(os.open(tmp_path / plans[0].name, os.O_RDONLY)) as fd:
         if not cached:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        resident = {posix._is_resident(fd, chunk) for chunk in plans[0].chunks}
+        resident = {syscalls.is_resident(fd, chunk) for chunk in plans[0].chunks}
     assert resident == {cached}
     again = Memory([4 * MIB])
     find_backend("posix-direct").read_files(
@@ -737,7 +737,7 @@ def test_a_backend_that_goes_on_writes_what_was_not_proven_to_be_there(
             # What was cut off is zeros when the file has its size again.
             data = (file.read_bytes() if kept else b"").ljust(plan.size, b"\0")
             for piece in plan.chunks:
-                wanted = posix.digest_in_memory(piece, memory.views)
+                wanted = buffers.digest_in_memory(piece, memory.views)
                 there = data[piece.offset : piece.offset + piece.size]
                 stands = kept.get(piece.index) == wanted == xxhash.xxh3_128_hexdigest(there)
                 is_hole = not kept and wanted == xxhash.xxh3_128_hexdigest(bytes(piece.size))

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from gms.adapters.cuda import CudaUnavailable, open_devices
+from gms.adapters.cuda import open_devices
+from snapback_client.cuda import CudaUnavailable
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 
 MIB = 1024 * 1024
 GMS = Path(sys.executable).with_name("gms")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 from gms.containers import Outcome
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder

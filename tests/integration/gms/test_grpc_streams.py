@@ -12,13 +12,13 @@ import grpc
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
+from snapback_client.frames import GenerationRef
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
     MAX_EVENTS,
-    GenerationRef,
     LoadRequest,
     SaveRequest,
     TransferStage,

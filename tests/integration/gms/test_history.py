@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 
-from gms import client
-from gms.lease import Lease
+import snapback_client as client
+from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain, MetadataItem
+from snapback_client.lease import Lease
 from snapshot_shared.errors import DeadlineExceeded, GenerationMismatch
 from snapshot_shared.frames import (
     MAX_EVENTS,
-    AllocationSpec,
-    Attach,
     EventRecord,
     FenceRequest,
-    LockMode,
-    MemoryDomain,
-    MetadataItem,
     StatusReply,
     StatusRequest,
     UnfenceRequest,

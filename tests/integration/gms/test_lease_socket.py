@@ -28,19 +28,7 @@ from gms.adapters.lease_socket import LeaseServer
 from gms.domain.sessions import Session
 from gms.domain.shares import TooManySessions
 from gms.handlers.sessions import LeaseSessions
-from gms.lease import Lease
-from gms.wire import Inbox, close_all, prepare, send
-from snapshot_shared.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    Forbidden,
-    GenerationMismatch,
-    InvalidMessage,
-    NotFound,
-    OutOfDeviceMemory,
-    SnapbackError,
-)
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     DESCRIPTORS_PER_MESSAGE,
     Access,
     AllocateMany,
@@ -63,6 +51,18 @@ from snapshot_shared.frames import (
     Request,
     decode_reply,
     encode_frame,
+)
+from snapback_client.lease import Lease
+from snapback_client.wire import Inbox, close_all, prepare, send
+from snapshot_shared.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    Forbidden,
+    GenerationMismatch,
+    InvalidMessage,
+    NotFound,
+    OutOfDeviceMemory,
+    SnapbackError,
 )
 
 MIB = 1024 * 1024
@@ -216,7 +216,7 @@ def test_the_end_of_the_socket_frees_the_lock_and_the_memory(service: Any) -> No
 def test_memory_of_a_killed_process_is_free_once_it_has_ended(service: Any) -> None:
     code = (
         "import sys, time\n"
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "pool = client.connect(device=0, lock='RW')\n"
         "pool.allocate('a', 3_000_000, 'uint8')[:] = 1\n"
         "print('ready', flush=True)\n"

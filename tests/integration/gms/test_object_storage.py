@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 from gms.adapters.part_files import read_part, verify_part
-from gms.adapters.transfer_child import save
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
+from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import Place
 from snapshot_shared.codec import digest, encode_json
@@ -231,7 +231,7 @@ def test_a_save_that_fails_leaves_no_object(
     def full(*_: object) -> None:
         raise NoSpace("the disk is full")
 
-    monkeypatch.setattr("gms.adapters.transfer_child.write_new", full)
+    monkeypatch.setattr("gms.transfer_child.save.write_new", full)
     with pytest.raises(NoSpace):
         save(capture.save_task(), lambda _: None)
     assert not capture.path.exists()
@@ -240,7 +240,7 @@ def test_a_save_that_fails_leaves_no_object(
 
 KILLED = """
 import os, signal, sys
-from gms.adapters import transfer_child
+from gms.transfer_child import __main__ as transfer_child
 from snapshot_shared.object_storage import ObjectStorage
 real, left = ObjectStorage.put, [int(sys.argv[1])]
 def put(self, key, data):
@@ -542,7 +542,7 @@ def test_what_a_transfer_logs_names_no_key(
 
 
 def test_the_program_loads_obstore_only_when_it_is_needed() -> None:
-    code = "import sys, gms.adapters.transfer_child\nprint('obstore' in sys.modules)\n"
+    code = "import sys, gms.transfer_child.__main__\nprint('obstore' in sys.modules)\n"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert found.stdout == b"False\n"
 

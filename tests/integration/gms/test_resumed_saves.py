@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.resume import note_of, read_notes
 from gms.domain.tasks import SaveTask, TransferDone, TransferEvent, TransferLeased
@@ -274,7 +274,7 @@ def test_a_save_whose_process_is_killed_goes_on_in_another_some_times(
                     for path in Path("/proc/self/task").glob("*/children"):
                         for pid in map(int, path.read_text().split()):
                             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                            if b"gms.adapters.transfer_child" in command and pid not in killed:
+                            if b"gms.transfer_child" in command and pid not in killed:
                                 os.kill(pid, signal.SIGKILL)
                                 killed.add(pid)
         return event

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 from gms.adapters.simulated import simulated_uuid
-from gms.lease import Lease
+from snapback_client.frames import Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.frames import Attach, LockMode, MemoryDomain
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.orders import (
     AbortOrder,

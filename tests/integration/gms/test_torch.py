@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
-from gms.adapters.cuda import CudaUnavailable, open_devices
-from gms.domain.tensors import PREFIX, View, place_tensors, read_tensors
-from gms.torch import SegmentAllocator, TorchMemory, tensor_of
+import snapback_client as client
+from gms.adapters.cuda import open_devices
+from snapback_client.cuda import CudaUnavailable
+from snapback_client.tensors import PREFIX, View, place_tensors, read_tensors
+from snapback_client.torch import SegmentAllocator, TorchMemory, tensor_of
 from snapshot_shared.errors import OutOfDeviceMemory
 from tests.support.likeness_rig import likeness
 

@@ -6,7 +6,8 @@ import pytest
 
 from gms.domain.history import History
 from gms.domain.sessions import Peer, Waiter
-from snapshot_shared.frames import MAX_EVENTS, Attach, EventKind, LockMode, MemoryDomain
+from snapback_client.frames import Attach, LockMode, MemoryDomain
+from snapshot_shared.frames import MAX_EVENTS, EventKind
 
 
 @pytest.fixture

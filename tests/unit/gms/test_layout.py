@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gms.domain.layout import Allocation, Layout, aligned, structure_hash
+from gms.domain.layout import Allocation, Layout, structure_hash
 from gms.domain.metadata import ENTRY_BYTES, weight
-from snapshot_shared.errors import LayoutConflict, NotFound
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     MAX_ALLOCATIONS,
     MAX_METADATA_BYTES,
     AllocationSpec,
     MetadataItem,
+    aligned,
 )
+from snapshot_shared.errors import LayoutConflict, NotFound
 
 ROWS = [("a", 10, "t"), ("b", 20, "")]
 META = [MetadataItem(key="k", allocation="a", offset=3, value=b"v")]

@@ -10,9 +10,9 @@ import pytest
 import gms.handlers.sessions as answers
 from gms.adapters.simulated import SimulatedDevice
 from gms.domain.sessions import Peer, Session
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     MAX_BATCH,
     MESSAGE_BUDGET,
     Access,
@@ -39,7 +39,7 @@ def device() -> Iterator[SimulatedDevice]:
 
 async def full(device: SimulatedDevice) -> tuple[LeaseSessions, Session]:
     """A session whose layout has many allocations, and as many entries of metadata."""
-    gms = Gms(node="n1", incarnation="inc", devices=[device])
+    gms = MemoryServer(node="n1", incarnation="inc", devices=[device])
     attach = Attach(
         device=device.info.uuid, domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5.0
     )

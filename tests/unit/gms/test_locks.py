@@ -19,8 +19,8 @@ from gms.domain.locks import (
     verdict,
     wish_of,
 )
+from snapback_client.frames import LockMode
 from snapshot_shared.errors import InvalidTransition
-from snapshot_shared.frames import LockMode
 
 # What a state says of (writer, committed layout, readers).
 MEANING = {

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gms.domain.fence import Phase
 from gms.domain.locks import Lock, Use, Verdict, Wish, verdict
-from gms.domain.memory import MemoryTable
+from gms.domain.memory_table import MemoryTable
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -23,8 +23,7 @@ from gms.domain.sessions import (
     Refused,
     Session,
 )
-from snapshot_shared.errors import SnapbackError
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     Access,
     AllocationSpec,
     Attach,
@@ -33,6 +32,7 @@ from snapshot_shared.frames import (
     LockMode,
     MemoryDomain,
 )
+from snapshot_shared.errors import SnapbackError
 from snapshot_shared.orders import LayoutRef
 
 DEVICES = ("GPU-a", "GPU-b")

@@ -7,16 +7,14 @@ from msgspec.structs import replace
 
 from gms.domain.parts import Difference
 from gms.domain.showing import BenchRow, bench_text, difference_text, size_text, status_text
+from snapback_client.frames import Access, LockMode, MemoryDomain
 from snapshot_shared.frames import (
-    Access,
     DeviceStatus,
     DomainStatus,
     EventKind,
     EventRecord,
     FenceStatus,
     LoadStatus,
-    LockMode,
-    MemoryDomain,
     SessionStatus,
     StatusReply,
     WaitingStatus,

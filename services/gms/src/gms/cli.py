@@ -22,14 +22,13 @@ from gms.adapters.part_files import part_folders, read_part, verify_part
 from gms.adapters.session_bench import bench_sessions
 from gms.domain.parts import difference, place_of
 from gms.domain.showing import bench_text, difference_text, size_text, status_text
+from snapback_client.frames import GenerationRef, MemoryDomain
 from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import Incompatible, Internal, InvalidInput, SnapbackError, failure_of
 from snapshot_shared.frames import (
     MAX_EVENTS,
     DeviceStatus,
-    GenerationRef,
     LoadRequest,
-    MemoryDomain,
     SaveRequest,
     StatusReply,
     TransferStage,

@@ -25,17 +25,19 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from gms import client
-from gms.adapters.cuda import CudaDevice, CudaDriver, CudaUnavailable
+import snapback_client as client
+from gms.adapters.cuda import CudaDevice
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice, allow_many_descriptors
 from gms.adapters.transfer_process import TransferProcesses
-from gms.arena import Arena, address_of, reserve
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
-from gms.lease import Lease
 from gms.ports import Device
+from snapback_client.cuda import CudaDriver, CudaUnavailable
+from snapback_client.frames import Access, Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
+from snapback_client.reservation import Reservation, address_of, reserve
 from snapshot_shared.artifact import part_path
 from snapshot_shared.errors import (
     ArtifactCorrupt,
@@ -44,7 +46,6 @@ from snapshot_shared.errors import (
     SnapbackError,
     UnknownDevice,
 )
-from snapshot_shared.frames import Access, Attach, LockMode, MemoryDomain
 from snapshot_shared.ids import derived_uid
 
 CAPACITY = 64 * 1024 * 1024
@@ -481,14 +482,14 @@ class _Mapped:
         return int(self.range.address)
 
     def read(self, offset: int, size: int) -> bytes:
-        if isinstance(self.range, Arena):
+        if isinstance(self.range, Reservation):
             return bytes(self.range.view(offset, size))
         found = bytearray(size)
         self.range.read(offset, memoryview(found))
         return bytes(found)
 
     def write(self, offset: int, data: bytes) -> None:
-        if isinstance(self.range, Arena):
+        if isinstance(self.range, Reservation):
             self.range.view(offset, len(data)).cast("B")[:] = data
         else:
             self.range.write(offset, memoryview(bytearray(data)))
@@ -571,7 +572,7 @@ class _Service:
         self.folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        self._gms = Gms(node="conformance", incarnation=folder.name, devices=[device])
+        self._gms = MemoryServer(node="conformance", incarnation=folder.name, devices=[device])
         self._lease = LeaseServer(folder, LeaseSessions(self._gms))
 
     def start(self) -> None:

@@ -27,6 +27,7 @@ from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.containers import Settings, load_task, read_settings, save_task
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone
 from gms.handlers.transfers import whole_or_nothing
+from snapback_client.frames import MemoryDomain
 from snapshot_shared.codec import MAX_MESSAGE_BYTES, decode_json, encode_pretty
 from snapshot_shared.errors import (
     Aborted,
@@ -37,7 +38,7 @@ from snapshot_shared.errors import (
     failure_of,
 )
 from snapshot_shared.files import open_root, opened, read_bounded, write_replacing
-from snapshot_shared.frames import MemoryDomain, StatusReply
+from snapshot_shared.frames import StatusReply
 from snapshot_shared.orders import Bytes, LayoutRef, LoadOrder, PartStr, SaveOrder
 
 DONE = "done"

@@ -11,12 +11,9 @@ from typing import Protocol, runtime_checkable
 from gms.domain.sessions import Peer, Session
 from gms.domain.tasks import LoadTask, SaveTask, TransferEvent
 from gms.domain.transfer import FilePlan
+from snapback_client.frames import Access, AllocateMany, Attach, Attached, Reply, Request
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.frames import (
-    Access,
-    AllocateMany,
-    Attach,
-    Attached,
     DropLayoutReply,
     DropLayoutRequest,
     FenceReply,
@@ -26,8 +23,6 @@ from snapshot_shared.frames import (
     LoadRequest,
     PublishReply,
     PublishRequest,
-    Reply,
-    Request,
     SaveRequest,
     StatusReply,
     StatusRequest,
@@ -241,8 +236,8 @@ class Copier(Protocol):
     """
 
     @property
-    def window(self) -> memoryview:
-        """Host memory to and from which copies are fast."""
+    def buffer(self) -> memoryview:
+        """Pinned host memory, to and from which copies are fast."""
         ...
 
     def read(self, offset: int, into: memoryview) -> None:
@@ -265,8 +260,8 @@ class Copier(Protocol):
 class DeviceMemory(Protocol):
     """A layout in memory that only its device addresses, which is copied from and to."""
 
-    def copier(self, window: int) -> Copier:
-        """Give an order of copies of its own, with a window of this many bytes."""
+    def copier(self, size: int) -> Copier:
+        """Return a stream of copies of its own, with a pinned buffer of `size` bytes."""
         ...
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from snapback_client.frames import error_of
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
 from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, SnapbackError
 from snapshot_shared.frames import (
@@ -27,7 +28,6 @@ from snapshot_shared.frames import (
     TransferUpdate,
     WatchReply,
     WatchRequest,
-    error_of,
     grpc_method,
 )
 from snapshot_shared.orders import LayoutRef

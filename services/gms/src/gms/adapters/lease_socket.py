@@ -22,16 +22,7 @@ from gms.adapters.hangups import Hangups
 from gms.adapters.turns import Turns
 from gms.domain.sessions import Peer, Session
 from gms.ports import Answer, Message, Sessions
-from gms.wire import Inbox, close_all, prepare, send
-from snapshot_shared import instruments
-from snapshot_shared.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    InvalidMessage,
-    SnapbackError,
-    failure_of,
-)
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     LEASE_SOCKET,
     AllocateMany,
     Attach,
@@ -41,6 +32,15 @@ from snapshot_shared.frames import (
     Request,
     decode_request,
     encode_frame,
+)
+from snapback_client.wire import Inbox, close_all, prepare, send
+from snapshot_shared import instruments
+from snapshot_shared.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidMessage,
+    SnapbackError,
+    failure_of,
 )
 from snapshot_shared.metrics import OFF, Metrics
 

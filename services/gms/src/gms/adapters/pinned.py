@@ -12,7 +12,7 @@ import os
 import resource
 from pathlib import Path
 
-from gms.adapters.posix import buffer_pages
+from gms.adapters.buffers import buffer_pages
 from snapshot_shared.errors import SnapbackError
 
 _libc = ctypes.CDLL(None, use_errno=True)

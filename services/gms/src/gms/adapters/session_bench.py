@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from gms.domain.showing import BenchRow
-from gms.lease import Lease
-from snapshot_shared.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
+from snapback_client.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
 
 LOCK_S = 5.0
 ROUNDS = 20

@@ -9,10 +9,10 @@ import resource
 import threading
 import uuid
 
-from gms.arena import HUGE_PAGE
 from gms.ports import DeviceInfo
+from snapback_client.frames import Access
+from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared.errors import Internal, InvalidInput, OutOfDeviceMemory
-from snapshot_shared.frames import Access
 
 GRANULARITY = 2 * 1024 * 1024
 PRODUCT = "Snapback Simulated GPU"

@@ -13,9 +13,9 @@ from typing import Self
 import msgspec
 
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
+from snapback_client.frames import error_of
 from snapshot_shared.codec import MAX_FRAME_BYTES, encode_json
 from snapshot_shared.errors import Internal, InvalidMessage, TransferKilled
-from snapshot_shared.frames import error_of
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _DECODER: msgspec.json.Decoder[TransferEvent] = msgspec.json.Decoder(TransferEve
 
 
 class TransferProcesses:
-    """Starts `transfer_child` with the interpreter of this service.
+    """Starts `gms.transfer_child` with the interpreter of this service.
 
     As a context manager it keeps `spares` of them waiting for a task: a worker that is captured is
     held until every save has its lease, and an interpreter takes longer to start than all the rest.
@@ -90,7 +90,7 @@ async def _started(verb: str) -> Process:
         sys.executable,
         "-P",  # The working directory is no place to import from.
         "-m",
-        "gms.adapters.transfer_child",
+        "gms.transfer_child",
         verb,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

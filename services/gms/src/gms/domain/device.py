@@ -22,8 +22,8 @@ from gms.domain.sessions import (
     Session,
     Waiter,
 )
+from snapback_client.frames import Attach, GenerationRef, MemoryDomain
 from snapshot_shared.errors import GenerationMismatch
-from snapshot_shared.frames import Attach, GenerationRef, MemoryDomain
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.orders import LayoutRef
 

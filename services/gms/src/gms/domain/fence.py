@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gms.domain.locks import Wish
+from snapback_client.frames import MemoryDomain
 from snapshot_shared.errors import LayoutConflict, Superseded
-from snapshot_shared.frames import MemoryDomain
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.transitions import TransitionTable
 

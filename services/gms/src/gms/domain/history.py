@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from gms.domain.sessions import Session, Waiter
-from snapshot_shared.frames import MAX_EVENTS, EventKind, EventRecord, MemoryDomain
+from snapback_client.frames import MemoryDomain
+from snapshot_shared.frames import MAX_EVENTS, EventKind, EventRecord
 
 
 class History:

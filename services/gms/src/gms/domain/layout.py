@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gms.domain.metadata import Metadata
-from snapshot_shared.errors import LayoutConflict, NotFound
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     MAX_ALLOCATIONS,
     AllocationInfo,
     AllocationSpec,
     GenerationRef,
     MetadataItem,
 )
+from snapshot_shared.errors import LayoutConflict, NotFound
 from snapshot_shared.orders import LayoutRef
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from snapshot_shared.frames import LockMode
+from snapback_client.frames import LockMode
 from snapshot_shared.transitions import TransitionTable
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from snapback_client.frames import MAX_METADATA_BYTES, MetadataItem
 from snapshot_shared.errors import LayoutConflict
-from snapshot_shared.frames import MAX_METADATA_BYTES, MetadataItem
 
 ENTRY_BYTES = 64
 """What an entry counts for beside its strings."""

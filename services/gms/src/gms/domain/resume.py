@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from gms.domain.tasks import SaveTask
 from gms.domain.transfer import CHUNK_BYTES
+from snapback_client.frames import Token
 from snapshot_shared.artifact import MAX_CHUNKS, ChunkDigest, FileName
-from snapshot_shared.frames import Token
 from snapshot_shared.orders import Attempt, LayoutRef, OrderIdStr, ShortText
 
 ChunkIndex = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]

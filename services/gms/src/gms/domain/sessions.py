@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from gms.domain.layout import Allocation, Layout
 from gms.domain.locks import LOCKS, Lock, LockEvent, Use, Wish, wish_of
+from snapback_client.frames import Access, Attach, GenerationRef, MemoryDomain
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.frames import Access, Attach, GenerationRef, MemoryDomain
 from snapshot_shared.orders import LayoutRef
 
 

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from gms.domain.transfer import PAGE, SHARD_BYTES
+from snapback_client.frames import DeviceUuid, GenerationRef, Token
 from snapshot_shared.errors import Failure
-from snapshot_shared.frames import DeviceUuid, GenerationRef, Token
 from snapshot_shared.orders import (
     ArtifactRef,
     Attempt,

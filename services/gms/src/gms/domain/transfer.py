@@ -7,10 +7,11 @@ from the manifest by the same function, so that writing and reading cannot disag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gms.domain.layout import aligned, structure_hash
+from gms.domain.layout import structure_hash
+from snapback_client.frames import AllocationInfo, MetadataItem, aligned
 from snapshot_shared.artifact import (
     MAX_CHUNK_BYTES,
     AllocationEntry,
@@ -27,7 +28,6 @@ from snapshot_shared.errors import (
     InvalidInput,
     OutOfDeviceMemory,
 )
-from snapshot_shared.frames import AllocationInfo, MetadataItem
 
 PAGE = 4096
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -107,12 +107,22 @@ def plan_files(
     return plans
 
 
-def windows(chunk: ChunkPlan, size: int) -> list[ChunkPlan]:
+def all_chunks(plans: Sequence[FilePlan]) -> Iterator[tuple[int, ChunkPlan]]:
+    """Yield every chunk with the index of its file among these plans."""
+    return ((file, chunk) for file, plan in enumerate(plans) for chunk in plan.chunks)
+
+
+def longest_chunk(plans: Sequence[FilePlan]) -> int:
+    """Return the bytes of the longest chunk, 0 without any."""
+    return max((chunk.size for plan in plans for chunk in plan.chunks), default=0)
+
+
+def cut_chunk(chunk: ChunkPlan, size: int) -> list[ChunkPlan]:
     """Cut a chunk into requests of at most `size` bytes, in order and numbered from 0."""
     if chunk.size <= size:
         return [replace(chunk, index=0)]
     cut = _chunks(chunk.file, size, chunk.pieces)
-    return [replace(window, offset=chunk.offset + window.offset) for window in cut]
+    return [replace(request, offset=chunk.offset + request.offset) for request in cut]
 
 
 def without_memory(plan: FilePlan) -> FilePlan:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from gms.domain.device import DeviceTable
 from gms.domain.fence import Phase
 from gms.domain.layout import Allocation
-from gms.domain.memory import MemoryTable
+from gms.domain.memory_table import MemoryTable
 
 Numbers = Mapping[tuple[str, ...], float]
 

@@ -10,7 +10,7 @@ from gms.domain.device import DeviceTable
 from gms.domain.fence import Phase
 from gms.domain.locks import Lock, Wish
 from gms.domain.sessions import Room, Waiter
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from snapshot_shared.frames import (
     DeviceStatus,
     DomainStatus,
@@ -38,7 +38,7 @@ from snapshot_shared.frames import (
 class GmsControl:
     """Answers the node's agent and tools."""
 
-    def __init__(self, gms: Gms) -> None:
+    def __init__(self, gms: MemoryServer) -> None:
         """Answer from `gms`."""
         self._gms = gms
 

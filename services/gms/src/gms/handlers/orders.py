@@ -23,7 +23,7 @@ from gms.domain.tasks import (
     TransferProgress,
     Way,
 )
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.transfers import persistent
 from gms.ports import Tracer, Transfers
 from snapshot_shared.courier import Handler, OrderContext, Result
@@ -57,7 +57,7 @@ class GmsOrders:
 
     def __init__(
         self,
-        gms: Gms,
+        gms: MemoryServer,
         transfers: Transfers,
         tracer: Tracer,
         book: OrderBook,

@@ -9,10 +9,9 @@ from typing import TypeVar, assert_never
 
 from gms.domain.layout import Allocation
 from gms.domain.sessions import Peer, Session
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.ports import Answer, Device, Message, Tracer
-from snapshot_shared.errors import InvalidMessage
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     DESCRIPTORS_PER_MESSAGE,
     Access,
     Allocated,
@@ -38,6 +37,7 @@ from snapshot_shared.frames import (
     cost_of_allocation,
     cost_of_metadata,
 )
+from snapshot_shared.errors import InvalidMessage
 
 E = TypeVar("E")
 
@@ -45,7 +45,7 @@ E = TypeVar("E")
 class LeaseSessions:
     """Answers clients. Spans are recorded for sessions that belong to a trace."""
 
-    def __init__(self, gms: Gms, tracer: Tracer | None = None) -> None:
+    def __init__(self, gms: MemoryServer, tracer: Tracer | None = None) -> None:
         """Answer from `gms`."""
         self._gms = gms
         self._tracer = tracer

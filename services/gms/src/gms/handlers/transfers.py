@@ -24,7 +24,7 @@ from gms.domain.tasks import (
     TransferProgress,
     Way,
 )
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.ports import Transfers
 from snapshot_shared.artifact import part_path
 from snapshot_shared.errors import Conflict, Internal, NotEligible, TransferKilled
@@ -55,7 +55,7 @@ class GmsTransfers:
 
     def __init__(
         self,
-        gms: Gms,
+        gms: MemoryServer,
         transfers: Transfers,
         *,
         socket_dir: Path,

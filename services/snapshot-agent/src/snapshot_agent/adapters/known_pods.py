@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from snapback_client.frames import error_of
 from snapshot_shared import subjects
 from snapshot_shared.api import PodsReply, PodsRequest
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_json, encode_json
-from snapshot_shared.frames import error_of
 from snapshot_shared.ids import check_node
 
 

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from snapback_client.frames import error_of
 from snapshot_agent.adapters.copying import ROOT
 from snapshot_agent.ports import Listing, Stray
 from snapshot_shared import subjects
@@ -17,7 +18,6 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_json, encode_json
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactExists, ArtifactMissing, InvalidName
 from snapshot_shared.files import make_dir, open_dir, open_root, opened, secure
-from snapshot_shared.frames import error_of
 from snapshot_shared.ids import check_label, check_node, check_uid
 
 _NOT_OURS = frozenset({"lost+found"})

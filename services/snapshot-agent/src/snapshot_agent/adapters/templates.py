@@ -8,12 +8,12 @@ import itertools
 import logging
 from typing import Any
 
+from snapback_client.frames import error_of
 from snapshot_shared import subjects
 from snapshot_shared.api import TemplateReply, TemplateRequest
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_json, encode_json
 from snapshot_shared.errors import BusUnavailable, NotFound
-from snapshot_shared.frames import error_of
 from snapshot_shared.ids import check_node
 from snapshot_shared.orders import PodRef
 

@@ -15,7 +15,7 @@ from typing import assert_never
 
 from gms.domain import usage
 from gms.domain.history import History
-from gms.domain.memory import MemoryTable
+from gms.domain.memory_table import MemoryTable
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -29,6 +29,7 @@ from gms.domain.sessions import (
     Waiter,
 )
 from gms.ports import Device
+from snapback_client.frames import AllocationInfo, AllocationSpec, Attach, Commit
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
     DeadlineExceeded,
@@ -38,14 +39,7 @@ from snapshot_shared.errors import (
     SnapbackError,
     Superseded,
 )
-from snapshot_shared.frames import (
-    AllocationInfo,
-    AllocationSpec,
-    Attach,
-    Commit,
-    EventKind,
-    EventRecord,
-)
+from snapshot_shared.frames import EventKind, EventRecord
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import LayoutRef
@@ -56,7 +50,7 @@ RELEASE_S = 10.0
 """How long an allocation waits at least for memory that is being freed already, in seconds."""
 
 
-class Gms:
+class MemoryServer:
     """The GPU memory of one node."""
 
     def __init__(

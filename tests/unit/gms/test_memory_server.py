@@ -10,8 +10,8 @@ import pytest
 
 from gms.adapters.simulated import SimulatedDevice
 from gms.domain.sessions import Peer
-from gms.handlers.keeper import Gms
-from snapshot_shared.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+from gms.handlers.memory_server import MemoryServer
+from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
 
 
 class SlowDevice(SimulatedDevice):
@@ -43,7 +43,7 @@ async def device() -> AsyncIterator[SlowDevice]:
 async def test_what_is_let_go_later_holds_up_nobody_who_waits_for_what_was_let_go_before(
     device: SlowDevice,
 ) -> None:
-    gms = Gms(node="n1", incarnation="inc", devices=[device])
+    gms = MemoryServer(node="n1", incarnation="inc", devices=[device])
     attach = Attach(
         device=device.info.uuid, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0
     )

@@ -12,9 +12,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from snapshot_shared.codec import MAX_FRAME_BYTES
-from snapshot_shared.errors import InvalidMessage
-from snapshot_shared.frames import DESCRIPTORS_PER_MESSAGE
+from snapback_client.codec import MAX_FRAME_BYTES
+from snapback_client.errors import InvalidMessage
+from snapback_client.frames import DESCRIPTORS_PER_MESSAGE
 
 _ITEM = array.array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE * _ITEM)

@@ -13,10 +13,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from snapshot_shared.codec import decode_msgpack, encode_msgpack
-from snapshot_shared.errors import InvalidInput, InvalidMessage
-from snapshot_shared.frames import MetadataItem
-from snapshot_shared.orders import Bytes
+from snapback_client.codec import decode_msgpack, encode_msgpack
+from snapback_client.errors import InvalidInput, InvalidMessage
+from snapback_client.frames import Bytes, MetadataItem
 
 PREFIX = "tensor:"
 """What the keys of tensors in the metadata store begin with; the rest is the name."""

@@ -10,7 +10,7 @@ import pytest
 from gms.domain import usage
 from gms.domain.fence import Phase
 from gms.domain.locks import Lock, Verdict, Wish, verdict, wish_of
-from gms.domain.memory import WAITING, MemoryTable
+from gms.domain.memory_table import WAITING, MemoryTable
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -23,6 +23,15 @@ from gms.domain.sessions import (
     Session,
 )
 from gms.domain.shares import TooManySessions
+from snapback_client.frames import (
+    Access,
+    AllocationSpec,
+    Attach,
+    Commit,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+)
 from snapshot_shared.errors import (
     Fenced,
     Forbidden,
@@ -35,15 +44,6 @@ from snapshot_shared.errors import (
     StaleLayout,
     Superseded,
     UnknownDevice,
-)
-from snapshot_shared.frames import (
-    Access,
-    AllocationSpec,
-    Attach,
-    Commit,
-    GenerationRef,
-    LockMode,
-    MemoryDomain,
 )
 
 A, B = "GPU-a", "GPU-b"

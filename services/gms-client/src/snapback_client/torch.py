@@ -1,9 +1,9 @@
 """GPU memory for PyTorch (2.6 or later): a model's tensors lie in a pool that others share.
 
-    from gms import client
-    from gms.torch import TorchMemory
+    import snapback_client
+    from snapback_client.torch import TorchMemory
 
-    with client.connect(device=0) as pool:              # RW_OR_RO: the first writes, others read
+    with snapback_client.connect(device=0) as pool:     # RW_OR_RO: the first writes, others read
         memory = TorchMemory(pool)
         if pool.access == "RW":
             with memory.allocating():                   # what is allocated here lies in the pool
@@ -32,17 +32,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gms.adapters.cuda import CudaUnavailable
-from gms.client import GenerationRef, MemoryPool
-from gms.domain.tensors import (
-    PREFIX,
-    Segment,
-    View,
-    next_segment,
-    place_tensors,
-    read_tensors,
-)
-from snapshot_shared.errors import InvalidInput, NotEligible
+from snapback_client.cuda import CudaUnavailable
+from snapback_client.errors import InvalidInput, NotEligible
+from snapback_client.frames import GenerationRef
+from snapback_client.pool import MemoryPool
+from snapback_client.tensors import PREFIX, Segment, View, next_segment, place_tensors, read_tensors
 
 _MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -230,7 +224,7 @@ def _torch() -> Any:
         torch = importlib.import_module("torch")
     except ImportError as error:
         raise CudaUnavailable(
-            f"PyTorch is missing: {error}", next_step="pip install 'snapback-gms[cuda,torch]'"
+            f"PyTorch is missing: {error}", next_step="pip install 'snapback-client[cuda,torch]'"
         ) from error
     if not torch.cuda.is_available():
         raise CudaUnavailable(

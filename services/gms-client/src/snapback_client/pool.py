@@ -1,21 +1,4 @@
-"""GPU memory for an engine: arrays that other processes share, that sleep, and that wake in place.
-
-    from gms import client
-
-    with client.connect(device=0, lock="RW") as weights:
-        table = weights.allocate("embedding", (50_000, 512), "float32")
-        table[:] = read_from_disk()
-        weights.commit()         # readers may come; our own views are read-only from here on
-        ...
-        weights.sleep()          # nothing of ours is mapped, open or running
-        weights.wake()           # the same arrays at the same addresses
-
-While a pool sleeps its arrays must not be touched: the process would end with SIGSEGV, as CUDA
-would fault. After `wake` they are valid again. Needs only the standard library, numpy and msgspec.
-
-Arrays of a simulated device are numpy's. Those of a CUDA device (extra `cuda`) are `CudaArray`s:
-`set` fills and `get` copies them, and CuPy, Numba and PyTorch (`gms.torch`) work on them in place.
-"""
+"""A pool: named arrays in the memory of one device, and its life from connect to close."""
 
 from __future__ import annotations
 
@@ -24,30 +7,20 @@ import os
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import UNSET, UnsetType
-from numpy.typing import DTypeLike
 
-from gms.arena import DOMAIN_BYTES, AddressRange, AddressTaken, address_of, reserve
-from gms.domain.layout import aligned
-from gms.lease import Lease
-from gms.slots import PoolState, Slot, metadata_of, new_slots, read_state, slots_of, write_state
-from snapshot_shared.errors import (
-    DeadlineExceeded,
-    Fenced,
-    GenerationMismatch,
+from snapback_client.errors import (
     Incompatible,
     InvalidInput,
-    LayoutConflict,
     NotEligible,
     NotFound,
-    OutOfDeviceMemory,
     SnapbackError,
     StaleLayout,
     UnknownDevice,
 )
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     Access,
     AllocationSpec,
     Attach,
@@ -56,28 +29,26 @@ from snapshot_shared.frames import (
     LockMode,
     MemoryDomain,
     MetadataItem,
+    aligned,
+)
+from snapback_client.lease import Lease
+from snapback_client.mappings import AddressRange
+from snapback_client.reservation import DOMAIN_BYTES, address_of, reserve
+from snapback_client.slots import (
+    PoolState,
+    Slot,
+    metadata_of,
+    new_slots,
+    read_state,
+    slots_of,
+    write_state,
 )
 
-__all__ = [
-    "AddressTaken",
-    "DeadlineExceeded",
-    "Fenced",
-    "GenerationMismatch",
-    "GenerationRef",
-    "LayoutConflict",
-    "MemoryPool",
-    "NotEligible",
-    "NotFound",
-    "OutOfDeviceMemory",
-    "SnapbackError",
-    "StaleLayout",
-    "UnknownDevice",
-    "connect",
-    "restore",
-]
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 Array = Any
-"""`numpy.ndarray`, or on a CUDA device `gms.adapters.cuda.CudaArray`."""
+"""`numpy.ndarray`, or on a CUDA device `snapback_client.cuda.CudaArray`."""
 
 Shape = int | Sequence[int]
 
@@ -161,7 +132,7 @@ class MemoryPool:
         self._folder = _folder(socket_dir)
         self._slots: dict[str, Slot] = {}
         self._arrays: dict[str, Array] = {}
-        self._arena: AddressRange | None = None
+        self._reservation: AddressRange | None = None
         self._lease: Lease | None = None
         self._mode = _Mode.CLOSED
         self._end = 0
@@ -186,7 +157,7 @@ class MemoryPool:
         pool.layout_id, pool.structure_hash = saved.layout_id, saved.structure_hash
         pool._slots = {slot.name: slot for slot in saved.slots}
         pool._end = max((slot.at + slot.aligned for slot in saved.slots), default=0)
-        pool._arena = reserve(
+        pool._reservation = reserve(
             saved.device_kind, pool.device, saved.reserved, address=saved.address, exact=True
         )
         pool._mode = _Mode.ASLEEP
@@ -337,9 +308,9 @@ class MemoryPool:
         """Give everything back, also what was not committed. The arrays must not be used."""
         if self._mode in (_Mode.WRITING, _Mode.READING):
             self._let_go()
-        if self._arena is not None:
-            self._arena.release()
-            self._arena = None
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
         self._arrays.clear()
         self._mode = _Mode.CLOSED
 
@@ -378,7 +349,9 @@ class MemoryPool:
             wanted = aligned(max(4 * attached.capacity, self._end), attached.granularity)
             reserved = min(DOMAIN_BYTES, wanted)
             address = address_of(self._ordinal, is_kv=not self._is_weights)
-            self._arena = reserve(attached.device_kind, self.device, reserved, address=address)
+            self._reservation = reserve(
+                attached.device_kind, self.device, reserved, address=address
+            )
             if is_reader:
                 self._map(list(self._slots.values()), Access.RO)
         except BaseException:
@@ -449,8 +422,8 @@ class MemoryPool:
         """Unmap, and only then tell the service that everything is unmapped."""
         lease, self._lease = self._lease, None
         try:
-            if self._arena is not None:
-                self._arena.unmap()
+            if self._reservation is not None:
+                self._reservation.unmap()
         except BaseException:
             # A device that failed may have something mapped yet: the service must count it on.
             if lease is not None:
@@ -510,9 +483,9 @@ class MemoryPool:
 
     @property
     def _range(self) -> AddressRange:
-        if self._arena is None:
+        if self._reservation is None:
             raise NotEligible("the pool is closed")
-        return self._arena
+        return self._reservation
 
     @property
     def _granularity(self) -> int:

@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from gms.domain.device import DeviceTable, check_generation
 from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
-from gms.domain.layout import Allocation, Layout, aligned
+from gms.domain.layout import Allocation, Layout
 from gms.domain.locks import USES, LockEvent, Operation, Use, Verdict, Wish
 from gms.domain.sessions import (
     Effect,
@@ -30,6 +30,17 @@ from gms.domain.sessions import (
     Waiter,
 )
 from gms.domain.shares import Shares
+from snapback_client.frames import (
+    Access,
+    AllocationInfo,
+    AllocationSpec,
+    Attach,
+    Commit,
+    LockMode,
+    MemoryDomain,
+    MetadataItem,
+    aligned,
+)
 from snapshot_shared.errors import (
     Fenced,
     Forbidden,
@@ -40,16 +51,6 @@ from snapshot_shared.errors import (
     StaleLayout,
     Superseded,
     UnknownDevice,
-)
-from snapshot_shared.frames import (
-    Access,
-    AllocationInfo,
-    AllocationSpec,
-    Attach,
-    Commit,
-    LockMode,
-    MemoryDomain,
-    MetadataItem,
 )
 from snapshot_shared.orders import LayoutRef
 

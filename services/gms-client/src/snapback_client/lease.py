@@ -14,8 +14,7 @@ from typing import NoReturn, TypeVar
 
 from msgspec import UNSET
 
-from gms.wire import Inbox, close_all, prepare, send
-from snapshot_shared.errors import (
+from snapback_client.errors import (
     Aborted,
     DeadlineExceeded,
     Forbidden,
@@ -24,7 +23,7 @@ from snapshot_shared.errors import (
     NotFound,
     SnapbackError,
 )
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     LEASE_SOCKET,
     Access,
     Allocated,
@@ -57,6 +56,7 @@ from snapshot_shared.frames import (
     encode_frame,
     error_of,
 )
+from snapback_client.wire import Inbox, close_all, prepare, send
 
 CALL_S = 120.0
 """How long an answer may take once the lock is held, in seconds. Making memory takes time."""
