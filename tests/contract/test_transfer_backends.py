@@ -247,7 +247,7 @@ def folder(tmp_path: Path) -> Iterator[int]:
 def disk(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> SimDisk:
     """A simulated disk below the backend."""
     disk = SimDisk()
-    for module in (subject.module, files):
+    for module in (subject.module, syscalls, files):
         monkeypatch.setattr(module, "os", disk.os)
         if hasattr(module, "fcntl"):
             monkeypatch.setattr(module, "fcntl", disk.fcntl)

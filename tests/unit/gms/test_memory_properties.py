@@ -36,6 +36,7 @@ from snapshot_shared.errors import SnapbackError
 from snapshot_shared.orders import LayoutRef
 
 DEVICES = ("GPU-a", "GPU-b")
+SHAPE = "the structure hash of every layout here"
 TOKENS = tuple(f"t{number}" for number in range(12))
 
 devices = st.sampled_from(DEVICES)
@@ -155,7 +156,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             handle = next(self.handles)
             self.created.add(handle)
             self.table.allocate(session, [AllocationSpec(id="w", size=9)], [handle])
-            self.take(self.table.commit(session, Commit(if_match=current))[1])
+            self.take(self.table.commit(session, Commit(if_match=current), SHAPE)[1])
             del self.sessions[ticket]
             self.take(self.table.end(session, unmapped=True))
 
@@ -186,7 +187,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.table.allocate(session, [AllocationSpec(id="w", size=9)], [handle])
             request = Commit(if_match=session.request.if_match, hidden=True, layout_id="l")
             with suppress(SnapbackError):
-                self.take(self.table.commit(session, request)[1])
+                self.take(self.table.commit(session, request, SHAPE)[1])
 
     @rule(device=devices, token=tokens)
     def attach_save(self, device: str, token: str) -> None:
@@ -259,7 +260,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             layout_id="l",
         )
         with suppress(SnapbackError):
-            _, effects = self.table.commit(session, request)
+            _, effects = self.table.commit(session, request, SHAPE)
             self.take(effects)
             assert right
 

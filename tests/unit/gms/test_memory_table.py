@@ -47,6 +47,7 @@ from snapshot_shared.errors import (
 )
 
 A, B = "GPU-a", "GPU-b"
+SHAPE = "the structure hash of every layout here"
 PEER = Peer(pid=7, uid=0)
 RW, RO, EITHER = LockMode.RW, LockMode.RO, LockMode.RW_OR_RO
 WEIGHTS, KV = MemoryDomain.WEIGHTS, MemoryDomain.KV
@@ -86,7 +87,7 @@ class World:
         return handles
 
     def commit(self, session: Session, **fields: Any) -> GenerationRef:
-        ref, effects = self.table.commit(session, Commit(**fields))
+        ref, effects = self.table.commit(session, Commit(**fields), SHAPE)
         self.take(effects)
         return GenerationRef(incarnation=ref.incarnation, generation=max(1, ref.generation))
 
@@ -379,7 +380,7 @@ def test_a_layout_id_is_chosen_or_derived_and_never_the_same_twice(world: World)
         writer = world.attach(device, if_match=world.table.devices[device].weights.generation)
         world.allocate(writer, "w")
         ref, _ = world.table.commit(
-            writer, Commit(if_match=world.table.devices[device].weights.generation)
+            writer, Commit(if_match=world.table.devices[device].weights.generation), SHAPE
         )
         derived.add(ref.layout_id)
     assert len(derived) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -107,8 +107,11 @@ class Message:
             os.close(self.descriptors.pop())
 
 
-Answer = Iterator[Message | None]
-"""The messages that answer a request, made in pieces. None stands where others get their turn."""
+Answer = Generator[Message | None, None, None]
+"""The messages that answer a request, made in pieces; None where other clients have their turn.
+
+Whoever stops early closes it before anything else happens to the session.
+"""
 
 
 class Sessions(Protocol):

@@ -184,9 +184,10 @@ class LeaseServer:
                 request = await connection.request()
                 if isinstance(request, Detach):
                     return True
-                messages = await self._answer(connection, session, request)
-                for message in messages:
-                    await (connection.turn() if message is None else connection.send(message))
+                answer = await self._answer(connection, session, request)
+                with contextlib.closing(answer):
+                    for message in answer:
+                        await (connection.turn() if message is None else connection.send(message))
             except SnapbackError as error:
                 await connection.send(Message(ErrorReply.of(error.to_failure())))
 

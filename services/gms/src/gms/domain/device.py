@@ -175,9 +175,13 @@ class DeviceTable:
         holders += [session.layout for room in self.rooms.values() for session in room.sessions]
         if any(holder is layout for holder in holders):
             return []
-        gone = layout.allocations.values()
-        self.retired.update(a for a in gone if a.importers)
-        return self._freed([a.handle for a in gone if not a.importers])
+        free: list[int] = []
+        for allocation in layout.allocations.values():
+            if allocation.importers:
+                self.retired.add(allocation)
+            else:
+                free.append(allocation.handle)
+        return self._freed(free)
 
     def let_go(self, session: Session) -> list[Effect]:
         """Take a session off the importers of everything that was exported to it."""

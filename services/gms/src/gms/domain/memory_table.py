@@ -202,15 +202,24 @@ class MemoryTable:
         """List the session's layout."""
         return self._use(session, Operation.LIST).infos()
 
-    def commit(self, session: Session, request: Commit) -> tuple[LayoutRef, list[Effect]]:
-        """Publish the layout being written, or stage it hidden. Generation 0 means hidden."""
-        operation = Operation.COMMIT_HIDDEN if request.hidden else Operation.COMMIT
-        layout = self._use(session, operation)
+    def check_commit(self, session: Session, request: Commit) -> Layout:
+        """Return the layout that would be committed. InvalidTransition, GenerationMismatch."""
+        layout = self._use(session, _commit_of(request))
         device, room = self._place(session)
         self._check_commit(device, session, layout, request)
         check_generation(request.if_match, room.generation)
-        shape = layout.structure_hash()
-        session.use = USES.next(session.use, operation)
+        return layout
+
+    def commit(
+        self, session: Session, request: Commit, shape: str
+    ) -> tuple[LayoutRef, list[Effect]]:
+        """Publish the layout being written, or stage it hidden. Generation 0 means hidden.
+
+        `shape` is its structure hash.
+        """
+        layout = self.check_commit(session, request)
+        device, room = self._place(session)
+        session.use = USES.next(session.use, _commit_of(request))
         if request.hidden:
             return self._stage(device, session, layout, request, shape), []
         room.move(LockEvent.COMMIT)
@@ -439,6 +448,10 @@ class MemoryTable:
             fence.move(table.uuid, FenceEvent.DRAINED)
         fence.vector = [ref for ref in vector if ref is not None]
         return [FenceHeld(fence.token, tuple(fence.vector))]
+
+
+def _commit_of(request: Commit) -> Operation:
+    return Operation.COMMIT_HIDDEN if request.hidden else Operation.COMMIT
 
 
 def _remember(book: OrderedDict[K, V], key: K, value: V) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from snapback_client.frames import MAX_METADATA_BYTES, MetadataItem
 from snapshot_shared.errors import LayoutConflict
@@ -21,6 +21,12 @@ class Metadata:
         self._keys: list[str] = []
         self._about: dict[str, set[str]] = {}
         self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[MetadataItem]:
+        return (self._items[key] for key in self._keys)
 
     def put(self, entries: Iterable[MetadataItem]) -> None:
         """Add or replace entries, all or none. LayoutConflict."""

@@ -10,11 +10,12 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from typing import assert_never
 
 from gms.domain import usage
 from gms.domain.history import History
+from gms.domain.layout import PIECE
 from gms.domain.memory_table import MemoryTable
 from gms.domain.sessions import (
     Effect,
@@ -153,18 +154,27 @@ class MemoryServer:
             self._release(device, handles)
             raise
 
-    def commit(self, session: Session, request: Commit) -> LayoutRef:
-        """Publish or stage what a session wrote; it cannot be mapped for writing any more."""
+    def commit(self, session: Session, request: Commit) -> Generator[None, None, LayoutRef]:
+        """Publish or stage what a session wrote; yield between pieces of the work.
+
+        The caller must not let the session end or change its layout meanwhile. A commit that is
+        given up or refused leaves the layout uncommitted; new writable mappings of it may then be
+        impossible.
+        """
         device = self.devices[session.request.device]
-        written = session.layout
         try:
-            ref, effects = self.table.commit(session, request)
+            layout = self.table.check_commit(session, request)
+            shape = yield from layout.hashing()
+            # Before the layout is published: no reader ever sees memory that can still be mapped
+            # for writing.
+            for number, allocation in enumerate(layout.allocations.values(), start=1):
+                device.seal(allocation.handle)
+                if not number % PIECE:
+                    yield
+            ref, effects = self.table.commit(session, request, shape)
         except SnapbackError as error:
             self.history.add_of(session, EventKind.REFUSAL, _now(), reason=error.reason)
             raise
-        if written is not None:
-            for allocation in written.allocations.values():
-                device.seal(allocation.handle)
         self.history.add_of(
             session,
             EventKind.COMMIT,

@@ -88,10 +88,10 @@ class LeaseSessions:
                 return self._export(session, request)
             case FreeMany():
                 self._gms.free(session, request.ids)
-                return iter([Message(Done())])
+                return _done()
             case MetadataPut():
                 self._gms.table.put_metadata(session, request.entries)
-                return iter([Message(Done())])
+                return _done()
             case MetadataGet():
                 return _metadata(
                     self._gms.table.get_metadata(session, request.keys, request.prefix or "")
@@ -99,7 +99,7 @@ class LeaseSessions:
             case ListAllocations():
                 return _allocations(self._gms.table.allocations(session), Allocations)
             case Commit():
-                return iter([Message(self._commit(session, request))])
+                return self._commit(session, request)
             case Attach() | AllocateMany() | Detach():
                 raise InvalidMessage(f"{type(request).__name__} cannot come here")
             case _:
@@ -111,16 +111,18 @@ class LeaseSessions:
     def process_ended(self, session: Session) -> None:
         self._gms.process_ended(session)
 
-    def _commit(self, session: Session, request: Commit) -> Committed:
+    def _commit(self, session: Session, request: Commit) -> Answer:
         with self._span("commit-layout", session.request):
-            ref = self._gms.commit(session, request)
-        return Committed(
-            incarnation=ref.incarnation,
-            generation=ref.generation,
-            layout_id=ref.layout_id,
-            structure_hash=ref.structure_hash,
-            bytes=ref.bytes,
-            hidden=request.hidden,
+            ref = yield from self._gms.commit(session, request)
+        yield Message(
+            Committed(
+                incarnation=ref.incarnation,
+                generation=ref.generation,
+                layout_id=ref.layout_id,
+                structure_hash=ref.structure_hash,
+                bytes=ref.bytes,
+                hidden=request.hidden,
+            )
         )
 
     def _export(self, session: Session, request: ExportMany) -> Answer:
@@ -149,6 +151,10 @@ class LeaseSessions:
             "snapback.client": request.client,
         }
         return self._tracer.span(name, parent=request.traceparent, attributes=attributes)
+
+
+def _done() -> Answer:
+    yield Message(Done())
 
 
 def _open_all(device: Device, allocations: Sequence[Allocation], access: Access) -> list[int]:
