@@ -154,7 +154,7 @@ killed-clients: $(STAMP) ## Kill a thousand clients of the GPU memory service (C
 		$(BIN)/pytest --durations=1 tests/integration/gms/test_killed_clients.py
 
 conformance: $(STAMP) ## Whether a device keeps the rules (DEVICE=simulated|cuda, ORDINAL=0)
-	@$(BIN)/python -m gms.conformance --device $(or $(DEVICE),simulated) \
+	@$(BIN)/gms conformance --device $(or $(DEVICE),simulated) \
 		--ordinal $(or $(ORDINAL),0)
 
 resume-saves: $(STAMP) ## Kill saves at 20 points and go on with each (COUNT=20, SIZE_MIB=256)

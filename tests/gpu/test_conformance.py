@@ -24,7 +24,8 @@ def test_every_visible_gpu_keeps_the_rules() -> None:
             [
                 sys.executable,
                 "-m",
-                "gms.conformance",
+                "gms.cli",
+                "conformance",
                 "--device",
                 "cuda",
                 "--ordinal",

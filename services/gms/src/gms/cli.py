@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +20,20 @@ import typer
 from gms.adapters.grpc_client import GmsCaller, fresh_token
 from gms.adapters.part_files import part_folders, read_part, verify_part
 from gms.adapters.session_bench import bench_sessions
+from gms.conformance.run import check, open_rig
 from gms.domain.parts import difference, place_of
 from gms.domain.showing import bench_text, difference_text, size_text, status_text
+from snapback_client.cuda import CudaUnavailable
 from snapback_client.frames import GenerationRef, MemoryDomain
 from snapshot_shared.codec import encode_pretty
-from snapshot_shared.errors import Incompatible, Internal, InvalidInput, SnapbackError, failure_of
+from snapshot_shared.errors import (
+    Incompatible,
+    Internal,
+    InvalidInput,
+    SnapbackError,
+    UnknownDevice,
+    failure_of,
+)
 from snapshot_shared.frames import (
     MAX_EVENTS,
     DeviceStatus,
@@ -45,6 +54,13 @@ class Output(StrEnum):
     JSON = "json"
 
 
+class Kind(StrEnum):
+    """The kind of a device."""
+
+    SIMULATED = "simulated"
+    CUDA = "cuda"
+
+
 class Exit(IntEnum):
     """How a command ended."""
 
@@ -54,8 +70,8 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-_EXITS = "\b\nExit codes:\n  0  done\n  1  failed, or two parts differ\n  2  wrong arguments\n"
-_EXITS += "130  interrupted; nothing was left"
+_EXITS = "\b\nExit codes:\n  0  done\n  1  failed, or two parts differ\n"
+_EXITS += "  2  wrong arguments, or no such device\n130  interrupted; nothing was left"
 
 app = typer.Typer(
     name="gms",
@@ -236,6 +252,30 @@ def bench(
         return Exit.OK
 
     _carry_out(work())
+
+
+@app.command()
+def conformance(
+    device: Annotated[
+        Kind, typer.Option("--device", "-d", help="Kind of the device.")
+    ] = Kind.SIMULATED,
+    ordinal: Annotated[
+        int, typer.Option("--ordinal", min=0, help="Which of the visible CUDA devices.")
+    ] = 0,
+) -> None:
+    """Check that a device, and the service on it, keep every rule. It must not be in use."""
+    try:
+        rig = open_rig(device.value, ordinal)
+    except (CudaUnavailable, UnknownDevice) as error:
+        _failed(error)
+        raise typer.Exit(Exit.USAGE) from None
+    with closing(rig):
+        info = rig.device.info
+        sys.stdout.write(f"{info.uuid}  {info.product}\n")
+        for name, value in info.capabilities.items():
+            sys.stdout.write(f"  {name}: {value}\n")
+        is_sound = check(rig, sys.stdout.write)
+    raise typer.Exit(Exit.OK if is_sound else Exit.FAILED)
 
 
 def main() -> None:
