@@ -50,6 +50,7 @@ def run_worker(code: str, *arguments: str) -> subprocess.CompletedProcess[bytes]
 
 TRACES = """
 import os, pathlib, threading
+import numpy  # Starts threads of its own when it is imported.
 def traces():
     maps = pathlib.Path("/proc/self/maps").read_text().count("snapback-gpu")
     return maps, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -476,7 +477,7 @@ def test_the_state_of_another_size_or_place_is_refused(service: Any) -> None:
 
 def test_the_library_brings_neither_grpc_nor_nats_nor_telemetry_along() -> None:
     code = (
-        "import sys, gms.client\n"
+        "import sys, snapback_client\n"
         "heavy = {'grpc', 'nats', 'opentelemetry', 'asyncio', 'google'} & set(sys.modules)\n"
         "print(sorted(heavy))\n"
     )

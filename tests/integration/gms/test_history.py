@@ -25,8 +25,8 @@ from snapshot_shared.frames import (
 # Attaches as a writer, maps what it allocates, hangs up without a word and lives on.
 VANISHES = """
     import os, sys
-    from gms.lease import Lease
-    from snapshot_shared.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
+    from snapback_client.lease import Lease
+    from snapback_client.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
     lease = Lease.attach(os.environ["GMS_SOCKET_DIR"], Attach(
         device=sys.argv[1], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5,
         client="careless"))

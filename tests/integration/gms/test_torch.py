@@ -132,7 +132,10 @@ def bytes_of(array: Any) -> Any:
 
 
 def test_without_pytorch_it_says_what_to_install(service: Any) -> None:
-    code = "import sys; sys.modules['torch'] = None; import gms.torch; gms.torch.TorchMemory(None)"
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from snapback_client.torch import TorchMemory; TorchMemory(None)"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=False, text=True, timeout=30
     )
@@ -141,7 +144,7 @@ def test_without_pytorch_it_says_what_to_install(service: Any) -> None:
 
 
 def test_the_library_is_not_imported_before_it_is_needed() -> None:
-    code = "import sys, gms.torch; print('torch' in sys.modules, 'cuda' in sys.modules)"
+    code = "import sys, snapback_client.torch; print('torch' in sys.modules, 'cuda' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=30
     )

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gms.domain.containers import Settings, read_settings, save_task
-from gms.domain.tasks import SHARD_BYTES, Way
+from gms.domain.tasks import SHARD_BYTES, TransferOptions
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.orders import LayoutRef, SaveOrder
 
@@ -21,7 +21,7 @@ PLAIN = {
     "load_workers": 8,
     "shard_bytes": None,
     "lock_s": None,
-    "way": Way("posix-direct", ""),
+    "options": TransferOptions("posix-direct", ""),
 }
 
 

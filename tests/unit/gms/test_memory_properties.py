@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gms.domain.fence import Phase
-from gms.domain.locks import Lock, Use, Verdict, Wish, verdict
+from gms.domain.locks import Lock, LockDecision, LockRequest, Use, decide
 from gms.domain.memory_table import MemoryTable
 from gms.domain.sessions import (
     Effect,
@@ -384,14 +384,16 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         for uuid, device in self.table.devices.items():
             for room in device.rooms.values():
                 for waiter in room.queue.values():
-                    if not self.table.fences.admits(uuid, room.domain, waiter.wish):
+                    if not self.table.fences.admits(uuid, room.domain, waiter.lock_request):
                         continue
-                    answer = verdict(room.lock, waiter.wish, replacer_waits=room.replacer_waits)
-                    if answer is Verdict.WRITE:
+                    answer = decide(
+                        room.lock, waiter.lock_request, replacer_waits=room.replacer_waits
+                    )
+                    if answer is LockDecision.WRITE:
                         assert self.vanished_writers(uuid, room.domain, waiter.peer.pid)
-                        answer = Verdict.WAIT
-                    assert answer is Verdict.WAIT
-                    if waiter.wish in (Wish.WRITE, Wish.REPLACE):
+                        answer = LockDecision.WAIT
+                    assert answer is LockDecision.WAIT
+                    if waiter.lock_request in (LockRequest.WRITE, LockRequest.REPLACE):
                         assert waiter.request.if_match == room.generation
 
     @invariant()

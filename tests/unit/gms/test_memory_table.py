@@ -9,7 +9,7 @@ import pytest
 
 from gms.domain import usage
 from gms.domain.fence import Phase
-from gms.domain.locks import Lock, Verdict, Wish, verdict, wish_of
+from gms.domain.locks import Lock, LockDecision, LockRequest, decide, lock_request_of
 from gms.domain.memory_table import WAITING, MemoryTable
 from gms.domain.sessions import (
     Effect,
@@ -165,29 +165,29 @@ def test_a_queue_costs_each_who_waits_the_same_however_long_it_is(
 ) -> None:
     asked: list[Lock] = []
 
-    def counted(lock: Lock, wish: Wish, **fields: Any) -> Verdict:
+    def counted(lock: Lock, request: LockRequest, **fields: Any) -> LockDecision:
         asked.append(lock)
-        return verdict(lock, wish, **fields)
+        return decide(lock, request, **fields)
 
-    wishes = itertools.count()
-    monkeypatch.setattr("gms.domain.device.verdict", counted)
+    requests = itertools.count()
+    monkeypatch.setattr("gms.domain.device.decide", counted)
     monkeypatch.setattr(
-        "gms.domain.sessions.wish_of",
-        lambda lock, replace: (next(wishes), wish_of(lock, replace=replace))[1],
+        "gms.domain.sessions.lock_request_of",
+        lambda lock, replace: (next(requests), lock_request_of(lock, replace=replace))[1],
     )
     ref = world.committed()
     readers = [world.attach(lock=RO) for _ in range(2)]
     for number in range(200):
-        before = next(wishes)
+        before = next(requests)
         asked.clear()
         world.ask(replace=True, if_match=ref, peer=Peer(pid=100 + number, uid=0))
         assert len(asked) == 1, "others are asked again because one more waits"
-        assert next(wishes) - before < 10
-    before = next(wishes)
+        assert next(requests) - before < 10
+    before = next(requests)
     asked.clear()
     world.end(readers[0])
     assert len(asked) == 200
-    assert next(wishes) - before < 10 * 200
+    assert next(requests) - before < 10 * 200
 
 
 def test_a_queue_behind_a_vanished_writer_does_not_look_at_readers_that_vanished(

@@ -108,12 +108,12 @@ class CudaDriver:
         return found[0] if len(found) == 1 else tuple(found)
 
     def uuid_of(self, device: Any) -> str:
-        """Give the uuid of a device as NVIDIA_VISIBLE_DEVICES has it."""
+        """Return the uuid of a device as NVIDIA_VISIBLE_DEVICES has it."""
         found = self.call("cuDeviceGetUuid", device)
         return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
 
     def find(self, device: str) -> Any:
-        """Give the visible device with this uuid. UnknownDevice.
+        """Return the visible device with this uuid. UnknownDevice.
 
         Ordinals differ between processes: CUDA_VISIBLE_DEVICES leaves devices out and sorts them.
         """
@@ -232,9 +232,9 @@ class CudaRange:
         self._driver.call("cuMemSetAccess", self.address + offset, size, [description], 1)
 
     def unmap(self, offset: int = 0, size: int | None = None) -> None:
-        """Take mappings away and keep their addresses reserved; the whole range by default.
+        """Remove mappings and keep their addresses reserved; the whole range by default.
 
-        Waits first for what the device was told to do: it may use them yet.
+        Waits first for the work of the device, which may still use them.
         """
         gone = self._mappings.within(offset, self.size if size is None else size)
         if not gone:
@@ -264,7 +264,7 @@ class CudaRange:
             self._driver.call("cuCtxSynchronize")
 
     def array(self, offset: int, shape: Sequence[int], dtype: DTypeLike) -> CudaArray:
-        """Give the array at a place of the range."""
+        """Return the array at a place of the range."""
         return CudaArray(self, offset, shape, dtype)
 
     def copier(self, size: int) -> CudaCopier:
@@ -272,7 +272,7 @@ class CudaRange:
         return CudaCopier(self, size)
 
     def release(self) -> None:
-        """Give mappings, addresses and the context back."""
+        """Release mappings, addresses and the context."""
         if self.size:
             self.unmap()
             self._driver.call("cuMemAddressFree", self.address, self.size)
@@ -309,14 +309,14 @@ class CudaCopier:
         self.buffer = memoryview((ctypes.c_ubyte * size).from_address(self._pinned)).cast("B")
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Begin to copy bytes out of the device."""
+        """Start to copy bytes out of the device."""
         at = self._range
         with at._current() as driver:  # noqa: SLF001 - one module
             source = at.address + offset
             driver.call("cuMemcpyDtoHAsync", host_address(into), source, len(into), self._stream)
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Begin to copy bytes into the device; they must stay as they are until `flush`."""
+        """Start to copy bytes into the device; they must not change until `flush`."""
         at = self._range
         with at._current() as driver:  # noqa: SLF001 - one module
             driver.call(
@@ -333,7 +333,7 @@ class CudaCopier:
             driver.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Wait, and give stream and pinned memory back."""
+        """Wait, and release the stream and the pinned memory."""
         with self._range._current() as driver:  # noqa: SLF001 - one module
             with contextlib.suppress(CudaFailed):
                 driver.call("cuStreamSynchronize", self._stream)
@@ -400,5 +400,5 @@ class CudaArray:
 
 
 def host_address(view: memoryview) -> int:
-    """Give where writable bytes of the host stand."""
+    """Return the address of writable bytes of the host."""
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))

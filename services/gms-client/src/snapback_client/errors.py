@@ -22,7 +22,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     next_step: str = ""
 
     def __str__(self) -> str:
-        """Give the line that a person reads: what is wrong, then what to do."""
+        """Return one line for people: what is wrong, then what to do."""
         tail = f" Next: {self.next_step}" if self.next_step else ""
         return f"{self.reason}: {self.message}{tail}"
 
@@ -47,7 +47,7 @@ class SnapbackError(Exception):
             cls.reason = cls.__name__
 
     def to_failure(self) -> Failure:
-        """Turn the error into the value that crosses a wire."""
+        """Return the error as a value, which can be sent."""
         return Failure(
             reason=self.reason,
             message=self.message,
@@ -66,12 +66,12 @@ class RemoteFailure(SnapbackError):
         self.failure = failure
 
     def to_failure(self) -> Failure:
-        """Give back what was received, unchanged."""
+        """Return the failure as it was received."""
         return self.failure
 
 
 class InvalidInput(SnapbackError):
-    """What somebody wrote is not acceptable."""
+    """An input is not acceptable."""
 
 
 class InvalidMessage(InvalidInput):

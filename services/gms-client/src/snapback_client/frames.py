@@ -270,7 +270,7 @@ class ErrorReply(_Frame, frozen=True, kw_only=True, tag="error"):
 
     @classmethod
     def of(cls, failure: Failure) -> ErrorReply:
-        """Carry a failure."""
+        """Return a failure as a message."""
         return cls(
             reason=failure.reason,
             message=failure.message,
@@ -280,7 +280,7 @@ class ErrorReply(_Frame, frozen=True, kw_only=True, tag="error"):
         )
 
     def to_failure(self) -> Failure:
-        """Give back the failure."""
+        """Return the failure."""
         return Failure(
             reason=self.reason,
             message=self.message,
@@ -371,7 +371,7 @@ def cost_of_metadata(entry: MetadataItem) -> int:
 
 
 def error_of(failure: Failure) -> SnapbackError:
-    """Give a received failure its own class again, so that callers can catch it by name."""
+    """Return the error of a received failure, of its own class where that is known."""
     kind = _known_errors().get(failure.reason)
     if kind is None:
         return RemoteFailure(failure)

@@ -1,7 +1,7 @@
 """A session with GMS over its lease socket: the client's half of the protocol.
 
 Needs only the standard library and msgspec, because engines and transfer programs start with it.
-The open socket is the lock: whoever holds a `Lease` holds what it was granted.
+The open socket is the lock: it is held as long as the `Lease` is open.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Lease:
 
     @property
     def attached(self) -> Attached:
-        """What the server said when it granted the lock."""
+        """The reply that granted the lock."""
         if self._attached is None:
             raise NotEligible("the lock is not granted yet")
         return self._attached
@@ -125,7 +125,7 @@ class Lease:
     def export(
         self, ids: Sequence[str], access: Access
     ) -> Iterator[list[tuple[AllocationInfo, int]]]:
-        """Give (allocation, descriptor) in runs; descriptors are closed when the next run begins.
+        """Yield (allocation, descriptor) in runs; descriptors are closed with the next run.
 
         Only one run is open at a time, so the number of descriptors stays small.
         """
@@ -148,7 +148,7 @@ class Lease:
                 finally:
                     close_all(descriptors)
         finally:
-            # A caller that stops early must not find old answers before the next one.
+            # After an early stop the rest must not be taken for the next reply.
             while not is_last:
                 reply, descriptors = self._receive(CALL_S)
                 close_all(descriptors)
@@ -182,14 +182,14 @@ class Lease:
         return self._call(request, Committed)
 
     def detach(self) -> None:
-        """Say that nothing is mapped any more, and end the session."""
+        """Report that nothing is mapped any more, and end the session."""
         try:
             self._call(Detach(), Done)
         finally:
             self.close()
 
     def close(self) -> None:
-        """End the session without a word: what it imported counts until the process ends."""
+        """Close the socket only: what was imported stays charged until the process ends."""
         self._socket.close()
 
     def _parts(self, request: Request, kind: type[P], timeout: float = CALL_S) -> Iterator[P]:
@@ -219,7 +219,7 @@ class Lease:
             raise _lost(error) from error
 
     def _explain(self, error: OSError) -> NoReturn:
-        """Raise what the server said before it closed the connection, if it said anything."""
+        """Raise the error that the server sent before it closed the connection, if any."""
         reply: Reply | None = None
         with contextlib.suppress(OSError, InvalidMessage):
             data, descriptors = self._inbox.receive(self._socket)
@@ -240,7 +240,7 @@ class Lease:
                 f"the GPU memory service did not answer in {timeout:.1f} s", budget_s=timeout
             ) from None
         except ConnectionResetError as error:
-            # The kernel reports the reset first and keeps what was sent before it.
+            # The kernel reports the reset before what was received earlier.
             self._explain(error)
         except OSError as error:
             self.close()

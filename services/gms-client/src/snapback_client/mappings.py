@@ -24,13 +24,13 @@ class Mappings:
     """
 
     def __init__(self, size: int) -> None:
-        """Begin with an empty range of `size` bytes."""
+        """Start with an empty range of `size` bytes."""
         self.size = size
         self._starts: list[int] = []
         self._sizes: dict[int, int] = {}
 
     def add(self, offset: int, size: int) -> None:
-        """Take note of a mapping. LayoutError when it must not stand there."""
+        """Add a mapping. LayoutError when it must not stand there."""
         if size <= 0 or offset < 0 or offset + size > self.size:
             raise LayoutError(
                 f"{size} bytes at {offset} are outside the reserved range", size=self.size
@@ -46,7 +46,7 @@ class Mappings:
         self._sizes[offset] = size
 
     def within(self, offset: int, size: int) -> list[tuple[int, int]]:
-        """Give offset and size of what is mapped in a part. LayoutError when it cuts a mapping."""
+        """Return offset and size of each mapping in a part. LayoutError when it cuts one."""
         low = bisect.bisect_left(self._starts, offset)
         high = bisect.bisect_left(self._starts, offset + size)
         found = [(at, self._sizes[at]) for at in self._starts[low:high]]
@@ -61,7 +61,7 @@ class Mappings:
         return found
 
     def remove(self, offset: int) -> None:
-        """Take note that a mapping is gone."""
+        """Remove a mapping."""
         del self._starts[bisect.bisect_left(self._starts, offset)]
         del self._sizes[offset]
 
@@ -89,20 +89,20 @@ class AddressRange(Protocol):
         ...
 
     def unmap(self, offset: int = 0, size: int | None = None) -> None:
-        """Take mappings away and keep their addresses reserved; the whole range by default.
+        """Remove mappings and keep their addresses reserved; the whole range by default.
 
         LayoutError for a part of a mapping.
         """
         ...
 
     def clear(self, offset: int, size: int) -> None:
-        """Make sure that memory that was just made holds zeros."""
+        """Fill new memory with zeros where the device does not."""
         ...
 
     def array(self, offset: int, shape: Sequence[int], dtype: Any) -> Any:
-        """Give the array at a place of the range; `flags.writeable` of it can be set."""
+        """Return the array at a place of the range; `flags.writeable` of it can be set."""
         ...
 
     def release(self) -> None:
-        """Give mappings and addresses back."""
+        """Release mappings and addresses."""
         ...

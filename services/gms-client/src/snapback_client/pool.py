@@ -98,7 +98,7 @@ def restore(
     """Open a pool from `save_state()` of another process: same arrays, same addresses.
 
     `device` is the ordinal of the saved pool unless given. StaleLayout when something else is
-    committed there, and at once when nothing is and nobody loads or writes it: `await_layout`
+    committed there, and at once when nothing is and no client loads or writes it: `await_layout`
     waits for that, too. AddressTaken when this process uses the addresses.
     """
     pool = MemoryPool.from_state(state, device=device, name=name, socket_dir=socket_dir)
@@ -190,7 +190,7 @@ class MemoryPool:
         return {slot.name: self._arrays[slot.name] for slot in slots}
 
     def free(self, name: str) -> None:
-        """Give an array back before the commit; it must not be used any more."""
+        """Free an array before the commit; it must not be used any more."""
         self._require(_Mode.WRITING)
         slot = self._slot(name)
         self._range.unmap(slot.at, slot.aligned)
@@ -198,16 +198,16 @@ class MemoryPool:
         del self._slots[name], self._arrays[name]
 
     def arrays(self) -> dict[str, Array]:
-        """Give every array by name."""
+        """Return every array by name."""
         self._require(_Mode.WRITING, _Mode.READING)
         return dict(self._arrays)
 
     def address(self, name: str) -> int:
-        """Give where an array begins, in the address space of its device. NotFound."""
+        """Return the address of an array, in the address space of its device. NotFound."""
         return self._range.address + self._slot(name).at
 
     def sizes(self) -> dict[str, int]:
-        """Give the bytes of every array by name."""
+        """Return the bytes of every array by name."""
         return {slot.name: slot.size for slot in self._slots.values()}
 
     def metadata(self, prefix: str = "") -> list[MetadataItem]:
@@ -221,7 +221,7 @@ class MemoryPool:
         return self._range.kind
 
     def __getitem__(self, name: str) -> Array:
-        """Give one array. NotFound."""
+        """Return one array. NotFound."""
         self._require(_Mode.WRITING, _Mode.READING)
         self._slot(name)
         return self._arrays[name]
@@ -238,7 +238,7 @@ class MemoryPool:
         GenerationMismatch when something else was committed meanwhile.
         """
         self._require(_Mode.WRITING)
-        # Before the publication: nobody may see bytes change that are committed.
+        # Before the publication: committed bytes must not change any more.
         self._protect(writable=False)
         try:
             self._held.put_metadata([*metadata_of(self._slots.values()), *metadata])
@@ -252,7 +252,7 @@ class MemoryPool:
         return self.generation
 
     def sleep(self) -> None:
-        """Let go of the device: no mapping, import, socket or descriptor of ours remains.
+        """Unmap and close everything: no mapping, import, socket or descriptor remains.
 
         The addresses stay reserved. Weights that are not committed cannot sleep: NotEligible.
         """
@@ -264,7 +264,7 @@ class MemoryPool:
         """Map everything again at the same addresses.
 
         StaleLayout, with both values, when another layout is committed now, and at once when the
-        service was restarted meanwhile and nobody loads one; the pool still sleeps. A pool of
+        service was restarted meanwhile and no client loads one; the pool still sleeps. A pool of
         another process does not know who served it; `await_layout` says whether it waits then.
         """
         self._require(_Mode.ASLEEP)
@@ -286,7 +286,7 @@ class MemoryPool:
         self._mode = _Mode.READING if self._is_weights else _Mode.WRITING
 
     def save_state(self) -> bytes:
-        """Give what `restore` needs in another process. Weights must be committed."""
+        """Return the state for `restore` in another process. Weights must be committed."""
         if self._is_weights:
             self._require(_Mode.READING, _Mode.ASLEEP)
         else:
@@ -305,7 +305,7 @@ class MemoryPool:
         )
 
     def close(self) -> None:
-        """Give everything back, also what was not committed. The arrays must not be used."""
+        """Release everything, also what was not committed. The arrays must not be used."""
         if self._mode in (_Mode.WRITING, _Mode.READING):
             self._let_go()
         if self._reservation is not None:
@@ -419,19 +419,19 @@ class MemoryPool:
             self._arrays[slot.name].flags.writeable = writable
 
     def _let_go(self) -> None:
-        """Unmap, and only then tell the service that everything is unmapped."""
+        """Unmap everything, and only then detach."""
         lease, self._lease = self._lease, None
         try:
             if self._reservation is not None:
                 self._reservation.unmap()
         except BaseException:
-            # A device that failed may have something mapped yet: the service must count it on.
+            # Something may still be mapped: without Detach the service keeps it charged.
             if lease is not None:
                 lease.close()
             raise
         if lease is not None:
             with contextlib.suppress(SnapbackError):
-                # A service that is gone holds nothing of ours; the lease is closed either way.
+                # A service that has ended charges nothing; the lease is closed either way.
                 lease.detach()
 
     def _check_same(self, attached: Attached) -> None:
@@ -509,7 +509,7 @@ def _folder(socket_dir: str | None) -> str:
 
 
 def _resolve(device: int | str) -> tuple[str, int]:
-    """Give uuid and ordinal. A uuid that is not in the list of visible devices has ordinal 0."""
+    """Return uuid and ordinal. A uuid that is not in the list of visible devices has ordinal 0."""
     visible = [each.strip() for each in os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
     if isinstance(device, str):
         return device, visible.index(device) if device in visible else 0

@@ -108,7 +108,7 @@ class Reservation:
         _check(_libc.mprotect(self.address + offset, size, prot))
 
     def unmap(self, offset: int = 0, size: int | None = None) -> None:
-        """Take mappings away and keep their addresses reserved; the whole range by default."""
+        """Remove mappings and keep their addresses reserved; the whole range by default."""
         length = self.size if size is None else size
         gone = self._mappings.within(offset, length)
         # In one call: a range with thousands of mappings is still one range.
@@ -117,10 +117,10 @@ class Reservation:
             self._mappings.remove(at)
 
     def clear(self, offset: int, size: int) -> None:
-        """Do nothing: a simulated device gives zeros."""
+        """Do nothing: new memory of a simulated device is zero."""
 
     def array(self, offset: int, shape: Sequence[int], dtype: Any) -> Any:
-        """Give the numpy array at a place of the range."""
+        """Return the numpy array at a place of the range."""
         # The transfer programs use no arrays, and every restore waits for them.
         import numpy as np  # noqa: PLC0415
 
@@ -128,18 +128,18 @@ class Reservation:
         return np.ndarray(tuple(shape), dtype, buffer=self.view(offset, size))
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Give the bytes of a mapping. Using them after `unmap` ends the process (SIGSEGV)."""
+        """Return the bytes of a mapping. Using them after `unmap` ends the process (SIGSEGV)."""
         return memoryview((ctypes.c_ubyte * size).from_address(self.address + offset))
 
     def release(self) -> None:
-        """Give the addresses back."""
+        """Release the addresses."""
         if self.size:
             _check(_libc.munmap(self.address, self.size))
             self.size = 0
 
 
 def address_of(ordinal: int, *, is_kv: bool) -> int:
-    """Give the stable address of a device's range: the same in every process for one ordinal."""
+    """Return the stable address of a device's range: the same in every process for one ordinal."""
     return FIRST_ADDRESS + ordinal * DEVICE_BYTES + (DOMAIN_BYTES if is_kv else 0)
 
 

@@ -52,7 +52,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     aligned: AllocationSize
 
     def array(self, at: AddressRange) -> Any:
-        """Give the array over its place."""
+        """Return the array over its place."""
         return at.array(self.at, self.shape, self.dtype)
 
 
@@ -84,7 +84,7 @@ def new_slots(
     arrays: Mapping[str, tuple[int | Sequence[int], DTypeLike]], *, start: int, granularity: int
 ) -> tuple[list[Slot], int]:
     """Place new arrays one after another from `start`; give them and the end. InvalidInput."""
-    # Not above: whoever imports the package need not be a user of arrays, and numpy takes long.
+    # Not above: every service imports this package for its errors, and numpy takes long.
     import numpy as np  # noqa: PLC0415
 
     slots: list[Slot] = []

@@ -77,7 +77,7 @@ def next_segment(names: Iterable[str]) -> str:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Give how many bytes there are from the first element to the last."""
+    """Return the number of bytes from the first element to the last."""
     if 0 in shape:
         return 0
     pairs = zip(shape, strides, strict=True)
@@ -85,7 +85,7 @@ def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def place_tensors(segments: Iterable[Segment], tensors: Mapping[str, View]) -> list[MetadataItem]:
-    """Say for the metadata store where tensors stand. InvalidInput names those outside."""
+    """Return metadata that places tensors in segments. InvalidInput names those outside."""
     known = sorted(segments, key=lambda segment: segment.address)
     starts = [segment.address for segment in known]
     items: list[MetadataItem] = []

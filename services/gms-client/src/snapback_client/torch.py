@@ -75,7 +75,7 @@ class SegmentAllocator:
                 name = next_segment(self._pool.arrays())
                 self._pool.allocate(name, size, "uint8")
                 address = self._pool.address(name)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is told where it can be
+            except Exception as error:  # noqa: BLE001 - raised again by `allocating`
                 self.failure = error
                 return None
             self._segments[address] = Segment(name, address, size)
@@ -108,7 +108,7 @@ class TorchMemory:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Let everything that this thread allocates on the device lie in the pool.
+        """Allocate in the pool everything that this thread allocates on the device.
 
         Meanwhile no other thread may allocate or free tensors of the device: it could hold the
         interpreter and wait for PyTorch's allocator, which waits for the interpreter to call us.
@@ -148,7 +148,7 @@ class TorchMemory:
         return self._pool.commit(layout_id=layout_id, metadata=items)
 
     def tensors(self) -> dict[str, Any]:
-        """Give every tensor that was committed, over the same memory."""
+        """Return every tensor that was committed, over the same memory."""
         pool = self._pool
         sizes = pool.sizes()
         places = read_tensors(sizes, pool.metadata(PREFIX))
@@ -168,7 +168,7 @@ class TorchMemory:
 
 
 def tensor_of(array: Any) -> Any:
-    """Give a tensor over an array of a pool on a CUDA device. CudaUnavailable without PyTorch.
+    """Return a tensor over an array of a pool on a CUDA device. CudaUnavailable without PyTorch.
 
     PyTorch knows no read-only tensors: writing one that is committed is a fault of the device.
     """
@@ -207,7 +207,7 @@ def _view(tensor: Any) -> View:
 
 
 def _dtype(torch: Any, name: str) -> Any:
-    """Give a type by its name, which another process may have written. InvalidInput."""
+    """Return a type by its name, which another process may have written. InvalidInput."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise InvalidInput(
@@ -251,7 +251,7 @@ def _torch() -> Any:
 
 
 def _index_of(torch: Any, pool: MemoryPool) -> int:
-    """Give PyTorch's number of the pool's device: it numbers only those that are visible to it."""
+    """Return PyTorch's index of the pool's device among those that are visible to it."""
     if pool.device_kind != "cuda":
         raise InvalidInput(
             f"{pool.device} is a device of the kind {pool.device_kind!r}: PyTorch cannot use it",

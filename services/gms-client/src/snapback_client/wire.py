@@ -25,11 +25,11 @@ class Inbox:
     """Receives messages into one reused buffer."""
 
     def __init__(self) -> None:
-        """Make the buffer, one byte longer than a frame so that a longer one shows."""
+        """Allocate the buffer, one byte longer than a frame to detect longer ones."""
         self._buffer = bytearray(MAX_FRAME_BYTES + 1)
 
     def receive(self, sock: socket.socket) -> tuple[bytes, list[int]]:
-        """Give one message and its descriptors; no bytes at all when the other end is gone.
+        """Return one message and its descriptors; no bytes when the peer has hung up.
 
         BlockingIOError and TimeoutError as the socket raises them. InvalidMessage.
         """
@@ -53,13 +53,13 @@ def send(sock: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> N
 
 
 def prepare(sock: socket.socket) -> None:
-    """Make room for the largest frame, as far as the kernel lets us."""
+    """Enlarge the send buffer to the largest frame, as far as the kernel allows."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors that nobody will use."""
+    """Close descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -293,7 +293,7 @@ def main() -> None:
 def _folder(socket_dir: Path | None) -> Path:
     if socket_dir is None:
         raise InvalidInput(
-            "it is not said which service is meant",
+            "no folder of sockets is named",
             next_step="set GMS_SOCKET_DIR, or give --socket-dir, the folder of its sockets",
         )
     return socket_dir
@@ -344,7 +344,7 @@ async def _follow(verb: str, updates: AsyncGenerator[TransferUpdate, None]) -> T
 
 
 class _Progress:
-    """A line that is written over on a terminal; nothing where nobody looks."""
+    """A progress line that is rewritten on a terminal; nothing where stderr is no terminal."""
 
     def __init__(self, verb: str, total: int) -> None:
         self._verb = verb
@@ -384,7 +384,7 @@ async def _verified(folder: Path) -> dict[str, Any]:
 
 
 async def _interruptible_thread(work: Callable[[Callable[[], bool]], None]) -> None:
-    """Run blocking work that asks now and then whether it should stop."""
+    """Run blocking work in a thread; it calls its argument to learn whether to stop."""
     is_over = False
     task = asyncio.create_task(asyncio.to_thread(work, lambda: is_over))
     try:

@@ -182,7 +182,7 @@ def _run(verb: Literal["save", "load"], environment: Mapping[str, str]) -> int:
     try:
         settings = read_settings(environment)
     except SnapbackError as error:
-        # Nobody has said where an answer should stand.
+        # Without settings there is no folder for the result file.
         sys.stderr.write(f"gms-{verb}r: {error.to_failure()}\n")
         return 1
     folder = Path(settings.order_file).parent
@@ -226,7 +226,7 @@ async def _with_signals(work: Coroutine[Any, Any, Outcome]) -> Outcome:
     try:
         return await task
     except asyncio.CancelledError:
-        raise Aborted("it was told to end before it was done") from None
+        raise Aborted("a signal ended it before it was done") from None
 
 
 def _write(folder: Path, name: str, outcome: Outcome) -> None:

@@ -21,7 +21,7 @@ from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice, allow_many_descriptors
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import Way
+from gms.domain.tasks import TransferOptions
 from gms.handlers.control import GmsControl
 from gms.handlers.memory_server import MemoryServer
 from gms.handlers.orders import GmsOrders
@@ -100,7 +100,7 @@ async def serve(stop: asyncio.Event) -> None:
         processes,
         socket_dir=settings.socket_dir,
         root=settings.artifact_root,
-        way=Way(settings.transfer_backend, settings.object_storage),
+        options=TransferOptions(settings.transfer_backend, settings.object_storage),
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
@@ -182,7 +182,7 @@ async def _serve_orders(
         book,
         socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,
-        way=Way(settings.transfer_backend, settings.object_storage),
+        options=TransferOptions(settings.transfer_backend, settings.object_storage),
         metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None

@@ -91,7 +91,7 @@ class BounceBuffered:
         return self._write(write, directory, plans, threads, advance)
 
     def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
-        """Have the backend copy the chunks that are the same, where it can."""
+        """Let later writes copy equal chunks within the storage, where the backend can."""
         if isinstance(self._backend, CopyingBackend):
             self._backend.take_from(prefix, files)
 
@@ -256,7 +256,7 @@ def _in_one(chunks: Sequence[ChunkPlan]) -> tuple[ChunkPlan, ...]:
 
 
 def _in_streams(work: Callable[[T], R], items: Sequence[T], streams: int) -> list[R]:
-    """Do all work in threads; the first failure stops what has not begun."""
+    """Return the results of work done in threads. The first error stops the rest."""
     with ThreadPoolExecutor(streams, thread_name_prefix="stream") as pool:
         running = [pool.submit(work, item) for item in items]
         try:

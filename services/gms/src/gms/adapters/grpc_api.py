@@ -1,6 +1,6 @@
 """The gRPC socket: what services and tools ask, with msgpack bodies and the standard health.
 
-Who may reach the socket is decided by its folder: gRPC cannot tell who is at the other end.
+The mode of the folder decides who may connect: grpcio does not expose peer credentials.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GrpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """Tell those who ask for health, end every call, forget the socket."""
+        """Report NOT_SERVING, end every call, remove the socket."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace=None)
         # gRPC cancels streams and does not wait for what they tidy up.

@@ -132,7 +132,7 @@ class LeaseServer:
         task.add_done_callback(self._clients.discard)
 
     def _refuse_one(self, error: OSError) -> None:
-        """Take a client off the queue without serving it: the queue would wake us for ever."""
+        """Accept and close one connection, which would otherwise keep the listener readable."""
         log.error("a client could not be accepted: %s", error)
         if self._listener is None or self._spare < 0:
             return
@@ -230,7 +230,7 @@ class _Common:
 
 
 class _Process:
-    """A pidfd of the process at the other end, until somebody takes it or it is closed."""
+    """A pidfd of the peer, until it is taken or closed."""
 
     def __init__(self) -> None:
         self.is_watched = False
@@ -238,7 +238,7 @@ class _Process:
         self.pidfd = -1
 
     def of(self, sock: socket.socket) -> Peer:
-        """Take hold of whoever connected."""
+        """Open a pidfd of the peer."""
         pid, uid, _ = credentials(sock)
         try:
             # Names the very process that connected, where the kernel (6.5) can; pids are reused.
@@ -257,7 +257,7 @@ class _Process:
         return peer
 
     def take(self) -> int:
-        """Give the pidfd away, or -1 when the process was gone already."""
+        """Return the pidfd, which the caller closes; -1 when the process was gone already."""
         pidfd, self.pidfd = self.pidfd, -1
         return pidfd
 
@@ -309,7 +309,7 @@ class _Connection:
             return decode_request(data)
 
     async def turn(self) -> None:
-        """Let others work, until this client may have its next piece of work done."""
+        """Wait until this client may have its next piece of work done."""
         await self._common.turns.take(self._process.owner)
 
     async def send(self, message: Message) -> None:
@@ -328,12 +328,12 @@ class _Connection:
             message.close()
 
     async def try_send(self, error: BaseException) -> None:
-        """Tell the client why its connection ends, if it still listens."""
+        """Send the client the error that ends its connection, if it still reads."""
         with contextlib.suppress(_ClientGone):
             await self.send(Message(ErrorReply.of(failure_of(error))))
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do work that takes time, and give it up when the client goes away."""
+        """Await a coroutine, and cancel it when the client hangs up."""
         task = self._loop.create_task(work)
         gone = self._common.hangups.of(self._socket.fileno(), self._process.pidfd)
         hangup = self._loop.create_task(gone)

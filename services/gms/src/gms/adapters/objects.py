@@ -99,7 +99,7 @@ class Objects:
             return False
 
     def _begin(self, directory: int) -> None:
-        """Remove what a save that was killed has left, and have the folder say what it has."""
+        """Remove what a killed save has left, and mark the folder as one with objects."""
         with self._beginning:
             if self._has_begun:
                 return

@@ -56,7 +56,7 @@ class Posix:
         self._in_place = in_place
         self._name = name
 
-    def _way(self, bypassing: set[int], descriptors: Sequence[int]) -> str:
+    def _name_of(self, bypassing: set[int], descriptors: Sequence[int]) -> str:
         is_direct = self._direct and len(bypassing) == len(descriptors)
         return self._name if is_direct or self._pages else "posix-buffered"
 
@@ -102,8 +102,8 @@ class Posix:
             raise translated(error, "a part file") from error
         finally:
             writing.close()
-        way = self._way(writing.bypassing, writing.descriptors)
-        return Moved(backend=way, bytes=moved, files=writing.entries())
+        name = self._name_of(writing.bypassing, writing.descriptors)
+        return Moved(backend=name, bytes=moved, files=writing.entries())
 
     def read_files(
         self,
@@ -157,7 +157,7 @@ class Posix:
         finally:
             for descriptor in [*cached, *direct]:
                 os.close(descriptor)
-        return Moved(backend=self._way(bypassing, cached), bytes=moved)
+        return Moved(backend=self._name_of(bypassing, cached), bytes=moved)
 
 
 class _Writing:
@@ -194,7 +194,7 @@ class _Writing:
         preallocate(self.bypassing.intersection(new))
 
     def write(self, item: tuple[int, ChunkPlan]) -> int:
-        """Write a chunk that is not there yet; give the bytes that went to the file."""
+        """Write a chunk that is not there yet. Return the bytes that went to the file."""
         file, chunk = item
         descriptor = self.descriptors[file]
         noted = self._noted[file].get(chunk.index)
@@ -242,10 +242,10 @@ class _Writing:
 
 
 class _Batches:
-    """Notes chunks down once they are on the disk, so many bytes at a time.
+    """Notes chunks once they are on the disk, in batches.
 
-    One thread at a time waits for the disk, and the others go on. When they have filled another
-    batch before it is done, they wait, too; so no more than two batches can be lost.
+    One thread at a time waits for the disk, and the others continue. When they have filled another
+    batch before it is done, they wait too; so a crash loses at most two batches.
     """
 
     def __init__(self, notes: ChunkNotes) -> None:

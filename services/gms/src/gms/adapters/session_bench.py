@@ -18,7 +18,7 @@ ROUNDS = 20
 def bench_sessions(socket_dir: str, device: str, *, calls: int, regions: int) -> list[BenchRow]:
     """Time a call, an attach and the hand-over of `regions` regions of one granule each.
 
-    Works in the domain kv, whose contents nobody keeps. DeadlineExceeded when a worker holds it.
+    Works in the domain kv, which is never saved. DeadlineExceeded when a worker holds it.
     """
 
     def attach() -> Lease:

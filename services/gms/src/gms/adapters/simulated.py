@@ -28,7 +28,7 @@ _F_SEAL_FUTURE_WRITE = 0x10
 
 
 def simulated_uuid(node: str, index: int) -> str:
-    """Give the same uuid for the same node and index, always."""
+    """Return the uuid of a simulated device, the same at every start."""
     return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'gpu{index}.{node}.snapback.invalid')}"
 
 
@@ -145,7 +145,7 @@ class SimulatedDevice:
 def _reserve(fd: int, size: int) -> None:
     """Take huge pages, which are cleared when they are touched first.
 
-    The kernel reserves them for the file when it is mapped, and until the file is gone: whoever
+    The kernel reserves them for the file when it is mapped, until the file is gone. A process that
     touches one later gets it (Documentation/mm/hugetlbfs_reserv.rst).
     """
     os.ftruncate(fd, size)

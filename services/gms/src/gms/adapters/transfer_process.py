@@ -1,4 +1,4 @@
-"""Runs each transfer in a child process and hands on what it tells."""
+"""Runs each transfer in a child process and yields its events."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ class TransferProcesses:
             while True:
                 spare = self._spares.pop() if self._spares else None
                 process = spare or await _started(verb)
-                has_told = False
+                has_answered = False
                 try:
                     async with contextlib.aclosing(_carried_out(process, verb, task)) as events:
                         async for event in events:
-                            has_told = True
+                            has_answered = True
                             yield event
                 except TransferKilled:
-                    # A spare that has told nothing may have ended long ago.
-                    if spare is None or has_told:
+                    # A spare without an event may have ended long ago: start another.
+                    if spare is None or has_answered:
                         raise
                 else:
                     return
@@ -138,7 +138,7 @@ async def _events(process: Process, task: bytes) -> AsyncGenerator[TransferEvent
         stdin.write(task)
         await stdin.drain()
     try:
-        # The pipe stays open: its end tells the child that we are gone.
+        # The pipe stays open: the child ends itself when it is closed.
         while line := await stdout.readline():
             yield _DECODER.decode(line)
     except (msgspec.MsgspecError, ValueError) as error:

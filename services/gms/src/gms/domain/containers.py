@@ -1,4 +1,4 @@
-"""What the saver and the loader are told by their environment, and the tasks that come of it."""
+"""The environment of the saver and the loader, and the tasks that follow from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gms.domain.tasks import (
     LOAD_THREADS,
     LoadTask,
     SaveTask,
-    Way,
+    TransferOptions,
 )
 from snapshot_shared.artifact import generation_path
 from snapshot_shared.errors import InvalidInput
@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     load_workers: int
     shard_bytes: int | None
     lock_s: float | None
-    way: Way
+    options: TransferOptions
 
 
 _NUMBERS = (
@@ -77,7 +77,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         load_workers=min(64, numbers.get("GMS_LOAD_WORKERS", LOAD_THREADS)),
         shard_bytes=numbers.get("GMS_SHARD_SIZE_BYTES"),
         lock_s=lock_ms / 1000 if lock_ms is not None else None,
-        way=Way(
+        options=TransferOptions(
             environment.get("SNAPBACK_TRANSFER_BACKEND") or DEFAULT_BACKEND,
             environment.get("SNAPBACK_OBJECT_STORAGE", ""),
         ),
@@ -91,8 +91,8 @@ def save_task(settings: Settings, order: SaveOrder) -> SaveTask:
         optional["shard_bytes"] = settings.shard_bytes
     return SaveTask(
         socket_dir=settings.socket_dir,
-        backend=settings.way.backend,
-        object_storage=settings.way.object_storage,
+        backend=settings.options.backend,
+        object_storage=settings.options.object_storage,
         root=_root(settings, order.namespace, order.content_uid, order.attempt),
         device=order.layout.device,
         namespace=order.namespace,
@@ -116,8 +116,8 @@ def load_task(settings: Settings, order: LoadOrder, *, load_token: str) -> LoadT
     artifact = order.artifact
     return LoadTask(
         socket_dir=settings.socket_dir,
-        backend=settings.way.backend,
-        object_storage=settings.way.object_storage,
+        backend=settings.options.backend,
+        object_storage=settings.options.object_storage,
         root=_root(settings, artifact.namespace, artifact.content_uid, artifact.generation),
         device=order.device,
         namespace=artifact.namespace,

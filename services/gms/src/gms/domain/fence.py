@@ -1,6 +1,6 @@
 """Fences: a capture keeps every session off its devices, then lets one save and readers in.
 
-PENDING waits for the present sessions to leave and admits nobody. HELD admits only the save that
+PENDING waits for the present sessions to leave and admits no client. HELD admits only the save that
 carries the token. LEASED means that this save reads: the fenced layout cannot go away any more, so
 readers may come back while writers still may not. A fence is held on all its devices or on none,
 and ends for each device by itself.
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gms.domain.locks import Wish
+from gms.domain.locks import LockRequest
 from snapback_client.frames import MemoryDomain
 from snapshot_shared.errors import LayoutConflict, Superseded
 from snapshot_shared.orders import LayoutRef
@@ -55,15 +55,15 @@ FENCES = TransitionTable[Phase, FenceEvent](
     },
 )
 
-_ALL = frozenset(Wish)
-_NONE: frozenset[Wish] = frozenset()
+_ALL = frozenset(LockRequest)
+_NONE: frozenset[LockRequest] = frozenset()
 
-ADMITTED: dict[tuple[Phase, MemoryDomain], frozenset[Wish]] = {
+ADMITTED: dict[tuple[Phase, MemoryDomain], frozenset[LockRequest]] = {
     (Phase.PENDING, MemoryDomain.WEIGHTS): _NONE,
     (Phase.PENDING, MemoryDomain.KV): _NONE,
     (Phase.HELD, MemoryDomain.WEIGHTS): _NONE,
     (Phase.HELD, MemoryDomain.KV): _NONE,
-    (Phase.LEASED, MemoryDomain.WEIGHTS): frozenset({Wish.READ, Wish.EITHER}),
+    (Phase.LEASED, MemoryDomain.WEIGHTS): frozenset({LockRequest.READ, LockRequest.EITHER}),
     # A worker that serves again needs its cache, and no save reads it.
     (Phase.LEASED, MemoryDomain.KV): _ALL,
 }
@@ -103,29 +103,29 @@ class FenceBook:
     """All fences of a server, and the tokens of those that have ended."""
 
     def __init__(self) -> None:
-        """Begin without fences."""
+        """Start without fences."""
         self.active: dict[str, Fence] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def on(self, device: str) -> Fence | None:
-        """Give the fence that covers a device now."""
+        """Return the fence that covers a device now."""
         for fence in self.active.values():
             if fence.phases.get(device, Phase.ENDED) is not Phase.ENDED:
                 return fence
         return None
 
     def phase(self, device: str) -> Phase:
-        """Give the phase of the fence on a device; ENDED when there is none."""
+        """Return the phase of the fence on a device; ENDED when there is none."""
         fence = self.on(device)
         return Phase.ENDED if fence is None else fence.phases[device]
 
-    def admits(self, device: str, domain: MemoryDomain, wish: Wish) -> bool:
-        """Say whether the fence on a device, if any, lets a wish through to its lock."""
+    def admits(self, device: str, domain: MemoryDomain, request: LockRequest) -> bool:
+        """Whether the fence on a device, if any, admits a request for a lock."""
         phase = self.phase(device)
-        return phase is Phase.ENDED or wish in ADMITTED[phase, domain]
+        return phase is Phase.ENDED or request in ADMITTED[phase, domain]
 
     def begin(self, token: str, devices: tuple[str, ...]) -> Fence:
-        """Begin a fence, or give the one with this token. LayoutConflict, Superseded."""
+        """Return the fence with this token, begun if it is new. LayoutConflict, Superseded."""
         if token in self._ended:
             raise Superseded("this fence has ended already and cannot begin again")
         if known := self.active.get(token):
@@ -155,7 +155,7 @@ class FenceBook:
         return fence
 
     def settle(self, fence: Fence) -> bool:
-        """Put away a fence that has ended on every device; True when it has."""
+        """Remove a fence that has ended on every device. Return whether it has."""
         if not fence.is_over:
             return False
         self._remember(fence.token)

@@ -80,14 +80,14 @@ class Layout:
         self.charged += allocation.aligned
 
     def find(self, ids: Iterable[str]) -> list[Allocation]:
-        """Give the allocations with these ids. NotFound names the first that is missing."""
+        """Return the allocations with these ids. NotFound names the first that is missing."""
         try:
             return [self.allocations[each] for each in ids]
         except KeyError as error:
             raise NotFound(f"no allocation {error.args[0]!r}", id=error.args[0]) from None
 
     def remove(self, ids: Iterable[str]) -> list[Allocation]:
-        """Take allocations and the metadata about them out. NotFound before any is taken."""
+        """Remove and return allocations, and their metadata. NotFound before any is removed."""
         taken = self.find(dict.fromkeys(ids))
         for allocation in taken:
             del self.allocations[allocation.id]
@@ -111,7 +111,7 @@ class Layout:
         self.metadata.put(entries)
 
     def get(self, keys: Sequence[str] | None, prefix: str = "") -> list[MetadataItem]:
-        """Give the entries with these keys, or all, sorted by key. Missing ones are absent.
+        """Return the entries with these keys, or all, sorted by key. Missing ones are absent.
 
         Of these only those whose key begins with `prefix`.
         """

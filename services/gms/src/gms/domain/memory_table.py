@@ -1,7 +1,7 @@
 """The memory table of a server: devices, sessions, layouts, generations and fences.
 
-Every method takes what happened, changes the table and returns the effects for the keeper to carry
-out; what cannot happen is raised and changes nothing. There is no clock, device or socket in here.
+Every method takes what happened, changes the table and returns the effects to carry out; an error
+changes nothing. There is no clock, device or socket here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import UNSET
 from gms.domain.device import DeviceTable, check_generation
 from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
 from gms.domain.layout import Allocation, Layout
-from gms.domain.locks import USES, LockEvent, Operation, Use, Verdict, Wish
+from gms.domain.locks import USES, LockDecision, LockEvent, LockRequest, Operation, Use
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -63,14 +63,14 @@ _REMEMBERED = 4096
 WAITING = {"all": 256, "pod": 128, "process": 32}
 """How many clients may wait for the locks of one device."""
 
-_WRITES = (Wish.WRITE, Wish.REPLACE, Wish.EITHER)
+_WRITES = (LockRequest.WRITE, LockRequest.REPLACE, LockRequest.EITHER)
 
 
 class MemoryTable:
     """All state that the server's answers depend on."""
 
     def __init__(self, incarnation: str, devices: Iterable[tuple[str, int]]) -> None:
-        """Begin empty. `devices` are (uuid, granularity in bytes)."""
+        """Start empty. `devices` are (uuid, granularity in bytes)."""
         self.incarnation = incarnation
         self.devices = {uuid: DeviceTable.empty(uuid, granularity) for uuid, granularity in devices}
         self.fences = FenceBook()
@@ -78,7 +78,7 @@ class MemoryTable:
         self._dropped: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def device(self, uuid: str) -> DeviceTable:
-        """Give a device's table. UnknownDevice."""
+        """Return a device's table. UnknownDevice."""
         try:
             return self.devices[uuid]
         except KeyError:
@@ -100,7 +100,7 @@ class MemoryTable:
         if request.fence_token is not None:
             return self._attach_save(device, waiter, request.fence_token)
         self._check_incarnation(device, room, request)
-        # Nobody who waits can go on because one more comes, so only that one is answered.
+        # One more waiter unblocks no other, so only the new one is answered.
         effects = device.answer(room, waiter, self.fences)
         if not effects:
             Shares(WAITING, "clients that wait", device.waiting).check(peer)
@@ -108,7 +108,7 @@ class MemoryTable:
         return effects
 
     def forget(self, ticket: int, device: str, domain: MemoryDomain) -> list[Effect]:
-        """Take a client that gave up waiting out of the queue."""
+        """Remove a client that stopped waiting from the queue."""
         table = self.device(device)
         room = table.rooms[domain]
         if ticket not in room.queue:
@@ -139,7 +139,7 @@ class MemoryTable:
         return effects + self._settle(device)
 
     def importers_gone(self, session: Session) -> list[Effect]:
-        """Take note that the process of a lingering session has ended."""
+        """Handle the end of the process of a lingering session."""
         device, room = self._place(session)
         if device.lingering.pop(session.id, None) is None:
             return []
@@ -149,7 +149,7 @@ class MemoryTable:
     # What a session asks for.
 
     def check_allocate(self, session: Session, specs: Sequence[AllocationSpec]) -> list[int]:
-        """Give the aligned sizes to create. InvalidTransition, LayoutConflict."""
+        """Return the aligned sizes to create. InvalidTransition, LayoutConflict."""
         layout = self._use(session, Operation.ALLOCATE)
         layout.check_new(specs)
         device, _ = self._place(session)
@@ -172,7 +172,7 @@ class MemoryTable:
     def export(
         self, session: Session, ids: Sequence[str], access: Access
     ) -> tuple[list[Allocation], list[AllocationInfo]]:
-        """Give allocations to export; from now on the session counts as their importer."""
+        """Return allocations to export; the session counts as their importer from here on."""
         operation = Operation.EXPORT_RW if access is Access.RW else Operation.EXPORT_RO
         layout = self._use(session, operation)
         found = layout.find(ids)
@@ -252,7 +252,7 @@ class MemoryTable:
     def drop_hidden(self, uuid: str, load_token: str) -> list[Effect]:
         """Forget what a load left hidden, and refuse the token from now on.
 
-        What was published under it is freed too when it is still committed and nobody uses it.
+        What was published under it is freed too when it is still committed and not in use.
         """
         device = self.device(uuid)
         _remember(self._dropped, (uuid, load_token), None)
@@ -288,13 +288,13 @@ class MemoryTable:
         return True, device.release(layout) + self._settle(device)
 
     def loaded(self, uuid: str, load_token: str) -> Hidden | LayoutRef | None:
-        """Give what became of a load: hidden, published or unknown."""
+        """Return the outcome of a load: hidden, published or None."""
         return self.device(uuid).hidden.get(load_token) or self._published.get((uuid, load_token))
 
     # Fences.
 
     def fence(self, token: str, devices: tuple[str, ...]) -> list[Effect]:
-        """Ask for a fence, or again for one that is held. LayoutConflict, Superseded."""
+        """Request a fence, which may be held already. LayoutConflict, Superseded."""
         tables = [self.device(uuid) for uuid in devices]
         fence = self.fences.begin(token, devices)
         if not fence.is_pending:
@@ -348,23 +348,24 @@ class MemoryTable:
             )
 
     def _check_incarnation(self, device: DeviceTable, room: Room, request: Attach) -> None:
-        """Refuse a reader whose layout is lost with an earlier server. StaleLayout names both.
+        """Raise StaleLayout for a reader whose layout was lost with an earlier server.
 
-        Which server that was a restored one does not know.
-
-        Whoever writes or loads may bring the layout back: that is worth waiting for.
+        A restored reader does not know which server that was. A writer or a load may bring the
+        layout back, so the reader then waits.
         """
         known = request.incarnation
         if known in (UNSET, self.incarnation) or request.lock is not LockMode.RO:
             return
         is_coming = (
-            room.writer or device.hidden or any(w.wish in _WRITES for w in room.queue.values())
+            room.writer
+            or device.hidden
+            or any(w.lock_request in _WRITES for w in room.queue.values())
         )
         if room.committed is None and not is_coming:
             before = f"by incarnation {known}" if known else "elsewhere or by an earlier one"
             raise StaleLayout(
                 f"{device.uuid} was served {before}, now by incarnation {self.incarnation}: the "
-                "layout is lost, and nobody loads one",
+                "layout is lost, and no client loads one",
                 next_step="close this pool, connect again and load the weights",
                 expected=known,
                 found=self.incarnation,
@@ -383,7 +384,7 @@ class MemoryTable:
             )
         if device.uuid in fence.savers:
             raise LayoutConflict(f"{device.uuid} is being saved already", device=device.uuid)
-        granted = device.grant(waiter, Verdict.READ)
+        granted = device.grant(waiter, LockDecision.READ)
         fence.move(device.uuid, FenceEvent.LEASED)
         fence.savers[device.uuid] = waiter.ticket
         return [*granted, *self._settle(device)]
@@ -403,7 +404,7 @@ class MemoryTable:
         if session.request.domain is MemoryDomain.KV:
             raise Forbidden("the kv domain is never committed")
         if request.hidden != (session.role is Role.LOAD):
-            raise InvalidMessage("a loader commits hidden, and nobody else does")
+            raise InvalidMessage("a loader commits hidden, and no other client does")
         if not layout.allocations:
             raise NotEligible("the layout has no allocations")
         if request.hidden and not request.layout_id:
@@ -422,7 +423,7 @@ class MemoryTable:
         return device.ref(self.incarnation, layout, layout_id, shape)
 
     def _settle(self, device: DeviceTable) -> list[Effect]:
-        """Let happen what has become possible on a device."""
+        """Return the effects of everything that has become possible on a device."""
         effects = self._settle_fence(device)
         for room in device.rooms.values():
             effects += device.serve(room, self.fences)

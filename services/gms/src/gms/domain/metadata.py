@@ -16,7 +16,7 @@ class Metadata:
     """Entries by key, sorted, and how much they weigh."""
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Start empty."""
         self._items: dict[str, MetadataItem] = {}
         self._keys: list[str] = []
         self._about: dict[str, set[str]] = {}
@@ -62,7 +62,7 @@ class Metadata:
         return [self._items[key] for key in self._keys[begin:end]]
 
     def forget(self, allocations: Iterable[str]) -> None:
-        """Take out what is about these allocations."""
+        """Remove the metadata of these allocations."""
         gone = {key for each in allocations for key in self._about.pop(each, ())}
         if gone:
             self._bytes -= sum(weight(self._items.pop(key)) for key in gone)

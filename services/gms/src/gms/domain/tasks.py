@@ -1,6 +1,6 @@
-"""What a transfer process is told, one JSON line, and what it tells, one JSON line each.
+"""The task of a transfer process and its events, a line of JSON each.
 
-The process is an ordinary client of the lease socket: its task names everything it needs.
+The process is an ordinary client of the lease socket: its task has everything it needs.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ LOAD_THREADS = 8
 Threads = Annotated[int, Meta(ge=1, le=64)]
 
 
-class Way(NamedTuple):
+class TransferOptions(NamedTuple):
     """How bytes are moved: by which backend, and the URL of the object storage that it may use."""
 
     backend: str = DEFAULT_BACKEND
     object_storage: str = ""
 
 
-DEFAULT_WAY = Way()
+DEFAULT_OPTIONS = TransferOptions()
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
@@ -136,7 +136,7 @@ class TransferFailed(_Event, frozen=True, kw_only=True, tag="failed"):
 
     @classmethod
     def of(cls, failure: Failure) -> TransferFailed:
-        """Carry a failure."""
+        """Return a failure as a message."""
         return cls(
             reason=failure.reason,
             message=failure.message,
@@ -146,7 +146,7 @@ class TransferFailed(_Event, frozen=True, kw_only=True, tag="failed"):
         )
 
     def to_failure(self) -> Failure:
-        """Give back the failure."""
+        """Return the failure."""
         return Failure(
             reason=self.reason,
             message=self.message,

@@ -71,7 +71,7 @@ class FilePlan:
 def place(
     allocations: Sequence[AllocationInfo], *, shard_bytes: int = SHARD_BYTES
 ) -> tuple[list[AllocationEntry], list[int]]:
-    """Give every allocation its extents, and the sizes of the shard files in bytes."""
+    """Return every allocation with its extents, and the sizes of the shard files in bytes."""
     if shard_bytes < PAGE or shard_bytes % PAGE:
         raise InvalidInput(f"shard size {shard_bytes} is no multiple of {PAGE}", size=shard_bytes)
     entries: list[AllocationEntry] = []
@@ -126,7 +126,7 @@ def cut_chunk(chunk: ChunkPlan, size: int) -> list[ChunkPlan]:
 
 
 def without_memory(plan: FilePlan) -> FilePlan:
-    """Give the same file for reading it only: no byte of it goes to an allocation."""
+    """Return the same file with padding only: it is read and verified, and fills no memory."""
     chunks = [replace(c, pieces=(Piece(PADDING, 0, c.size),)) for c in plan.chunks]
     return replace(plan, chunks=tuple(chunks))
 
@@ -150,7 +150,7 @@ def shard_name(index: int) -> str:
 
 
 def metadata_of(saved: Sequence[SavedMetadata]) -> list[MetadataItem]:
-    """Turn saved metadata into what a session puts."""
+    """Return saved metadata as metadata of a session."""
     return [
         MetadataItem(key=m.key, allocation=m.allocation, offset=m.offset, value=m.value)
         for m in saved
@@ -158,7 +158,7 @@ def metadata_of(saved: Sequence[SavedMetadata]) -> list[MetadataItem]:
 
 
 def saved_metadata(items: Sequence[MetadataItem]) -> list[SavedMetadata]:
-    """Turn a session's metadata into what a manifest keeps."""
+    """Return metadata of a session as metadata of a manifest."""
     return [
         SavedMetadata(key=m.key, allocation=m.allocation, offset=m.offset, value=m.value)
         for m in items
@@ -178,7 +178,7 @@ def check_chunks(files: Sequence[FileEntry]) -> None:
 
 
 def check_loadable(manifest: PartManifest, *, layout_id: str, wanted_hash: str) -> SavedLayout:
-    """Give the layout of a checked manifest, its allocations in the order of their slots.
+    """Return the layout of a checked manifest, its allocations in the order of their slots.
 
     ArtifactCorrupt when it contradicts itself, Incompatible when it is not the layout asked for.
     """
@@ -207,7 +207,7 @@ def check_loadable(manifest: PartManifest, *, layout_id: str, wanted_hash: str) 
 
 
 def check_fits(sizes: Sequence[int], *, granularity: int, capacity: int, free: int) -> int:
-    """Give the device bytes that allocations of these sizes need.
+    """Return the device bytes that allocations of these sizes need.
 
     DeviceTooSmall when they can never fit, OutOfDeviceMemory when they do not fit now.
     """
@@ -245,7 +245,7 @@ def _extents(size: int, sizes: list[int], shard_bytes: int) -> list[Extent]:
 
 
 def _filled(rows: Sequence[tuple[int, int, int, int]], size: int) -> list[Piece]:
-    """Give the pieces of a whole file, with padding where no allocation stands."""
+    """Return the pieces of a whole file, with padding where no allocation stands."""
     pieces: list[Piece] = []
     at = 0
     for start, allocation, offset, length in rows:

@@ -52,7 +52,7 @@ def allocations(table: MemoryTable) -> Numbers:
 
 
 def generations(table: MemoryTable) -> Numbers:
-    """Give the newest generation of each device."""
+    """Return the newest generation of each device."""
     return {(device.uuid,): device.generation for device in table.devices.values()}
 
 
@@ -67,7 +67,7 @@ def fences(table: MemoryTable) -> Numbers:
 
 
 def _allocations(device: DeviceTable) -> Iterator[tuple[str, Allocation]]:
-    """Give every allocation once, with the word for where it is."""
+    """Yield every allocation once, with the name of its place."""
     for room in device.rooms.values():
         layouts = [room.committed, *(session.layout for session in room.sessions)]
         for layout in {id(layout): layout for layout in layouts if layout}.values():

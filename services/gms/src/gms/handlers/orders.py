@@ -1,7 +1,7 @@
 """What GMS does for each order that arrives over NATS: save, load, commit, drop, abort.
 
-The bytes move in child processes (`ports.Transfers`); here an order is turned into their task, and
-what they tell into reports and progress.
+The bytes move in child processes (`ports.Transfers`); here an order becomes their task, and their
+events become reports and progress.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from gms.domain.tasks import (
-    DEFAULT_WAY,
+    DEFAULT_OPTIONS,
     LoadTask,
     SaveTask,
     TransferDone,
     TransferEvent,
     TransferLeased,
+    TransferOptions,
     TransferProgress,
-    Way,
 )
 from gms.handlers.memory_server import MemoryServer
 from gms.handlers.transfers import persistent
@@ -65,7 +65,7 @@ class GmsOrders:
         socket_dir: Path,
         root: Path,
         metrics: Metrics = OFF,
-        way: Way = DEFAULT_WAY,
+        options: TransferOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Work on `gms`, with parts below the artifact root `root`, moved in this way."""
         self._gms = gms
@@ -75,10 +75,10 @@ class GmsOrders:
         self._root = str(root)
         self._book = book
         self._metrics = metrics
-        self._way = way
+        self._options = options
 
     def routes(self) -> dict[type[Order], Handler]:
-        """Give the handler of each type of order."""
+        """Return the handler of each type of order."""
         return {
             SaveOrder: self.save,
             LoadOrder: self.load,
@@ -94,8 +94,8 @@ class GmsOrders:
         task = SaveTask(
             socket_dir=self._socket_dir,
             root=self._root,
-            backend=self._way.backend,
-            object_storage=self._way.object_storage,
+            backend=self._options.backend,
+            object_storage=self._options.object_storage,
             device=order.layout.device,
             namespace=order.namespace,
             content_uid=order.content_uid,
@@ -134,8 +134,8 @@ class GmsOrders:
         task = LoadTask(
             socket_dir=self._socket_dir,
             root=self._root,
-            backend=self._way.backend,
-            object_storage=self._way.object_storage,
+            backend=self._options.backend,
+            object_storage=self._options.object_storage,
             device=order.device,
             namespace=artifact.namespace,
             content_uid=artifact.content_uid,
@@ -218,7 +218,7 @@ class GmsOrders:
                 self._gms.unfence(order.fence_token)
 
         table = [
-            # A full disk takes no tombstone, and nobody must have to wait for room on it.
+            # A full disk takes no tombstone, and an abort must not wait for room on it.
             Step("tombstone", tombstone, deadline_s=10.0, undo=compensate),
             Step("compensate", compensate, deadline_s=30.0),
         ]
@@ -235,12 +235,12 @@ class GmsOrders:
 
 
 def _log_moved(verb: str, part: str, done: TransferDone) -> None:
-    way = f", {done.moved} of them moved by {done.backend}" if done.backend else ""
-    log.info("%s of %s: %d bytes%s", verb, part, done.bytes, way)
+    how = f", {done.moved} of them moved by {done.backend}" if done.backend else ""
+    log.info("%s of %s: %d bytes%s", verb, part, done.bytes, how)
 
 
 class _Transfer:
-    """What a transfer process tells, taken in two stretches: until it is leased, until it is done.
+    """The events of a transfer process, in two steps: until it is leased, until it is done.
 
     The process begins with the first event that is asked for.
     """

@@ -1,4 +1,4 @@
-"""Frames of the lease socket, answered from the keeper."""
+"""Answers frames of the lease socket from the memory server."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _metadata(entries: Sequence[MetadataItem]) -> Answer:
 
 
 def _numbered(runs: Iterable[list[E]], message: Callable[..., Message]) -> Answer:
-    """Make a message of each run, which says the how manieth of how many it is."""
+    """Yield a numbered message for each run of entries."""
     known: list[list[E]] = []
     for run in runs:
         known.append(run)
