@@ -61,7 +61,7 @@ class Memory:
             part[:] = np.frombuffer(rng.bytes(len(part)), dtype="u1")
 
     def close(self) -> None:
-        """Give the memory back; whoever has views of it keeps it."""
+        """Release the memory; views keep it."""
         os.close(self.descriptor)
 
 

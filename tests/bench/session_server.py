@@ -54,7 +54,7 @@ def answer(data: bytes) -> bytes:
 
 
 class Framed(asyncio.Protocol):
-    """Messages with their lengths before them; whoever inherits takes them."""
+    """Messages with their lengths before them; a subclass receives them."""
 
     transport: asyncio.Transport
 
@@ -92,7 +92,7 @@ async def _listed(data: bytes, _: object) -> bytes:
 
 
 async def serve(folder: Path) -> None:
-    """Serve all three until standard input ends; tells the device on standard output."""
+    """Serve all three until standard input ends; writes the device to standard output."""
     loop = asyncio.get_running_loop()
     device = SimulatedDevice(node=NODE, index=0, capacity=CAPACITY, granularity=GRANULE)
     gms = MemoryServer(node=NODE, incarnation="1", devices=[device])
@@ -117,7 +117,7 @@ async def serve(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # ctrl-C reaches us too; whoever started us then closes our standard input.
+    # ctrl-C reaches this process too; its parent then closes standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

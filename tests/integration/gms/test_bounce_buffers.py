@@ -102,12 +102,12 @@ def values() -> list[bytes]:
 def test_what_was_saved_through_bounce_buffers_is_loaded_through_them(
     device: CudaDevice, folder: int, backend: str, threads: int
 ) -> None:
-    told: list[int] = []
+    reported: list[int] = []
     source = Layout(device).fill(values())
     with source.moved_by(backend) as bounced:
-        moved = bounced.write_files(folder, plans(), [], threads=threads, advance=told.append)
+        moved = bounced.write_files(folder, plans(), [], threads=threads, advance=reported.append)
     assert [entry.name for entry in moved.files] == [plan.name for plan in plans()]
-    assert sum(told) == sum(plan.size for plan in plans())
+    assert sum(reported) == sum(plan.size for plan in plans())
     target = Layout(device)
     with target.moved_by(backend) as bounced:
         bounced.read_files(
@@ -174,7 +174,7 @@ def test_a_file_is_secured_without_those_that_others_are_writing(
     theirs = tmp_path / "objects" / "a" / second.name
 
     def write_another(_: int) -> None:
-        # Whoever copies an object writes it beside its place, from where it is gone at any time.
+        # A copy of an object is written beside its place and may vanish from there at any time.
         theirs.mkdir(exist_ok=True)
         (theirs / "000000#1").unlink(missing_ok=True)
         (theirs / "000000#1").symlink_to("gone")
@@ -261,12 +261,12 @@ def test_a_damaged_chunk_ends_the_load_and_leaves_no_thread_and_no_pinned_memory
     layout.range.release()
 
 
-def test_a_transfer_that_is_told_to_end_ends(device: CudaDevice, folder: int) -> None:
-    told: list[int] = []
+def test_a_transfer_that_is_cancelled_ends(device: CudaDevice, folder: int) -> None:
+    reported: list[int] = []
 
     def end(size: int) -> None:
-        told.append(size)
-        if len(told) == 3:
+        reported.append(size)
+        if len(reported) == 3:
             raise Aborted("enough")
 
     layout = Layout(device).fill(values())

@@ -299,7 +299,7 @@ def test_a_wake_after_a_restart_takes_the_same_layout_when_it_was_loaded_again(
         assert pool.generation.incarnation == service.gms.incarnation
 
 
-def test_a_pool_that_moved_waits_for_its_layout_only_when_it_is_told_to(service: Any) -> None:
+def test_a_pool_that_moved_waits_for_its_layout_only_when_asked_to(service: Any) -> None:
     with client.connect(lock="RW") as pool:
         pool.allocate("w", 10, np.uint8)
         pool.commit()

@@ -289,7 +289,7 @@ def test_what_a_broken_context_may_have_mapped_stays_charged(
         patch.setattr(driver, "cuCtxSynchronize", lambda: broken)
         with pytest.raises(CudaFailed, match="cuCtxSynchronize"):
             pool.sleep()
-    # Told by the end of its socket: this process may have the memory mapped, and lives.
+    # Reported as ended socket: this process may have the memory mapped, and lives.
     service.run(lingers(service))
     assert service.device().used == GRANULE
     pool.close()

@@ -364,14 +364,14 @@ def test_an_artifact_in_files_is_deleted_without_a_storage(capture: Capture) -> 
     assert not capture.path.exists()
 
 
-async def nobody_asks(_: int) -> None:
+async def ignored(_: int) -> None:
     pass
 
 
 def verified(capture: Capture) -> None:
     async def verify() -> None:
         manifest, _ = await capture.agent.read_part(PLACE, "gpu-0")
-        await capture.agent.check_bytes(PLACE, manifest, nobody_asks)
+        await capture.agent.check_bytes(PLACE, manifest, ignored)
 
     asyncio.run(verify())
 
@@ -459,13 +459,13 @@ def test_weights_that_go_elsewhere_need_no_room_below_the_artifact_root(tmp_path
 # What can be wrong with a storage.
 
 
-def test_each_failure_is_named_and_tells_no_secret(
+def test_each_failure_is_named_without_a_secret(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BucketMissing) as missing:
-        ObjectStorage("s3://nobody/x").put("a", memoryview(b"1"))
+        ObjectStorage("s3://missing/x").put("a", memoryview(b"1"))
     with pytest.raises(BucketMissing):
-        ObjectStorage("s3://nobody/x").sizes("a")
+        ObjectStorage("s3://missing/x").sizes("a")
     with s3_server(checked_after=1) as checking:
         monkeypatch.setenv("AWS_ENDPOINT", checking.endpoint)
         with pytest.raises(ObjectStorageDenied) as denied:
@@ -531,7 +531,7 @@ def test_a_url_of_each_kind_is_taken(url: str) -> None:
 def test_what_a_transfer_logs_names_no_key(
     server: S3Server, service: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    capture = Capture(service, tmp_path, "s3://nobody/x")
+    capture = Capture(service, tmp_path, "s3://missing/x")
     with pytest.raises(BucketMissing):
         capture.run(capture.save_task())
     assert not capture.path.exists()

@@ -176,7 +176,7 @@ def test_a_model_lies_in_a_pool_and_comes_back_in_place(launch: Any) -> None:
         assert tensor_of(array).data_ptr() == array.address
 
 
-def test_a_machine_without_a_gpu_is_told_from_one_without_pytorch(service: Any) -> None:
+def test_a_machine_without_a_gpu_has_another_error_than_one_without_pytorch(service: Any) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -430,7 +430,7 @@ def start_child(*arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_a_transfer_ends_when_whoever_started_it_is_gone(capture: Capture) -> None:
+def test_a_transfer_ends_with_the_process_that_started_it(capture: Capture) -> None:
     blocker = client.connect(1, lock="RW")
     capture.run(capture.save_task())
     with start_child("load") as child:
@@ -641,7 +641,7 @@ def spare_processes() -> list[int]:
 
 async def spare(processes: TransferProcesses) -> int:
     """Wait until a process waits for a task, and give it."""
-    while not processes._spares:  # noqa: ASYNC110 - nobody tells
+    while not processes._spares:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
     (found,) = spare_processes()
     return found

@@ -55,7 +55,7 @@ def _after(event: LockEvent, *, writer: bool, committed: bool, readers: bool) ->
             return (writer, False, readers)
 
 
-def test_every_state_answers_every_wish() -> None:
+def test_every_state_answers_every_request() -> None:
     assert set(LOCK_DECISIONS) == set(itertools.product(Lock, LockRequest))
 
 
@@ -122,7 +122,7 @@ def test_either_writes_only_while_nothing_is_committed() -> None:
         (LockMode.RW_OR_RO, False, LockRequest.EITHER),
     ],
 )
-def test_a_lock_mode_is_a_wish(lock: LockMode, replace: bool, wanted: LockRequest) -> None:
+def test_a_lock_mode_is_a_request(lock: LockMode, replace: bool, wanted: LockRequest) -> None:
     assert lock_request_of(lock, replace=replace) is wanted
 
 

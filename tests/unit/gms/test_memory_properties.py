@@ -341,7 +341,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         assert known == set(self.sessions)
 
     @invariant()
-    def exactly_the_memory_that_nobody_can_reach_is_free(self) -> None:
+    def exactly_the_memory_that_no_process_can_reach_is_free(self) -> None:
         reachable: set[int] = set()
         for device in self.table.devices.values():
             layouts = [room.committed for room in device.rooms.values()]
@@ -380,7 +380,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
                 assert device.users == []
 
     @invariant()
-    def nobody_waits_who_could_go_on(self) -> None:
+    def no_client_waits_that_could_continue(self) -> None:
         for uuid, device in self.table.devices.items():
             for room in device.rooms.values():
                 for waiter in room.queue.values():

@@ -1,4 +1,4 @@
-"""The keeper: what it waits for, and what not."""
+"""The memory server: what it waits for, and what not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomai
 
 
 class SlowDevice(SimulatedDevice):
-    """A device that gives memory back when it is told to."""
+    """A device that releases memory when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(node="n1", index=0, capacity=2**20, granularity=4096)
@@ -40,7 +40,7 @@ async def device() -> AsyncIterator[SlowDevice]:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def test_what_is_let_go_later_holds_up_nobody_who_waits_for_what_was_let_go_before(
+async def test_a_later_release_delays_no_caller_that_waits_for_earlier_ones(
     device: SlowDevice,
 ) -> None:
     gms = MemoryServer(node="n1", incarnation="inc", devices=[device])

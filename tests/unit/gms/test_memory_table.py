@@ -152,7 +152,7 @@ def test_a_device_has_an_end_of_those_who_wait_in_both_domains(world: World) -> 
     assert world.granted(ours) is None
 
 
-def test_a_full_queue_refuses_nobody_who_need_not_wait(world: World) -> None:
+def test_a_full_queue_refuses_no_client_that_need_not_wait(world: World) -> None:
     ref = world.committed()
     world.attach(lock=RO)
     for _ in range(WAITING["process"]):
@@ -448,7 +448,7 @@ def test_the_next_writer_waits_for_the_end_of_one_that_hung_up_and_may_still_wri
     assert granted.access is Access.RW
 
 
-def test_a_process_that_nobody_can_name_is_taken_for_another_one(world: World) -> None:
+def test_a_process_that_the_kernel_does_not_name_is_taken_for_another_one(world: World) -> None:
     unseen = Peer(pid=0, uid=0)
     vanished_writer(world, peer=unseen)
     assert world.granted(world.ask(peer=unseen)) is None
@@ -483,7 +483,7 @@ def test_freed_allocations_go_back_at_once(world: World) -> None:
     assert world.freed() == set(handles)
 
 
-def test_a_committed_layout_can_be_dropped_when_nobody_uses_it(world: World) -> None:
+def test_a_committed_layout_can_be_dropped_when_no_session_uses_it(world: World) -> None:
     world.committed()
     reader = world.attach(lock=RO)
     with pytest.raises(NotEligible):
@@ -509,7 +509,9 @@ def _load(world: World, token: str = "t", **fields: Any) -> list[int]:
     return handles
 
 
-def test_a_hidden_layout_is_charged_and_serves_nobody_until_it_is_published(world: World) -> None:
+def test_a_hidden_layout_is_charged_and_served_once_it_is_published(
+    world: World,
+) -> None:
     _load(world)
     waiting = world.ask(lock=RO)
     assert world.granted(waiting) is None
@@ -572,7 +574,7 @@ def test_a_drop_that_overtakes_its_load_stops_it_at_the_commit(world: World) -> 
         world.commit(loader, hidden=True, layout_id="saved")
 
 
-def test_dropping_after_publication_frees_what_nobody_uses(world: World) -> None:
+def test_dropping_after_publication_frees_what_no_session_uses(world: World) -> None:
     handles = _load(world)
     world.table.publish(A, "t")
     reader = world.attach(lock=RO)
@@ -661,7 +663,7 @@ def test_a_fence_waits_for_imports_of_sessions_that_vanished(world: World) -> No
     assert len(world.said(FenceHeld)) == 1
 
 
-def test_a_pending_fence_admits_nobody_and_lets_the_present_writer_commit(world: World) -> None:
+def test_a_pending_fence_admits_no_client_and_lets_the_present_writer_commit(world: World) -> None:
     writer = world.attach()
     world.allocate(writer, "w")
     world.fence()

@@ -84,7 +84,7 @@ last events (seconds ago)
        0.5  attach   late, generation 2 on weights of GPU-a"""
 
 
-def test_a_status_tells_all_that_is_held_and_waited_for() -> None:
+def test_a_status_shows_all_that_is_held_and_waited_for() -> None:
     reply = StatusReply(node="n", incarnation="i", devices=[DEVICE], events=EVENTS, now_s=100.0)
     assert status_text(reply).lower() == STATUS.lower()
 
