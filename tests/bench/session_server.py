@@ -112,7 +112,7 @@ async def serve(folder: Path) -> None:
     await echo.stop(grace=None)
     bare.close()
     await lease.close()
-    await gms.settled()
+    await gms.drained()
     device.close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+# These are imported from here by the services.
 from snapback_client.codec import (
     MAX_FRAME_BYTES,
     MAX_MESSAGE_BYTES,
@@ -18,18 +19,6 @@ from snapback_client.codec import (
     encode_json,
     encode_msgpack,
 )
-
-__all__ = [
-    "MAX_FRAME_BYTES",
-    "MAX_MANIFEST_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "decode_json",
-    "decode_msgpack",
-    "digest",
-    "encode_json",
-    "encode_msgpack",
-    "encode_pretty",
-]
 
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 

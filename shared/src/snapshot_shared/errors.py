@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import errno
 
+# These are imported from here by the services.
 from snapback_client.errors import (
     Aborted,
     ArtifactError,
@@ -65,58 +66,6 @@ from snapback_client.errors import (
     UnknownDevice,
     UnsupportedVersion,
 )
-
-__all__ = [
-    "Aborted",
-    "AddressInUse",
-    "AlreadyExists",
-    "ArtifactCorrupt",
-    "ArtifactError",
-    "ArtifactExists",
-    "ArtifactMissing",
-    "ArtifactRootEmpty",
-    "BusUnavailable",
-    "Conflict",
-    "ControlFolderBroken",
-    "DeadlineExceeded",
-    "DeviceError",
-    "DeviceTooSmall",
-    "Failure",
-    "Fenced",
-    "Forbidden",
-    "GenerationMismatch",
-    "Incompatible",
-    "InjectedFault",
-    "Internal",
-    "InvalidInput",
-    "InvalidManifest",
-    "InvalidMessage",
-    "InvalidName",
-    "InvalidTransition",
-    "LayoutConflict",
-    "LayoutError",
-    "NoSpace",
-    "NotEligible",
-    "NotFound",
-    "NotPermitted",
-    "OutOfDeviceMemory",
-    "OutcomeUnknown",
-    "Rejected",
-    "RemoteFailure",
-    "RequestExpired",
-    "SnapbackError",
-    "SourceExited",
-    "StaleLayout",
-    "StalePodReference",
-    "StorageFailed",
-    "StoreBusy",
-    "Superseded",
-    "TransferKilled",
-    "UnknownDevice",
-    "UnsupportedVersion",
-    "WrongNode",
-    "failure_of",
-]
 
 
 class InvalidManifest(InvalidInput):

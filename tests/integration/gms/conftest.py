@@ -112,7 +112,7 @@ class RunningGms:
     async def _close(self) -> None:
         await self.lease.close()
         await self.grpc.close()
-        await self.gms.settled()
+        await self.gms.drained()
         self.telemetry.shutdown()
 
     async def _stop(self) -> None:

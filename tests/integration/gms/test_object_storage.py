@@ -222,7 +222,7 @@ def test_a_load_goes_where_the_save_has_left_the_bytes_whatever_is_chosen_now(
 
 async def drop(capture: Capture) -> None:
     capture.service.gms.drop_hidden(capture.service.uuids[1], "l1")
-    await capture.service.gms.settled()
+    await capture.service.gms.drained()
 
 
 def test_a_save_that_fails_leaves_no_object(

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gms.domain.fence import Phase
+from gms.domain.fence import FencePhase
 from gms.domain.locks import Lock, LockDecision, LockRequest, Use, decide
 from gms.domain.memory_table import MemoryTable
 from gms.domain.sessions import (
@@ -92,10 +92,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             request = session.request
             assert not self.vanished_writers(request.device, request.domain, session.peer.pid)
         if session.request.fence_token is not None:
-            assert phase is Phase.LEASED or session.request.fence_token in self.held
+            assert phase is FencePhase.LEASED or session.request.fence_token in self.held
             return
-        assert phase not in (Phase.PENDING, Phase.HELD)
-        if phase is Phase.LEASED and session.request.domain is MemoryDomain.WEIGHTS:
+        assert phase not in (FencePhase.PENDING, FencePhase.HELD)
+        if phase is FencePhase.LEASED and session.request.domain is MemoryDomain.WEIGHTS:
             assert session.access is Access.RO
 
     def check_freed(self, handles: set[int]) -> None:
@@ -366,7 +366,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         for token, vector in self.held.items():
             fence = self.table.fences.active[token]
             for ref in vector:
-                if fence.phases[ref.device] is Phase.ENDED:
+                if fence.phases[ref.device] is FencePhase.ENDED:
                     continue
                 layout = self.table.devices[ref.device].weights.committed
                 assert layout is not None
@@ -376,7 +376,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @invariant()
     def a_held_fence_has_the_device_for_itself(self) -> None:
         for uuid, device in self.table.devices.items():
-            if self.table.fences.phase(uuid) is Phase.HELD:
+            if self.table.fences.phase(uuid) is FencePhase.HELD:
                 assert device.users == []
 
     @invariant()

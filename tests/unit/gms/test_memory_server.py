@@ -52,11 +52,11 @@ async def test_a_later_release_delays_no_caller_that_waits_for_earlier_ones(
     await gms.allocate(session, specs, wait_s=0.0)
     first, second = device.may_end.values()
     gms.free(session, ["a"])
-    settled = asyncio.create_task(gms.settled())
+    drained = asyncio.create_task(gms.drained())
     await asyncio.sleep(0)
     gms.free(session, ["b"])
-    assert not settled.done()
+    assert not drained.done()
     first.set()
     async with asyncio.timeout(5):
-        await settled
+        await drained
     assert not second.is_set()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gms.domain import usage
-from gms.domain.fence import Phase
+from gms.domain.fence import FencePhase
 from gms.domain.locks import Lock, LockDecision, LockRequest, decide, lock_request_of
 from gms.domain.memory_table import WAITING, MemoryTable
 from gms.domain.sessions import (
@@ -729,7 +729,7 @@ def test_only_the_save_with_the_token_enters_a_held_fence(world: World) -> None:
     with pytest.raises(NotFound):
         world.ask(lock=RO, fence_token="other")
     save = world.attach(lock=RO, fence_token="f")
-    assert world.table.fences.phase(A) is Phase.LEASED
+    assert world.table.fences.phase(A) is FencePhase.LEASED
     with pytest.raises(LayoutConflict):
         world.ask(lock=RO, fence_token="f")
     assert save.layout is world.table.devices[A].weights.committed
@@ -760,8 +760,8 @@ def test_a_fence_ends_for_each_device_when_its_save_has_finished(world: World) -
     world.fence("f", A, B)
     save = world.attach(A, RO, fence_token="f")
     world.end(save)
-    assert world.table.fences.phase(A) is Phase.ENDED
-    assert world.table.fences.phase(B) is Phase.HELD
+    assert world.table.fences.phase(A) is FencePhase.ENDED
+    assert world.table.fences.phase(B) is FencePhase.HELD
     assert world.attach(A, if_match=first) is not None
     assert world.said(FenceEnded) == []
 

@@ -271,23 +271,11 @@ class ErrorReply(_Frame, frozen=True, kw_only=True, tag="error"):
     @classmethod
     def of(cls, failure: Failure) -> ErrorReply:
         """Return a failure as a message."""
-        return cls(
-            reason=failure.reason,
-            message=failure.message,
-            retryable=failure.retryable,
-            values=failure.values,
-            next_step=failure.next_step,
-        )
+        return cls(**msgspec.structs.asdict(failure))
 
     def to_failure(self) -> Failure:
         """Return the failure."""
-        return Failure(
-            reason=self.reason,
-            message=self.message,
-            retryable=self.retryable,
-            values=self.values,
-            next_step=self.next_step,
-        )
+        return Failure(**{name: getattr(self, name) for name in Failure.__struct_fields__})
 
 
 Request = (

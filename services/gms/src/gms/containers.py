@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from gms.adapters.grpc_client import GmsCaller, fresh_token
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.containers import Settings, load_task, read_settings, save_task
+from gms.domain.containers import Settings, container_load, container_save, read_settings
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone
 from gms.handlers.transfers import whole_or_nothing
 from snapback_client.frames import MemoryDomain
@@ -70,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 async def save_all(settings: Settings, orders: Sequence[SaveOrder]) -> list[PartOutcome]:
     """Write every device's part, all at a time. When one fails the unfinished ones are removed."""
-    tasks = [save_task(settings, order) for order in orders]
+    tasks = [container_save(settings, order) for order in orders]
     found = await _all(tasks)
     return [_outcome(task, done) for task, done in zip(tasks, found, strict=True)]
 
@@ -84,7 +84,7 @@ async def load_all(settings: Settings, orders: Sequence[LoadOrder]) -> list[Part
         status = await gms.status(events=0)
         there = {order.part: _committed(status, order) for order in orders}
         tasks = [
-            load_task(settings, order, load_token=fresh_token("load"))
+            container_load(settings, order, load_token=fresh_token("load"))
             for order in orders
             if there[order.part] is None
         ]

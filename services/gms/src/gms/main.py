@@ -112,7 +112,7 @@ async def serve(stop: asyncio.Event) -> None:
     finally:
         await grpc.close()
         await lease.close()
-        await gms.settled()
+        await gms.drained()
         for device in devices:
             device.close()
 

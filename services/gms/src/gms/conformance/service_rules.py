@@ -217,14 +217,14 @@ class _Service:
         await self._lease.close()
         # What a rule has committed goes, too: the next one finds an empty device.
         await self._gms.forget_when_unused(self.device.info.uuid, wait_s=_CALL_S)
-        await self._gms.settled()
+        await self._gms.drained()
         await self._loop.shutdown_default_executor()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_CALL_S)
 
     def drain(self) -> None:
-        self._run(self._gms.settled())
+        self._run(self._gms.drained())
 
     def connect(self, lock: str, **options: Any) -> snapback_client.MemoryPool:
         return snapback_client.connect(

@@ -22,7 +22,7 @@ _REMEMBERED = 4096
 """Tokens of ended fences that are still known, so that a late request does not fence again."""
 
 
-class Phase(StrEnum):
+class FencePhase(StrEnum):
     """How far a fence is on one device."""
 
     PENDING = "pending"
@@ -41,31 +41,31 @@ class FenceEvent(StrEnum):
     OVER = "over"
 
 
-FENCES = TransitionTable[Phase, FenceEvent](
+FENCES = TransitionTable[FencePhase, FenceEvent](
     "fence",
     {
-        (Phase.PENDING, FenceEvent.DRAINED): Phase.HELD,
-        (Phase.PENDING, FenceEvent.OVER): Phase.ENDED,
-        (Phase.HELD, FenceEvent.LEASED): Phase.LEASED,
-        (Phase.HELD, FenceEvent.OVER): Phase.ENDED,
-        (Phase.LEASED, FenceEvent.LEASED): Phase.LEASED,
-        (Phase.LEASED, FenceEvent.SAVED): Phase.ENDED,
-        (Phase.LEASED, FenceEvent.SAVE_LOST): Phase.LEASED,
-        (Phase.LEASED, FenceEvent.OVER): Phase.ENDED,
+        (FencePhase.PENDING, FenceEvent.DRAINED): FencePhase.HELD,
+        (FencePhase.PENDING, FenceEvent.OVER): FencePhase.ENDED,
+        (FencePhase.HELD, FenceEvent.LEASED): FencePhase.LEASED,
+        (FencePhase.HELD, FenceEvent.OVER): FencePhase.ENDED,
+        (FencePhase.LEASED, FenceEvent.LEASED): FencePhase.LEASED,
+        (FencePhase.LEASED, FenceEvent.SAVED): FencePhase.ENDED,
+        (FencePhase.LEASED, FenceEvent.SAVE_LOST): FencePhase.LEASED,
+        (FencePhase.LEASED, FenceEvent.OVER): FencePhase.ENDED,
     },
 )
 
 _ALL = frozenset(LockRequest)
 _NONE: frozenset[LockRequest] = frozenset()
 
-ADMITTED: dict[tuple[Phase, MemoryDomain], frozenset[LockRequest]] = {
-    (Phase.PENDING, MemoryDomain.WEIGHTS): _NONE,
-    (Phase.PENDING, MemoryDomain.KV): _NONE,
-    (Phase.HELD, MemoryDomain.WEIGHTS): _NONE,
-    (Phase.HELD, MemoryDomain.KV): _NONE,
-    (Phase.LEASED, MemoryDomain.WEIGHTS): frozenset({LockRequest.READ, LockRequest.EITHER}),
+ADMITTED: dict[tuple[FencePhase, MemoryDomain], frozenset[LockRequest]] = {
+    (FencePhase.PENDING, MemoryDomain.WEIGHTS): _NONE,
+    (FencePhase.PENDING, MemoryDomain.KV): _NONE,
+    (FencePhase.HELD, MemoryDomain.WEIGHTS): _NONE,
+    (FencePhase.HELD, MemoryDomain.KV): _NONE,
+    (FencePhase.LEASED, MemoryDomain.WEIGHTS): frozenset({LockRequest.READ, LockRequest.EITHER}),
     # A worker that serves again needs its cache, and no save reads it.
-    (Phase.LEASED, MemoryDomain.KV): _ALL,
+    (FencePhase.LEASED, MemoryDomain.KV): _ALL,
 }
 
 
@@ -75,14 +75,14 @@ class Fence:
 
     token: str
     devices: tuple[str, ...]
-    phases: dict[str, Phase]
+    phases: dict[str, FencePhase]
     vector: list[LayoutRef] = field(default_factory=list)
     savers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def wanted(cls, token: str, devices: tuple[str, ...]) -> Fence:
         """Begin a fence, pending everywhere."""
-        return cls(token, devices, dict.fromkeys(devices, Phase.PENDING))
+        return cls(token, devices, dict.fromkeys(devices, FencePhase.PENDING))
 
     def move(self, device: str, event: FenceEvent) -> None:
         """Take one step on one device."""
@@ -91,12 +91,12 @@ class Fence:
     @property
     def is_pending(self) -> bool:
         """Whether sessions are still being waited for."""
-        return Phase.PENDING in self.phases.values()
+        return FencePhase.PENDING in self.phases.values()
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended on every device."""
-        return set(self.phases.values()) == {Phase.ENDED}
+        return set(self.phases.values()) == {FencePhase.ENDED}
 
 
 class FenceBook:
@@ -110,19 +110,19 @@ class FenceBook:
     def on(self, device: str) -> Fence | None:
         """Return the fence that covers a device now."""
         for fence in self.active.values():
-            if fence.phases.get(device, Phase.ENDED) is not Phase.ENDED:
+            if fence.phases.get(device, FencePhase.ENDED) is not FencePhase.ENDED:
                 return fence
         return None
 
-    def phase(self, device: str) -> Phase:
+    def phase(self, device: str) -> FencePhase:
         """Return the phase of the fence on a device; ENDED when there is none."""
         fence = self.on(device)
-        return Phase.ENDED if fence is None else fence.phases[device]
+        return FencePhase.ENDED if fence is None else fence.phases[device]
 
     def admits(self, device: str, domain: MemoryDomain, request: LockRequest) -> bool:
         """Whether the fence on a device, if any, admits a request for a lock."""
         phase = self.phase(device)
-        return phase is Phase.ENDED or request in ADMITTED[phase, domain]
+        return phase is FencePhase.ENDED or request in ADMITTED[phase, domain]
 
     def begin(self, token: str, devices: tuple[str, ...]) -> Fence:
         """Return the fence with this token, begun if it is new. LayoutConflict, Superseded."""
@@ -150,11 +150,11 @@ class FenceBook:
         fence = self.active.pop(token, None)
         if fence is not None:
             for device, phase in fence.phases.items():
-                if phase is not Phase.ENDED:
+                if phase is not FencePhase.ENDED:
                     fence.move(device, FenceEvent.OVER)
         return fence
 
-    def settle(self, fence: Fence) -> bool:
+    def finish(self, fence: Fence) -> bool:
         """Remove a fence that has ended on every device. Return whether it has."""
         if not fence.is_over:
             return False

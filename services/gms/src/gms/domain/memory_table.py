@@ -13,7 +13,7 @@ from typing import TypeVar
 from msgspec import UNSET
 
 from gms.domain.device import DeviceTable, check_generation
-from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
+from gms.domain.fence import Fence, FenceBook, FenceEvent, FencePhase
 from gms.domain.layout import Allocation, Layout
 from gms.domain.locks import USES, LockDecision, LockEvent, LockRequest, Operation, Use
 from gms.domain.sessions import (
@@ -114,7 +114,7 @@ class MemoryTable:
         if ticket not in room.queue:
             return []
         room.dequeue(ticket)
-        return self._settle(table)
+        return self._advance(table)
 
     def end(self, session: Session, *, unmapped: bool) -> list[Effect]:
         """End a session. `unmapped`: it said that nothing is mapped any more."""
@@ -136,7 +136,7 @@ class MemoryTable:
         effects += device.release(layout)
         if session.role is Role.SAVE:
             effects += self._end_save(device, session, finished=unmapped)
-        return effects + self._settle(device)
+        return effects + self._advance(device)
 
     def importers_gone(self, session: Session) -> list[Effect]:
         """Handle the end of the process of a lingering session."""
@@ -144,7 +144,7 @@ class MemoryTable:
         if device.lingering.pop(session.id, None) is None:
             return []
         room.vanished.pop(session.id, None)
-        return device.let_go(session) + self._settle(device)
+        return device.let_go(session) + self._advance(device)
 
     # What a session asks for.
 
@@ -226,7 +226,7 @@ class MemoryTable:
         room.writer = None
         room.readers[session.id] = session
         ref, effects = device.install(self.incarnation, layout, request.layout_id, shape)
-        return ref, effects + self._settle(device)
+        return ref, effects + self._advance(device)
 
     # What the node's orders ask for.
 
@@ -247,7 +247,7 @@ class MemoryTable:
             self.incarnation, hidden.layout, hidden.layout_id, hidden.structure_hash
         )
         _remember(self._published, (uuid, load_token), ref)
-        return ref, effects + self._settle(device)
+        return ref, effects + self._advance(device)
 
     def drop_hidden(self, uuid: str, load_token: str) -> list[Effect]:
         """Forget what a load left hidden, and refuse the token from now on.
@@ -257,7 +257,7 @@ class MemoryTable:
         device = self.device(uuid)
         _remember(self._dropped, (uuid, load_token), None)
         if hidden := device.hidden.pop(load_token, None):
-            return device.release(hidden.layout) + self._settle(device)
+            return device.release(hidden.layout) + self._advance(device)
         published = self._published.get((uuid, load_token))
         if published is None or device.weights.committed is None:
             return []
@@ -285,7 +285,7 @@ class MemoryTable:
             )
         device.weights.move(LockEvent.DROP)
         device.weights.committed = None
-        return True, device.release(layout) + self._settle(device)
+        return True, device.release(layout) + self._advance(device)
 
     def loaded(self, uuid: str, load_token: str) -> Hidden | LayoutRef | None:
         """Return the outcome of a load: hidden, published or None."""
@@ -299,14 +299,14 @@ class MemoryTable:
         fence = self.fences.begin(token, devices)
         if not fence.is_pending:
             return [FenceHeld(token, tuple(fence.vector))]
-        return self._settle(tables[0])
+        return self._advance(tables[0])
 
     def end_fence(self, token: str) -> list[Effect]:
         """End a fence: asked for, at its deadline, or because waiting took too long."""
         fence = self.fences.end(token)
         if fence is None:
             return []
-        return [FenceEnded(token), *self._settle_all(fence)]
+        return [FenceEnded(token), *self._advance_all(fence)]
 
     def blockers(self, token: str) -> list[str]:
         """Name the sessions that a pending fence waits for."""
@@ -373,8 +373,10 @@ class MemoryTable:
 
     def _attach_save(self, device: DeviceTable, waiter: Waiter, token: str) -> list[Effect]:
         fence = self.fences.active.get(token)
-        phase = Phase.ENDED if fence is None else fence.phases.get(device.uuid, Phase.ENDED)
-        if fence is None or phase not in (Phase.HELD, Phase.LEASED):
+        phase = (
+            FencePhase.ENDED if fence is None else fence.phases.get(device.uuid, FencePhase.ENDED)
+        )
+        if fence is None or phase not in (FencePhase.HELD, FencePhase.LEASED):
             raise NotFound(
                 f"no fence with this token is held on {device.uuid}: the capture was aborted, ran "
                 "out of time, or the GPU memory service was restarted and its memory is lost",
@@ -387,16 +389,16 @@ class MemoryTable:
         granted = device.grant(waiter, LockDecision.READ)
         fence.move(device.uuid, FenceEvent.LEASED)
         fence.savers[device.uuid] = waiter.ticket
-        return [*granted, *self._settle(device)]
+        return [*granted, *self._advance(device)]
 
     def _end_save(self, device: DeviceTable, session: Session, *, finished: bool) -> list[Effect]:
         fence = self.fences.active.get(session.request.fence_token or "")
         if fence is None or fence.savers.pop(device.uuid, None) is None:
             return []
-        if fence.phases[device.uuid] is Phase.ENDED:
+        if fence.phases[device.uuid] is FencePhase.ENDED:
             return []
         fence.move(device.uuid, FenceEvent.SAVED if finished else FenceEvent.SAVE_LOST)
-        return [FenceEnded(fence.token)] if self.fences.settle(fence) else []
+        return [FenceEnded(fence.token)] if self.fences.finish(fence) else []
 
     def _check_commit(
         self, device: DeviceTable, session: Session, layout: Layout, request: Commit
@@ -422,17 +424,17 @@ class MemoryTable:
         )
         return device.ref(self.incarnation, layout, layout_id, shape)
 
-    def _settle(self, device: DeviceTable) -> list[Effect]:
+    def _advance(self, device: DeviceTable) -> list[Effect]:
         """Return the effects of everything that has become possible on a device."""
-        effects = self._settle_fence(device)
+        effects = self._advance_fence(device)
         for room in device.rooms.values():
             effects += device.serve(room, self.fences)
         return effects
 
-    def _settle_all(self, fence: Fence) -> list[Effect]:
-        return [effect for uuid in fence.devices for effect in self._settle(self.devices[uuid])]
+    def _advance_all(self, fence: Fence) -> list[Effect]:
+        return [effect for uuid in fence.devices for effect in self._advance(self.devices[uuid])]
 
-    def _settle_fence(self, device: DeviceTable) -> list[Effect]:
+    def _advance_fence(self, device: DeviceTable) -> list[Effect]:
         fence = self.fences.on(device.uuid)
         if fence is None or not fence.is_pending:
             return []
@@ -444,7 +446,7 @@ class MemoryTable:
             empty = next(table.uuid for table in tables if not table.weights.committed)
             self.fences.end(fence.token)
             error = NotEligible(f"nothing is committed on {empty}", device=empty)
-            return [FenceRefused(fence.token, error), *self._settle_all(fence)]
+            return [FenceRefused(fence.token, error), *self._advance_all(fence)]
         for table in tables:
             fence.move(table.uuid, FenceEvent.DRAINED)
         fence.vector = [ref for ref in vector if ref is not None]

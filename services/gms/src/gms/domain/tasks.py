@@ -20,8 +20,10 @@ from snapshot_shared.orders import (
     Digest,
     Label,
     LayoutRef,
+    LoadOrder,
     OrderIdStr,
     PartStr,
+    SaveOrder,
     Seconds,
     ShortText,
     Text,
@@ -96,6 +98,38 @@ class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
     order: ShortText = ""
 
 
+def save_task(order: SaveOrder, options: TransferOptions, /, **fields: Any) -> SaveTask:
+    """Return the task of an order. `fields` are what the order does not say."""
+    return SaveTask(
+        **options._asdict(),
+        device=order.layout.device,
+        namespace=order.namespace,
+        content_uid=order.content_uid,
+        generation=order.attempt,
+        part=order.part,
+        order=order.order,
+        layout=order.layout,
+        parent=order.parent,
+        **fields,
+    )
+
+
+def load_task(order: LoadOrder, options: TransferOptions, /, **fields: Any) -> LoadTask:
+    """Return the task of an order. `fields` are what the order does not say."""
+    return LoadTask(
+        **options._asdict(),
+        device=order.device,
+        namespace=order.artifact.namespace,
+        content_uid=order.artifact.content_uid,
+        generation=order.artifact.generation,
+        part=order.part,
+        part_digest=order.part_digest,
+        layout_id=order.layout_id,
+        structure_hash=order.structure_hash,
+        **fields,
+    )
+
+
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     pass
 
@@ -137,23 +171,11 @@ class TransferFailed(_Event, frozen=True, kw_only=True, tag="failed"):
     @classmethod
     def of(cls, failure: Failure) -> TransferFailed:
         """Return a failure as a message."""
-        return cls(
-            reason=failure.reason,
-            message=failure.message,
-            retryable=failure.retryable,
-            values=failure.values,
-            next_step=failure.next_step,
-        )
+        return cls(**msgspec.structs.asdict(failure))
 
     def to_failure(self) -> Failure:
         """Return the failure."""
-        return Failure(
-            reason=self.reason,
-            message=self.message,
-            retryable=self.retryable,
-            values=self.values,
-            next_step=self.next_step,
-        )
+        return Failure(**{name: getattr(self, name) for name in Failure.__struct_fields__})
 
 
 TransferEvent = TransferLeased | TransferProgress | TransferDone | TransferFailed

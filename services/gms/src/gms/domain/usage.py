@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from gms.domain.device import DeviceTable
-from gms.domain.fence import Phase
+from gms.domain.fence import FencePhase
 from gms.domain.layout import Allocation
 from gms.domain.memory_table import MemoryTable
 
@@ -58,7 +58,7 @@ def generations(table: MemoryTable) -> Numbers:
 
 def fences(table: MemoryTable) -> Numbers:
     """Count fences by device and phase."""
-    phases = [phase for phase in Phase if phase is not Phase.ENDED]
+    phases = [phase for phase in FencePhase if phase is not FencePhase.ENDED]
     return {
         (uuid, phase.value): float(table.fences.phase(uuid) is phase)
         for uuid in table.devices

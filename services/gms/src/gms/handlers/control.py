@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from gms.domain.device import DeviceTable
-from gms.domain.fence import Phase
+from gms.domain.fence import FencePhase
 from gms.domain.locks import Lock, LockRequest
 from gms.domain.sessions import Room, Waiter
 from gms.handlers.memory_server import MemoryServer
@@ -64,7 +64,7 @@ class GmsControl:
 
     async def status(self, request: StatusRequest) -> StatusReply:
         # Memory that is on its way back counts as used until it is free.
-        await self._gms.settled()
+        await self._gms.drained()
         return StatusReply(
             node=self._gms.node,
             incarnation=self._gms.incarnation,
@@ -111,7 +111,7 @@ class GmsControl:
         fence = self._gms.table.fences.on(uuid)
         if fence is None:
             return None
-        phase: Phase = fence.phases[uuid]
+        phase: FencePhase = fence.phases[uuid]
         timer = self._gms.fence_ends.get(fence.token)
         left = timer.when() - asyncio.get_running_loop().time() if timer else 0.0
         return FenceStatus(phase=phase.value, ends_in_s=round(max(0.0, left), 3))

@@ -309,7 +309,7 @@ class MemoryServer:
             else:
                 await changed.wait()
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Wait until all memory whose release has begun is free."""
         # Not what is released meanwhile: a client that frees all the time would delay every caller.
         if pending := [future for group in self._releases.values() for future in group]:

@@ -15,13 +15,13 @@ from typing import Any
 
 from gms.domain.tasks import (
     DEFAULT_OPTIONS,
-    LoadTask,
-    SaveTask,
     TransferDone,
     TransferEvent,
     TransferLeased,
     TransferOptions,
     TransferProgress,
+    load_task,
+    save_task,
 )
 from gms.handlers.memory_server import MemoryServer
 from gms.handlers.transfers import persistent
@@ -91,23 +91,15 @@ class GmsOrders:
         """Write one device's fenced layout as a part: `leased`, then `staged`."""
         self._require_device(order.layout.device)
         self._book.require_current(f"capture-{order.content_uid}", order.attempt)
-        task = SaveTask(
+        task = save_task(
+            order,
+            self._options,
             socket_dir=self._socket_dir,
             root=self._root,
-            backend=self._options.backend,
-            object_storage=self._options.object_storage,
-            device=order.layout.device,
-            namespace=order.namespace,
-            content_uid=order.content_uid,
-            generation=order.attempt,
-            part=order.part,
             deadline_s=max(context.remaining_s(), 0.001),
             traceparent=current_traceparent(),
-            order=order.order,
             attempt=order.attempt,
             fence_token=order.fence_token,
-            layout=order.layout,
-            parent=order.parent,
             product=self._gms.devices[order.layout.device].info.product,
         )
         transfer = _Transfer(context, order.part, persistent(self._transfers, task))
@@ -130,25 +122,16 @@ class GmsOrders:
     async def load(self, order: LoadOrder, context: OrderContext) -> Result:
         """Read one part into a device, verified, and leave it hidden: `loaded`."""
         self._require_device(order.device)
-        artifact = order.artifact
-        task = LoadTask(
+        task = load_task(
+            order,
+            self._options,
             socket_dir=self._socket_dir,
             root=self._root,
-            backend=self._options.backend,
-            object_storage=self._options.object_storage,
-            device=order.device,
-            namespace=artifact.namespace,
-            content_uid=artifact.content_uid,
-            generation=artifact.generation,
-            part=order.part,
             deadline_s=max(context.remaining_s(), 0.001),
             traceparent=current_traceparent(),
             order=order.order,
             attempt=order.attempt,
-            part_digest=order.part_digest,
             load_token=order.load_token,
-            layout_id=order.layout_id,
-            structure_hash=order.structure_hash,
         )
         transfer = _Transfer(context, order.part, self._transfers.run(task))
 
@@ -197,7 +180,7 @@ class GmsOrders:
                 )
             else:
                 await self._gms.forget_when_unused(order.device, wait_s=UNUSED_S)
-            await self._gms.settled()
+            await self._gms.drained()
 
         await context.steps("drop", [Step("forget", forget, deadline_s=UNUSED_S + 10.0)])
         return {}

@@ -54,7 +54,7 @@ class LeaseSessions:
         with self._span("attach", request):
             if request.load_token is not None:
                 # A loader compares its needs with what is free, so that has to be final.
-                await self._gms.settled()
+                await self._gms.drained()
             return await self._gms.attach(request, peer)
 
     def describe(self, session: Session) -> Attached:

@@ -87,8 +87,7 @@ class GmsTransfers:
         root = request.root or self._root
         task = SaveTask(
             socket_dir=self._socket_dir,
-            backend=self._options.backend,
-            object_storage=self._options.object_storage,
+            **self._options._asdict(),
             root=root,
             device=request.device,
             namespace=request.namespace,
@@ -125,8 +124,7 @@ class GmsTransfers:
             return
         task = LoadTask(
             socket_dir=self._socket_dir,
-            backend=self._options.backend,
-            object_storage=self._options.object_storage,
+            **self._options._asdict(),
             root=request.root or self._root,
             device=request.device,
             namespace=request.namespace,
