@@ -101,7 +101,7 @@ class CudaDriver:
         return int(self.call("cuDeviceGetCount"))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver and give what it returned beside its status. DeviceError."""
+        """Call the driver and return its values without the status. CudaFailed."""
         status, *found = getattr(self.api, name)(*arguments)
         if int(status) != 0:
             raise CudaFailed(name, status)
@@ -169,7 +169,7 @@ class CudaRange:
     ) -> None:
         """Reserve `size` bytes, whole granules, at `address`, which the driver takes for a hint.
 
-        Where it gives another one that is taken, too, unless it must be `exact`: AddressTaken.
+        Another address is accepted, too, unless it must be `exact`: AddressTaken.
         UnknownDevice when this process does not see the device.
         """
         self._driver = driver
@@ -192,7 +192,7 @@ class CudaRange:
             raise
 
     def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
-        """Map the whole of a descriptor at `offset` of the range and give the address.
+        """Map the whole of a descriptor at `offset` of the range and return the address.
 
         The descriptor may be closed afterwards: the mapping alone holds the memory.
         """
@@ -215,6 +215,7 @@ class CudaRange:
     def protect(self, offset: int, size: int, *, writable: bool) -> None:
         """Change what the device may do with a mapping, once all that was begun has ended."""
         with self._current():
+            # Access must not change under kernels that were launched before.
             self._driver.call("cuCtxSynchronize")
             self._allow(offset, size, writable=writable)
 
@@ -281,7 +282,7 @@ class CudaRange:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[CudaDriver]:
-        """Make the context current in this thread for a while."""
+        """Make the context current in this thread for a block; then the engine's is again."""
         self._driver.call("cuCtxPushCurrent", self._context)
         try:
             yield self._driver
@@ -300,6 +301,7 @@ class CudaCopier:
         self._range = at
         with at._current() as driver:  # noqa: SLF001 - one module
             flags = driver.api.CUstream_flags
+            # A blocking stream would wait for the default stream of the engine.
             self._stream = driver.call("cuStreamCreate", flags.CU_STREAM_NON_BLOCKING.value)
             try:
                 self._pinned = int(driver.call("cuMemHostAlloc", size, 0))

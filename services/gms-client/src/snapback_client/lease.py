@@ -111,6 +111,7 @@ class Lease:
                 for part in self._parts(request, Allocated, CALL_S + wait_s):
                     made += part.allocations
         except BaseException:
+            # Batches before the one that failed: the caller is promised all or none.
             with contextlib.suppress(Exception):
                 self.free([info.id for info in made])
             raise
@@ -210,6 +211,7 @@ class Lease:
 
     def _send(self, request: Request) -> None:
         try:
+            # A server that does not read must not block the engine indefinitely.
             self._socket.settimeout(CALL_S)
             send(self._socket, encode_frame(request))
         except (BrokenPipeError, ConnectionResetError) as error:

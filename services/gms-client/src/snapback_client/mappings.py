@@ -67,7 +67,7 @@ class Mappings:
 
 
 class AddressRange(Protocol):
-    """A reserved range of addresses. Mappings replace parts of it and give them back.
+    """A reserved range of addresses, parts of which are mapped.
 
     `kind` is the kind of device whose memory it maps; offsets and sizes are bytes, whole granules
     where something is mapped.
@@ -78,7 +78,7 @@ class AddressRange(Protocol):
     size: int
 
     def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
-        """Map the whole of a descriptor at `offset` of the range and give the address.
+        """Map the whole of a descriptor at `offset` of the range and return the address.
 
         LayoutError outside the range, and where something is mapped.
         """

@@ -345,7 +345,7 @@ class MemoryPool:
                 found = slots_of(self._lease.allocations(), self._lease.metadata())
                 self._slots = {slot.name: slot for slot in found}
                 self._end = max((slot.at + slot.aligned for slot in found), default=0)
-            # Addresses are never used twice, so freed ones must not run out.
+            # The offsets of freed arrays are not used again, so leave room for four capacities.
             wanted = aligned(max(4 * attached.capacity, self._end), attached.granularity)
             reserved = min(DOMAIN_BYTES, wanted)
             address = address_of(self._ordinal, is_kv=not self._is_weights)
@@ -385,6 +385,7 @@ class MemoryPool:
     def _create(self, slots: Sequence[Slot]) -> None:
         specs = [AllocationSpec(id=slot.name, size=slot.size, tag="array") for slot in slots]
         self._held.allocate(specs)
+        # The service does not know which arrays this process has mapped: undo all after an error.
         try:
             self._map(slots, Access.RW)
             for slot in slots:

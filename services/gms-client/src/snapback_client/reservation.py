@@ -88,10 +88,7 @@ class Reservation:
         self._mappings = Mappings(size)
 
     def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
-        """Map the whole of a descriptor at `offset` of the range and give the address.
-
-        A child that is forked does not inherit it: an import must not outlive its session.
-        """
+        """Map the whole of a descriptor at `offset` of the range and return the address."""
         self._mappings.add(offset, size)
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
@@ -99,6 +96,7 @@ class Reservation:
         except OSError:
             self._mappings.remove(offset)
             raise
+        # A fork of the engine must not keep memory mapped that the service counts as released.
         _check(_libc.madvise(at, size, _MADV_DONTFORK))
         return at
 
@@ -111,7 +109,8 @@ class Reservation:
         """Remove mappings and keep their addresses reserved; the whole range by default."""
         length = self.size if size is None else size
         gone = self._mappings.within(offset, length)
-        # In one call: a range with thousands of mappings is still one range.
+        # One mmap over everything: munmap for each of thousands of mappings takes far longer, and
+        # would leave the addresses free for a moment.
         _mmap(self.address + offset, length, _PROT_NONE, _RESERVED | _MAP_FIXED, -1)
         for at, _ in reversed(gone):
             self._mappings.remove(at)
@@ -146,6 +145,7 @@ def address_of(ordinal: int, *, is_kv: bool) -> int:
 def _reserved(size: int) -> int:
     """Reserve addresses from the beginning of a huge page on: its mappings begin at one, too."""
     found = _mmap(0, size + HUGE_PAGE, _PROT_NONE, _RESERVED, -1)
+    # mmap aligns to ordinary pages only, so the ends are cut off.
     before = -found % HUGE_PAGE
     if before:
         _check(_libc.munmap(found, before))
@@ -159,7 +159,7 @@ def _reserved_at(address: int, size: int) -> int:
     except FileExistsError:
         raise _taken(address, size) from None
     if found != address:
-        # A kernel before 4.17 takes the address for a hint.
+        # Linux before 4.17 does not know the flag and takes the address for a hint.
         _check(_libc.munmap(found, size))
         raise _taken(address, size)
     return found

@@ -83,7 +83,7 @@ class PoolState(
 def new_slots(
     arrays: Mapping[str, tuple[int | Sequence[int], DTypeLike]], *, start: int, granularity: int
 ) -> tuple[list[Slot], int]:
-    """Place new arrays one after another from `start`; give them and the end. InvalidInput."""
+    """Return new arrays, one after another from `start`, and their end. InvalidInput."""
     # Not above: every service imports this package for its errors, and numpy takes long.
     import numpy as np  # noqa: PLC0415
 

@@ -33,6 +33,7 @@ class Inbox:
 
         BlockingIOError and TimeoutError as the socket raises them. InvalidMessage.
         """
+        # Without CLOEXEC a program that another thread starts would inherit the descriptors.
         size, ancillary, flags, _ = sock.recvmsg_into(
             [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
         )
@@ -49,6 +50,7 @@ def send(sock: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> N
     if descriptors:
         rights = array.array("i", descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+    # A closed peer is then EPIPE and not SIGPIPE, which would end an engine.
     sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 

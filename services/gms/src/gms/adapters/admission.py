@@ -83,7 +83,7 @@ def credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 def pod_of(pid: int) -> str:
     """Return the uid of the pod of a process, "" when it has none or cannot be seen."""
-    return pod_in(_told(pid, "cgroup"))
+    return pod_in(_proc(pid, "cgroup"))
 
 
 def pod_in(cgroup: str) -> str:
@@ -94,12 +94,12 @@ def pod_in(cgroup: str) -> str:
 
 def parent_of(pid: int) -> int:
     """Return the parent of a process, 0 when it cannot be seen."""
-    # The name before it may have blanks and brackets of its own.
-    fields = _told(pid, "stat").rpartition(")")[2].split()
+    # The second field, the name in brackets, may have blanks and brackets itself.
+    fields = _proc(pid, "stat").rpartition(")")[2].split()
     return int(fields[1]) if fields else 0
 
 
-def _told(pid: int, what: str) -> str:
+def _proc(pid: int, what: str) -> str:
     """Return a file of /proc about a process; such a read waits for no disk."""
     try:
         return Path(f"/proc/{pid}/{what}").read_text(errors="replace")

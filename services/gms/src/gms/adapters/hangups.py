@@ -15,6 +15,7 @@ class Hangups:
 
     def __init__(self) -> None:
         """Start without any client."""
+        # EPOLLRDHUP comes also with input pending; the selector of asyncio cannot ask for it.
         self._epoll = select.epoll()
         self._watched: dict[int, asyncio.Future[None]] = {}
 

@@ -83,7 +83,7 @@ class LeaseServer:
         """Bind and begin to accept. AlreadyExists when another server owns the folder."""
         self._lock = _lock_folder(self.path.parent)
         with contextlib.suppress(FileNotFoundError):
-            # We hold the folder, so a socket in it is what a dead server left.
+            # The lock on the folder is held, so a socket in it is of a server that has ended.
             self.path.unlink()
         listener = socket.socket(
             socket.AF_UNIX,
@@ -93,6 +93,7 @@ class LeaseServer:
         if self._policy.group is not None:
             os.chown(self.path, -1, self._policy.group)
         self.path.chmod(0o600 if self._policy.group is None else 0o660)
+        # To a full backlog connect() of a socket with a timeout fails with EAGAIN at once.
         listener.listen(_BACKLOG)
         self._listener = listener
         self._spare = _spare_descriptor()
@@ -136,6 +137,7 @@ class LeaseServer:
         log.error("a client could not be accepted: %s", error)
         if self._listener is None or self._spare < 0:
             return
+        # Out of descriptors (EMFILE): one is kept free to accept the connection and close it.
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
@@ -200,7 +202,7 @@ class LeaseServer:
         """Wait for the end of a process that may still have memory mapped."""
         pidfd = process.take()
         if pidfd < 0:
-            # The process was gone before we could take hold of it.
+            # The process had ended before its pidfd could be opened.
             self._sessions.process_ended(session)
             return
         process.is_watched = True
@@ -367,6 +369,7 @@ def _spare_descriptor() -> int:
 
 
 def _lock_folder(folder: Path) -> int:
+    # flock on the folder and not on a file in it: nothing is left behind, however a server ends.
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

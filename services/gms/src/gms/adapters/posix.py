@@ -118,7 +118,7 @@ class Posix:
         cached: list[int] = []
         direct: list[int] = []
         longest = longest_chunk(plans)
-        # What is read in place needs next to no memory, so that there is no reason to cut it.
+        # A read in place needs no buffer, so it is not cut.
         limit = longest if self._in_place else min(longest, _READ_BYTES)
         memory = self._memory(buffers, limit)
         bypassing: set[int] = set()
@@ -129,6 +129,7 @@ class Posix:
             is_zero = wanted == zeros_digest(chunk.size)
             if not is_zero:
                 descriptor = cached[file]
+                # A direct read would go to the disk even for what the page cache has.
                 if bypassing and not is_resident(descriptor, chunk):
                     descriptor = direct[file]
                 state = xxhash.xxh3_128()
@@ -188,6 +189,7 @@ class _Writing:
                 descriptor = create_file(self._directory, plan.name)
                 new.append(descriptor)
             self.descriptors.append(descriptor)
+            # Sparse at first: a chunk of zeros is not written.
             os.ftruncate(descriptor, plan.size)
         if direct:
             self.bypassing.update(fd for fd in self.descriptors if bypass_cache(fd))

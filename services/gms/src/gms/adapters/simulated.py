@@ -103,6 +103,7 @@ class SimulatedDevice:
 
     def seal(self, handle: int) -> None:
         self._size_of(handle)
+        # Not F_SEAL_WRITE, which the kernel refuses while the writer's own mapping exists.
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
 
     def release(self, handle: int) -> None:
@@ -143,12 +144,10 @@ class SimulatedDevice:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Take huge pages, which are cleared when they are touched first.
-
-    The kernel reserves them for the file when it is mapped, until the file is gone. A process that
-    touches one later gets it (Documentation/mm/hugetlbfs_reserv.rst).
-    """
+    """Reserve huge pages for a file. OSError without enough of them."""
     os.ftruncate(fd, size)
+    # The first mapping reserves the pages until the file is gone, and clears none of them
+    # (Documentation/mm/hugetlbfs_reserv.rst).
     mmap.mmap(fd, size).close()
 
 
@@ -159,6 +158,7 @@ def _memfd(size: int, *, huge_pages: bool) -> int:
         if huge_pages:
             _reserve(fd, size)
         else:
+            # Not ftruncate: without pages a write could find the host out of memory later.
             os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:

@@ -95,7 +95,7 @@ async def _started(verb: str) -> Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_FRAME_BYTES,
-        process_group=0,  # Ctrl-C is meant for us, who end it.
+        process_group=0,  # Ctrl-C goes to the service alone, which ends the process.
     )
 
 
@@ -116,7 +116,7 @@ async def _carried_out(
                     raise error_of(event.to_failure())
                 yield event
                 if isinstance(event, TransferDone):
-                    # Its lease is given back before it says so; its process has to go too.
+                    # Its session has ended; its memory and descriptors go with the process.
                     await process.wait()
                     return
         status = await process.wait()

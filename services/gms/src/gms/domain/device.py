@@ -180,6 +180,7 @@ class DeviceTable:
         free: list[int] = []
         for allocation in layout.allocations.values():
             if allocation.importers:
+                # As CUDA rules: memory is free when the last import is unmapped.
                 self.retired.add(allocation)
             else:
                 free.append(allocation.handle)

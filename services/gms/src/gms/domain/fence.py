@@ -145,7 +145,8 @@ class FenceBook:
         return fence
 
     def end(self, token: str) -> Fence | None:
-        """End a fence everywhere; an unknown token is remembered, so that it can never begin."""
+        """End a fence on every device; an unknown token can never begin."""
+        # An abort may come before the capture has asked for its fence.
         self._remember(token)
         fence = self.active.pop(token, None)
         if fence is not None:

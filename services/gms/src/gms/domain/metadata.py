@@ -1,4 +1,4 @@
-"""Metadata of a layout by key. A call costs what it names or gives, whatever there is besides."""
+"""Metadata of a layout by key. The cost of a call depends on its own entries alone."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class MemoryServer:
     async def allocate(
         self, session: Session, specs: Sequence[AllocationSpec], *, wait_s: float
     ) -> list[AllocationInfo]:
-        """Make memory, all or none; wait up to `wait_s` for memory that is being given back."""
+        """Allocate all or none; wait up to `wait_s` for memory that is being released."""
         sizes = self.table.check_allocate(session, specs)
         device = self.devices[session.request.device]
         handles = await self._create_patiently(device, sizes, wait_s)
@@ -157,9 +157,8 @@ class MemoryServer:
     def commit(self, session: Session, request: Commit) -> Generator[None, None, LayoutRef]:
         """Publish or stage what a session wrote; yield between pieces of the work.
 
-        The caller must not let the session end or change its layout meanwhile. A commit that is
-        given up or refused leaves the layout uncommitted; new writable mappings of it may then be
-        impossible.
+        The session must not end or change its layout meanwhile. A commit that is closed early or
+        refused publishes nothing, but may have sealed memory: it has no new writable mappings.
         """
         device = self.devices[session.request.device]
         try:
@@ -437,6 +436,7 @@ class MemoryServer:
         loop = asyncio.get_running_loop()
         making = loop.run_in_executor(None, create_all, device, sizes)
         try:
+            # A thread cannot be cancelled: what it makes has to be released when it is done.
             return await asyncio.shield(making)
         except asyncio.CancelledError:
             making.add_done_callback(lambda done: self._discard(device, done))

@@ -34,6 +34,7 @@ _KINDS: dict[str, Any] = {"save": SaveTask, "load": LoadTask, "either": SaveTask
 def main(arguments: Sequence[str]) -> int:
     """Carry out one task. Return 0 when it is done, 1 when it failed, 2 when it is not valid."""
     libc = ctypes.CDLL(None, use_errno=True)
+    # The thread below sees the end of standard input; this covers the time until it runs.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     emit = _emitter()
     try:
