@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gms.domain.tasks import LoadTask, SaveTask, TransferEvent, TransferFailed
-from gms.transfer_child.lease import Emit
 from gms.transfer_child.load import load
 from gms.transfer_child.save import save
+from gms.transfer_child.session import Emit
 from snapshot_shared.codec import MAX_MESSAGE_BYTES, decode_json, encode_json
 from snapshot_shared.errors import InvalidInput, failure_of
 from snapshot_shared.spans import parse_traceparent

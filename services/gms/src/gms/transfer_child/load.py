@@ -7,7 +7,7 @@ import functools
 from gms.domain.task_rules import backend_for, check_room, load_request, path_of
 from gms.domain.tasks import LoadTask, TransferDone, TransferLeased
 from gms.domain.transfer import check_loadable, metadata_of, plan_files
-from gms.transfer_child.lease import Emit, ProgressMeter, backend_of, leased, mapped
+from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
 from snapback_client.frames import Access, AllocationSpec
 from snapback_client.lease import Lease
 from snapshot_shared.artifact import PART_MANIFEST, PartManifest, check_part_manifest

@@ -15,7 +15,7 @@ from gms.domain.task_rules import check_fenced, check_shape, part_manifest, path
 from gms.domain.tasks import OBJECT, SaveTask, TransferDone, TransferLeased
 from gms.domain.transfer import place, plan_files
 from gms.ports import ResumableBackend, TransferBackend
-from gms.transfer_child.lease import Emit, ProgressMeter, backend_of, leased, mapped
+from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
 from snapback_client.frames import Access, AllocationInfo, MetadataItem
 from snapback_client.lease import Lease
 from snapshot_shared.artifact import PART_MANIFEST, FileEntry, PartManifest, check_part_manifest
