@@ -1,7 +1,7 @@
 """An inference worker that can be captured and restored: the example for workers of your own.
 
-It builds a small network in GPU memory (through `gms.client`, over all its devices), calibrates it,
-and answers questions over a unix socket, one JSON object a line:
+It builds a small network in GPU memory (through `snapback_client`, over all its devices),
+calibrates it, and answers questions over a unix socket, one JSON object a line:
 
     {"op": "ask", "prompt": "..."}   answers and changes nothing
     {"op": "chat", "text": "..."}    answers and remembers
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gms import client
+import snapback_client
 
 Floats = NDArray[np.float32]
 
@@ -101,7 +101,7 @@ class Control:
 class Network:
     """Layers of weights spread over the devices, and for each layer a shift."""
 
-    def __init__(self, pools: list[client.MemoryPool], shifts: list[int]) -> None:
+    def __init__(self, pools: list[snapback_client.MemoryPool], shifts: list[int]) -> None:
         """Use `build` or `rebuild`."""
         self.pools = pools
         self.shifts = shifts
@@ -111,7 +111,9 @@ class Network:
         """Make the weights in GPU memory, publish them and calibrate: the cold start."""
         devices = len(os.environ["NVIDIA_VISIBLE_DEVICES"].split(","))
         count = max(1, size_mib // (LAYER_MIB * devices))
-        pools = [client.connect(device, lock="RW", name="example") for device in range(devices)]
+        pools = [
+            snapback_client.connect(device, lock="RW", name="example") for device in range(devices)
+        ]
         for device, pool in enumerate(pools):
             shapes = {f"layer-{i:04}": ((WIDTH, WIDTH), "float32") for i in range(count)}
             for i, layer in enumerate(pool.allocate_many(shapes).values()):
@@ -126,7 +128,7 @@ class Network:
     @classmethod
     def rebuild(cls, states: list[bytes], shifts: list[int]) -> Network:
         """Map the weights that were loaded for us, at the addresses that they had."""
-        return cls([client.restore(state, name="example") for state in states], shifts)
+        return cls([snapback_client.restore(state, name="example") for state in states], shifts)
 
     def layers(self) -> list[Floats]:
         """Give every layer in its order."""

@@ -4,7 +4,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from gms import client
+from snapback_client import connect, restore
 
 CONTROL = Path(os.environ["SNAPSHOT_CONTROL_DIR"])
 LIBC = ctypes.CDLL(None)
@@ -26,10 +26,10 @@ def say(name: str, body: str) -> Path:
 
 if "SNAPSHOT_RESTORE_STANDBY" in os.environ:
     body = wait("restore-complete")
-    weights = client.restore((CONTROL / "state" / "weights").read_bytes())  # <- and what is yours
+    weights = restore((CONTROL / "state" / "weights").read_bytes())  # <- and what is yours
     say("restored", body)
 else:
-    weights = client.connect(0, lock="RW")
+    weights = connect(0, lock="RW")
     weights.allocate("table", (1024, 1024), "float32")[:] = 1.5  # <- load your model
     weights.commit()
 # Ready for a capture; serve while you wait for one, for example in another thread.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gms.domain.fence import FENCES, Phase
+from gms.domain.fence import FENCES, FencePhase
 from gms.domain.locks import LOCKS, USES, Lock, Use
 from snapshot_shared.orders import TERMINAL
 from snapshot_shared.steps import AGENT_VERBS, GMS_VERBS, STEPS
@@ -65,7 +65,7 @@ MACHINES: tuple[tuple[str, TransitionTable[Any, Any], Any, str, str], ...] = (
     (
         "A fence",
         FENCES,
-        Phase.PENDING,
+        FencePhase.PENDING,
         "services/gms/src/gms/domain/fence.py",
         (
             "While it is pending or held nobody attaches or commits; once every saver has its "

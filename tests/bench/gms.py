@@ -19,16 +19,15 @@ import numpy as np
 import xxhash
 
 from gms.adapters.backends import find_backend
-from gms.adapters.posix import buffer_pages
-from gms.adapters.transfer_child import write_part
-from gms.arena import HUGE_PAGE
-from gms.domain.layout import aligned
+from gms.adapters.buffers import buffer_pages
 from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
 from gms.domain.transfer import CHUNK_BYTES, plan_files
+from gms.transfer_child.save import write_part
+from snapback_client.frames import AllocationInfo, aligned
+from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
-from snapshot_shared.frames import AllocationInfo
 from snapshot_shared.orders import LayoutRef
 from tests.bench.machine import Watch, huge_bytes_free, new_memory
 from tests.bench.peers import LOADERS, SAVERS, Peer
@@ -62,7 +61,7 @@ class Memory:
             part[:] = np.frombuffer(rng.bytes(len(part)), dtype="u1")
 
     def close(self) -> None:
-        """Give the memory back; whoever has views of it keeps it."""
+        """Release the memory; views keep it."""
         os.close(self.descriptor)
 
 

@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from gms.arena import HUGE_PAGE
+from snapback_client.reservation import HUGE_PAGE
 
 
 def huge_bytes_free() -> int:

@@ -20,9 +20,9 @@ from pathlib import Path
 import xxhash
 
 from gms.adapters.backends import find_backend
-from gms.adapters.transfer_child import write_part
 from gms.domain.tasks import OBJECT, SaveTask
 from gms.domain.transfer import CHUNK_BYTES, plan_files
+from gms.transfer_child.save import write_part
 from snapshot_shared.artifact import PartManifest, part_path
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import ArtifactCorrupt

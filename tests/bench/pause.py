@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gms.arena import HUGE_PAGE
 from gms.domain.tasks import LOAD_THREADS
 from gms.domain.transfer import CHUNK_BYTES
+from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared.files import opened
 from snapshot_shared.objects import AnyObject, Pod, is_true, restore_name
 from snapshot_shared.spans import SpanRecord

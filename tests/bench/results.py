@@ -170,7 +170,7 @@ _LAST = "Devices"
 DEVICES = """
 ## Devices
 
-`python -m gms.conformance --device simulated`: all rules hold. `--device cuda` was not run on a
+`gms conformance --device simulated`: all rules hold. `--device cuda` was not run on a
 GPU; service, client and transfers have only met a likeness of the driver, in the tests.
 """
 """What is known of devices, which no benchmark on this machine finds out."""

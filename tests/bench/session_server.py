@@ -18,9 +18,9 @@ import grpc
 
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     AllocationInfo,
     Allocations,
     ListAllocations,
@@ -54,7 +54,7 @@ def answer(data: bytes) -> bytes:
 
 
 class Framed(asyncio.Protocol):
-    """Messages with their lengths before them; whoever inherits takes them."""
+    """Messages with their lengths before them; a subclass receives them."""
 
     transport: asyncio.Transport
 
@@ -92,10 +92,10 @@ async def _listed(data: bytes, _: object) -> bytes:
 
 
 async def serve(folder: Path) -> None:
-    """Serve all three until standard input ends; tells the device on standard output."""
+    """Serve all three until standard input ends; writes the device to standard output."""
     loop = asyncio.get_running_loop()
     device = SimulatedDevice(node=NODE, index=0, capacity=CAPACITY, granularity=GRANULE)
-    gms = Gms(node=NODE, incarnation="1", devices=[device])
+    gms = MemoryServer(node=NODE, incarnation="1", devices=[device])
     lease = LeaseServer(folder, LeaseSessions(gms))
     lease.start()
     bare = await loop.create_unix_server(_Echo, folder / ECHO_BARE)
@@ -112,12 +112,12 @@ async def serve(folder: Path) -> None:
     await echo.stop(grace=None)
     bare.close()
     await lease.close()
-    await gms.settled()
+    await gms.drained()
     device.close()
 
 
 if __name__ == "__main__":
-    # ctrl-C reaches us too; whoever started us then closes our standard input.
+    # ctrl-C reaches this process too; its parent then closes standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from gms.lease import Lease
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     Access,
     AllocationSpec,
     Attach,
@@ -25,6 +24,7 @@ from snapshot_shared.frames import (
     decode_reply,
     encode_frame,
 )
+from snapback_client.lease import Lease
 from tests.bench.machine import Watch
 from tests.bench.results import REGIONS, Calls, Rows, hand_over
 from tests.bench.session_server import (

@@ -24,10 +24,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gms.adapters import posix
+from gms.adapters import buffers, syscalls
 from gms.adapters.backends import GROUP, find_backend
 from gms.domain.transfer import PAGE, FilePlan, place, plan_files
 from gms.ports import Moved, ResumableBackend, TransferBackend
+from snapback_client.frames import AllocationInfo
 from snapshot_shared import files
 from snapshot_shared.errors import (
     ArtifactCorrupt,
@@ -37,7 +38,6 @@ from snapshot_shared.errors import (
     NoSpace,
 )
 from snapshot_shared.files import open_root, opened
-from snapshot_shared.frames import AllocationInfo
 from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
 from tests.scenario.disk import SimDisk
 from tests.support.s3_server import s3_server
@@ -177,7 +177,7 @@ def subject(
     module = importlib.import_module(type(backend).__module__)
     with pytest.MonkeyPatch.context() as patch:
         # The allocations of most cases are short.
-        patch.setattr(posix, "_IN_PLACE_BYTES", PAGE)
+        patch.setattr(buffers, "_IN_PLACE_BYTES", PAGE)
         yield Subject(request.param, backend, module, bodies)
 
 
@@ -217,7 +217,7 @@ def plans_of(sizes: Sequence[int], *, shard: int = 4 * PAGE, chunk: int = CHUNK)
 in_files = pytest.mark.parametrize("subject", IN_FILES, indirect=True)
 
 
-def nobody_asks(_: int) -> None:
+def ignored(_: int) -> None:
     pass
 
 
@@ -225,7 +225,7 @@ def write(
     subject: Subject, folder: int, plans: list[FilePlan], memory: Memory, threads: int = 1
 ) -> Moved:
     return subject.backend.write_files(
-        folder, plans, memory.views, threads=threads, advance=nobody_asks
+        folder, plans, memory.views, threads=threads, advance=ignored
     )
 
 
@@ -233,7 +233,7 @@ def read(
     subject: Subject, folder: int, plans: list[FilePlan], moved: Moved, memory: Memory
 ) -> Moved:
     return subject.backend.read_files(
-        folder, plans, moved.files, memory.views, threads=2, advance=nobody_asks
+        folder, plans, moved.files, memory.views, threads=2, advance=ignored
     )
 
 
@@ -247,7 +247,7 @@ def folder(tmp_path: Path) -> Iterator[int]:
 def disk(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> SimDisk:
     """A simulated disk below the backend."""
     disk = SimDisk()
-    for module in (subject.module, files):
+    for module in (subject.module, syscalls, files):
         monkeypatch.setattr(module, "os", disk.os)
         if hasattr(module, "fcntl"):
             monkeypatch.setattr(module, "fcntl", disk.fcntl)
@@ -295,7 +295,7 @@ def test_what_is_written_is_read_again_byte_for_byte(
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_long_chunk_comes_whole_into_memory_that_nobody_has_touched(
+def test_a_long_chunk_comes_whole_into_memory_that_is_not_mapped_yet(
     subject: Subject, folder: int, tmp_path: Path, damaged: bool
 ) -> None:
     sizes = [9 * MIB + 5, 3 * MIB, 5 * MIB + 1]
@@ -317,17 +317,17 @@ def test_a_long_chunk_comes_whole_into_memory_that_nobody_has_touched(
     assert again.bytes() == memory.bytes()
 
 
-def test_every_byte_is_told_once(subject: Subject, folder: int) -> None:
-    plans, told = plans_of(SIZES), []
+def test_every_byte_is_reported_once(subject: Subject, folder: int) -> None:
+    plans, done = plans_of(SIZES), []
     memory = Memory(SIZES).fill(1)
-    moved = subject.backend.write_files(folder, plans, memory.views, threads=3, advance=told.append)
-    assert sum(told) == sum(plan.size for plan in plans)
-    told.clear()
+    moved = subject.backend.write_files(folder, plans, memory.views, threads=3, advance=done.append)
+    assert sum(done) == sum(plan.size for plan in plans)
+    done.clear()
     again = Memory(SIZES)
     subject.backend.read_files(
-        folder, plans, moved.files, again.views, threads=3, advance=told.append
+        folder, plans, moved.files, again.views, threads=3, advance=done.append
     )
-    assert sum(told) == sum(plan.size for plan in plans)
+    assert sum(done) == sum(plan.size for plan in plans)
 
 
 @pytest.mark.parametrize("where", [0, PAGE + 4, PAGE + 6, CHUNK - 1, CHUNK])
@@ -397,16 +397,16 @@ def test_what_advance_raises_ends_a_transfer_and_leaves_nothing_open(
 ) -> None:
     plans = plans_of(SIZES * 20)
     memory = Memory(SIZES * 20).fill(6)
-    told: list[int] = []
+    reported: list[int] = []
 
     class Cancelled(Exception):
         pass
 
     def stop(size: int) -> None:
-        told.append(size)
+        reported.append(size)
         raise Cancelled
 
-    subject.backend.write_files(folder, plans, memory.views, threads=threads, advance=nobody_asks)
+    subject.backend.write_files(folder, plans, memory.views, threads=threads, advance=ignored)
     for plan in plans:
         (tmp_path / plan.name).unlink(missing_ok=True)
     before = open_files()
@@ -420,7 +420,7 @@ def test_what_advance_raises_ends_a_transfer_and_leaves_nothing_open(
             folder, plans, moved.files, Memory(SIZES * 20).views, threads=threads, advance=stop
         )
     assert open_files() <= before
-    assert len(told) < sum(len(plan.chunks) for plan in plans)
+    assert len(reported) < sum(len(plan.chunks) for plan in plans)
 
 
 def open_files() -> set[str]:
@@ -531,15 +531,13 @@ def test_a_chunk_of_zeros_takes_no_room_and_is_not_read(
     memory = Memory(sizes)
     memory.views[1][:] = Random(1).randbytes(4 * MIB)
     plans = plans_of(sizes, shard=16 * MIB, chunk=MIB)
-    moved = backend.write_files(folder, plans, memory.views, threads=2, advance=nobody_asks)
+    moved = backend.write_files(folder, plans, memory.views, threads=2, advance=ignored)
     assert moved.bytes == 4 * MIB
     assert moved.files[0].chunks[:4] == [xxhash.xxh3_128_hexdigest(bytes(MIB))] * 4
     found = (tmp_path / plans[0].name).stat()
     assert (found.st_size, found.st_blocks * 512 < 5 * MIB) == (8 * MIB, True)
     again = Memory(sizes)
-    loaded = backend.read_files(
-        folder, plans, moved.files, again.views, threads=2, advance=nobody_asks
-    )
+    loaded = backend.read_files(folder, plans, moved.files, again.views, threads=2, advance=ignored)
     assert loaded.bytes == 4 * MIB
     assert again.bytes() == memory.bytes()
 
@@ -578,16 +576,16 @@ def test_direct_reads_are_for_what_the_page_cache_does_not_hold(
     memory = Memory([4 * MIB]).fill(13)
     plans = plans_of([4 * MIB], shard=16 * MIB, chunk=MIB)
     moved = find_backend("posix-buffered").write_files(
-        folder, plans, memory.views, threads=1, advance=nobody_asks
+        folder, plans, memory.views, threads=1, advance=ignored
     )
     with opened(os.open(tmp_path / plans[0].name, os.O_RDONLY)) as fd:
         if not cached:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        resident = {posix._is_resident(fd, chunk) for chunk in plans[0].chunks}
+        resident = {syscalls.is_resident(fd, chunk) for chunk in plans[0].chunks}
     assert resident == {cached}
     again = Memory([4 * MIB])
     find_backend("posix-direct").read_files(
-        folder, plans, moved.files, again.views, threads=1, advance=nobody_asks
+        folder, plans, moved.files, again.views, threads=1, advance=ignored
     )
     assert again.bytes() == memory.bytes()
 
@@ -710,7 +708,7 @@ def test_a_backend_that_goes_on_writes_what_was_not_proven_to_be_there(
         def write_missing(notes: Notes) -> Moved:
             assert isinstance(subject.backend, ResumableBackend)
             return subject.backend.write_missing(
-                folder, plans, memory.views, threads=threads, advance=nobody_asks, notes=notes
+                folder, plans, memory.views, threads=threads, advance=ignored, notes=notes
             )
 
         first = Notes()
@@ -737,7 +735,7 @@ def test_a_backend_that_goes_on_writes_what_was_not_proven_to_be_there(
             # What was cut off is zeros when the file has its size again.
             data = (file.read_bytes() if kept else b"").ljust(plan.size, b"\0")
             for piece in plan.chunks:
-                wanted = posix.digest_in_memory(piece, memory.views)
+                wanted = buffers.digest_in_memory(piece, memory.views)
                 there = data[piece.offset : piece.offset + piece.size]
                 stands = kept.get(piece.index) == wanted == xxhash.xxh3_128_hexdigest(there)
                 is_hole = not kept and wanted == xxhash.xxh3_128_hexdigest(bytes(piece.size))
@@ -756,9 +754,7 @@ def test_some_chunks_of_a_file_are_read_without_the_others(subject: Subject, fol
     (plan,) = plans
     some = dataclasses.replace(plan, chunks=plan.chunks[1:3])
     found = Memory(sizes)
-    subject.backend.read_files(
-        folder, [some], moved.files, found.views, threads=2, advance=nobody_asks
-    )
+    subject.backend.read_files(folder, [some], moved.files, found.views, threads=2, advance=ignored)
     whole = Memory(sizes).fill(1).bytes()[0]
     wanted = bytes(CHUNK) + whole[CHUNK : 3 * CHUNK] + bytes(100)
     assert found.bytes() == [wanted]

@@ -11,16 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from snapshot_shared import frames
-from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
-from snapshot_shared.errors import (
-    Failure,
-    InvalidMessage,
-    RemoteFailure,
-    StaleLayout,
-    UnsupportedVersion,
-)
-from snapshot_shared.frames import (
+from snapback_client import frames
+from snapback_client.frames import (
     Access,
     AllocationInfo,
     AllocationSpec,
@@ -30,6 +22,15 @@ from snapshot_shared.frames import (
     MetadataItem,
     Reply,
     Request,
+)
+from snapshot_shared import frames as calls
+from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
+from snapshot_shared.errors import (
+    Failure,
+    InvalidMessage,
+    RemoteFailure,
+    StaleLayout,
+    UnsupportedVersion,
 )
 from snapshot_shared.orders import LayoutRef
 
@@ -146,10 +147,10 @@ REPLIES: dict[str, Reply] = {
     ),
 }
 
-EVENT = frames.EventRecord(
+EVENT = calls.EventRecord(
     seq=8,
     at_s=11.25,
-    kind=frames.EventKind.COMMIT,
+    kind=calls.EventKind.COMMIT,
     device=DEVICE,
     session=3,
     client="worker",
@@ -159,20 +160,20 @@ EVENT = frames.EventRecord(
 )
 
 BODIES: dict[str, msgspec.Struct] = {
-    "grpc_fence_request": frames.FenceRequest(
+    "grpc_fence_request": calls.FenceRequest(
         token="fence-1", devices=[DEVICE], wait_s=10.0, deadline_s=600.0
     ),
-    "grpc_fence_reply": frames.FenceReply(vector=[LAYOUT]),
-    "grpc_unfence_request": frames.UnfenceRequest(token="fence-1"),
-    "grpc_unfence_reply": frames.UnfenceReply(ended=True),
-    "grpc_drop_layout_request": frames.DropLayoutRequest(device=DEVICE, layout_id="layout-1"),
-    "grpc_drop_layout_reply": frames.DropLayoutReply(dropped=False),
-    "grpc_status_request": frames.StatusRequest(),
-    "grpc_status_reply": frames.StatusReply(
+    "grpc_fence_reply": calls.FenceReply(vector=[LAYOUT]),
+    "grpc_unfence_request": calls.UnfenceRequest(token="fence-1"),
+    "grpc_unfence_reply": calls.UnfenceReply(ended=True),
+    "grpc_drop_layout_request": calls.DropLayoutRequest(device=DEVICE, layout_id="layout-1"),
+    "grpc_drop_layout_reply": calls.DropLayoutReply(dropped=False),
+    "grpc_status_request": calls.StatusRequest(),
+    "grpc_status_reply": calls.StatusReply(
         node="node-1",
         incarnation=INCARNATION,
         devices=[
-            frames.DeviceStatus(
+            calls.DeviceStatus(
                 uuid=DEVICE,
                 index=0,
                 product="Snapback Simulated GPU",
@@ -182,35 +183,35 @@ BODIES: dict[str, msgspec.Struct] = {
                 free=40,
                 retired=10,
                 domains=[
-                    frames.DomainStatus(
+                    calls.DomainStatus(
                         domain=MemoryDomain.WEIGHTS,
                         lock="reading",
                         sessions=[
-                            frames.SessionStatus(
+                            calls.SessionStatus(
                                 session=1, access=Access.RO, client="w", pid=2, state="active"
                             )
                         ],
-                        waiting=[frames.WaitingStatus(lock=LockMode.RW, client="x", pid=3)],
+                        waiting=[calls.WaitingStatus(lock=LockMode.RW, client="x", pid=3)],
                         layout=LAYOUT,
                     )
                 ],
-                fence=frames.FenceStatus(phase="leased", ends_in_s=1.5),
+                fence=calls.FenceStatus(phase="leased", ends_in_s=1.5),
                 loads=[
-                    frames.LoadStatus(
+                    calls.LoadStatus(
                         load_token="t", layout_id="layout-1", structure_hash="cd", bytes=5
                     )
                 ],
             )
         ],
     ),
-    "grpc_status_request_events": frames.StatusRequest(events=20),
-    "grpc_status_reply_events": frames.StatusReply(
+    "grpc_status_request_events": calls.StatusRequest(events=20),
+    "grpc_status_reply_events": calls.StatusReply(
         node="node-1", incarnation=INCARNATION, devices=[], events=[EVENT], now_s=12.5
     ),
-    "grpc_watch_request": frames.WatchRequest(after=7, status=True),
-    "grpc_watch_reply": frames.WatchReply(events=[EVENT], missed=3),
-    "grpc_save_request": frames.SaveRequest(device=DEVICE, content_uid=INCARNATION),
-    "grpc_load_request": frames.LoadRequest(
+    "grpc_watch_request": calls.WatchRequest(after=7, status=True),
+    "grpc_watch_reply": calls.WatchReply(events=[EVENT], missed=3),
+    "grpc_save_request": calls.SaveRequest(device=DEVICE, content_uid=INCARNATION),
+    "grpc_load_request": calls.LoadRequest(
         device=DEVICE,
         content_uid=INCARNATION,
         part="gpu-0",
@@ -221,21 +222,21 @@ BODIES: dict[str, msgspec.Struct] = {
         publish=True,
         if_match=BEFORE,
     ),
-    "grpc_transfer_update_progress": frames.TransferUpdate(
-        stage=frames.TransferStage.PROGRESS, done=5, total=9
+    "grpc_transfer_update_progress": calls.TransferUpdate(
+        stage=calls.TransferStage.PROGRESS, done=5, total=9
     ),
-    "grpc_transfer_update_done": frames.TransferUpdate(
-        stage=frames.TransferStage.DONE,
+    "grpc_transfer_update_done": calls.TransferUpdate(
+        stage=calls.TransferStage.DONE,
         done=9,
         total=9,
         digest="sha256:" + "ef" * 32,
         path="/artifacts/default/uid/gen-1/gpu-0",
         layout=LAYOUT,
     ),
-    "grpc_publish_request": frames.PublishRequest(device=DEVICE, load_token="load-1"),
-    "grpc_publish_reply": frames.PublishReply(layout=LAYOUT),
-    "grpc_forget_request": frames.ForgetRequest(device=DEVICE, load_token="load-1"),
-    "grpc_forget_reply": frames.ForgetReply(),
+    "grpc_publish_request": calls.PublishRequest(device=DEVICE, load_token="load-1"),
+    "grpc_publish_reply": calls.PublishReply(layout=LAYOUT),
+    "grpc_forget_request": calls.ForgetRequest(device=DEVICE, load_token="load-1"),
+    "grpc_forget_reply": calls.ForgetReply(),
 }
 
 FORMER: dict[str, Reply] = {

@@ -14,12 +14,15 @@ from typing import Any
 import msgspec
 
 from gms.domain import tasks, transfer
+from snapback_client import codec as client_codec
+from snapback_client import frames as client_frames
 from snapshot_agent.domain import control
 from snapshot_shared import artifact, codec, frames, identity, ledger, manifests, orders
 
 FILE = Path(__file__).parent / "data" / "numbers.json"
 MODULES = (
     *(artifact, codec, frames, identity, ledger, manifests, orders),
+    *(client_codec, client_frames),
     *(control, tasks, transfer),
 )
 
@@ -40,7 +43,11 @@ def numbers_of(module: ModuleType) -> dict[str, Any]:
 
 
 def numbers() -> dict[str, dict[str, Any]]:
-    return {module.__name__.rpartition(".")[2]: numbers_of(module) for module in MODULES}
+    found: dict[str, dict[str, Any]] = {}
+    for module in MODULES:
+        # The frames of the client and those of the services are one set of messages.
+        found.setdefault(module.__name__.rpartition(".")[2], {}).update(numbers_of(module))
+    return found
 
 
 def test_no_limit_and_no_default_is_another_than_was_released() -> None:

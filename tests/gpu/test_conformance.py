@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from gms.adapters.cuda import CudaUnavailable, open_devices
+from gms.adapters.cuda import open_devices
+from snapback_client.cuda import CudaUnavailable
 
 
 @pytest.mark.gpu
@@ -23,7 +24,8 @@ def test_every_visible_gpu_keeps_the_rules() -> None:
             [
                 sys.executable,
                 "-m",
-                "gms.conformance",
+                "gms.cli",
+                "conformance",
                 "--device",
                 "cuda",
                 "--ordinal",

@@ -45,7 +45,7 @@ SOURCES: dict[str, list[list[str]]] = {
     "services/snapshot-agent/src/snapshot_agent/domain/*.py": [
         ["tests/unit/agent", _NUMBERS],
         _SCENARIOS,
-        ["tests/contract/test_driver_rules.py", "tests/contract/test_process_drivers.py"],
+        ["tests/contract/test_process_drivers.py"],
     ],
     **{
         f"shared/src/snapshot_shared/{name}.py": [

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gms.adapters import posix, sharing, staging, transfer_child
+from gms.adapters import posix, sharing, staging, syscalls
+from gms.transfer_child import save
 from snapshot_agent.adapters import artifacts, control_dir, copying, library
 from snapshot_shared import files, journal, tasks
 from snapshot_shared.errors import SnapbackError
@@ -39,7 +40,8 @@ MODULES: tuple[types.ModuleType, ...] = (
     posix,
     sharing,
     staging,
-    transfer_child,
+    syscalls,
+    save,
 )
 SOURCES = "/src/"
 

@@ -12,8 +12,9 @@ from unittest.mock import patch
 import msgspec
 
 from gms.adapters.staging import Staging
-from gms.adapters.transfer_child import saved_before, write_part
 from gms.domain.tasks import SaveTask
+from gms.transfer_child.save import saved_before, write_part
+from snapback_client.frames import AllocationInfo, MetadataItem
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.copying import ByteCounter, copy_in, listed
 from snapshot_agent.adapters.library import ArtifactLibrary
@@ -24,7 +25,6 @@ from snapshot_shared import files
 from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST, Facts, PartManifest
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, digest, encode_json
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.frames import AllocationInfo, MetadataItem
 from snapshot_shared.journal import KEEP_S, Journal
 from snapshot_shared.ledger import (
     Accepted,

@@ -1,6 +1,6 @@
 """The GPU memory service on a simulated node, over memory that is a few kilobytes.
 
-The keeper, the sessions and the orders are real; clients reach them as over the socket.
+The memory server, the sessions and the orders are real; clients reach them as over the socket.
 
 The lock, the fence, generations and hidden loads are the product's own. What is simulated is the
 memory, the sockets and the process that moves the bytes.
@@ -17,32 +17,23 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from gms.adapters.backends import find_backend
-from gms.adapters.transfer_child import (
+from gms.domain.sessions import Peer, Session
+from gms.domain.task_rules import (
     check_fenced,
     check_room,
     check_shape,
     load_request,
-    read_manifest,
     save_request,
-    saved_before,
-    write_part,
 )
-from gms.domain.sessions import Peer, Session
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferLeased
 from gms.domain.transfer import check_loadable, metadata_of, plan_files
 from gms.handlers.control import GmsControl
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
 from gms.ports import DeviceInfo
-from snapshot_agent.adapters.gms_grpc import GmsUnavailable
-from snapshot_shared.artifact import part_path
-from snapshot_shared.errors import (
-    Aborted,
-    OutOfDeviceMemory,
-    TransferKilled,
-)
-from snapshot_shared.files import open_dir, open_root, opened
-from snapshot_shared.frames import (
+from gms.transfer_child.load import read_manifest
+from gms.transfer_child.save import saved_before, write_part
+from snapback_client.frames import (
     Access,
     AllocateMany,
     AllocationInfo,
@@ -51,14 +42,20 @@ from snapshot_shared.frames import (
     Attached,
     Commit,
     Committed,
-    FenceRequest,
     ListAllocations,
     MetadataGet,
     MetadataItem,
     MetadataPut,
-    StatusRequest,
-    UnfenceRequest,
 )
+from snapshot_agent.adapters.gms_grpc import GmsUnavailable
+from snapshot_shared.artifact import part_path
+from snapshot_shared.errors import (
+    Aborted,
+    OutOfDeviceMemory,
+    TransferKilled,
+)
+from snapshot_shared.files import open_dir, open_root, opened
+from snapshot_shared.frames import FenceRequest, StatusRequest, UnfenceRequest
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
 from tests.scenario.loop import CURRENT, Process, ask
 
@@ -116,7 +113,7 @@ class SimGms:
         self.node = node
         self.process = process
         self.devices = [SimDevice(node.name, index, node.capacity) for index in range(node.gpus)]
-        self.gms = Gms(
+        self.gms = MemoryServer(
             node=node.name, incarnation=f"{node.name}-{process.pid}", devices=self.devices
         )
         self.control = GmsControl(self.gms)

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gms.domain.transfer import check_loadable, plan_files
+from snapback_client.frames import Request, decode_reply, decode_request
 from snapshot_agent.domain.sealing import check_proven
 from snapshot_shared.artifact import RootManifest, generation_path
 from snapshot_shared.codec import (
@@ -39,7 +40,6 @@ from snapshot_shared.errors import (
     UnsupportedVersion,
 )
 from snapshot_shared.files import check_component
-from snapshot_shared.frames import Request, decode_reply, decode_request
 from snapshot_shared.orders import AnyOrder, ArtifactRef
 from tests.scenario.crash_rig import mounted, run
 from tests.scenario.crash_stories import LAYOUT, UID, Capture, verify

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from snapback_client.frames import Attach, LockMode, MemoryDomain
 from snapshot_agent.domain import control
 from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.frames import Attach, LockMode, MemoryDomain
 from tests.scenario.gpu import GRANULARITY, SimLease
 from tests.scenario.loop import Process
 

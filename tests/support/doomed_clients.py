@@ -16,10 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
-from gms.lease import Lease
-from gms.wire import prepare
-from snapshot_shared.errors import GenerationMismatch
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     LEASE_SOCKET,
     Access,
     Allocated,
@@ -40,6 +37,9 @@ from snapshot_shared.frames import (
     Request,
     error_of,
 )
+from snapback_client.lease import Lease
+from snapback_client.wire import prepare
+from snapshot_shared.errors import GenerationMismatch
 
 SIZE = 2 * 1024 * 1024
 AT_ONCE = 8

@@ -2,7 +2,7 @@
 
 Run as a program with the number of that call, counted from 1 (0: it lives), and a file of two
 numbers that it keeps: the calls that it has come to, and the bytes that it has written into shards.
-Where the call writes bytes, half of them are written. Task and events as for `transfer_child`.
+Where the call writes bytes, half of them are written. Task and events as for `gms.transfer_child`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from gms.adapters import posix, sharing, staging
-from gms.adapters.transfer_child import save
+from gms.adapters import posix, sharing, staging, syscalls
 from gms.domain.tasks import SaveTask
+from gms.transfer_child.save import save
 from snapshot_shared import files
 from snapshot_shared.codec import decode_json, encode_json
 
@@ -74,7 +74,7 @@ class Doomed:
 def main() -> None:
     last, counts = sys.argv[1:]
     doomed = Doomed(int(last), counts)
-    for module in (files, posix, sharing, staging):
+    for module in (files, posix, sharing, staging, syscalls):
         setattr(module, "os", doomed)  # noqa: B010 - for the type checker it is a module
     task = decode_json(sys.stdin.buffer.readline(), SaveTask)
     done = save(task, lambda _: None)

@@ -156,15 +156,13 @@ def _blocked_loops(tree: ast.Module) -> set[str]:
 
 
 def _foreign_imports(tree: ast.Module) -> Iterator[str]:
-    """Name what an example imports beyond the standard library, numpy and gms.client."""
+    """Name what an example imports beyond the standard library, numpy and the client."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
                 modules = [alias.name for alias in names]
             case ast.ImportFrom(level=level) if level:
                 modules = ["." * level + (node.module or "")]
-            case ast.ImportFrom(module="gms", names=names):
-                modules = [f"gms.{alias.name}" for alias in names]
             case ast.ImportFrom(module=str(module)):
                 modules = [module]
             case _:
@@ -174,15 +172,10 @@ def _foreign_imports(tree: ast.Module) -> Iterator[str]:
 
 def _allowed_in_example(module: str) -> bool:
     top = module.partition(".")[0]
-    return (
-        top in sys.stdlib_module_names
-        or top == "numpy"
-        or module == "gms.client"
-        or module.startswith("gms.client.")
-    )
+    return top in sys.stdlib_module_names or top in ("numpy", "snapback_client")
 
 
-def test_the_sources_of_all_five_packages_are_looked_at() -> None:
+def test_the_sources_of_all_six_packages_are_looked_at() -> None:
     packages = {
         file.relative_to(folder).parts[0]
         for folder in SOURCE_FOLDERS
@@ -191,6 +184,7 @@ def test_the_sources_of_all_five_packages_are_looked_at() -> None:
     }
     assert packages == {
         "gms",
+        "snapback_client",
         "snapshot_agent",
         "snapshot_operator",
         "snapshot_shared",
@@ -291,11 +285,11 @@ def test_an_example_needs_only_the_standard_library_numpy_and_the_client(example
 @pytest.mark.parametrize(
     ("source", "foreign"),
     [
-        ("import os, numpy as np\nimport gms.client", []),
-        ("from gms.client import Client\nfrom gms import client", []),
-        ("from gms import domain", ["gms.domain"]),
-        ("import gms.clients", ["gms.clients"]),
-        ("import gms", ["gms"]),
+        ("import os, numpy as np\nimport snapback_client", []),
+        ("from snapback_client import connect\nimport snapback_client.torch", []),
+        ("from gms import domain", ["gms"]),
+        ("import snapback_clients", ["snapback_clients"]),
+        ("import gms.cli", ["gms.cli"]),
         ("def f():\n    import msgspec", ["msgspec"]),
         ("from . import sibling", ["."]),
         ("from snapshot_shared.ids import NodeName", ["snapshot_shared.ids"]),

@@ -37,79 +37,39 @@ before any side effect; `values` are the facts involved; `next_step` says what t
 from __future__ import annotations
 
 import errno
-from typing import Any, ClassVar
 
-import msgspec
-
-
-class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error as a value: what reports, frames and status fields carry."""
-
-    reason: str
-    message: str
-    retryable: bool = False
-    values: dict[str, Any] = {}
-    next_step: str = ""
-
-    def __str__(self) -> str:
-        """Return the line that a person reads: what is wrong, then what to do."""
-        tail = f" Next: {self.next_step}" if self.next_step else ""
-        return f"{self.reason}: {self.message}{tail}"
-
-
-class SnapbackError(Exception):
-    """The root. Raise a subclass with a message that names the fact and the values."""
-
-    reason: ClassVar[str] = "Internal"
-    retryable: ClassVar[bool] = False
-    default_next_step: ClassVar[str] = ""
-
-    def __init__(self, message: str, *, next_step: str | None = None, **values: Any) -> None:
-        """Keep the message, the values involved and the step that helps."""
-        super().__init__(message)
-        self.message = message
-        self.values = values
-        self.next_step = self.default_next_step if next_step is None else next_step
-
-    def __init_subclass__(cls) -> None:
-        """Name the reason after the class unless the class gives its own."""
-        if "reason" not in cls.__dict__:
-            cls.reason = cls.__name__
-
-    def to_failure(self) -> Failure:
-        """Turn the error into the value that crosses a wire."""
-        return Failure(
-            reason=self.reason,
-            message=self.message,
-            retryable=self.retryable,
-            values=self.values,
-            next_step=self.next_step,
-        )
-
-
-class RemoteFailure(SnapbackError):
-    """An error that another program answered with; its reason is the one received."""
-
-    def __init__(self, failure: Failure) -> None:
-        """Wrap the failure as it was received."""
-        super().__init__(failure.message, next_step=failure.next_step, **failure.values)
-        self.failure = failure
-
-    def to_failure(self) -> Failure:
-        """Return what was received, unchanged."""
-        return self.failure
-
-
-class InvalidInput(SnapbackError):
-    """What was entered is not acceptable."""
+# These are imported from here by the services.
+from snapback_client.errors import (
+    Aborted,
+    ArtifactError,
+    DeadlineExceeded,
+    DeviceError,
+    Failure,
+    Fenced,
+    Forbidden,
+    GenerationMismatch,
+    Incompatible,
+    Internal,
+    InvalidInput,
+    InvalidMessage,
+    InvalidTransition,
+    LayoutConflict,
+    LayoutError,
+    NotEligible,
+    NotFound,
+    OutOfDeviceMemory,
+    Rejected,
+    RemoteFailure,
+    SnapbackError,
+    StaleLayout,
+    Superseded,
+    UnknownDevice,
+    UnsupportedVersion,
+)
 
 
 class InvalidManifest(InvalidInput):
     """A manifest is refused; `values['problems']` lists every `path: problem`."""
-
-
-class InvalidMessage(InvalidInput):
-    """A message, frame or file does not decode as the type it claims to be."""
 
 
 class AddressInUse(InvalidInput):
@@ -118,17 +78,6 @@ class AddressInUse(InvalidInput):
 
 class InvalidName(InvalidInput):
     """A name, id or relative path is outside its alphabet or too long."""
-
-
-class UnsupportedVersion(InvalidInput):
-    """A required version is unknown here."""
-
-    retryable = True
-    default_next_step = "upgrade the older of the two programs"
-
-
-class NotFound(SnapbackError):
-    """The named object does not exist."""
 
 
 class AlreadyExists(SnapbackError):
@@ -149,19 +98,11 @@ class StoreBusy(SnapbackError):
     default_next_step = "try again; if it lasts, look for what else has the store open"
 
 
-class Forbidden(SnapbackError):
-    """The caller may not do this."""
-
-
 class RequestExpired(SnapbackError):
     """A request came after its client had stopped waiting; nothing was done."""
 
     retryable = True
     default_next_step = "send it again; if it lasts, compare the clocks of the two machines"
-
-
-class Rejected(SnapbackError):
-    """An order that must not be carried out here; nothing was touched."""
 
 
 class WrongNode(Rejected):
@@ -170,20 +111,6 @@ class WrongNode(Rejected):
 
 class StalePodReference(Rejected):
     """The pod on this node is not the one that the order names."""
-
-
-class Superseded(Rejected):
-    """A higher attempt of the same order, or an abort, is known here."""
-
-
-class NotEligible(Rejected):
-    """The worker is not in a state in which this can be done."""
-
-
-class DeadlineExceeded(SnapbackError):
-    """Time ran out; `values` has the step and the budget in seconds."""
-
-    retryable = True
 
 
 class SourceExited(SnapbackError):
@@ -200,58 +127,10 @@ class OutcomeUnknown(SnapbackError):
     """A step that must not run twice was interrupted; how it ended is not known."""
 
 
-class Aborted(SnapbackError):
-    """The work was ended by an abort order or a shutdown."""
-
-
-class DeviceError(SnapbackError):
-    """A GPU, real or simulated, refused."""
-
-
-class OutOfDeviceMemory(DeviceError):
-    """An allocation does not fit; `values`: needed, free, capacity (bytes)."""
-
-    retryable = True
-
-
 class DeviceTooSmall(DeviceError):
     """An artifact can never fit on this device; `values`: needed, capacity (bytes)."""
 
     default_next_step = "restore on a node whose GPUs have at least the memory of the source"
-
-
-class UnknownDevice(DeviceError):
-    """No such device is served here."""
-
-
-class LayoutError(SnapbackError):
-    """A GPU memory layout is not in the state that the request needs."""
-
-
-class StaleLayout(LayoutError):
-    """The committed layout is not the one that the client knew; both hashes in `values`."""
-
-
-class GenerationMismatch(LayoutError):
-    """`if_match` names another generation than the committed one; both in `values`."""
-
-
-class LayoutConflict(LayoutError):
-    """An allocation id or a load token is already in use for something else."""
-
-
-class Fenced(LayoutError):
-    """A capture holds the device; `values` has the token's owner and the seconds left."""
-
-    retryable = True
-
-
-class InvalidTransition(LayoutError):
-    """The table has no such step; `values`: state and event."""
-
-
-class ArtifactError(SnapbackError):
-    """An artifact on disk is not usable."""
 
 
 class ArtifactCorrupt(ArtifactError):
@@ -270,10 +149,6 @@ class ArtifactRootEmpty(SnapbackError):
 
 class ArtifactExists(ArtifactError):
     """Something else already stands where this artifact has to go."""
-
-
-class Incompatible(ArtifactError):
-    """The target cannot take the artifact; both values in `values`."""
 
 
 class TransferKilled(SnapbackError):
@@ -310,13 +185,8 @@ class InjectedFault(SnapbackError):
     """A step failed because the fault switch of the simulation is set so."""
 
 
-class Internal(SnapbackError):
-    """A defect of ours; the log of the service has the traceback."""
-
-    default_next_step = "read the service's log and report a bug"
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
 _BROKEN = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE)
 
 

@@ -19,7 +19,7 @@ from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import GRANULARITY, SimulatedDevice
 from gms.adapters.transfer_process import TransferProcesses
 from gms.handlers.control import GmsControl
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
 from gms.handlers.transfers import GmsTransfers
 from gms.ports import Device
@@ -60,7 +60,7 @@ class RunningGms:
         self.run(self._start())
 
     async def _start(self) -> None:
-        self.gms = Gms(node="n1", incarnation=str(uuid.uuid4()), devices=self.devices)
+        self.gms = MemoryServer(node="n1", incarnation=str(uuid.uuid4()), devices=self.devices)
         self.telemetry = Telemetry("snap-gms", "n1", "0")
         sessions = LeaseSessions(self.gms, self.telemetry)
         self.lease = LeaseServer(self.folder, sessions, self.policy)
@@ -112,7 +112,7 @@ class RunningGms:
     async def _close(self) -> None:
         await self.lease.close()
         await self.grpc.close()
-        await self.gms.settled()
+        await self.gms.drained()
         self.telemetry.shutdown()
 
     async def _stop(self) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
-from gms.arena import FIRST_ADDRESS, Arena
-from gms.lease import Lease
+import snapback_client as client
+from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
+from snapback_client.reservation import FIRST_ADDRESS, Reservation
 from snapshot_shared.errors import InvalidInput, InvalidMessage
-from snapshot_shared.frames import AllocationSpec, Attach, LockMode, MemoryDomain
 
 MIB = 1024 * 1024
 
@@ -50,6 +50,7 @@ def run_worker(code: str, *arguments: str) -> subprocess.CompletedProcess[bytes]
 
 TRACES = """
 import os, pathlib, threading
+import numpy  # Starts threads of its own when it is imported.
 def traces():
     maps = pathlib.Path("/proc/self/maps").read_text().count("snapback-gpu")
     return maps, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -64,7 +65,7 @@ def test_written_arrays_are_read_by_another_process(service: Any) -> None:
         pool.commit()
         code = (
             "import numpy as np\n"
-            "from gms import client\n"
+            "import snapback_client as client\n"
             "with client.connect(lock='RO') as pool:\n"
             "    w = pool['w']\n"
             "    print(pool.access, w.dtype, w.shape, w.sum(), hex(w.ctypes.data))\n"
@@ -100,7 +101,7 @@ def test_commit_makes_the_arrays_read_only_where_they_are(service: Any) -> None:
 
 def test_a_write_to_committed_memory_is_stopped_by_the_processor(service: Any) -> None:
     code = (
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "pool = client.connect(lock='RW')\n"
         "part = pool.allocate('w', 10, 'uint8')[2:5]\n"
         "part[:] = 1\n"
@@ -130,7 +131,7 @@ def test_wake_brings_the_same_arrays_to_the_same_addresses(service: Any) -> None
 
 def test_a_pool_that_sleeps_leaves_no_mapping_descriptor_or_thread(service: Any) -> None:
     code = TRACES + (
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "before = traces()\n"
         "weights = client.connect(lock='RW')\n"
         "weights.allocate_many({f'w{n}': (10, 'u1') for n in range(20)})\n"
@@ -165,14 +166,14 @@ def test_the_addresses_stay_reserved_while_the_pool_sleeps(service: Any) -> None
         pool.commit()
         pool.sleep()
         with pytest.raises(client.AddressTaken):
-            Arena(4096, address=place)
+            Reservation(4096, address=place)
         with pytest.raises(client.NotEligible):
             pool.arrays()
 
 
 def test_touching_an_array_that_sleeps_ends_the_process(service: Any) -> None:
     code = (
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "pool = client.connect(lock='RW')\n"
         "w = pool.allocate('w', 10, 'uint8')\n"
         "pool.commit()\n"
@@ -197,7 +198,7 @@ def test_another_process_restores_the_arrays_at_the_same_addresses(
         ]
     code = (
         "import pathlib, sys\n"
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "with client.restore(pathlib.Path(sys.argv[1]).read_bytes()) as pool:\n"
         "    for name, array in pool.arrays().items():\n"
         "        print(name, hex(array.ctypes.data), array.sum())\n"
@@ -286,7 +287,7 @@ def test_a_wake_after_a_restart_takes_the_same_layout_when_it_was_loaded_again(
         pool.sleep()
         service.restart()
         loaded = run_worker(
-            "from gms import client\n"
+            "import snapback_client as client\n"
             "with client.connect(lock='RW') as writer:\n"
             "    writer.allocate('w', 10, 'uint8')[:] = 4\n"
             "    writer.commit(layout_id='one')\n"
@@ -298,7 +299,7 @@ def test_a_wake_after_a_restart_takes_the_same_layout_when_it_was_loaded_again(
         assert pool.generation.incarnation == service.gms.incarnation
 
 
-def test_a_pool_that_moved_waits_for_its_layout_only_when_it_is_told_to(service: Any) -> None:
+def test_a_pool_that_moved_waits_for_its_layout_only_when_asked_to(service: Any) -> None:
     with client.connect(lock="RW") as pool:
         pool.allocate("w", 10, np.uint8)
         pool.commit()
@@ -421,7 +422,7 @@ def test_types_without_plain_bytes_are_refused(service: Any, dtype: Any) -> None
 
 def test_a_child_that_is_forked_inherits_no_import(service: Any) -> None:
     code = TRACES + (
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "pool = client.connect(lock='RW')\n"
         "pool.allocate('a', 10, 'u1')\n"
         "if (pid := os.fork()) == 0:\n"
@@ -476,7 +477,7 @@ def test_the_state_of_another_size_or_place_is_refused(service: Any) -> None:
 
 def test_the_library_brings_neither_grpc_nor_nats_nor_telemetry_along() -> None:
     code = (
-        "import sys, gms.client\n"
+        "import sys, snapback_client\n"
         "heavy = {'grpc', 'nats', 'opentelemetry', 'asyncio', 'google'} & set(sys.modules)\n"
         "print(sorted(heavy))\n"
     )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 
 MIB = 1024 * 1024
 GMS = Path(sys.executable).with_name("gms")
@@ -78,7 +78,7 @@ def test_what_was_saved_is_verified_and_loaded_into_another_device_once(
         assert np.array_equal(pool["w"], np.arange(9 * MIB, dtype="u1"))
 
 
-def test_a_load_replaces_another_layout_only_when_told_to(service: Any, part: Path) -> None:
+def test_a_load_replaces_another_layout_only_when_asked_to(service: Any, part: Path) -> None:
     commit(1, name="other")
     assert "GenerationMismatch" in gms("load", part, "-d", 1, status=1)
     with client.connect(1, lock="RO") as pool:
@@ -104,7 +104,7 @@ def test_verify_names_the_chunk_that_is_damaged(part: Path) -> None:
     assert f"chunk 0 of {shard}" in text
 
 
-def test_diff_tells_equal_parts_from_different_ones(
+def test_diff_separates_equal_parts_from_different_ones(
     service: Any, part: Path, tmp_path: Path
 ) -> None:
     assert gms("diff", part, part).startswith("equal")

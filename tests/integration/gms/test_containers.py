@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 from gms.containers import Outcome
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
@@ -206,7 +206,7 @@ def test_when_one_layout_cannot_be_published_none_stays_visible(container: Conta
     assert service.device(0).domains[0].layout is None
     assert [service.device(index).loads for index in range(2)] == [[], []]
     with client.connect(1, lock="RO") as other:
-        assert list(other.arrays()) == ["other"], "what somebody else committed stays"
+        assert list(other.arrays()) == ["other"], "what another client committed stays"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_without_its_environment_it_names_every_variable(container: Container) -
         assert words in said
 
 
-def test_a_saver_that_is_told_to_end_leaves_no_half_part(launch: Any, tmp_path: Path) -> None:
+def test_a_saver_that_is_terminated_leaves_no_half_part(launch: Any, tmp_path: Path) -> None:
     service = launch(capacities=(700 * MIB, 8 * MIB))
     for index, size in ((0, 600 * MIB), (1, MIB)):
         with client.connect(index, lock="RW") as pool:

@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
-from gms.adapters.cuda import CudaDriver, CudaFailed, CudaRange, open_devices
+import snapback_client as client
+from gms.adapters.cuda import open_devices
 from gms.adapters.transfer_process import TransferProcesses
-from gms.arena import FIRST_ADDRESS, AddressTaken, reserve
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone
+from snapback_client.cuda import CudaDriver, CudaFailed, CudaRange
+from snapback_client.frames import Access
+from snapback_client.mappings import AddressTaken
+from snapback_client.reservation import FIRST_ADDRESS, reserve
 from snapshot_shared.errors import (
     Incompatible,
     InvalidInput,
@@ -32,7 +35,6 @@ from snapshot_shared.errors import (
     UnknownDevice,
     UnsupportedVersion,
 )
-from snapshot_shared.frames import Access
 from snapshot_shared.orders import LayoutRef
 from tests.support.likeness_rig import likeness
 
@@ -77,7 +79,7 @@ def test_the_server_makes_memory_and_hands_it_out_and_neither_maps_it_nor_makes_
     service: Any, driver: ModuleType
 ) -> None:
     worker(
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "with client.connect(lock='RW') as pool:\n"
         "    pool.allocate('w', 10, 'f4').set(7)\n"
         "    pool.commit()\n"
@@ -183,7 +185,7 @@ def test_another_process_restores_the_arrays_at_the_same_addresses(service: Any)
         state = pool.save_state()
     found = worker(
         "import sys\n"
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "with client.restore(bytes.fromhex(sys.argv[1])) as pool:\n"
         "    print(hex(pool['a'].address), pool['a'].get().tolist(), pool.access)\n",
         state.hex(),
@@ -216,8 +218,8 @@ def test_a_changed_layout_is_stale_and_the_pool_sleeps_on(service: Any, driver: 
         pool.sleep()
         worker(
             "import sys\n"
-            "from gms import client\n"
-            "from gms.client import GenerationRef\n"
+            "import snapback_client as client\n"
+            "from snapback_client import GenerationRef\n"
             "ref = GenerationRef(incarnation=sys.argv[1], generation=int(sys.argv[2]))\n"
             "with client.connect(lock='RW', if_match=ref) as pool:\n"
             "    pool.allocate('b', 6, 'u1')\n"
@@ -287,7 +289,7 @@ def test_what_a_broken_context_may_have_mapped_stays_charged(
         patch.setattr(driver, "cuCtxSynchronize", lambda: broken)
         with pytest.raises(CudaFailed, match="cuCtxSynchronize"):
             pool.sleep()
-    # Told by the end of its socket: this process may have the memory mapped, and lives.
+    # Reported as ended socket: this process may have the memory mapped, and lives.
     service.run(lingers(service))
     assert service.device().used == GRANULE
     pool.close()

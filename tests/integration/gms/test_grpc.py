@@ -10,20 +10,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gms import client
-from gms.lease import Lease
+import snapback_client as client
+from snapback_client.frames import Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
     GRPC_SERVICE,
-    Attach,
     DropLayoutReply,
     DropLayoutRequest,
     FenceReply,
     FenceRequest,
-    LockMode,
-    MemoryDomain,
     StatusReply,
     StatusRequest,
     UnfenceReply,

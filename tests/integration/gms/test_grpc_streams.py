@@ -12,13 +12,13 @@ import grpc
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
+from snapback_client.frames import GenerationRef
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
     MAX_EVENTS,
-    GenerationRef,
     LoadRequest,
     SaveRequest,
     TransferStage,
@@ -182,7 +182,7 @@ def test_a_finished_save_is_not_written_again_by_a_repeat_and_not_lost_by_anothe
 
 
 @pytest.mark.parametrize("verb", ["Save", "Load"])
-def test_a_caller_that_hangs_up_when_it_is_told_of_the_end_keeps_what_it_asked_for(
+def test_a_caller_that_hangs_up_after_the_last_update_keeps_what_it_asked_for(
     service: Any, call: Caller, sums: dict[str, int], verb: str
 ) -> None:
     request: Any = SaveRequest(device=service.uuids[0], content_uid=UID)
@@ -283,7 +283,7 @@ def test_a_call_is_a_span_of_the_trace_in_its_metadata(
     assert all(r.parent_id == outer.span_id for r in found if r.name == "attach")
 
 
-def test_watch_tells_what_happens_and_begins_with_the_past(service: Any, call: Caller) -> None:
+def test_watch_shows_what_happens_and_begins_with_the_past(service: Any, call: Caller) -> None:
     stream = call.open("Watch", WatchRequest(status=True))
     first = decode_msgpack(next(stream), WatchReply)
     assert first.status is not None
@@ -302,7 +302,7 @@ def test_watch_tells_what_happens_and_begins_with_the_past(service: Any, call: C
     past.cancel()
 
 
-def test_a_watcher_that_comes_late_is_told_how_much_it_missed(service: Any, call: Caller) -> None:
+def test_a_watcher_that_comes_late_learns_how_much_it_missed(service: Any, call: Caller) -> None:
     for _ in range(MAX_EVENTS // 3 + 4):
         client.connect(lock="RW").close()
     stream = call.open("Watch", WatchRequest())

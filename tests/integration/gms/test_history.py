@@ -1,4 +1,4 @@
-"""What the service tells of its past, of its queue, and of writers that vanished."""
+"""What the service reports of its past, of its queue, and of writers that vanished."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 
-from gms import client
-from gms.lease import Lease
+import snapback_client as client
+from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain, MetadataItem
+from snapback_client.lease import Lease
 from snapshot_shared.errors import DeadlineExceeded, GenerationMismatch
 from snapshot_shared.frames import (
     MAX_EVENTS,
-    AllocationSpec,
-    Attach,
     EventRecord,
     FenceRequest,
-    LockMode,
-    MemoryDomain,
-    MetadataItem,
     StatusReply,
     StatusRequest,
     UnfenceRequest,
@@ -29,8 +25,8 @@ from snapshot_shared.frames import (
 # Attaches as a writer, maps what it allocates, hangs up without a word and lives on.
 VANISHES = """
     import os, sys
-    from gms.lease import Lease
-    from snapshot_shared.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
+    from snapback_client.lease import Lease
+    from snapback_client.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
     lease = Lease.attach(os.environ["GMS_SOCKET_DIR"], Attach(
         device=sys.argv[1], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5,
         client="careless"))
@@ -63,18 +59,18 @@ def events(service: Any) -> list[EventRecord]:
     return found
 
 
-def told(service: Any) -> list[tuple[str, str]]:
+def reasons(service: Any) -> list[tuple[str, str]]:
     return [(event.kind.value, event.reason) for event in events(service)]
 
 
-def test_status_tells_what_happened_in_order_and_when(service: Any) -> None:
+def test_status_shows_what_happened_in_order_and_when(service: Any) -> None:
     with client.connect(lock="RW", name="worker") as pool:
         pool.allocate("w", 1000, "u1")
         pool.commit()
     request = FenceRequest(token="f", devices=service.uuids[:1], wait_s=5, deadline_s=60)
     service.run(service.control.fence(request))
     service.run(service.control.unfence(UnfenceRequest(token="f")))
-    assert told(service) == [
+    assert reasons(service) == [
         ("attach", "RW"),
         ("grant", "RW"),
         ("commit", ""),
@@ -105,13 +101,13 @@ def test_the_history_is_bounded_and_says_only_as_much_as_was_asked_for(service: 
     assert status(service, 0).events == []
 
 
-def test_a_refusal_is_told_with_its_reason(service: Any) -> None:
+def test_a_refusal_is_in_the_history_with_its_reason(service: Any) -> None:
     with client.connect(lock="RW") as pool:
         pool.allocate("w", 10, "u1")
         pool.commit()
         with pytest.raises(GenerationMismatch):
             attach(service)
-    assert ("refusal", "GenerationMismatch") in told(service)
+    assert ("refusal", "GenerationMismatch") in reasons(service)
 
 
 def test_metadata_is_listed_by_prefix(service: Any) -> None:
@@ -126,7 +122,7 @@ def test_metadata_is_listed_by_prefix(service: Any) -> None:
     lease.detach()
 
 
-def test_a_writer_waits_until_one_that_hung_up_is_dead_and_is_told_so(service: Any) -> None:
+def test_a_writer_waits_until_one_that_hung_up_is_dead_and_status_says_so(service: Any) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(VANISHES), service.uuids[0]],
         stdin=subprocess.PIPE,
@@ -142,8 +138,8 @@ def test_a_writer_waits_until_one_that_hung_up_is_dead_and_is_told_so(service: A
         assert session.fence == "pidfd"
         careless.stdin.close()
         attach(service, deadline_s=20.0).detach()
-    assert ("death", "lingering") in told(service)
-    assert ("death", "process-ended") in told(service)
+    assert ("death", "lingering") in reasons(service)
+    assert ("death", "process-ended") in reasons(service)
     assert service.device().used == 0
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gms.lease import Lease
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     Access,
     AllocationSpec,
     Attach,
@@ -21,6 +20,7 @@ from snapshot_shared.frames import (
     LockMode,
     MemoryDomain,
 )
+from snapback_client.lease import Lease
 from tests.support.doomed_clients import ANY_TIME, POINTS, SIZE
 
 MIB = 1024 * 1024

@@ -28,19 +28,7 @@ from gms.adapters.lease_socket import LeaseServer
 from gms.domain.sessions import Session
 from gms.domain.shares import TooManySessions
 from gms.handlers.sessions import LeaseSessions
-from gms.lease import Lease
-from gms.wire import Inbox, close_all, prepare, send
-from snapshot_shared.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    Forbidden,
-    GenerationMismatch,
-    InvalidMessage,
-    NotFound,
-    OutOfDeviceMemory,
-    SnapbackError,
-)
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     DESCRIPTORS_PER_MESSAGE,
     Access,
     AllocateMany,
@@ -63,6 +51,18 @@ from snapshot_shared.frames import (
     Request,
     decode_reply,
     encode_frame,
+)
+from snapback_client.lease import Lease
+from snapback_client.wire import Inbox, close_all, prepare, send
+from snapshot_shared.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    Forbidden,
+    GenerationMismatch,
+    InvalidMessage,
+    NotFound,
+    OutOfDeviceMemory,
+    SnapbackError,
 )
 
 MIB = 1024 * 1024
@@ -139,7 +139,7 @@ def in_background(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     def run() -> None:
         try:
             result.append(work())
-        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+        except Exception as error:  # noqa: BLE001 - raised again where it is awaited
             result.append(error)
 
     thread = threading.Thread(target=run)
@@ -216,7 +216,7 @@ def test_the_end_of_the_socket_frees_the_lock_and_the_memory(service: Any) -> No
 def test_memory_of_a_killed_process_is_free_once_it_has_ended(service: Any) -> None:
     code = (
         "import sys, time\n"
-        "from gms import client\n"
+        "import snapback_client as client\n"
         "pool = client.connect(device=0, lock='RW')\n"
         "pool.allocate('a', 3_000_000, 'uint8')[:] = 1\n"
         "print('ready', flush=True)\n"
@@ -453,7 +453,7 @@ def test_a_bad_later_frame_is_answered_and_the_session_goes_on(service: Any) -> 
     assert service.device().used == 0
 
 
-def test_descriptors_that_nobody_asked_for_are_closed(service: Any) -> None:
+def test_descriptors_that_were_not_requested_are_closed(service: Any) -> None:
     before = open_descriptors()
     with raw(service) as sock, Path(os.devnull).open() as spare:
         send(sock, encode_frame(Detach()), [spare.fileno()] * 100)
@@ -498,7 +498,7 @@ def test_a_client_that_does_not_read_its_answers_is_dropped(launch: Any) -> None
         until(lambda: service.device().domains[0].sessions == [])
 
 
-def test_a_client_too_many_is_told_so(launch: Any) -> None:
+def test_a_client_too_many_is_refused_by_name(launch: Any) -> None:
     service = launch(policy=LeasePolicy(max_connections=1))
     first = attach(service)
     with pytest.raises(SnapbackError) as caught:
@@ -529,12 +529,12 @@ def test_a_process_of_another_user_is_refused(service: Any) -> None:
     service.folder.chmod(0o755)
     (service.folder / "gms.sock").chmod(0o666)
 
-    def as_nobody() -> Lease:
+    def as_another_user() -> Lease:
         # Straight to the kernel: there a user belongs to a thread, and this one ends.
         assert ctypes.CDLL(None).syscall(117, -1, 65534, -1) == 0
         return attach(service)
 
-    with in_background(as_nobody) as outcome, pytest.raises(Forbidden):
+    with in_background(as_another_user) as outcome, pytest.raises(Forbidden):
         outcome()
 
 
@@ -651,7 +651,7 @@ def test_one_process_that_holds_all_it_may_keeps_out_no_other_and_no_transfer(
         lease.detach()
 
 
-def test_whoever_keeps_frames_queued_lets_the_loop_turn_between_any_two(
+def test_a_client_that_keeps_frames_queued_lets_the_loop_turn_between_any_two(
     launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = launch(policy=LeasePolicy(turn_s=0.0))

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 from gms.adapters.part_files import read_part, verify_part
-from gms.adapters.transfer_child import save
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
+from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
 from snapshot_shared.codec import digest, encode_json
@@ -222,7 +222,7 @@ def test_a_load_goes_where_the_save_has_left_the_bytes_whatever_is_chosen_now(
 
 async def drop(capture: Capture) -> None:
     capture.service.gms.drop_hidden(capture.service.uuids[1], "l1")
-    await capture.service.gms.settled()
+    await capture.service.gms.drained()
 
 
 def test_a_save_that_fails_leaves_no_object(
@@ -231,7 +231,7 @@ def test_a_save_that_fails_leaves_no_object(
     def full(*_: object) -> None:
         raise NoSpace("the disk is full")
 
-    monkeypatch.setattr("gms.adapters.transfer_child.write_new", full)
+    monkeypatch.setattr("gms.transfer_child.save.write_new", full)
     with pytest.raises(NoSpace):
         save(capture.save_task(), lambda _: None)
     assert not capture.path.exists()
@@ -240,7 +240,7 @@ def test_a_save_that_fails_leaves_no_object(
 
 KILLED = """
 import os, signal, sys
-from gms.adapters import transfer_child
+from gms.transfer_child import __main__ as transfer_child
 from snapshot_shared.object_storage import ObjectStorage
 real, left = ObjectStorage.put, [int(sys.argv[1])]
 def put(self, key, data):
@@ -364,14 +364,14 @@ def test_an_artifact_in_files_is_deleted_without_a_storage(capture: Capture) -> 
     assert not capture.path.exists()
 
 
-async def nobody_asks(_: int) -> None:
+async def ignored(_: int) -> None:
     pass
 
 
 def verified(capture: Capture) -> None:
     async def verify() -> None:
         manifest, _ = await capture.agent.read_part(PLACE, "gpu-0")
-        await capture.agent.check_bytes(PLACE, manifest, nobody_asks)
+        await capture.agent.check_bytes(PLACE, manifest, ignored)
 
     asyncio.run(verify())
 
@@ -459,13 +459,13 @@ def test_weights_that_go_elsewhere_need_no_room_below_the_artifact_root(tmp_path
 # What can be wrong with a storage.
 
 
-def test_each_failure_is_named_and_tells_no_secret(
+def test_each_failure_is_named_without_a_secret(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BucketMissing) as missing:
-        ObjectStorage("s3://nobody/x").put("a", memoryview(b"1"))
+        ObjectStorage("s3://missing/x").put("a", memoryview(b"1"))
     with pytest.raises(BucketMissing):
-        ObjectStorage("s3://nobody/x").sizes("a")
+        ObjectStorage("s3://missing/x").sizes("a")
     with s3_server(checked_after=1) as checking:
         monkeypatch.setenv("AWS_ENDPOINT", checking.endpoint)
         with pytest.raises(ObjectStorageDenied) as denied:
@@ -531,7 +531,7 @@ def test_a_url_of_each_kind_is_taken(url: str) -> None:
 def test_what_a_transfer_logs_names_no_key(
     server: S3Server, service: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    capture = Capture(service, tmp_path, "s3://nobody/x")
+    capture = Capture(service, tmp_path, "s3://missing/x")
     with pytest.raises(BucketMissing):
         capture.run(capture.save_task())
     assert not capture.path.exists()
@@ -542,7 +542,7 @@ def test_what_a_transfer_logs_names_no_key(
 
 
 def test_the_program_loads_obstore_only_when_it_is_needed() -> None:
-    code = "import sys, gms.adapters.transfer_child\nprint('obstore' in sys.modules)\n"
+    code = "import sys, gms.transfer_child.__main__\nprint('obstore' in sys.modules)\n"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert found.stdout == b"False\n"
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.resume import note_of, read_notes
 from gms.domain.tasks import SaveTask, TransferDone, TransferEvent, TransferLeased
@@ -39,7 +39,7 @@ IN_FLIGHT = 2 * CHUNK_BYTES + THREADS * CHUNK_BYTES
 
 
 class Ended(NamedTuple):
-    """How a process that saves has ended: what it did, and what it has told if it could."""
+    """How a process that saves has ended: what it did, and its result if there is one."""
 
     calls: int
     bytes: int
@@ -69,7 +69,7 @@ class Weights:
         return layout
 
     def task(self, name: str) -> SaveTask:
-        """Give the task of a save that was not begun yet, under a fence of its own."""
+        """Return the task of a save that was not begun yet, under a fence of its own."""
         return SaveTask(
             socket_dir=str(self.service.folder),
             root=str(self.folder / name),
@@ -121,7 +121,7 @@ def content(task: SaveTask) -> dict[str, bytes]:
 
 
 def noted(task: SaveTask) -> int:
-    """Give the bytes of the chunks that a killed save has noted."""
+    """Return the bytes of the chunks that a killed save has noted."""
     notes = part(task) / ".notes"
     written, _ = read_notes(notes.read_bytes() if notes.exists() else b"", note_of(task))
     return sum(
@@ -274,7 +274,7 @@ def test_a_save_whose_process_is_killed_goes_on_in_another_some_times(
                     for path in Path("/proc/self/task").glob("*/children"):
                         for pid in map(int, path.read_text().split()):
                             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                            if b"gms.adapters.transfer_child" in command and pid not in killed:
+                            if b"gms.transfer_child" in command and pid not in killed:
                                 os.kill(pid, signal.SIGKILL)
                                 killed.add(pid)
         return event

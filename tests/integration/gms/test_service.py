@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
+import snapback_client as client
 from gms.adapters.simulated import simulated_uuid
-from gms.lease import Lease
+from snapback_client.frames import Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.frames import Attach, LockMode, MemoryDomain
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.orders import (
     AbortOrder,
@@ -103,7 +103,7 @@ def process(tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_workers_are_served_while_the_disk_does_not_answer(process: Process) -> None:
     state = Path(process.environment["SNAPBACK_STATE_DIR"])
     state.mkdir(mode=0o700)
-    # Whoever opens it waits, until somebody writes.
+    # An open for reading waits for a writer.
     os.mkfifo(state / "journal", 0o600)
     process.start()
     while not (state / "lock").exists():
@@ -139,7 +139,7 @@ def test_what_waits_for_a_transfer_ends_with_the_service_and_says_nothing(
     running = process.start()
     threading.Event().wait(after_s)
     waiting = children(running.pid)
-    # As when somebody types ctrl-C.
+    # As ctrl-C on a terminal does.
     os.killpg(running.pid, number)
     assert running.wait(PATIENCE_S) in (0, -number)
     for descriptor in waiting:
@@ -150,7 +150,7 @@ def test_what_waits_for_a_transfer_ends_with_the_service_and_says_nothing(
 
 
 def children(pid: int) -> list[int]:
-    """Give a pidfd of each process that a process has started."""
+    """Return a pidfd of each process that a process has started."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, path.read_text().split()):
@@ -202,7 +202,7 @@ def test_a_transfer_backend_that_there_is_not_is_refused_at_the_start(process: P
 
 
 class Operator:
-    """The operator's side: publishes orders and hears reports."""
+    """The operator's side: publishes orders and receives reports."""
 
     def __init__(self, url: str) -> None:
         self.bus = Bus(url, "test-operator")
@@ -216,9 +216,9 @@ class Operator:
         self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
-        async with self.bus.listening("snap.report.>") as heard:
+        async with self.bus.listening("snap.report.>") as received:
             while True:
-                delivery = await heard.get()
+                delivery = await received.get()
                 async with self._news:
                     self.reports.append(decode_json(delivery.data, Report))
                     self._news.notify_all()

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gms import client
-from gms.adapters.cuda import CudaUnavailable, open_devices
-from gms.domain.tensors import PREFIX, View, place_tensors, read_tensors
-from gms.torch import SegmentAllocator, TorchMemory, tensor_of
+import snapback_client as client
+from gms.adapters.cuda import open_devices
+from snapback_client.cuda import CudaUnavailable
+from snapback_client.tensors import PREFIX, View, place_tensors, read_tensors
+from snapback_client.torch import SegmentAllocator, TorchMemory, tensor_of
 from snapshot_shared.errors import OutOfDeviceMemory
 from tests.support.likeness_rig import likeness
 
@@ -131,7 +132,10 @@ def bytes_of(array: Any) -> Any:
 
 
 def test_without_pytorch_it_says_what_to_install(service: Any) -> None:
-    code = "import sys; sys.modules['torch'] = None; import gms.torch; gms.torch.TorchMemory(None)"
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from snapback_client.torch import TorchMemory; TorchMemory(None)"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=False, text=True, timeout=30
     )
@@ -140,7 +144,7 @@ def test_without_pytorch_it_says_what_to_install(service: Any) -> None:
 
 
 def test_the_library_is_not_imported_before_it_is_needed() -> None:
-    code = "import sys, gms.torch; print('torch' in sys.modules, 'cuda' in sys.modules)"
+    code = "import sys, snapback_client.torch; print('torch' in sys.modules, 'cuda' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=30
     )
@@ -172,7 +176,7 @@ def test_a_model_lies_in_a_pool_and_comes_back_in_place(launch: Any) -> None:
         assert tensor_of(array).data_ptr() == array.address
 
 
-def test_a_machine_without_a_gpu_is_told_from_one_without_pytorch(service: Any) -> None:
+def test_a_machine_without_a_gpu_has_another_error_than_one_without_pytorch(service: Any) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

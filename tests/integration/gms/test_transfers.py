@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from gms import client
+import snapback_client as client
 from gms.adapters.simulated import SimulatedDevice
-from gms.adapters.transfer_child import save
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import (
     LoadTask,
@@ -33,7 +32,9 @@ from gms.domain.tasks import (
     TransferLeased,
     TransferProgress,
 )
-from gms.lease import Lease
+from gms.transfer_child.save import save
+from snapback_client.frames import Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
 from snapshot_shared.artifact import PartManifest, check_part_manifest
 from snapshot_shared.codec import digest, encode_json, encode_pretty
 from snapshot_shared.errors import (
@@ -49,7 +50,7 @@ from snapshot_shared.errors import (
     StaleLayout,
     TransferKilled,
 )
-from snapshot_shared.frames import Attach, FenceRequest, LockMode, MemoryDomain
+from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import ArtifactRef, LayoutRef
 from tests.bench.machine import huge_bytes_free
 
@@ -423,13 +424,13 @@ def test_a_second_load_under_one_token_is_refused_and_the_first_stays(capture: C
 
 def start_child(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "gms.adapters.transfer_child", *arguments],
+        [sys.executable, "-m", "gms.transfer_child", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
 
 
-def test_a_transfer_ends_when_whoever_started_it_is_gone(capture: Capture) -> None:
+def test_a_transfer_ends_with_the_process_that_started_it(capture: Capture) -> None:
     blocker = client.connect(1, lock="RW")
     capture.run(capture.save_task())
     with start_child("load") as child:
@@ -473,7 +474,7 @@ def test_a_transfer_process_that_is_killed_is_reported(capture: Capture) -> None
 
 def test_the_program_imports_nothing_heavy() -> None:
     code = (
-        "import sys, gms.adapters.transfer_child\n"
+        "import sys, gms.transfer_child.__main__\n"
         "print(sorted({'grpc', 'nats', 'opentelemetry', 'asyncio', 'numpy'} & set(sys.modules)))\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
@@ -633,14 +634,14 @@ def spare_processes() -> list[int]:
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, path.read_text().split()):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"gms.adapters.transfer_child" in command and b"either" in command:
+            if b"gms.transfer_child" in command and b"either" in command:
                 found.append(pid)
     return found
 
 
 async def spare(processes: TransferProcesses) -> int:
     """Wait until a process waits for a task, and give it."""
-    while not processes._spares:  # noqa: ASYNC110 - nobody tells
+    while not processes._spares:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
     (found,) = spare_processes()
     return found

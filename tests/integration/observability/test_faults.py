@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
 from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus
@@ -184,7 +184,7 @@ async def test_a_client_without_a_session_is_counted_by_its_reason(
 ) -> None:
     metrics = scraped("snap-gms")
     devices = [SimulatedDevice(node=NODE, index=0, capacity=4 * 2**20)]
-    gms = Gms(node=NODE, incarnation=OWNER, devices=devices, metrics=metrics)
+    gms = MemoryServer(node=NODE, incarnation=OWNER, devices=devices, metrics=metrics)
     server = LeaseServer(tmp_path, LeaseSessions(gms), metrics=metrics)
     server.start()
     try:

@@ -13,7 +13,7 @@ from gms.domain.sessions import Peer
 from gms.domain.shares import TooManySessions
 from snapshot_shared.errors import Forbidden
 
-NOBODY_HERE = 61_111
+UNUSED_ID = 61_111
 POD, OTHER_POD = "3c8a1f5e-0d6b-4a63-9a39-0f1c3f6f9b01", "3c8a1f5e-0d6b-4a63-9a39-0f1c3f6f9b02"
 
 
@@ -31,10 +31,10 @@ def peer(pid: int, pod: str = "", uid: int = os.geteuid()) -> Peer:
 def test_a_user_who_is_neither_the_owner_nor_in_the_group_is_refused_and_not_counted(
     sock: socket.socket,
 ) -> None:
-    admission = Admission(LeasePolicy(group=NOBODY_HERE, max_connections=1))
+    admission = Admission(LeasePolicy(group=UNUSED_ID, max_connections=1))
     with pytest.raises(Forbidden) as refusal:
-        admission.enter(sock, peer(1, uid=NOBODY_HERE))
-    assert refusal.value.values == {"uid": NOBODY_HERE}
+        admission.enter(sock, peer(1, uid=UNUSED_ID))
+    assert refusal.value.values == {"uid": UNUSED_ID}
     admission.enter(sock, peer(1))
     with pytest.raises(TooManySessions):
         admission.enter(sock, peer(1))
@@ -42,7 +42,7 @@ def test_a_user_who_is_neither_the_owner_nor_in_the_group_is_refused_and_not_cou
 
 def test_a_user_whose_group_is_the_shared_one_gets_in(sock: socket.socket) -> None:
     admission = Admission(LeasePolicy(group=os.getgid()))
-    admission.enter(sock, peer(1, uid=NOBODY_HERE))
+    admission.enter(sock, peer(1, uid=UNUSED_ID))
 
 
 def test_a_process_that_holds_all_it_may_leaves_room_for_another_of_its_user(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gms.domain.containers import Settings, read_settings, save_task
-from gms.domain.tasks import SHARD_BYTES, Way
+from gms.domain.containers import Settings, container_save, read_settings
+from gms.domain.tasks import SHARD_BYTES, TransferOptions
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.orders import LayoutRef, SaveOrder
 
@@ -21,7 +21,7 @@ PLAIN = {
     "load_workers": 8,
     "shard_bytes": None,
     "lock_s": None,
-    "way": Way("posix-direct", ""),
+    "options": TransferOptions("posix-direct", ""),
 }
 
 
@@ -81,7 +81,7 @@ def settings(**changes: str) -> Settings:
 
 
 def test_a_save_is_what_its_order_and_the_environment_say() -> None:
-    task = save_task(settings(), save_order())
+    task = container_save(settings(), save_order())
     assert (task.root, task.namespace, task.generation) == ("/store", "default", 2)
     assert (task.deadline_s, task.threads, task.fence_token) == (60.0, 4, None)
     assert (task.traceparent, task.shard_bytes) == ("of the order", SHARD_BYTES)
@@ -92,11 +92,11 @@ def test_a_save_may_be_given_less_time_and_other_shards(lock_ms: str, deadline_s
     given = settings(
         GMS_SAVE_LOCK_TIMEOUT_MS=lock_ms, GMS_SHARD_SIZE_BYTES="8192", TRACEPARENT="of the pod"
     )
-    task = save_task(given, replace(save_order(), fence_token="f"))
+    task = container_save(given, replace(save_order(), fence_token="f"))
     assert (task.deadline_s, task.shard_bytes, task.fence_token) == (deadline_s, 8192, "f")
     assert task.traceparent == "of the pod"
 
 
 def test_an_order_about_another_generation_is_refused() -> None:
     with pytest.raises(InvalidInput, match="gen-3"):
-        save_task(settings(), replace(save_order(), attempt=3))
+        container_save(settings(), replace(save_order(), attempt=3))

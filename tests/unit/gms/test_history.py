@@ -1,4 +1,4 @@
-"""The history of a server: whoever reads slowly is told what it missed."""
+"""The history of a server: a slow reader learns how many events it missed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from gms.domain.history import History
 from gms.domain.sessions import Peer, Waiter
-from snapshot_shared.frames import MAX_EVENTS, Attach, EventKind, LockMode, MemoryDomain
+from snapback_client.frames import Attach, LockMode, MemoryDomain
+from snapshot_shared.frames import MAX_EVENTS, EventKind
 
 
 @pytest.fixture
@@ -18,7 +19,9 @@ def history() -> History:
     return made
 
 
-def test_whoever_has_seen_all_or_more_than_there_is_has_missed_nothing(history: History) -> None:
+def test_a_reader_that_has_seen_all_or_more_has_missed_nothing(
+    history: History,
+) -> None:
     assert history.since(history.last) == ([], 0)
     assert history.since(history.last + 9) == ([], 0)
 
@@ -36,7 +39,7 @@ def test_of_the_latest_there_are_as_many_as_are_asked_for(history: History) -> N
     assert history.latest(0) == []
 
 
-def test_an_event_says_only_what_it_was_told() -> None:
+def test_an_event_has_only_the_fields_that_were_given() -> None:
     made = History()
     request = Attach(
         device="GPU-a", domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=1.0, client="c"

@@ -7,20 +7,20 @@ import itertools
 import pytest
 
 from gms.domain.locks import (
+    LOCK_DECISIONS,
     LOCKS,
     USES,
-    VERDICTS,
     Lock,
+    LockDecision,
     LockEvent,
+    LockRequest,
     Operation,
     Use,
-    Verdict,
-    Wish,
-    verdict,
-    wish_of,
+    decide,
+    lock_request_of,
 )
+from snapback_client.frames import LockMode
 from snapshot_shared.errors import InvalidTransition
-from snapshot_shared.frames import LockMode
 
 # What a state says of (writer, committed layout, readers).
 MEANING = {
@@ -55,8 +55,8 @@ def _after(event: LockEvent, *, writer: bool, committed: bool, readers: bool) ->
             return (writer, False, readers)
 
 
-def test_every_state_answers_every_wish() -> None:
-    assert set(VERDICTS) == set(itertools.product(Lock, Wish))
+def test_every_state_answers_every_request() -> None:
+    assert set(LOCK_DECISIONS) == set(itertools.product(Lock, LockRequest))
 
 
 @pytest.mark.parametrize(("row", "target"), LOCKS.rows.items())
@@ -69,57 +69,61 @@ def test_a_step_leads_to_the_state_that_describes_what_holds_then(
     assert MEANING[target] == after
 
 
-@pytest.mark.parametrize(("row", "answer"), VERDICTS.items())
-def test_what_is_granted_is_a_step_of_the_lock(row: tuple[Lock, Wish], answer: Verdict) -> None:
-    state, wish = row
-    if answer is Verdict.READ:
+@pytest.mark.parametrize(("row", "answer"), LOCK_DECISIONS.items())
+def test_what_is_granted_is_a_step_of_the_lock(
+    row: tuple[Lock, LockRequest], answer: LockDecision
+) -> None:
+    state, wanted = row
+    if answer is LockDecision.READ:
         assert LOCKS.allows(state, LockEvent.READ)
-    if answer is Verdict.WRITE:
-        event = LockEvent.REPLACE if wish is Wish.REPLACE else LockEvent.WRITE
+    if answer is LockDecision.WRITE:
+        event = LockEvent.REPLACE if wanted is LockRequest.REPLACE else LockEvent.WRITE
         assert LOCKS.allows(state, event)
 
 
 @pytest.mark.parametrize("state", Lock)
 def test_there_is_never_a_second_writer(state: Lock) -> None:
     has_writer = MEANING[state][0]
-    granted = VERDICTS[state, Wish.WRITE] is Verdict.WRITE
+    granted = LOCK_DECISIONS[state, LockRequest.WRITE] is LockDecision.WRITE
     assert granted is not has_writer
 
 
 @pytest.mark.parametrize("state", Lock)
 def test_reading_needs_a_committed_layout(state: Lock) -> None:
     has_committed = MEANING[state][1]
-    assert (VERDICTS[state, Wish.READ] is Verdict.READ) is has_committed
+    assert (LOCK_DECISIONS[state, LockRequest.READ] is LockDecision.READ) is has_committed
 
 
-@pytest.mark.parametrize("wish", [Wish.READ, Wish.EITHER])
-def test_a_writer_that_waits_for_the_readers_to_leave_goes_before_new_readers(wish: Wish) -> None:
-    assert verdict(Lock.READING, wish, replacer_waits=False) is Verdict.READ
-    assert verdict(Lock.READING, wish, replacer_waits=True) is Verdict.WAIT
+@pytest.mark.parametrize("wanted", [LockRequest.READ, LockRequest.EITHER])
+def test_a_writer_that_waits_for_the_readers_to_leave_goes_before_new_readers(
+    wanted: LockRequest,
+) -> None:
+    assert decide(Lock.READING, wanted, replacer_waits=False) is LockDecision.READ
+    assert decide(Lock.READING, wanted, replacer_waits=True) is LockDecision.WAIT
 
 
 @pytest.mark.parametrize("state", [Lock.UPDATING, Lock.UPDATING_READ])
 def test_a_committed_layout_is_served_while_the_next_is_written(state: Lock) -> None:
-    assert verdict(state, Wish.READ, replacer_waits=True) is Verdict.READ
+    assert decide(state, LockRequest.READ, replacer_waits=True) is LockDecision.READ
 
 
 def test_either_writes_only_while_nothing_is_committed() -> None:
-    assert VERDICTS[Lock.EMPTY, Wish.EITHER] is Verdict.WRITE
-    assert VERDICTS[Lock.WRITING, Wish.EITHER] is Verdict.WAIT
-    assert VERDICTS[Lock.COMMITTED, Wish.EITHER] is Verdict.READ
+    assert LOCK_DECISIONS[Lock.EMPTY, LockRequest.EITHER] is LockDecision.WRITE
+    assert LOCK_DECISIONS[Lock.WRITING, LockRequest.EITHER] is LockDecision.WAIT
+    assert LOCK_DECISIONS[Lock.COMMITTED, LockRequest.EITHER] is LockDecision.READ
 
 
 @pytest.mark.parametrize(
-    ("lock", "replace", "wish"),
+    ("lock", "replace", "wanted"),
     [
-        (LockMode.RW, False, Wish.WRITE),
-        (LockMode.RW, True, Wish.REPLACE),
-        (LockMode.RO, False, Wish.READ),
-        (LockMode.RW_OR_RO, False, Wish.EITHER),
+        (LockMode.RW, False, LockRequest.WRITE),
+        (LockMode.RW, True, LockRequest.REPLACE),
+        (LockMode.RO, False, LockRequest.READ),
+        (LockMode.RW_OR_RO, False, LockRequest.EITHER),
     ],
 )
-def test_a_lock_mode_is_a_wish(lock: LockMode, replace: bool, wish: Wish) -> None:
-    assert wish_of(lock, replace=replace) is wish
+def test_a_lock_mode_is_a_request(lock: LockMode, replace: bool, wanted: LockRequest) -> None:
+    assert lock_request_of(lock, replace=replace) is wanted
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gms.domain.fence import Phase
-from gms.domain.locks import Lock, Use, Verdict, Wish, verdict
-from gms.domain.memory import MemoryTable
+from gms.domain.fence import FencePhase
+from gms.domain.locks import Lock, LockDecision, LockRequest, Use, decide
+from gms.domain.memory_table import MemoryTable
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -23,8 +23,7 @@ from gms.domain.sessions import (
     Refused,
     Session,
 )
-from snapshot_shared.errors import SnapbackError
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     Access,
     AllocationSpec,
     Attach,
@@ -33,9 +32,11 @@ from snapshot_shared.frames import (
     LockMode,
     MemoryDomain,
 )
+from snapshot_shared.errors import SnapbackError
 from snapshot_shared.orders import LayoutRef
 
 DEVICES = ("GPU-a", "GPU-b")
+SHAPE = "the structure hash of every layout here"
 TOKENS = tuple(f"t{number}" for number in range(12))
 
 devices = st.sampled_from(DEVICES)
@@ -91,10 +92,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             request = session.request
             assert not self.vanished_writers(request.device, request.domain, session.peer.pid)
         if session.request.fence_token is not None:
-            assert phase is Phase.LEASED or session.request.fence_token in self.held
+            assert phase is FencePhase.LEASED or session.request.fence_token in self.held
             return
-        assert phase not in (Phase.PENDING, Phase.HELD)
-        if phase is Phase.LEASED and session.request.domain is MemoryDomain.WEIGHTS:
+        assert phase not in (FencePhase.PENDING, FencePhase.HELD)
+        if phase is FencePhase.LEASED and session.request.domain is MemoryDomain.WEIGHTS:
             assert session.access is Access.RO
 
     def check_freed(self, handles: set[int]) -> None:
@@ -155,7 +156,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             handle = next(self.handles)
             self.created.add(handle)
             self.table.allocate(session, [AllocationSpec(id="w", size=9)], [handle])
-            self.take(self.table.commit(session, Commit(if_match=current))[1])
+            self.take(self.table.commit(session, Commit(if_match=current), SHAPE)[1])
             del self.sessions[ticket]
             self.take(self.table.end(session, unmapped=True))
 
@@ -186,7 +187,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.table.allocate(session, [AllocationSpec(id="w", size=9)], [handle])
             request = Commit(if_match=session.request.if_match, hidden=True, layout_id="l")
             with suppress(SnapbackError):
-                self.take(self.table.commit(session, request)[1])
+                self.take(self.table.commit(session, request, SHAPE)[1])
 
     @rule(device=devices, token=tokens)
     def attach_save(self, device: str, token: str) -> None:
@@ -259,7 +260,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             layout_id="l",
         )
         with suppress(SnapbackError):
-            _, effects = self.table.commit(session, request)
+            _, effects = self.table.commit(session, request, SHAPE)
             self.take(effects)
             assert right
 
@@ -340,7 +341,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         assert known == set(self.sessions)
 
     @invariant()
-    def exactly_the_memory_that_nobody_can_reach_is_free(self) -> None:
+    def exactly_the_memory_that_no_process_can_reach_is_free(self) -> None:
         reachable: set[int] = set()
         for device in self.table.devices.values():
             layouts = [room.committed for room in device.rooms.values()]
@@ -365,7 +366,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         for token, vector in self.held.items():
             fence = self.table.fences.active[token]
             for ref in vector:
-                if fence.phases[ref.device] is Phase.ENDED:
+                if fence.phases[ref.device] is FencePhase.ENDED:
                     continue
                 layout = self.table.devices[ref.device].weights.committed
                 assert layout is not None
@@ -375,22 +376,24 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @invariant()
     def a_held_fence_has_the_device_for_itself(self) -> None:
         for uuid, device in self.table.devices.items():
-            if self.table.fences.phase(uuid) is Phase.HELD:
+            if self.table.fences.phase(uuid) is FencePhase.HELD:
                 assert device.users == []
 
     @invariant()
-    def nobody_waits_who_could_go_on(self) -> None:
+    def no_client_waits_that_could_continue(self) -> None:
         for uuid, device in self.table.devices.items():
             for room in device.rooms.values():
                 for waiter in room.queue.values():
-                    if not self.table.fences.admits(uuid, room.domain, waiter.wish):
+                    if not self.table.fences.admits(uuid, room.domain, waiter.lock_request):
                         continue
-                    answer = verdict(room.lock, waiter.wish, replacer_waits=room.replacer_waits)
-                    if answer is Verdict.WRITE:
+                    answer = decide(
+                        room.lock, waiter.lock_request, replacer_waits=room.replacer_waits
+                    )
+                    if answer is LockDecision.WRITE:
                         assert self.vanished_writers(uuid, room.domain, waiter.peer.pid)
-                        answer = Verdict.WAIT
-                    assert answer is Verdict.WAIT
-                    if waiter.wish in (Wish.WRITE, Wish.REPLACE):
+                        answer = LockDecision.WAIT
+                    assert answer is LockDecision.WAIT
+                    if waiter.lock_request in (LockRequest.WRITE, LockRequest.REPLACE):
                         assert waiter.request.if_match == room.generation
 
     @invariant()

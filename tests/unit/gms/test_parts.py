@@ -120,7 +120,7 @@ def test_the_last_chunk_of_a_file_is_what_is_left() -> None:
     assert list(chunk_sizes(entry)) == [(0, PAGE), (PAGE, PAGE), (2 * PAGE, 1)]
 
 
-def test_a_path_tells_the_place_of_a_part() -> None:
+def test_a_path_names_the_place_of_a_part() -> None:
     place = place_of(PurePath(f"/srv/store/default/{UID}/gen-12/gpu-3"))
     assert (place.root, place.namespace, place.content_uid) == ("/srv/store", "default", UID)
     assert (place.attempt, place.part) == (12, "gpu-3")

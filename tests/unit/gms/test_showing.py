@@ -7,16 +7,14 @@ from msgspec.structs import replace
 
 from gms.domain.parts import Difference
 from gms.domain.showing import BenchRow, bench_text, difference_text, size_text, status_text
+from snapback_client.frames import Access, LockMode, MemoryDomain
 from snapshot_shared.frames import (
-    Access,
     DeviceStatus,
     DomainStatus,
     EventKind,
     EventRecord,
     FenceStatus,
     LoadStatus,
-    LockMode,
-    MemoryDomain,
     SessionStatus,
     StatusReply,
     WaitingStatus,
@@ -86,7 +84,7 @@ last events (seconds ago)
        0.5  attach   late, generation 2 on weights of GPU-a"""
 
 
-def test_a_status_tells_all_that_is_held_and_waited_for() -> None:
+def test_a_status_shows_all_that_is_held_and_waited_for() -> None:
     reply = StatusReply(node="n", incarnation="i", devices=[DEVICE], events=EVENTS, now_s=100.0)
     assert status_text(reply).lower() == STATUS.lower()
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gms.domain.tensors import (
+from snapback_client.frames import MetadataItem
+from snapback_client.tensors import (
     PREFIX,
     Segment,
     View,
@@ -16,7 +17,6 @@ from gms.domain.tensors import (
     read_tensors,
 )
 from snapshot_shared.errors import InvalidInput, InvalidMessage
-from snapshot_shared.frames import MetadataItem
 
 SEGMENTS = [Segment("segment-000001", 0x9000, 0x1000), Segment("segment-000000", 0x1000, 0x2000)]
 SIZES = {segment.name: segment.size for segment in SEGMENTS}

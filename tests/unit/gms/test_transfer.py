@@ -17,13 +17,14 @@ from gms.domain.transfer import (
     Piece,
     check_fits,
     check_loadable,
+    cut_chunk,
     place,
     plan_files,
     runs_of,
     shard_name,
-    windows,
     without_memory,
 )
+from snapback_client.frames import AllocationInfo
 from snapshot_shared.artifact import (
     MAX_CHUNK_BYTES,
     AllocationEntry,
@@ -40,7 +41,6 @@ from snapshot_shared.errors import (
     InvalidInput,
     OutOfDeviceMemory,
 )
-from snapshot_shared.frames import AllocationInfo
 from snapshot_shared.orders import LayoutRef
 
 UID = "00000000-0000-0000-0000-000000000001"
@@ -167,14 +167,14 @@ def _stands_at(entry: AllocationEntry, file: int, at: int, offset: int, size: in
     )
 
 
-@given(size=st.integers(1, 40), window=st.integers(1, 9))
-def test_windows_cover_a_chunk_in_order_with_the_same_pieces(size: int, window: int) -> None:
+@given(size=st.integers(1, 40), limit=st.integers(1, 9))
+def test_requests_cover_a_chunk_in_order_with_the_same_pieces(size: int, limit: int) -> None:
     pieces = (Piece(0, 3, size), Piece(PADDING, 0, 2), Piece(1, 0, 7))
     chunk = ChunkPlan(2, 5, 1000, size + 9, pieces)
-    found = windows(chunk, window)
-    assert [each.offset for each in found] == list(range(1000, 1000 + chunk.size, window))
+    found = cut_chunk(chunk, limit)
+    assert [each.offset for each in found] == list(range(1000, 1000 + chunk.size, limit))
     assert {each.file for each in found} == {2}
-    assert all(0 < each.size <= window for each in found)
+    assert all(0 < each.size <= limit for each in found)
     assert bytes_of(pieces) == [byte for each in found for byte in bytes_of(each.pieces)]
 
 

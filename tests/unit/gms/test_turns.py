@@ -78,7 +78,7 @@ async def test_what_fits_into_the_budget_waits_for_no_turn() -> None:
     assert next(turns) == 0, "the loop turned meanwhile"
 
 
-async def test_one_who_gave_up_while_it_waited_holds_up_nobody() -> None:
+async def test_one_who_gave_up_while_it_waited_delays_no_other() -> None:
     work = Work(budget_s=0.0)
     tasks = await work.flooded_by("a", "b", "c")
     tasks[0].cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from snapback_client.frames import MetadataItem, MetadataPut, encode_frame, error_of
 from snapshot_shared import ids
 from snapshot_shared.codec import (
     MAX_FRAME_BYTES,
@@ -14,7 +15,6 @@ from snapshot_shared.codec import (
     encode_pretty,
 )
 from snapshot_shared.errors import Failure, InvalidMessage, InvalidName, NoSpace, RemoteFailure
-from snapshot_shared.frames import MetadataItem, MetadataPut, encode_frame, error_of
 
 
 def test_equal_values_have_equal_bytes() -> None:

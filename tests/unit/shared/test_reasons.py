@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import gms
+import snapback_client
 import snapshot_agent
 import snapshot_operator
 import snapshot_shared
@@ -20,7 +21,7 @@ from snapshot_shared.objects import KINDS
 from snapshot_shared.reasons import REASONS, explained
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = (gms, snapshot_agent, snapshot_operator, snapshot_shared, snapshotctl)
+PACKAGES = (gms, snapback_client, snapshot_agent, snapshot_operator, snapshot_shared, snapshotctl)
 SOURCES = sorted(
     file
     for folder in (ROOT / "shared" / "src", *sorted(ROOT.glob("services/*/src")))

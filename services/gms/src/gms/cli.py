@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,16 +20,24 @@ import typer
 from gms.adapters.grpc_client import GmsCaller, fresh_token
 from gms.adapters.part_files import part_folders, read_part, verify_part
 from gms.adapters.session_bench import bench_sessions
+from gms.conformance.run import check, open_rig
 from gms.domain.parts import difference, place_of
 from gms.domain.showing import bench_text, difference_text, size_text, status_text
+from snapback_client.cuda import CudaUnavailable
+from snapback_client.frames import GenerationRef, MemoryDomain
 from snapshot_shared.codec import encode_pretty
-from snapshot_shared.errors import Incompatible, Internal, InvalidInput, SnapbackError, failure_of
+from snapshot_shared.errors import (
+    Incompatible,
+    Internal,
+    InvalidInput,
+    SnapbackError,
+    UnknownDevice,
+    failure_of,
+)
 from snapshot_shared.frames import (
     MAX_EVENTS,
     DeviceStatus,
-    GenerationRef,
     LoadRequest,
-    MemoryDomain,
     SaveRequest,
     StatusReply,
     TransferStage,
@@ -46,6 +54,13 @@ class Output(StrEnum):
     JSON = "json"
 
 
+class Kind(StrEnum):
+    """The kind of a device."""
+
+    SIMULATED = "simulated"
+    CUDA = "cuda"
+
+
 class Exit(IntEnum):
     """How a command ended."""
 
@@ -55,8 +70,8 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-_EXITS = "\b\nExit codes:\n  0  done\n  1  failed, or two parts differ\n  2  wrong arguments\n"
-_EXITS += "130  interrupted; nothing was left"
+_EXITS = "\b\nExit codes:\n  0  done\n  1  failed, or two parts differ\n"
+_EXITS += "  2  wrong arguments, or no such device\n130  interrupted; nothing was left"
 
 app = typer.Typer(
     name="gms",
@@ -239,6 +254,30 @@ def bench(
     _carry_out(work())
 
 
+@app.command()
+def conformance(
+    device: Annotated[
+        Kind, typer.Option("--device", "-d", help="Kind of the device.")
+    ] = Kind.SIMULATED,
+    ordinal: Annotated[
+        int, typer.Option("--ordinal", min=0, help="Which of the visible CUDA devices.")
+    ] = 0,
+) -> None:
+    """Check that a device, and the service on it, keep every rule. It must not be in use."""
+    try:
+        rig = open_rig(device.value, ordinal)
+    except (CudaUnavailable, UnknownDevice) as error:
+        _failed(error)
+        raise typer.Exit(Exit.USAGE) from None
+    with closing(rig):
+        info = rig.device.info
+        sys.stdout.write(f"{info.uuid}  {info.product}\n")
+        for name, value in info.capabilities.items():
+            sys.stdout.write(f"  {name}: {value}\n")
+        is_sound = check(rig, sys.stdout.write)
+    raise typer.Exit(Exit.OK if is_sound else Exit.FAILED)
+
+
 def main() -> None:
     """Run the command line; errors are one line on standard error."""
     try:
@@ -254,7 +293,7 @@ def main() -> None:
 def _folder(socket_dir: Path | None) -> Path:
     if socket_dir is None:
         raise InvalidInput(
-            "it is not said which service is meant",
+            "no folder of sockets is named",
             next_step="set GMS_SOCKET_DIR, or give --socket-dir, the folder of its sockets",
         )
     return socket_dir
@@ -305,7 +344,7 @@ async def _follow(verb: str, updates: AsyncGenerator[TransferUpdate, None]) -> T
 
 
 class _Progress:
-    """A line that is written over on a terminal; nothing where nobody looks."""
+    """A progress line that is rewritten on a terminal; nothing where stderr is no terminal."""
 
     def __init__(self, verb: str, total: int) -> None:
         self._verb = verb
@@ -345,7 +384,7 @@ async def _verified(folder: Path) -> dict[str, Any]:
 
 
 async def _interruptible_thread(work: Callable[[Callable[[], bool]], None]) -> None:
-    """Run blocking work that asks now and then whether it should stop."""
+    """Run blocking work in a thread; it calls its argument to learn whether to stop."""
     is_over = False
     task = asyncio.create_task(asyncio.to_thread(work, lambda: is_over))
     try:

@@ -24,9 +24,10 @@ from msgspec import Meta
 
 from gms.adapters.grpc_client import GmsCaller, fresh_token
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.containers import Settings, load_task, read_settings, save_task
+from gms.domain.containers import Settings, container_load, container_save, read_settings
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone
 from gms.handlers.transfers import whole_or_nothing
+from snapback_client.frames import MemoryDomain
 from snapshot_shared.codec import MAX_MESSAGE_BYTES, decode_json, encode_pretty
 from snapshot_shared.errors import (
     Aborted,
@@ -37,7 +38,7 @@ from snapshot_shared.errors import (
     failure_of,
 )
 from snapshot_shared.files import open_root, opened, read_bounded, write_replacing
-from snapshot_shared.frames import MemoryDomain, StatusReply
+from snapshot_shared.frames import StatusReply
 from snapshot_shared.orders import Bytes, LayoutRef, LoadOrder, PartStr, SaveOrder
 
 DONE = "done"
@@ -69,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 async def save_all(settings: Settings, orders: Sequence[SaveOrder]) -> list[PartOutcome]:
     """Write every device's part, all at a time. When one fails the unfinished ones are removed."""
-    tasks = [save_task(settings, order) for order in orders]
+    tasks = [container_save(settings, order) for order in orders]
     found = await _all(tasks)
     return [_outcome(task, done) for task, done in zip(tasks, found, strict=True)]
 
@@ -83,7 +84,7 @@ async def load_all(settings: Settings, orders: Sequence[LoadOrder]) -> list[Part
         status = await gms.status(events=0)
         there = {order.part: _committed(status, order) for order in orders}
         tasks = [
-            load_task(settings, order, load_token=fresh_token("load"))
+            container_load(settings, order, load_token=fresh_token("load"))
             for order in orders
             if there[order.part] is None
         ]
@@ -181,7 +182,7 @@ def _run(verb: Literal["save", "load"], environment: Mapping[str, str]) -> int:
     try:
         settings = read_settings(environment)
     except SnapbackError as error:
-        # Nobody has said where an answer should stand.
+        # Without settings there is no folder for the result file.
         sys.stderr.write(f"gms-{verb}r: {error.to_failure()}\n")
         return 1
     folder = Path(settings.order_file).parent
@@ -225,7 +226,7 @@ async def _with_signals(work: Coroutine[Any, Any, Outcome]) -> Outcome:
     try:
         return await task
     except asyncio.CancelledError:
-        raise Aborted("it was told to end before it was done") from None
+        raise Aborted("a signal ended it before it was done") from None
 
 
 def _write(folder: Path, name: str, outcome: Outcome) -> None:

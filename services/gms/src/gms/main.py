@@ -21,9 +21,9 @@ from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice, allow_many_descriptors
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import Way
+from gms.domain.tasks import TransferOptions
 from gms.handlers.control import GmsControl
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
 from gms.handlers.transfers import GmsTransfers
@@ -86,7 +86,9 @@ async def serve(stop: asyncio.Event) -> None:
         scraped=settings.http_address is not None,
         otlp_endpoint=settings.otlp_endpoint,
     )
-    gms = Gms(node=settings.node, incarnation=str(uuid.uuid4()), devices=devices, metrics=metrics)
+    gms = MemoryServer(
+        node=settings.node, incarnation=str(uuid.uuid4()), devices=devices, metrics=metrics
+    )
     telemetry = _telemetry(settings, SERVICE, metrics)
     _make_socket_folder(settings)
     control = GmsControl(gms)
@@ -98,7 +100,7 @@ async def serve(stop: asyncio.Event) -> None:
         processes,
         socket_dir=settings.socket_dir,
         root=settings.artifact_root,
-        way=Way(settings.transfer_backend, settings.object_storage),
+        options=TransferOptions(settings.transfer_backend, settings.object_storage),
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
@@ -110,7 +112,7 @@ async def serve(stop: asyncio.Event) -> None:
     finally:
         await grpc.close()
         await lease.close()
-        await gms.settled()
+        await gms.drained()
         for device in devices:
             device.close()
 
@@ -154,7 +156,7 @@ def _telemetry(settings: GmsSettings, service: str, metrics: Metrics) -> Telemet
 async def _serve_orders(
     stop: asyncio.Event,
     settings: GmsSettings,
-    gms: Gms,
+    gms: MemoryServer,
     processes: TransferProcesses,
     control: GmsControl,
     telemetry: Telemetry,
@@ -180,7 +182,7 @@ async def _serve_orders(
         book,
         socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,
-        way=Way(settings.transfer_backend, settings.object_storage),
+        options=TransferOptions(settings.transfer_backend, settings.object_storage),
         metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None

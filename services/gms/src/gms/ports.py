@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -11,12 +11,9 @@ from typing import Protocol, runtime_checkable
 from gms.domain.sessions import Peer, Session
 from gms.domain.tasks import LoadTask, SaveTask, TransferEvent
 from gms.domain.transfer import FilePlan
+from snapback_client.frames import Access, AllocateMany, Attach, Attached, Reply, Request
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.frames import (
-    Access,
-    AllocateMany,
-    Attach,
-    Attached,
     DropLayoutReply,
     DropLayoutRequest,
     FenceReply,
@@ -26,8 +23,6 @@ from snapshot_shared.frames import (
     LoadRequest,
     PublishReply,
     PublishRequest,
-    Reply,
-    Request,
     SaveRequest,
     StatusReply,
     StatusRequest,
@@ -80,18 +75,18 @@ class Device(Protocol):
         ...
 
     def export(self, handle: int, access: Access) -> int:
-        """Give a fresh descriptor of the memory.
+        """Return a fresh descriptor of the memory.
 
         RO ones cannot be mapped writable where the device is capable of `read-only-exports`.
         """
         ...
 
     def seal(self, handle: int) -> None:
-        """Make sure that no new writable mapping can be made, as far as the device is capable."""
+        """Prevent new writable mappings, as far as the device is capable."""
         ...
 
     def release(self, handle: int) -> None:
-        """Give memory back."""
+        """Release memory."""
         ...
 
     def close(self) -> None:
@@ -101,7 +96,7 @@ class Device(Protocol):
 
 @dataclass(slots=True)
 class Message:
-    """One message to send. Whoever takes it closes the descriptors after sending."""
+    """One message to send. The sender closes the descriptors afterwards."""
 
     frame: Reply
     descriptors: list[int] = field(default_factory=list)
@@ -112,8 +107,11 @@ class Message:
             os.close(self.descriptors.pop())
 
 
-Answer = Iterator[Message | None]
-"""The messages that answer a request, made in pieces. None stands where others get their turn."""
+Answer = Generator[Message | None, None, None]
+"""The messages that answer a request, made in pieces; None where other clients have their turn.
+
+A caller that stops early closes it before it ends the session.
+"""
 
 
 class Sessions(Protocol):
@@ -124,7 +122,7 @@ class Sessions(Protocol):
         ...
 
     def describe(self, session: Session) -> Attached:
-        """Say what was granted."""
+        """Return what was granted."""
         ...
 
     async def allocate(self, session: Session, request: AllocateMany) -> Answer:
@@ -140,7 +138,7 @@ class Sessions(Protocol):
         ...
 
     def process_ended(self, session: Session) -> None:
-        """Take note that the process of a session that had to be watched has ended."""
+        """Handle the end of the process of a session that was watched."""
         ...
 
 
@@ -156,7 +154,7 @@ class Control(Protocol):
         ...
 
     async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
-        """Free a committed layout that nobody uses."""
+        """Free a committed layout that no session uses."""
         ...
 
     async def publish(self, request: PublishRequest) -> PublishReply:
@@ -168,11 +166,11 @@ class Control(Protocol):
         ...
 
     async def status(self, request: StatusRequest) -> StatusReply:
-        """Say what the service holds."""
+        """Return what the service holds."""
         ...
 
     def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
-        """Tell what happens, for ever. Whoever reads slowly is told how much it missed."""
+        """Yield events until cancelled, with the number of those that a slow reader has missed."""
         ...
 
 
@@ -192,7 +190,7 @@ class Transfers(Protocol):
     """Runs saves and loads, each in a process of its own."""
 
     def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
-        """Give what the process tells, the last being TransferDone.
+        """Yield the events of the process, the last being TransferDone.
 
         Its failure is raised with its own reason; closing the iterator ends the process.
         """
@@ -203,7 +201,7 @@ Buffers = Sequence[memoryview]
 """The memory of every allocation, by its index in a plan. The views are writable by type."""
 
 Advance = Callable[[int], None]
-"""Told the bytes of each chunk that is done, from any thread; what it raises ends the transfer."""
+"""Called with the bytes of each chunk that is done, in any thread; an error ends the transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +224,7 @@ class ChunkNotes(Protocol):
     """How many bytes of chunks may be written and not noted, in one batch."""
 
     def written(self, name: str) -> Mapping[int, str]:
-        """Give the digests of the chunks of a file that an earlier process has noted."""
+        """Return the digests of the chunks of a file that an earlier process has noted."""
         ...
 
     def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
@@ -241,16 +239,16 @@ class Copier(Protocol):
     """
 
     @property
-    def window(self) -> memoryview:
-        """Host memory to and from which copies are fast."""
+    def buffer(self) -> memoryview:
+        """Pinned host memory, to and from which copies are fast."""
         ...
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Begin to copy bytes out of the device."""
+        """Start to copy bytes out of the device."""
         ...
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Begin to copy bytes into the device; they must stay as they are until `flush`."""
+        """Start to copy bytes into the device; they must not change until `flush`."""
         ...
 
     def flush(self) -> None:
@@ -258,15 +256,15 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait, and give everything back."""
+        """Wait, and release everything."""
         ...
 
 
 class DeviceMemory(Protocol):
     """A layout in memory that only its device addresses, which is copied from and to."""
 
-    def copier(self, window: int) -> Copier:
-        """Give an order of copies of its own, with a window of this many bytes."""
+    def copier(self, size: int) -> Copier:
+        """Return a stream of copies of its own, with a pinned buffer of `size` bytes."""
         ...
 
 
@@ -327,7 +325,7 @@ class ResumableBackend(TransferBackend, Protocol):
         advance: Advance,
         notes: ChunkNotes,
     ) -> Moved:
-        """Do what `write_files` does, but for chunks that are noted and proven to be there.
+        """Do the same as `write_files`, except for chunks that are noted and verified.
 
         A noted chunk stays when memory and, read again, the file have its digest. A file with
         notes exists; one without does not.
@@ -340,7 +338,7 @@ class CopyingBackend(TransferBackend, Protocol):
     """A backend whose storage can copy what an older part has, instead of being sent it again."""
 
     def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
-        """Have the next writes copy the chunks that the part below `prefix` has, where the same."""
+        """Let later writes copy equal chunks of the part below `prefix` within the storage."""
         ...
 
 

@@ -44,10 +44,10 @@ class LeasePolicy:
 
 
 class Admission:
-    """Lets clients in and counts them. Each `enter` that returns needs one `leave`."""
+    """Admits clients and counts them. Each `enter` that returns needs one `leave`."""
 
     def __init__(self, policy: LeasePolicy) -> None:
-        """Let in whom this policy lets in."""
+        """Admit clients by a policy."""
         self.policy = policy
         limits = {
             "all": policy.max_connections,
@@ -74,7 +74,7 @@ class Admission:
 
 
 def credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Give pid, uid and primary gid of whoever connected."""
+    """Return pid, uid and primary gid of the peer."""
     pid, uid, gid = _UCRED.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     )
@@ -83,7 +83,7 @@ def credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 def pod_of(pid: int) -> str:
     """Return the uid of the pod of a process, "" when it has none or cannot be seen."""
-    return pod_in(_told(pid, "cgroup"))
+    return pod_in(_proc(pid, "cgroup"))
 
 
 def pod_in(cgroup: str) -> str:
@@ -94,13 +94,13 @@ def pod_in(cgroup: str) -> str:
 
 def parent_of(pid: int) -> int:
     """Return the parent of a process, 0 when it cannot be seen."""
-    # The name before it may have blanks and brackets of its own.
-    fields = _told(pid, "stat").rpartition(")")[2].split()
+    # The second field, the name in brackets, may have blanks and brackets itself.
+    fields = _proc(pid, "stat").rpartition(")")[2].split()
     return int(fields[1]) if fields else 0
 
 
-def _told(pid: int, what: str) -> str:
-    """Return what the kernel tells of a process; it has no disk to wait for."""
+def _proc(pid: int, what: str) -> str:
+    """Return a file of /proc about a process; such a read waits for no disk."""
     try:
         return Path(f"/proc/{pid}/{what}").read_text(errors="replace")
     except OSError:
@@ -108,7 +108,7 @@ def _told(pid: int, what: str) -> str:
 
 
 def _groups(sock: socket.socket) -> list[int]:
-    """Give the supplementary groups of whoever connected; none when they cannot be told."""
+    """Return the supplementary groups of the peer; none where the kernel does not say."""
     found = array.array("I")
     try:
         found.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES))

@@ -27,7 +27,7 @@ _IN_PLACE: dict[str, TransferBackend] = {"posix-direct": Posix(direct=True, in_p
 def find_backend(
     name: str, *, storage: str = "", prefix: str = "", in_place: bool = False
 ) -> TransferBackend:
-    """Give the backend of this name. InvalidInput names those that there are.
+    """Return the backend of this name. InvalidInput names those that there are.
 
     Objects go below `prefix` in the object storage `storage`, a URL: ObjectStorageUnset without.
     `in_place` when the memory that it moves is in huge pages.

@@ -1,6 +1,6 @@
 """The gRPC socket: what services and tools ask, with msgpack bodies and the standard health.
 
-Who may reach the socket is decided by its folder: gRPC cannot tell who is at the other end.
+The mode of the folder decides who may connect: grpcio does not expose peer credentials.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
 
     async def start(self) -> None:
-        """Bind and begin to serve. The caller holds the folder, so an old socket is a dead one."""
+        """Bind and begin to serve."""
+        # The lease server holds the lock of the folder, so a socket in it is of an ended server.
         self.path.unlink(missing_ok=True)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -94,10 +95,10 @@ class GrpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """Tell those who ask for health, end every call, forget the socket."""
+        """Report NOT_SERVING, end every call, remove the socket."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace=None)
-        # gRPC cancels streams and does not wait for what they tidy up.
+        # stop() cancels the handlers of streams and does not wait for their clean-up.
         while self._streams:
             await asyncio.wait(self._streams)
         self.path.unlink(missing_ok=True)
@@ -120,7 +121,7 @@ class GrpcServer:
             },
         )
 
-    # Bodies pass gRPC as bytes, so that a bad one gets our own error.
+    # Bodies are bytes for gRPC: its own serializers would turn a bad one into INTERNAL.
 
     def _unary(
         self, name: str, kind: type[T], answer: Callable[[T], Awaitable[object]]

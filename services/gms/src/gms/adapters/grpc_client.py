@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from snapback_client.frames import error_of
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
 from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, SnapbackError
 from snapshot_shared.frames import (
@@ -27,7 +28,6 @@ from snapshot_shared.frames import (
     TransferUpdate,
     WatchReply,
     WatchRequest,
-    error_of,
     grpc_method,
 )
 from snapshot_shared.orders import LayoutRef
@@ -50,7 +50,7 @@ class GmsUnavailable(NotFound):
 
 
 class GmsCaller:
-    """Calls one service. An async context manager: the end of it hangs up."""
+    """Calls one service. An async context manager, which closes the channel."""
 
     def __init__(self, socket_dir: Path, *, traceparent: str = "") -> None:
         """Use `<socket_dir>/gms-grpc.sock`; every call is part of the trace `traceparent`."""
@@ -76,7 +76,7 @@ class GmsCaller:
             self._channel = None
 
     async def status(self, *, events: int = MAX_EVENTS) -> StatusReply:
-        """Ask what the service holds, with its latest events."""
+        """Return what the service holds, with its latest events."""
         return await self._call("Status", StatusRequest(events=events), StatusReply)
 
     async def publish(self, device: str, load_token: str) -> LayoutRef:
@@ -147,5 +147,5 @@ class GmsCaller:
 
 
 def fresh_token(prefix: str) -> str:
-    """Make a token that nobody has used."""
+    """Return a token that no other call uses."""
     return f"{prefix}-{os.urandom(16).hex()}"

@@ -1,4 +1,4 @@
-"""Sees that clients are gone while they wait, also when frames of theirs are not read yet."""
+"""Detects that waiting clients have hung up, also with frames that are not read yet."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import select
 class Hangups:
     """Watches sockets and processes beside the event loop's own selector.
 
-    That one asks only what can be read: with a frame ahead it would wake for ever.
+    That one waits for input only: with an unread frame it would wake in a busy loop.
     """
 
     def __init__(self) -> None:
-        """Watch nobody yet."""
+        """Start without any client."""
+        # EPOLLRDHUP comes also with input pending; the selector of asyncio cannot ask for it.
         self._epoll = select.epoll()
         self._watched: dict[int, asyncio.Future[None]] = {}
 
     def start(self) -> None:
-        """Begin to tell."""
-        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._tell)
+        """Add the epoll instance to the event loop."""
+        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._handle_events)
 
     async def of(self, sock: int, pidfd: int) -> None:
         """Wait until the other end is closed, or the process that connected has ended.
 
-        A socket stays open when its client has sent it ahead to us. `pidfd` may be -1.
+        A socket outlives its client when a copy of it is in flight. `pidfd` may be -1.
         """
         gone = asyncio.get_running_loop().create_future()
         with contextlib.ExitStack() as watched:
@@ -37,7 +38,7 @@ class Hangups:
             await gone
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching."""
         asyncio.get_running_loop().remove_reader(self._epoll.fileno())
         self._epoll.close()
 
@@ -45,7 +46,7 @@ class Hangups:
         self._epoll.unregister(descriptor)
         del self._watched[descriptor]
 
-    def _tell(self) -> None:
+    def _handle_events(self) -> None:
         for descriptor, _ in self._epoll.poll(0):
             gone = self._watched[descriptor]
             if not gone.done():

@@ -22,16 +22,7 @@ from gms.adapters.hangups import Hangups
 from gms.adapters.turns import Turns
 from gms.domain.sessions import Peer, Session
 from gms.ports import Answer, Message, Sessions
-from gms.wire import Inbox, close_all, prepare, send
-from snapshot_shared import instruments
-from snapshot_shared.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    InvalidMessage,
-    SnapbackError,
-    failure_of,
-)
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     LEASE_SOCKET,
     AllocateMany,
     Attach,
@@ -41,6 +32,15 @@ from snapshot_shared.frames import (
     Request,
     decode_request,
     encode_frame,
+)
+from snapback_client.wire import Inbox, close_all, prepare, send
+from snapshot_shared import instruments
+from snapshot_shared.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidMessage,
+    SnapbackError,
+    failure_of,
 )
 from snapshot_shared.metrics import OFF, Metrics
 
@@ -83,7 +83,7 @@ class LeaseServer:
         """Bind and begin to accept. AlreadyExists when another server owns the folder."""
         self._lock = _lock_folder(self.path.parent)
         with contextlib.suppress(FileNotFoundError):
-            # We hold the folder, so a socket in it is what a dead server left.
+            # The lock on the folder is held, so a socket in it is of a server that has ended.
             self.path.unlink()
         listener = socket.socket(
             socket.AF_UNIX,
@@ -93,6 +93,7 @@ class LeaseServer:
         if self._policy.group is not None:
             os.chown(self.path, -1, self._policy.group)
         self.path.chmod(0o600 if self._policy.group is None else 0o660)
+        # To a full backlog connect() of a socket with a timeout fails with EAGAIN at once.
         listener.listen(_BACKLOG)
         self._listener = listener
         self._spare = _spare_descriptor()
@@ -132,10 +133,11 @@ class LeaseServer:
         task.add_done_callback(self._clients.discard)
 
     def _refuse_one(self, error: OSError) -> None:
-        """Take a client off the queue without serving it: the queue would wake us for ever."""
+        """Accept and close one connection, which would otherwise keep the listener readable."""
         log.error("a client could not be accepted: %s", error)
         if self._listener is None or self._spare < 0:
             return
+        # Out of descriptors (EMFILE): one is kept free to accept the connection and close it.
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
@@ -184,9 +186,10 @@ class LeaseServer:
                 request = await connection.request()
                 if isinstance(request, Detach):
                     return True
-                messages = await self._answer(connection, session, request)
-                for message in messages:
-                    await (connection.turn() if message is None else connection.send(message))
+                answer = await self._answer(connection, session, request)
+                with contextlib.closing(answer):
+                    for message in answer:
+                        await (connection.turn() if message is None else connection.send(message))
             except SnapbackError as error:
                 await connection.send(Message(ErrorReply.of(error.to_failure())))
 
@@ -199,7 +202,7 @@ class LeaseServer:
         """Wait for the end of a process that may still have memory mapped."""
         pidfd = process.take()
         if pidfd < 0:
-            # The process was gone before we could take hold of it.
+            # The process had ended before its pidfd could be opened.
             self._sessions.process_ended(session)
             return
         process.is_watched = True
@@ -229,7 +232,7 @@ class _Common:
 
 
 class _Process:
-    """A pidfd of the process at the other end, until somebody takes it or it is closed."""
+    """A pidfd of the peer, until it is taken or closed."""
 
     def __init__(self) -> None:
         self.is_watched = False
@@ -237,7 +240,7 @@ class _Process:
         self.pidfd = -1
 
     def of(self, sock: socket.socket) -> Peer:
-        """Take hold of whoever connected."""
+        """Open a pidfd of the peer."""
         pid, uid, _ = credentials(sock)
         try:
             # Names the very process that connected, where the kernel (6.5) can; pids are reused.
@@ -256,7 +259,7 @@ class _Process:
         return peer
 
     def take(self) -> int:
-        """Give the pidfd away, or -1 when the process was gone already."""
+        """Return the pidfd, which the caller closes; -1 when the process was gone already."""
         pidfd, self.pidfd = self.pidfd, -1
         return pidfd
 
@@ -308,7 +311,7 @@ class _Connection:
             return decode_request(data)
 
     async def turn(self) -> None:
-        """Let others work, until this client may have its next piece of work done."""
+        """Wait until this client may have its next piece of work done."""
         await self._common.turns.take(self._process.owner)
 
     async def send(self, message: Message) -> None:
@@ -327,12 +330,12 @@ class _Connection:
             message.close()
 
     async def try_send(self, error: BaseException) -> None:
-        """Tell the client why its connection ends, if it still listens."""
+        """Send the client the error that ends its connection, if it still reads."""
         with contextlib.suppress(_ClientGone):
             await self.send(Message(ErrorReply.of(failure_of(error))))
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do work that takes time, and give it up when the client goes away."""
+        """Await a coroutine, and cancel it when the client hangs up."""
         task = self._loop.create_task(work)
         gone = self._common.hangups.of(self._socket.fileno(), self._process.pidfd)
         hangup = self._loop.create_task(gone)
@@ -366,6 +369,7 @@ def _spare_descriptor() -> int:
 
 
 def _lock_folder(folder: Path) -> int:
+    # flock on the folder and not on a file in it: nothing is left behind, however a server ends.
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import xxhash
 
-from gms.adapters.posix import _chunks, _for_all, _longest, _Memory
-from gms.domain.transfer import ChunkPlan, FilePlan
+from gms.adapters.buffers import ChunkMemory
+from gms.adapters.parallel import for_all
+from gms.domain.transfer import ChunkPlan, FilePlan, all_chunks, longest_chunk
 from gms.ports import Advance, Buffers, Moved
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import SnapbackError
@@ -58,7 +59,7 @@ class Objects:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        memory = _Memory(buffers, _longest(plans))
+        memory = ChunkMemory(buffers, longest_chunk(plans))
         digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
 
         def write(item: tuple[int, ChunkPlan]) -> int:
@@ -75,9 +76,9 @@ class Objects:
             return 0 if is_there else chunk.size
 
         self._begin(directory)
-        moved = _for_all(_chunks(plans), write, threads)
+        moved = for_all(all_chunks(plans), write, threads)
         for plan in plans:
-            # Not the whole part: windows of it are written at the same time as this one.
+            # Not the whole part: other bounce buffers write other files of it at the same time.
             self._storage.secure(f"{self._prefix}/{plan.name}")
         entries = [
             FileEntry(name=plan.name, size=plan.size, chunk_bytes=plan.chunk_bytes, chunks=found)
@@ -98,7 +99,7 @@ class Objects:
             return False
 
     def _begin(self, directory: int) -> None:
-        """Remove what a save that was killed has left, and have the folder say what it has."""
+        """Remove what a killed save has left, and mark the folder as one with objects."""
         with self._beginning:
             if self._has_begun:
                 return
@@ -117,7 +118,7 @@ class Objects:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        memory = _Memory(buffers, _longest(plans))
+        memory = ChunkMemory(buffers, longest_chunk(plans))
 
         def read(item: tuple[int, ChunkPlan]) -> int:
             file, chunk = item
@@ -131,5 +132,5 @@ class Objects:
             advance(chunk.size)
             return 0 if is_zero else chunk.size
 
-        moved = _for_all(_chunks(plans), read, threads)
+        moved = for_all(all_chunks(plans), read, threads)
         return Moved(backend="object", bytes=moved)

@@ -17,7 +17,7 @@ from snapshot_shared.object_storage import VARIABLE, ObjectStorage, verify_objec
 
 
 def part_folders(path: Path) -> list[Path]:
-    """Give the parts at a path: itself, or all of a generation. ArtifactMissing."""
+    """Return the parts at a path: itself, or all of a generation. ArtifactMissing."""
     path = path.absolute()
     if (path / PART_MANIFEST).exists():
         return [path]
@@ -32,7 +32,7 @@ def part_folders(path: Path) -> list[Path]:
 
 
 def read_part(path: Path) -> tuple[PartManifest, str]:
-    """Read and check the manifest of a part; give it and its digest. ArtifactCorrupt."""
+    """Return the checked manifest of a part, and its digest. ArtifactCorrupt."""
     try:
         with opened(open_root(path)) as directory:
             data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)

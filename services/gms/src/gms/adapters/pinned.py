@@ -1,7 +1,7 @@
 """Page-locked memory of the host, for the buffers of the transfer backend `pinned-host`.
 
 A disk and a GPU both move bytes to and from it without a page being looked for, and it is never
-swapped out. `RLIMIT_MEMLOCK` bounds it for whoever lacks CAP_IPC_LOCK.
+swapped out. `RLIMIT_MEMLOCK` bounds it for processes without CAP_IPC_LOCK.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import resource
 from pathlib import Path
 
-from gms.adapters.posix import buffer_pages
+from gms.adapters.buffers import buffer_pages
 from snapshot_shared.errors import SnapbackError
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,7 +51,7 @@ def _lock(pages: mmap.mmap) -> bool:
 
 
 def _raise_limit() -> bool:
-    """Take what the hard limit allows; False when that is taken already."""
+    """Raise the soft limit to the hard one. Return False when it is there already."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == hard:
         return False

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from gms.domain.showing import BenchRow
-from gms.lease import Lease
-from snapshot_shared.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
+from snapback_client.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
 
 LOCK_S = 5.0
 ROUNDS = 20
@@ -18,7 +18,7 @@ ROUNDS = 20
 def bench_sessions(socket_dir: str, device: str, *, calls: int, regions: int) -> list[BenchRow]:
     """Time a call, an attach and the hand-over of `regions` regions of one granule each.
 
-    Works in the domain kv, whose contents nobody keeps. DeadlineExceeded when a worker holds it.
+    Works in the domain kv, which is never saved. DeadlineExceeded when a worker holds it.
     """
 
     def attach() -> Lease:

@@ -84,7 +84,7 @@ def share(
     threads: int,
     advance: Advance,
 ) -> dict[str, FileEntry]:
-    """Give the files that are now in `directory`, too, by name, verified.
+    """Return the files that are shared with `directory`, by name, verified.
 
     `digest_of` gives the digest that a chunk of a plan has in memory now.
     What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
@@ -135,7 +135,7 @@ def _is_same(plan: FilePlan, entry: FileEntry, digest_of: DigestOf) -> bool:
 
 
 def _candidates(root: int, task: SaveTask) -> Iterator[tuple[str, str]]:
-    """Give content and folder of sealed generations, the named parent first."""
+    """Yield content and folder of sealed generations, the named parent first."""
     parent = task.parent
     if parent is not None and parent.namespace == task.namespace:
         folder = generation_path(task.namespace, parent.content_uid, parent.generation)[-1]
@@ -145,7 +145,7 @@ def _candidates(root: int, task: SaveTask) -> Iterator[tuple[str, str]]:
 
 
 def _sealed(root: int, namespace: str) -> list[tuple[str, str]]:
-    """Give content and folder of every sealed generation of a namespace, the newest first."""
+    """Return content and folder of every sealed generation of a namespace, the newest first."""
     found: list[tuple[int, int, str, str]] = []
     for content in _names(root, (namespace,)):
         for folder in _names(root, (namespace, content)):
@@ -159,7 +159,7 @@ def _sealed(root: int, namespace: str) -> list[tuple[str, str]]:
 
 
 def _sealed_at(root: int, path: Sequence[str]) -> int | None:
-    """Give when a generation was sealed, in nanoseconds; None when it was not."""
+    """Return the time when a generation was sealed, in nanoseconds, else None."""
     try:
         with opened(open_dir(root, path)) as directory:
             return os.stat(ROOT_MANIFEST, dir_fd=directory, follow_symlinks=False).st_mtime_ns

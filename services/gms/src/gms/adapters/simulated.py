@@ -9,10 +9,10 @@ import resource
 import threading
 import uuid
 
-from gms.arena import HUGE_PAGE
 from gms.ports import DeviceInfo
+from snapback_client.frames import Access
+from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared.errors import Internal, InvalidInput, OutOfDeviceMemory
-from snapshot_shared.frames import Access
 
 GRANULARITY = 2 * 1024 * 1024
 PRODUCT = "Snapback Simulated GPU"
@@ -28,7 +28,7 @@ _F_SEAL_FUTURE_WRITE = 0x10
 
 
 def simulated_uuid(node: str, index: int) -> str:
-    """Give the same uuid for the same node and index, always."""
+    """Return the uuid of a simulated device, the same at every start."""
     return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'gpu{index}.{node}.snapback.invalid')}"
 
 
@@ -103,6 +103,7 @@ class SimulatedDevice:
 
     def seal(self, handle: int) -> None:
         self._size_of(handle)
+        # Not F_SEAL_WRITE, which the kernel refuses while the writer's own mapping exists.
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
 
     def release(self, handle: int) -> None:
@@ -143,12 +144,10 @@ class SimulatedDevice:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Take huge pages, which are cleared when they are touched first.
-
-    The kernel reserves them for the file when it is mapped, and until the file is gone: whoever
-    touches one later gets it (Documentation/mm/hugetlbfs_reserv.rst).
-    """
+    """Reserve huge pages for a file. OSError without enough of them."""
     os.ftruncate(fd, size)
+    # The first mapping reserves the pages until the file is gone, and clears none of them
+    # (Documentation/mm/hugetlbfs_reserv.rst).
     mmap.mmap(fd, size).close()
 
 
@@ -159,6 +158,7 @@ def _memfd(size: int, *, huge_pages: bool) -> int:
         if huge_pages:
             _reserve(fd, size)
         else:
+            # Not ftruncate: without pages a write could find the host out of memory later.
             os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:

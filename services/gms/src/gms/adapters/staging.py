@@ -1,7 +1,7 @@
 """The folder of a part while a save writes it, and the notes by which a killed save goes on.
 
-The notes are a file beside the shards, and gone when the part is whole. Whoever writes them holds
-their lock, so that two processes never write one part. Files that no note names were cut off
+The notes are a file beside the shards, removed when the part is whole. Their writer holds a lock
+on them, so that two processes never write one part. Files that no note names were cut off
 before any of their bytes could be relied upon, and are removed.
 """
 
@@ -41,7 +41,7 @@ class Staging:
     """A part that is being written. It is the `ChunkNotes` of the backend that writes it."""
 
     def __init__(self, directory: int, notes: int, save: SaveNote, *, every_bytes: int) -> None:
-        """Go on with what is there already when it is of the same save; else begin afresh."""
+        """Resume an equal save that has notes here; else remove its files and start again."""
         self.directory = directory
         self.every_bytes = every_bytes
         self._notes = notes
@@ -67,11 +67,11 @@ class Staging:
                 self._is_secure = True
 
     def allocated(self) -> int:
-        """Give the bytes that the disk holds already for files that are gone on with."""
+        """Return the bytes on disk of files that are resumed."""
         return sum(self._stat(name).st_blocks * 512 for name in self._written)
 
     def finish(self) -> None:
-        """Take the notes away: the part has its manifest."""
+        """Remove the notes: the part has its manifest."""
         drop_notes(self.directory)
 
     def _append(self, note: msgspec.Struct) -> None:
@@ -99,7 +99,7 @@ class Staging:
 def staged(
     root: int, path: Sequence[str], save: SaveNote, *, every_bytes: int, storage: str = ""
 ) -> Iterator[Staging]:
-    """Open the directory of a part to write it. ArtifactExists when it is somebody else's.
+    """Open the directory of a part to write it. ArtifactExists when it is of another save.
 
     What fails leaves none, and its bytes do not fill the disk; objects that it has in the object
     storage `storage` go first. A process that is killed leaves it without manifest, which makes it
@@ -138,7 +138,7 @@ def _locked(directory: int, path: str) -> int:
         notes = create_file(directory, NOTES)
     try:
         fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever held it may have finished the part meanwhile.
+        # The earlier holder may have finished the part meanwhile, and removed its notes.
         is_free = os.fstat(notes).st_nlink == 1
     except BlockingIOError:
         is_free = False

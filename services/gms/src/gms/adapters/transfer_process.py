@@ -1,4 +1,4 @@
-"""Runs each transfer in a child process and hands on what it tells."""
+"""Runs each transfer in a child process and yields its events."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Self
 import msgspec
 
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
+from snapback_client.frames import error_of
 from snapshot_shared.codec import MAX_FRAME_BYTES, encode_json
 from snapshot_shared.errors import Internal, InvalidMessage, TransferKilled
-from snapshot_shared.frames import error_of
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _DECODER: msgspec.json.Decoder[TransferEvent] = msgspec.json.Decoder(TransferEve
 
 
 class TransferProcesses:
-    """Starts `transfer_child` with the interpreter of this service.
+    """Starts `gms.transfer_child` with the interpreter of this service.
 
     As a context manager it keeps `spares` of them waiting for a task: a worker that is captured is
     held until every save has its lease, and an interpreter takes longer to start than all the rest.
@@ -56,15 +56,15 @@ class TransferProcesses:
             while True:
                 spare = self._spares.pop() if self._spares else None
                 process = spare or await _started(verb)
-                has_told = False
+                has_answered = False
                 try:
                     async with contextlib.aclosing(_carried_out(process, verb, task)) as events:
                         async for event in events:
-                            has_told = True
+                            has_answered = True
                             yield event
                 except TransferKilled:
-                    # A spare that has told nothing may have ended long ago.
-                    if spare is None or has_told:
+                    # A spare without an event may have ended long ago: start another.
+                    if spare is None or has_answered:
                         raise
                 else:
                     return
@@ -90,12 +90,12 @@ async def _started(verb: str) -> Process:
         sys.executable,
         "-P",  # The working directory is no place to import from.
         "-m",
-        "gms.adapters.transfer_child",
+        "gms.transfer_child",
         verb,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_FRAME_BYTES,
-        process_group=0,  # Ctrl-C is meant for us, who end it.
+        process_group=0,  # Ctrl-C goes to the service alone, which ends the process.
     )
 
 
@@ -116,7 +116,7 @@ async def _carried_out(
                     raise error_of(event.to_failure())
                 yield event
                 if isinstance(event, TransferDone):
-                    # Its lease is given back before it says so; its process has to go too.
+                    # Its session has ended; its memory and descriptors go with the process.
                     await process.wait()
                     return
         status = await process.wait()
@@ -138,7 +138,7 @@ async def _events(process: Process, task: bytes) -> AsyncGenerator[TransferEvent
         stdin.write(task)
         await stdin.drain()
     try:
-        # The pipe stays open: its end tells the child that we are gone.
+        # The pipe stays open: the child ends itself when it is closed.
         while line := await stdout.readline():
             yield _DECODER.decode(line)
     except (msgspec.MsgspecError, ValueError) as error:

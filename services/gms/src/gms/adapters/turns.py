@@ -1,4 +1,4 @@
-"""How the clients of a socket share the event loop, with each other and with everybody else."""
+"""How the clients of a socket share the event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 
 
 class Turns:
-    """Gives pieces of work a place in the turns of the event loop.
+    """Schedules pieces of work over the turns of the event loop.
 
     All clients together work for `budget_s` in one turn. What is left waits: one piece a turn, from
     each owner in its turn, so that many clients of one owner get no more than one of another.
@@ -39,12 +39,12 @@ class Turns:
     def _next_turn(self) -> None:
         self._ends = None
         if self._waiting:
-            # It works before the next one is woken, so that its owner is back in the row by then.
+            # It runs before the next one is woken, so its owner is back in the queue by then.
             self._wake()
             self._has_time()
 
     def _wake(self) -> None:
-        """Let the next one work who still waits."""
+        """Wake the next one that is not cancelled."""
         while self._waiting:
             owner = next(iter(self._waiting))
             queue = self._waiting.pop(owner)

@@ -1,4 +1,4 @@
-"""What the saver and the loader are told by their environment, and the tasks that come of it."""
+"""The environment of the saver and the loader, and the tasks that follow from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from gms.domain.tasks import (
     LOAD_THREADS,
     LoadTask,
     SaveTask,
-    Way,
+    TransferOptions,
+    load_task,
+    save_task,
 )
 from snapshot_shared.artifact import generation_path
 from snapshot_shared.errors import InvalidInput
@@ -37,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     load_workers: int
     shard_bytes: int | None
     lock_s: float | None
-    way: Way
+    options: TransferOptions
 
 
 _NUMBERS = (
@@ -77,60 +79,44 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         load_workers=min(64, numbers.get("GMS_LOAD_WORKERS", LOAD_THREADS)),
         shard_bytes=numbers.get("GMS_SHARD_SIZE_BYTES"),
         lock_s=lock_ms / 1000 if lock_ms is not None else None,
-        way=Way(
+        options=TransferOptions(
             environment.get("SNAPBACK_TRANSFER_BACKEND") or DEFAULT_BACKEND,
             environment.get("SNAPBACK_OBJECT_STORAGE", ""),
         ),
     )
 
 
-def save_task(settings: Settings, order: SaveOrder) -> SaveTask:
-    """Turn an order into the task of a transfer. InvalidInput when it is of another directory."""
+def container_save(settings: Settings, order: SaveOrder) -> SaveTask:
+    """Return the task of an order. InvalidInput when it is of another directory."""
     optional: dict[str, Any] = {}
     if settings.shard_bytes is not None:
         optional["shard_bytes"] = settings.shard_bytes
-    return SaveTask(
+    return save_task(
+        order,
+        settings.options,
         socket_dir=settings.socket_dir,
-        backend=settings.way.backend,
-        object_storage=settings.way.object_storage,
         root=_root(settings, order.namespace, order.content_uid, order.attempt),
-        device=order.layout.device,
-        namespace=order.namespace,
-        content_uid=order.content_uid,
-        generation=order.attempt,
-        part=order.part,
         deadline_s=min(order.deadline_s, settings.lock_s or order.deadline_s),
         threads=settings.save_workers,
         traceparent=settings.traceparent or order.traceparent,
-        order=order.order,
-        # Without a fence there is nothing that could change what is committed.
+        # Without a fence the save reads beside the others: a committed layout does not change.
         fence_token=order.fence_token or None,
-        layout=order.layout,
-        parent=order.parent,
         **optional,
     )
 
 
-def load_task(settings: Settings, order: LoadOrder, *, load_token: str) -> LoadTask:
-    """Turn an order into the task of a transfer. InvalidInput when it is of another directory."""
+def container_load(settings: Settings, order: LoadOrder, *, load_token: str) -> LoadTask:
+    """Return the task of an order. InvalidInput when it is of another directory."""
     artifact = order.artifact
-    return LoadTask(
+    return load_task(
+        order,
+        settings.options,
         socket_dir=settings.socket_dir,
-        backend=settings.way.backend,
-        object_storage=settings.way.object_storage,
         root=_root(settings, artifact.namespace, artifact.content_uid, artifact.generation),
-        device=order.device,
-        namespace=artifact.namespace,
-        content_uid=artifact.content_uid,
-        generation=artifact.generation,
-        part=order.part,
         deadline_s=order.deadline_s,
         threads=settings.load_workers,
         traceparent=settings.traceparent or order.traceparent,
-        part_digest=order.part_digest,
         load_token=load_token,
-        layout_id=order.layout_id,
-        structure_hash=order.structure_hash,
     )
 
 

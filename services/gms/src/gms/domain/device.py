@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gms.domain.fence import FenceBook
 from gms.domain.layout import Allocation, Layout
-from gms.domain.locks import LockEvent, Use, Verdict, Wish, verdict
+from gms.domain.locks import LockDecision, LockEvent, LockRequest, Use, decide
 from gms.domain.sessions import (
     Effect,
     Freed,
@@ -22,8 +22,8 @@ from gms.domain.sessions import (
     Session,
     Waiter,
 )
+from snapback_client.frames import Attach, GenerationRef, MemoryDomain
 from snapshot_shared.errors import GenerationMismatch
-from snapshot_shared.frames import Attach, GenerationRef, MemoryDomain
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.orders import LayoutRef
 
@@ -46,7 +46,7 @@ class DeviceTable:
 
     @classmethod
     def empty(cls, uuid: str, granularity: int) -> DeviceTable:
-        """Begin with nothing allocated."""
+        """Return the state of a device with nothing allocated."""
         return cls(uuid, granularity, {domain: Room(domain) for domain in MemoryDomain})
 
     @property
@@ -78,33 +78,35 @@ class DeviceTable:
 
     def answer(self, room: Room, waiter: Waiter, fences: FenceBook) -> list[Effect]:
         """Grant or refuse what one client waits for; nothing while it has to wait."""
-        if waiter.wish in (Wish.WRITE, Wish.REPLACE):
+        if waiter.lock_request in (LockRequest.WRITE, LockRequest.REPLACE):
             try:
                 check_generation(waiter.request.if_match, room.generation)
             except GenerationMismatch as error:
                 room.dequeue(waiter.ticket)
                 return [Refused(waiter.ticket, error)]
-        if not fences.admits(self.uuid, room.domain, waiter.wish):
+        if not fences.admits(self.uuid, room.domain, waiter.lock_request):
             return []
-        answer = self.verdict_on(room, waiter)
-        if answer is Verdict.WAIT:
+        answer = self.decision_on(room, waiter)
+        if answer is LockDecision.WAIT:
             return []
         room.dequeue(waiter.ticket)
         return self.grant(waiter, answer)
 
-    def verdict_on(self, room: Room, waiter: Waiter) -> Verdict:
+    def decision_on(self, room: Room, waiter: Waiter) -> LockDecision:
         """Decide about a waiter that no fence holds up.
 
         A writer waits for the end of the process of an earlier one that vanished.
         """
-        answer = verdict(room.lock, waiter.wish, replacer_waits=room.replacer_waits)
-        is_blocked = answer is Verdict.WRITE and self.vanished_writers(room.domain, waiter.peer)
-        return Verdict.WAIT if is_blocked else answer
+        answer = decide(room.lock, waiter.lock_request, replacer_waits=room.replacer_waits)
+        is_blocked = answer is LockDecision.WRITE and self.vanished_writers(
+            room.domain, waiter.peer
+        )
+        return LockDecision.WAIT if is_blocked else answer
 
     def vanished_writers(self, domain: MemoryDomain, peer: Peer) -> list[Session]:
-        """Give the writers that ended without Detach and whose process may still write.
+        """Return the writers that ended without Detach and whose process may still write.
 
-        Such a process does not stand in its own way: it answers for itself.
+        Such a process is not blocked by its own earlier session.
         """
         return [
             session
@@ -112,12 +114,12 @@ class DeviceTable:
             if not session.peer.is_same(peer)
         ]
 
-    def grant(self, waiter: Waiter, answer: Verdict) -> list[Effect]:
+    def grant(self, waiter: Waiter, answer: LockDecision) -> list[Effect]:
         """Turn a waiter into a session."""
         room = self.rooms[waiter.request.domain]
         base = room.committed
-        is_write = answer is Verdict.WRITE
-        is_replace = is_write and waiter.wish is Wish.REPLACE
+        is_write = answer is LockDecision.WRITE
+        is_replace = is_write and waiter.lock_request is LockRequest.REPLACE
         session = Session(
             id=waiter.ticket,
             request=waiter.request,
@@ -175,12 +177,17 @@ class DeviceTable:
         holders += [session.layout for room in self.rooms.values() for session in room.sessions]
         if any(holder is layout for holder in holders):
             return []
-        gone = layout.allocations.values()
-        self.retired.update(a for a in gone if a.importers)
-        return self._freed([a.handle for a in gone if not a.importers])
+        free: list[int] = []
+        for allocation in layout.allocations.values():
+            if allocation.importers:
+                # As CUDA rules: memory is free when the last import is unmapped.
+                self.retired.add(allocation)
+            else:
+                free.append(allocation.handle)
+        return self._freed(free)
 
     def let_go(self, session: Session) -> list[Effect]:
-        """Take a session off the importers of everything that was exported to it."""
+        """Remove a session from the importers of everything that was exported to it."""
         free: list[int] = []
         for allocation in session.imports:
             allocation.importers.discard(session.id)

@@ -1,6 +1,6 @@
 """Fences: a capture keeps every session off its devices, then lets one save and readers in.
 
-PENDING waits for the present sessions to leave and admits nobody. HELD admits only the save that
+PENDING waits for the present sessions to leave and admits no client. HELD admits only the save that
 carries the token. LEASED means that this save reads: the fenced layout cannot go away any more, so
 readers may come back while writers still may not. A fence is held on all its devices or on none,
 and ends for each device by itself.
@@ -12,9 +12,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gms.domain.locks import Wish
+from gms.domain.locks import LockRequest
+from snapback_client.frames import MemoryDomain
 from snapshot_shared.errors import LayoutConflict, Superseded
-from snapshot_shared.frames import MemoryDomain
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.transitions import TransitionTable
 
@@ -22,7 +22,7 @@ _REMEMBERED = 4096
 """Tokens of ended fences that are still known, so that a late request does not fence again."""
 
 
-class Phase(StrEnum):
+class FencePhase(StrEnum):
     """How far a fence is on one device."""
 
     PENDING = "pending"
@@ -41,31 +41,31 @@ class FenceEvent(StrEnum):
     OVER = "over"
 
 
-FENCES = TransitionTable[Phase, FenceEvent](
+FENCES = TransitionTable[FencePhase, FenceEvent](
     "fence",
     {
-        (Phase.PENDING, FenceEvent.DRAINED): Phase.HELD,
-        (Phase.PENDING, FenceEvent.OVER): Phase.ENDED,
-        (Phase.HELD, FenceEvent.LEASED): Phase.LEASED,
-        (Phase.HELD, FenceEvent.OVER): Phase.ENDED,
-        (Phase.LEASED, FenceEvent.LEASED): Phase.LEASED,
-        (Phase.LEASED, FenceEvent.SAVED): Phase.ENDED,
-        (Phase.LEASED, FenceEvent.SAVE_LOST): Phase.LEASED,
-        (Phase.LEASED, FenceEvent.OVER): Phase.ENDED,
+        (FencePhase.PENDING, FenceEvent.DRAINED): FencePhase.HELD,
+        (FencePhase.PENDING, FenceEvent.OVER): FencePhase.ENDED,
+        (FencePhase.HELD, FenceEvent.LEASED): FencePhase.LEASED,
+        (FencePhase.HELD, FenceEvent.OVER): FencePhase.ENDED,
+        (FencePhase.LEASED, FenceEvent.LEASED): FencePhase.LEASED,
+        (FencePhase.LEASED, FenceEvent.SAVED): FencePhase.ENDED,
+        (FencePhase.LEASED, FenceEvent.SAVE_LOST): FencePhase.LEASED,
+        (FencePhase.LEASED, FenceEvent.OVER): FencePhase.ENDED,
     },
 )
 
-_ALL = frozenset(Wish)
-_NONE: frozenset[Wish] = frozenset()
+_ALL = frozenset(LockRequest)
+_NONE: frozenset[LockRequest] = frozenset()
 
-ADMITTED: dict[tuple[Phase, MemoryDomain], frozenset[Wish]] = {
-    (Phase.PENDING, MemoryDomain.WEIGHTS): _NONE,
-    (Phase.PENDING, MemoryDomain.KV): _NONE,
-    (Phase.HELD, MemoryDomain.WEIGHTS): _NONE,
-    (Phase.HELD, MemoryDomain.KV): _NONE,
-    (Phase.LEASED, MemoryDomain.WEIGHTS): frozenset({Wish.READ, Wish.EITHER}),
+ADMITTED: dict[tuple[FencePhase, MemoryDomain], frozenset[LockRequest]] = {
+    (FencePhase.PENDING, MemoryDomain.WEIGHTS): _NONE,
+    (FencePhase.PENDING, MemoryDomain.KV): _NONE,
+    (FencePhase.HELD, MemoryDomain.WEIGHTS): _NONE,
+    (FencePhase.HELD, MemoryDomain.KV): _NONE,
+    (FencePhase.LEASED, MemoryDomain.WEIGHTS): frozenset({LockRequest.READ, LockRequest.EITHER}),
     # A worker that serves again needs its cache, and no save reads it.
-    (Phase.LEASED, MemoryDomain.KV): _ALL,
+    (FencePhase.LEASED, MemoryDomain.KV): _ALL,
 }
 
 
@@ -75,14 +75,14 @@ class Fence:
 
     token: str
     devices: tuple[str, ...]
-    phases: dict[str, Phase]
+    phases: dict[str, FencePhase]
     vector: list[LayoutRef] = field(default_factory=list)
     savers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def wanted(cls, token: str, devices: tuple[str, ...]) -> Fence:
         """Begin a fence, pending everywhere."""
-        return cls(token, devices, dict.fromkeys(devices, Phase.PENDING))
+        return cls(token, devices, dict.fromkeys(devices, FencePhase.PENDING))
 
     def move(self, device: str, event: FenceEvent) -> None:
         """Take one step on one device."""
@@ -91,41 +91,41 @@ class Fence:
     @property
     def is_pending(self) -> bool:
         """Whether sessions are still being waited for."""
-        return Phase.PENDING in self.phases.values()
+        return FencePhase.PENDING in self.phases.values()
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended on every device."""
-        return set(self.phases.values()) == {Phase.ENDED}
+        return set(self.phases.values()) == {FencePhase.ENDED}
 
 
 class FenceBook:
     """All fences of a server, and the tokens of those that have ended."""
 
     def __init__(self) -> None:
-        """Begin without fences."""
+        """Start without fences."""
         self.active: dict[str, Fence] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def on(self, device: str) -> Fence | None:
-        """Give the fence that covers a device now."""
+        """Return the fence that covers a device now."""
         for fence in self.active.values():
-            if fence.phases.get(device, Phase.ENDED) is not Phase.ENDED:
+            if fence.phases.get(device, FencePhase.ENDED) is not FencePhase.ENDED:
                 return fence
         return None
 
-    def phase(self, device: str) -> Phase:
-        """Give the phase of the fence on a device; ENDED when there is none."""
+    def phase(self, device: str) -> FencePhase:
+        """Return the phase of the fence on a device; ENDED when there is none."""
         fence = self.on(device)
-        return Phase.ENDED if fence is None else fence.phases[device]
+        return FencePhase.ENDED if fence is None else fence.phases[device]
 
-    def admits(self, device: str, domain: MemoryDomain, wish: Wish) -> bool:
-        """Say whether the fence on a device, if any, lets a wish through to its lock."""
+    def admits(self, device: str, domain: MemoryDomain, request: LockRequest) -> bool:
+        """Whether the fence on a device, if any, admits a request for a lock."""
         phase = self.phase(device)
-        return phase is Phase.ENDED or wish in ADMITTED[phase, domain]
+        return phase is FencePhase.ENDED or request in ADMITTED[phase, domain]
 
     def begin(self, token: str, devices: tuple[str, ...]) -> Fence:
-        """Begin a fence, or give the one with this token. LayoutConflict, Superseded."""
+        """Return the fence with this token, begun if it is new. LayoutConflict, Superseded."""
         if token in self._ended:
             raise Superseded("this fence has ended already and cannot begin again")
         if known := self.active.get(token):
@@ -145,17 +145,18 @@ class FenceBook:
         return fence
 
     def end(self, token: str) -> Fence | None:
-        """End a fence everywhere; an unknown token is remembered, so that it can never begin."""
+        """End a fence on every device; an unknown token can never begin."""
+        # An abort may come before the capture has asked for its fence.
         self._remember(token)
         fence = self.active.pop(token, None)
         if fence is not None:
             for device, phase in fence.phases.items():
-                if phase is not Phase.ENDED:
+                if phase is not FencePhase.ENDED:
                     fence.move(device, FenceEvent.OVER)
         return fence
 
-    def settle(self, fence: Fence) -> bool:
-        """Put away a fence that has ended on every device; True when it has."""
+    def finish(self, fence: Fence) -> bool:
+        """Remove a fence that has ended on every device. Return whether it has."""
         if not fence.is_over:
             return False
         self._remember(fence.token)

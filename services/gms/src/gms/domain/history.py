@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 
 from gms.domain.sessions import Session, Waiter
-from snapshot_shared.frames import MAX_EVENTS, EventKind, EventRecord, MemoryDomain
+from snapback_client.frames import MemoryDomain
+from snapshot_shared.frames import MAX_EVENTS, EventKind, EventRecord
 
 
 class History:
-    """The latest `MAX_EVENTS` events. Whoever reads slowly is told how many it missed."""
+    """The latest `MAX_EVENTS` events, and how many older ones a reader has missed."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self.last = 0
         self._records: deque[EventRecord] = deque(maxlen=MAX_EVENTS)
 
@@ -68,12 +69,12 @@ class History:
         )
 
     def since(self, seq: int) -> tuple[list[EventRecord], int]:
-        """Give the events after `seq`, and how many of them are forgotten already."""
+        """Return the events after `seq`, and how many of them are forgotten already."""
         found = [record for record in self._records if record.seq > seq]
         return found, max(0, self.last - seq - len(found))
 
     def latest(self, count: int) -> list[EventRecord]:
-        """Give the latest events, at most `count`."""
+        """Return the latest events, at most `count`."""
         return list(self._records)[-count:] if count else []
 
     def _keep(self, record: EventRecord) -> None:

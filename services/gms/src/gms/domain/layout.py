@@ -6,23 +6,27 @@ A layout's structure hash names its shape (order, ids, sizes, tags, metadata) an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
 from gms.domain.metadata import Metadata
-from snapshot_shared.errors import LayoutConflict, NotFound
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     MAX_ALLOCATIONS,
     AllocationInfo,
     AllocationSpec,
     GenerationRef,
     MetadataItem,
 )
+from snapshot_shared.errors import LayoutConflict, NotFound
 from snapshot_shared.orders import LayoutRef
 
 _ENCODER = msgspec.msgpack.Encoder()
+
+PIECE = 512
+"""How many allocations are worked on before other clients have their turn: about 0.5 ms."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,11 +43,17 @@ class Allocation:
 
 @dataclass(eq=False, slots=True)
 class Layout:
-    """Allocations in the order of their slots, and metadata. `ref` is set when committed."""
+    """Allocations in the order of their slots, and metadata. `ref` is set when committed.
+
+    `bytes` are those asked for, without alignment: what a save writes and a load reads. `charged`
+    are the bytes of device memory that the layout takes.
+    """
 
     allocations: dict[str, Allocation] = field(default_factory=dict)
     metadata: Metadata = field(default_factory=Metadata)
     ref: LayoutRef | None = None
+    bytes: int = 0
+    charged: int = 0
     _slots: dict[str, int] | None = None
 
     def check_new(self, specs: Sequence[AllocationSpec]) -> None:
@@ -66,19 +76,23 @@ class Layout:
         if self._slots is not None:
             self._slots[allocation.id] = len(self.allocations)
         self.allocations[allocation.id] = allocation
+        self.bytes += allocation.size
+        self.charged += allocation.aligned
 
     def find(self, ids: Iterable[str]) -> list[Allocation]:
-        """Give the allocations with these ids. NotFound names the first that is missing."""
+        """Return the allocations with these ids. NotFound names the first that is missing."""
         try:
             return [self.allocations[each] for each in ids]
         except KeyError as error:
             raise NotFound(f"no allocation {error.args[0]!r}", id=error.args[0]) from None
 
     def remove(self, ids: Iterable[str]) -> list[Allocation]:
-        """Take allocations and the metadata about them out. NotFound before any is taken."""
+        """Remove and return allocations, and their metadata. NotFound before any is removed."""
         taken = self.find(dict.fromkeys(ids))
         for allocation in taken:
             del self.allocations[allocation.id]
+            self.bytes -= allocation.size
+            self.charged -= allocation.aligned
         self._slots = None
         self.metadata.forget(allocation.id for allocation in taken)
         return taken
@@ -97,7 +111,7 @@ class Layout:
         self.metadata.put(entries)
 
     def get(self, keys: Sequence[str] | None, prefix: str = "") -> list[MetadataItem]:
-        """Give the entries with these keys, or all, sorted by key. Missing ones are absent.
+        """Return the entries with these keys, or all, sorted by key. Missing ones are absent.
 
         Of these only those whose key begins with `prefix`.
         """
@@ -113,20 +127,10 @@ class Layout:
                 id=a.id, size=a.size, aligned=a.aligned, tag=a.tag, slot=slots[a.id]
             )
 
-    @property
-    def bytes(self) -> int:
-        """Bytes asked for, without alignment: what a save writes and a load reads."""
-        return sum(a.size for a in self.allocations.values())
-
-    @property
-    def charged(self) -> int:
-        """Bytes of device memory that the layout takes."""
-        return sum(a.aligned for a in self.allocations.values())
-
-    def structure_hash(self) -> str:
-        """Hash the shape of this layout."""
-        rows = [(a.id, a.size, a.tag) for a in self.allocations.values()]
-        return structure_hash(rows, self.metadata.get())
+    def hashing(self) -> Generator[None, None, str]:
+        """Return the structure hash; yield between pieces of the work."""
+        rows = ((a.id, a.size, a.tag) for a in self.allocations.values())
+        return hash_pieces(rows, len(self.allocations), iter(self.metadata), len(self.metadata))
 
     @property
     def generation(self) -> GenerationRef | None:
@@ -143,15 +147,39 @@ def structure_hash(
 
     The msgpack of nested lists says where each field ends, so no two shapes share an encoding.
     """
-    body = [
-        1,
-        [[slot, *row] for slot, row in enumerate(allocations)],
-        [
-            [m.key, m.allocation, m.offset, m.value]
-            for m in sorted(metadata, key=lambda item: item.key)
-        ],
-    ]
-    return hashlib.sha256(_ENCODER.encode(body)).hexdigest()
+    rows, items = list(allocations), sorted(metadata, key=lambda item: item.key)
+    work = hash_pieces(rows, len(rows), items, len(items))
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return str(end.value)
+
+
+def hash_pieces(
+    rows: Iterable[tuple[str, int, str]], count: int, items: Iterable[MetadataItem], entries: int
+) -> Generator[None, None, str]:
+    """Return the hash of `count` rows and `entries` items; yield after each `PIECE` of them.
+
+    The bytes are those of `[1, [[slot, *row], ...], [[key, allocation, offset, value], ...]]`.
+    """
+    state = hashlib.sha256(_array(3) + _ENCODER.encode(1))
+    slots = ([slot, *row] for slot, row in enumerate(rows))
+    fields = ([m.key, m.allocation, m.offset, m.value] for m in items)
+    for each, size in ((slots, count), (fields, entries)):
+        state.update(_array(size))
+        while piece := list(islice(each, PIECE)):
+            # Encoded as an array of its own, whose header is left out.
+            state.update(_ENCODER.encode(piece)[len(_array(len(piece))) :])
+            yield
+    return state.hexdigest()
+
+
+def _array(size: int) -> bytes:
+    """Return the header of an array of msgpack."""
+    if size < 16:
+        return bytes([0x90 | size])
+    return b"\xdc" + size.to_bytes(2) if size < 2**16 else b"\xdd" + size.to_bytes(4)
 
 
 def aligned(size: int, granularity: int) -> int:

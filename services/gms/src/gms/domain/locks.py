@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from snapshot_shared.frames import LockMode
+from snapback_client.frames import LockMode
 from snapshot_shared.transitions import TransitionTable
 
 
@@ -68,8 +68,8 @@ LOCKS = TransitionTable[Lock, LockEvent](
 )
 
 
-class Wish(StrEnum):
-    """What a client that attaches wants to do."""
+class LockRequest(StrEnum):
+    """What a client that attaches requests of a lock."""
 
     WRITE = "write"
     REPLACE = "replace"
@@ -77,59 +77,59 @@ class Wish(StrEnum):
     EITHER = "either"
 
 
-class Verdict(StrEnum):
-    """What a domain answers to a wish."""
+class LockDecision(StrEnum):
+    """The answer of a domain to a request."""
 
     WRITE = "write"
     READ = "read"
     WAIT = "wait"
 
 
-VERDICTS: dict[tuple[Lock, Wish], Verdict] = {
-    (Lock.EMPTY, Wish.WRITE): Verdict.WRITE,
-    (Lock.EMPTY, Wish.REPLACE): Verdict.WRITE,
-    (Lock.EMPTY, Wish.READ): Verdict.WAIT,
-    (Lock.EMPTY, Wish.EITHER): Verdict.WRITE,
-    (Lock.WRITING, Wish.WRITE): Verdict.WAIT,
-    (Lock.WRITING, Wish.REPLACE): Verdict.WAIT,
-    (Lock.WRITING, Wish.READ): Verdict.WAIT,
-    (Lock.WRITING, Wish.EITHER): Verdict.WAIT,
-    (Lock.COMMITTED, Wish.WRITE): Verdict.WRITE,
-    (Lock.COMMITTED, Wish.REPLACE): Verdict.WRITE,
-    (Lock.COMMITTED, Wish.READ): Verdict.READ,
-    (Lock.COMMITTED, Wish.EITHER): Verdict.READ,
-    (Lock.READING, Wish.WRITE): Verdict.WRITE,
-    (Lock.READING, Wish.REPLACE): Verdict.WAIT,
-    (Lock.READING, Wish.READ): Verdict.READ,
-    (Lock.READING, Wish.EITHER): Verdict.READ,
-    (Lock.UPDATING, Wish.WRITE): Verdict.WAIT,
-    (Lock.UPDATING, Wish.REPLACE): Verdict.WAIT,
-    (Lock.UPDATING, Wish.READ): Verdict.READ,
-    (Lock.UPDATING, Wish.EITHER): Verdict.READ,
-    (Lock.UPDATING_READ, Wish.WRITE): Verdict.WAIT,
-    (Lock.UPDATING_READ, Wish.REPLACE): Verdict.WAIT,
-    (Lock.UPDATING_READ, Wish.READ): Verdict.READ,
-    (Lock.UPDATING_READ, Wish.EITHER): Verdict.READ,
+LOCK_DECISIONS: dict[tuple[Lock, LockRequest], LockDecision] = {
+    (Lock.EMPTY, LockRequest.WRITE): LockDecision.WRITE,
+    (Lock.EMPTY, LockRequest.REPLACE): LockDecision.WRITE,
+    (Lock.EMPTY, LockRequest.READ): LockDecision.WAIT,
+    (Lock.EMPTY, LockRequest.EITHER): LockDecision.WRITE,
+    (Lock.WRITING, LockRequest.WRITE): LockDecision.WAIT,
+    (Lock.WRITING, LockRequest.REPLACE): LockDecision.WAIT,
+    (Lock.WRITING, LockRequest.READ): LockDecision.WAIT,
+    (Lock.WRITING, LockRequest.EITHER): LockDecision.WAIT,
+    (Lock.COMMITTED, LockRequest.WRITE): LockDecision.WRITE,
+    (Lock.COMMITTED, LockRequest.REPLACE): LockDecision.WRITE,
+    (Lock.COMMITTED, LockRequest.READ): LockDecision.READ,
+    (Lock.COMMITTED, LockRequest.EITHER): LockDecision.READ,
+    (Lock.READING, LockRequest.WRITE): LockDecision.WRITE,
+    (Lock.READING, LockRequest.REPLACE): LockDecision.WAIT,
+    (Lock.READING, LockRequest.READ): LockDecision.READ,
+    (Lock.READING, LockRequest.EITHER): LockDecision.READ,
+    (Lock.UPDATING, LockRequest.WRITE): LockDecision.WAIT,
+    (Lock.UPDATING, LockRequest.REPLACE): LockDecision.WAIT,
+    (Lock.UPDATING, LockRequest.READ): LockDecision.READ,
+    (Lock.UPDATING, LockRequest.EITHER): LockDecision.READ,
+    (Lock.UPDATING_READ, LockRequest.WRITE): LockDecision.WAIT,
+    (Lock.UPDATING_READ, LockRequest.REPLACE): LockDecision.WAIT,
+    (Lock.UPDATING_READ, LockRequest.READ): LockDecision.READ,
+    (Lock.UPDATING_READ, LockRequest.EITHER): LockDecision.READ,
 }
 
 
-def wish_of(lock: LockMode, *, replace: bool) -> Wish:
-    """Name what an Attach wants."""
+def lock_request_of(lock: LockMode, *, replace: bool) -> LockRequest:
+    """Return what an Attach requests."""
     match lock:
         case LockMode.RW:
-            return Wish.REPLACE if replace else Wish.WRITE
+            return LockRequest.REPLACE if replace else LockRequest.WRITE
         case LockMode.RO:
-            return Wish.READ
+            return LockRequest.READ
         case LockMode.RW_OR_RO:
-            return Wish.EITHER
+            return LockRequest.EITHER
 
 
-def verdict(lock: Lock, wish: Wish, *, replacer_waits: bool) -> Verdict:
-    """Decide whether a wish is granted now. `replacer_waits`: a REPLACE stands in the queue."""
-    answer = VERDICTS[lock, wish]
-    if answer is Verdict.READ and lock is Lock.READING and replacer_waits:
-        # Without this a stream of readers would keep the writer out for ever.
-        return Verdict.WAIT
+def decide(lock: Lock, request: LockRequest, *, replacer_waits: bool) -> LockDecision:
+    """Return the decision on a request. `replacer_waits`: a REPLACE is in the queue."""
+    answer = LOCK_DECISIONS[lock, request]
+    if answer is LockDecision.READ and lock is Lock.READING and replacer_waits:
+        # Without this, steady readers would keep the writer out indefinitely.
+        return LockDecision.WAIT
     return answer
 
 

@@ -1,12 +1,12 @@
-"""Metadata of a layout by key. A call costs what it names or gives, whatever there is besides."""
+"""Metadata of a layout by key. The cost of a call depends on its own entries alone."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from snapback_client.frames import MAX_METADATA_BYTES, MetadataItem
 from snapshot_shared.errors import LayoutConflict
-from snapshot_shared.frames import MAX_METADATA_BYTES, MetadataItem
 
 ENTRY_BYTES = 64
 """What an entry counts for beside its strings."""
@@ -16,11 +16,17 @@ class Metadata:
     """Entries by key, sorted, and how much they weigh."""
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Start empty."""
         self._items: dict[str, MetadataItem] = {}
         self._keys: list[str] = []
         self._about: dict[str, set[str]] = {}
         self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[MetadataItem]:
+        return (self._items[key] for key in self._keys)
 
     def put(self, entries: Iterable[MetadataItem]) -> None:
         """Add or replace entries, all or none. LayoutConflict."""
@@ -56,7 +62,7 @@ class Metadata:
         return [self._items[key] for key in self._keys[begin:end]]
 
     def forget(self, allocations: Iterable[str]) -> None:
-        """Take out what is about these allocations."""
+        """Remove the metadata of these allocations."""
         gone = {key for each in allocations for key in self._about.pop(each, ())}
         if gone:
             self._bytes -= sum(weight(self._items.pop(key)) for key in gone)

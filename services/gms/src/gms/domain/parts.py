@@ -84,7 +84,7 @@ def difference(old: PartManifest, new: PartManifest) -> Difference:
 
 
 def chunk_sizes(entry: FileEntry) -> Iterator[tuple[int, int]]:
-    """Give (offset, bytes) of every chunk of a file, in order."""
+    """Return (offset, bytes) of every chunk of a file, in order."""
     for offset in range(0, entry.size, entry.chunk_bytes):
         yield offset, min(entry.chunk_bytes, entry.size - offset)
 
@@ -98,7 +98,7 @@ def _chunks(manifest: PartManifest) -> dict[tuple[str, int], tuple[int, str]]:
 
 
 def _allocations(manifest: PartManifest) -> dict[str, tuple[int, list[str]]]:
-    """Give size and the digests of all chunks that hold a byte of it, by allocation."""
+    """Return size and the digests of all chunks that hold a byte of it, by allocation."""
     if manifest.layout is None:
         return {}
     found: dict[str, tuple[int, list[str]]] = {}

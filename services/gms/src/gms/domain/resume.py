@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from gms.domain.tasks import SaveTask
 from gms.domain.transfer import CHUNK_BYTES
+from snapback_client.frames import Token
 from snapshot_shared.artifact import MAX_CHUNKS, ChunkDigest, FileName
-from snapshot_shared.frames import Token
 from snapshot_shared.orders import Attempt, LayoutRef, OrderIdStr, ShortText
 
 ChunkIndex = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
@@ -48,7 +48,7 @@ _DECODER: msgspec.json.Decoder[SaveNote | ChunksNote] = msgspec.json.Decoder(Sav
 
 
 def note_of(task: SaveTask) -> SaveNote:
-    """Say which save a task is. Only one that is equal may go on with what it has written."""
+    """Return the note that identifies a save. Only an equal save may resume it."""
     return SaveNote(
         order=task.order,
         generation=task.generation,
@@ -61,7 +61,7 @@ def note_of(task: SaveTask) -> SaveNote:
 
 
 def read_notes(data: bytes, wanted: SaveNote) -> tuple[Written, int]:
-    """Give what the notes of this save say, and how many of the bytes say it.
+    """Return the chunks that the notes of this save name, and the length of valid notes.
 
     What follows is torn and counts for nothing. All of it, when it is the notes of another save.
     """

@@ -1,4 +1,4 @@
-"""Sessions, those that wait to become one, and what the memory table tells its keeper to do."""
+"""Sessions, clients that wait for one, and the effects that the memory table returns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gms.domain.layout import Allocation, Layout
-from gms.domain.locks import LOCKS, Lock, LockEvent, Use, Wish, wish_of
+from gms.domain.locks import LOCKS, Lock, LockEvent, LockRequest, Use, lock_request_of
+from snapback_client.frames import Access, Attach, GenerationRef, MemoryDomain
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.frames import Access, Attach, GenerationRef, MemoryDomain
 from snapshot_shared.orders import LayoutRef
 
 
@@ -40,7 +40,7 @@ class Peer:
         return (self.pod,) if self.pod else (self.uid, self.pid)
 
     def is_same(self, other: Peer) -> bool:
-        """Say whether both are one process that lives. 0 is a process that we cannot see."""
+        """Whether both are one living process. Pid 0 is a process of another pid namespace."""
         return self.pid == other.pid != 0
 
 
@@ -53,9 +53,9 @@ class Waiter:
     peer: Peer
 
     @property
-    def wish(self) -> Wish:
+    def lock_request(self) -> LockRequest:
         """What it wants of the lock."""
-        return wish_of(self.request.lock, replace=self.request.replace)
+        return lock_request_of(self.request.lock, replace=self.request.replace)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class Room:
     def enqueue(self, waiter: Waiter) -> None:
         """Let a client wait."""
         self.queue[waiter.ticket] = waiter
-        if waiter.wish is Wish.REPLACE:
+        if waiter.lock_request is LockRequest.REPLACE:
             self.replacers.add(waiter.ticket)
 
     def dequeue(self, ticket: int) -> None:
@@ -144,7 +144,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Tell the client with this ticket that it holds its lock."""
+    """The client with this ticket holds its lock."""
 
     ticket: int
     session: Session
@@ -152,7 +152,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Tell the client with this ticket that it will never get its lock."""
+    """The client with this ticket will never get its lock."""
 
     ticket: int
     error: SnapbackError
@@ -160,7 +160,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Give these handles back to the device: nobody can reach the memory any more."""
+    """Release these handles: no process can reach the memory any more."""
 
     device: str
     handles: tuple[int, ...]
@@ -168,7 +168,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class FenceHeld:
-    """Tell who asked for the fence that it is held."""
+    """The fence is held: answer the request for it."""
 
     token: str
     vector: tuple[LayoutRef, ...]
@@ -176,7 +176,7 @@ class FenceHeld:
 
 @dataclass(frozen=True, slots=True)
 class FenceRefused:
-    """Tell who asked for the fence that it cannot be held."""
+    """The fence cannot be held: answer the request for it."""
 
     token: str
     error: SnapbackError

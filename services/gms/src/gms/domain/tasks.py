@@ -1,6 +1,6 @@
-"""What a transfer process is told, one JSON line, and what it tells, one JSON line each.
+"""The task of a transfer process and its events, a line of JSON each.
 
-The process is an ordinary client of the lease socket: its task names everything it needs.
+The process is an ordinary client of the lease socket: its task has everything it needs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from gms.domain.transfer import PAGE, SHARD_BYTES
+from snapback_client.frames import DeviceUuid, GenerationRef, Token
 from snapshot_shared.errors import Failure
-from snapshot_shared.frames import DeviceUuid, GenerationRef, Token
 from snapshot_shared.orders import (
     ArtifactRef,
     Attempt,
@@ -20,8 +20,10 @@ from snapshot_shared.orders import (
     Digest,
     Label,
     LayoutRef,
+    LoadOrder,
     OrderIdStr,
     PartStr,
+    SaveOrder,
     Seconds,
     ShortText,
     Text,
@@ -41,14 +43,14 @@ LOAD_THREADS = 8
 Threads = Annotated[int, Meta(ge=1, le=64)]
 
 
-class Way(NamedTuple):
+class TransferOptions(NamedTuple):
     """How bytes are moved: by which backend, and the URL of the object storage that it may use."""
 
     backend: str = DEFAULT_BACKEND
     object_storage: str = ""
 
 
-DEFAULT_WAY = Way()
+DEFAULT_OPTIONS = TransferOptions()
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
@@ -96,6 +98,38 @@ class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
     order: ShortText = ""
 
 
+def save_task(order: SaveOrder, options: TransferOptions, /, **fields: Any) -> SaveTask:
+    """Return the task of an order. `fields` are what the order does not say."""
+    return SaveTask(
+        **options._asdict(),
+        device=order.layout.device,
+        namespace=order.namespace,
+        content_uid=order.content_uid,
+        generation=order.attempt,
+        part=order.part,
+        order=order.order,
+        layout=order.layout,
+        parent=order.parent,
+        **fields,
+    )
+
+
+def load_task(order: LoadOrder, options: TransferOptions, /, **fields: Any) -> LoadTask:
+    """Return the task of an order. `fields` are what the order does not say."""
+    return LoadTask(
+        **options._asdict(),
+        device=order.device,
+        namespace=order.artifact.namespace,
+        content_uid=order.artifact.content_uid,
+        generation=order.artifact.generation,
+        part=order.part,
+        part_digest=order.part_digest,
+        layout_id=order.layout_id,
+        structure_hash=order.structure_hash,
+        **fields,
+    )
+
+
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     pass
 
@@ -136,24 +170,12 @@ class TransferFailed(_Event, frozen=True, kw_only=True, tag="failed"):
 
     @classmethod
     def of(cls, failure: Failure) -> TransferFailed:
-        """Carry a failure."""
-        return cls(
-            reason=failure.reason,
-            message=failure.message,
-            retryable=failure.retryable,
-            values=failure.values,
-            next_step=failure.next_step,
-        )
+        """Return a failure as a message."""
+        return cls(**msgspec.structs.asdict(failure))
 
     def to_failure(self) -> Failure:
-        """Give back the failure."""
-        return Failure(
-            reason=self.reason,
-            message=self.message,
-            retryable=self.retryable,
-            values=self.values,
-            next_step=self.next_step,
-        )
+        """Return the failure."""
+        return Failure(**{name: getattr(self, name) for name in Failure.__struct_fields__})
 
 
 TransferEvent = TransferLeased | TransferProgress | TransferDone | TransferFailed

@@ -7,10 +7,11 @@ from the manifest by the same function, so that writing and reading cannot disag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gms.domain.layout import aligned, structure_hash
+from gms.domain.layout import structure_hash
+from snapback_client.frames import AllocationInfo, MetadataItem, aligned
 from snapshot_shared.artifact import (
     MAX_CHUNK_BYTES,
     AllocationEntry,
@@ -27,7 +28,6 @@ from snapshot_shared.errors import (
     InvalidInput,
     OutOfDeviceMemory,
 )
-from snapshot_shared.frames import AllocationInfo, MetadataItem
 
 PAGE = 4096
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -71,7 +71,7 @@ class FilePlan:
 def place(
     allocations: Sequence[AllocationInfo], *, shard_bytes: int = SHARD_BYTES
 ) -> tuple[list[AllocationEntry], list[int]]:
-    """Give every allocation its extents, and the sizes of the shard files in bytes."""
+    """Return every allocation with its extents, and the sizes of the shard files in bytes."""
     if shard_bytes < PAGE or shard_bytes % PAGE:
         raise InvalidInput(f"shard size {shard_bytes} is no multiple of {PAGE}", size=shard_bytes)
     entries: list[AllocationEntry] = []
@@ -107,16 +107,26 @@ def plan_files(
     return plans
 
 
-def windows(chunk: ChunkPlan, size: int) -> list[ChunkPlan]:
+def all_chunks(plans: Sequence[FilePlan]) -> Iterator[tuple[int, ChunkPlan]]:
+    """Yield every chunk with the index of its file among these plans."""
+    return ((file, chunk) for file, plan in enumerate(plans) for chunk in plan.chunks)
+
+
+def longest_chunk(plans: Sequence[FilePlan]) -> int:
+    """Return the bytes of the longest chunk, 0 without any."""
+    return max((chunk.size for plan in plans for chunk in plan.chunks), default=0)
+
+
+def cut_chunk(chunk: ChunkPlan, size: int) -> list[ChunkPlan]:
     """Cut a chunk into requests of at most `size` bytes, in order and numbered from 0."""
     if chunk.size <= size:
         return [replace(chunk, index=0)]
     cut = _chunks(chunk.file, size, chunk.pieces)
-    return [replace(window, offset=chunk.offset + window.offset) for window in cut]
+    return [replace(request, offset=chunk.offset + request.offset) for request in cut]
 
 
 def without_memory(plan: FilePlan) -> FilePlan:
-    """Give the same file for reading it only: no byte of it goes to an allocation."""
+    """Return the same file with padding only: it is read and verified, and fills no memory."""
     chunks = [replace(c, pieces=(Piece(PADDING, 0, c.size),)) for c in plan.chunks]
     return replace(plan, chunks=tuple(chunks))
 
@@ -140,7 +150,7 @@ def shard_name(index: int) -> str:
 
 
 def metadata_of(saved: Sequence[SavedMetadata]) -> list[MetadataItem]:
-    """Turn saved metadata into what a session puts."""
+    """Return saved metadata as metadata of a session."""
     return [
         MetadataItem(key=m.key, allocation=m.allocation, offset=m.offset, value=m.value)
         for m in saved
@@ -148,7 +158,7 @@ def metadata_of(saved: Sequence[SavedMetadata]) -> list[MetadataItem]:
 
 
 def saved_metadata(items: Sequence[MetadataItem]) -> list[SavedMetadata]:
-    """Turn a session's metadata into what a manifest keeps."""
+    """Return metadata of a session as metadata of a manifest."""
     return [
         SavedMetadata(key=m.key, allocation=m.allocation, offset=m.offset, value=m.value)
         for m in items
@@ -168,7 +178,7 @@ def check_chunks(files: Sequence[FileEntry]) -> None:
 
 
 def check_loadable(manifest: PartManifest, *, layout_id: str, wanted_hash: str) -> SavedLayout:
-    """Give the layout of a checked manifest, its allocations in the order of their slots.
+    """Return the layout of a checked manifest, its allocations in the order of their slots.
 
     ArtifactCorrupt when it contradicts itself, Incompatible when it is not the layout asked for.
     """
@@ -197,7 +207,7 @@ def check_loadable(manifest: PartManifest, *, layout_id: str, wanted_hash: str) 
 
 
 def check_fits(sizes: Sequence[int], *, granularity: int, capacity: int, free: int) -> int:
-    """Give the device bytes that allocations of these sizes need.
+    """Return the device bytes that allocations of these sizes need.
 
     DeviceTooSmall when they can never fit, OutOfDeviceMemory when they do not fit now.
     """
@@ -235,7 +245,7 @@ def _extents(size: int, sizes: list[int], shard_bytes: int) -> list[Extent]:
 
 
 def _filled(rows: Sequence[tuple[int, int, int, int]], size: int) -> list[Piece]:
-    """Give the pieces of a whole file, with padding where no allocation stands."""
+    """Return the pieces of a whole file, with padding where no allocation stands."""
     pieces: list[Piece] = []
     at = 0
     for start, allocation, offset, length in rows:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from gms.domain.device import DeviceTable
-from gms.domain.fence import Phase
+from gms.domain.fence import FencePhase
 from gms.domain.layout import Allocation
-from gms.domain.memory import MemoryTable
+from gms.domain.memory_table import MemoryTable
 
 Numbers = Mapping[tuple[str, ...], float]
 
@@ -52,13 +52,13 @@ def allocations(table: MemoryTable) -> Numbers:
 
 
 def generations(table: MemoryTable) -> Numbers:
-    """Give the newest generation of each device."""
+    """Return the newest generation of each device."""
     return {(device.uuid,): device.generation for device in table.devices.values()}
 
 
 def fences(table: MemoryTable) -> Numbers:
     """Count fences by device and phase."""
-    phases = [phase for phase in Phase if phase is not Phase.ENDED]
+    phases = [phase for phase in FencePhase if phase is not FencePhase.ENDED]
     return {
         (uuid, phase.value): float(table.fences.phase(uuid) is phase)
         for uuid in table.devices
@@ -67,7 +67,7 @@ def fences(table: MemoryTable) -> Numbers:
 
 
 def _allocations(device: DeviceTable) -> Iterator[tuple[str, Allocation]]:
-    """Give every allocation once, with the word for where it is."""
+    """Yield every allocation once, with the name of its place."""
     for room in device.rooms.values():
         layouts = [room.committed, *(session.layout for session in room.sessions)]
         for layout in {id(layout): layout for layout in layouts if layout}.values():

@@ -1,4 +1,4 @@
-"""Calls of the gRPC socket, answered from the keeper."""
+"""Answers calls of the gRPC socket from the memory server."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from gms.domain.device import DeviceTable
-from gms.domain.fence import Phase
-from gms.domain.locks import Lock, Wish
+from gms.domain.fence import FencePhase
+from gms.domain.locks import Lock, LockRequest
 from gms.domain.sessions import Room, Waiter
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from snapshot_shared.frames import (
     DeviceStatus,
     DomainStatus,
@@ -38,7 +38,7 @@ from snapshot_shared.frames import (
 class GmsControl:
     """Answers the node's agent and tools."""
 
-    def __init__(self, gms: Gms) -> None:
+    def __init__(self, gms: MemoryServer) -> None:
         """Answer from `gms`."""
         self._gms = gms
 
@@ -64,7 +64,7 @@ class GmsControl:
 
     async def status(self, request: StatusRequest) -> StatusReply:
         # Memory that is on its way back counts as used until it is free.
-        await self._gms.settled()
+        await self._gms.drained()
         return StatusReply(
             node=self._gms.node,
             incarnation=self._gms.incarnation,
@@ -111,7 +111,7 @@ class GmsControl:
         fence = self._gms.table.fences.on(uuid)
         if fence is None:
             return None
-        phase: Phase = fence.phases[uuid]
+        phase: FencePhase = fence.phases[uuid]
         timer = self._gms.fence_ends.get(fence.token)
         left = timer.when() - asyncio.get_running_loop().time() if timer else 0.0
         return FenceStatus(phase=phase.value, ends_in_s=round(max(0.0, left), 3))
@@ -146,13 +146,17 @@ class GmsControl:
         )
 
     def _why(self, table: DeviceTable, room: Room, waiter: Waiter) -> str:
-        if not self._gms.table.fences.admits(table.uuid, room.domain, waiter.wish):
+        wanted = waiter.lock_request
+        if not self._gms.table.fences.admits(table.uuid, room.domain, wanted):
             return "the fence of a capture"
         vanished = table.vanished_writers(room.domain, waiter.peer)
-        if vanished and waiter.wish is not Wish.READ:
+        if vanished and wanted is not LockRequest.READ:
             return f"the end of the process of {vanished[0].name}, which wrote and hung up"
-        if room.replacer_waits and waiter.wish is Wish.READ:
+        if room.replacer_waits and wanted is LockRequest.READ:
             return "a writer that replaces the layout and is first"
-        if room.lock in (Lock.EMPTY, Lock.WRITING) and waiter.wish in (Wish.READ, Wish.EITHER):
+        if room.lock in (Lock.EMPTY, Lock.WRITING) and waiter.lock_request in (
+            LockRequest.READ,
+            LockRequest.EITHER,
+        ):
             return "a commit"
         return f"{', '.join(session.name for session in room.sessions)} to leave"

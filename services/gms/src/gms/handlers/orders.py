@@ -1,7 +1,7 @@
 """What GMS does for each order that arrives over NATS: save, load, commit, drop, abort.
 
-The bytes move in child processes (`ports.Transfers`); here an order is turned into their task, and
-what they tell into reports and progress.
+The bytes move in child processes (`ports.Transfers`); here an order becomes their task, and their
+events become reports and progress.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from gms.domain.tasks import (
-    DEFAULT_WAY,
-    LoadTask,
-    SaveTask,
+    DEFAULT_OPTIONS,
     TransferDone,
     TransferEvent,
     TransferLeased,
+    TransferOptions,
     TransferProgress,
-    Way,
+    load_task,
+    save_task,
 )
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.handlers.transfers import persistent
 from gms.ports import Tracer, Transfers
 from snapshot_shared.courier import Handler, OrderContext, Result
@@ -57,7 +57,7 @@ class GmsOrders:
 
     def __init__(
         self,
-        gms: Gms,
+        gms: MemoryServer,
         transfers: Transfers,
         tracer: Tracer,
         book: OrderBook,
@@ -65,7 +65,7 @@ class GmsOrders:
         socket_dir: Path,
         root: Path,
         metrics: Metrics = OFF,
-        way: Way = DEFAULT_WAY,
+        options: TransferOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Work on `gms`, with parts below the artifact root `root`, moved in this way."""
         self._gms = gms
@@ -75,10 +75,10 @@ class GmsOrders:
         self._root = str(root)
         self._book = book
         self._metrics = metrics
-        self._way = way
+        self._options = options
 
     def routes(self) -> dict[type[Order], Handler]:
-        """Give the handler of each type of order."""
+        """Return the handler of each type of order."""
         return {
             SaveOrder: self.save,
             LoadOrder: self.load,
@@ -91,23 +91,15 @@ class GmsOrders:
         """Write one device's fenced layout as a part: `leased`, then `staged`."""
         self._require_device(order.layout.device)
         self._book.require_current(f"capture-{order.content_uid}", order.attempt)
-        task = SaveTask(
+        task = save_task(
+            order,
+            self._options,
             socket_dir=self._socket_dir,
             root=self._root,
-            backend=self._way.backend,
-            object_storage=self._way.object_storage,
-            device=order.layout.device,
-            namespace=order.namespace,
-            content_uid=order.content_uid,
-            generation=order.attempt,
-            part=order.part,
             deadline_s=max(context.remaining_s(), 0.001),
             traceparent=current_traceparent(),
-            order=order.order,
             attempt=order.attempt,
             fence_token=order.fence_token,
-            layout=order.layout,
-            parent=order.parent,
             product=self._gms.devices[order.layout.device].info.product,
         )
         transfer = _Transfer(context, order.part, persistent(self._transfers, task))
@@ -130,25 +122,16 @@ class GmsOrders:
     async def load(self, order: LoadOrder, context: OrderContext) -> Result:
         """Read one part into a device, verified, and leave it hidden: `loaded`."""
         self._require_device(order.device)
-        artifact = order.artifact
-        task = LoadTask(
+        task = load_task(
+            order,
+            self._options,
             socket_dir=self._socket_dir,
             root=self._root,
-            backend=self._way.backend,
-            object_storage=self._way.object_storage,
-            device=order.device,
-            namespace=artifact.namespace,
-            content_uid=artifact.content_uid,
-            generation=artifact.generation,
-            part=order.part,
             deadline_s=max(context.remaining_s(), 0.001),
             traceparent=current_traceparent(),
             order=order.order,
             attempt=order.attempt,
-            part_digest=order.part_digest,
             load_token=order.load_token,
-            layout_id=order.layout_id,
-            structure_hash=order.structure_hash,
         )
         transfer = _Transfer(context, order.part, self._transfers.run(task))
 
@@ -197,7 +180,7 @@ class GmsOrders:
                 )
             else:
                 await self._gms.forget_when_unused(order.device, wait_s=UNUSED_S)
-            await self._gms.settled()
+            await self._gms.drained()
 
         await context.steps("drop", [Step("forget", forget, deadline_s=UNUSED_S + 10.0)])
         return {}
@@ -218,7 +201,7 @@ class GmsOrders:
                 self._gms.unfence(order.fence_token)
 
         table = [
-            # A full disk takes no tombstone, and nobody must have to wait for room on it.
+            # A full disk takes no tombstone, and an abort must not wait for room on it.
             Step("tombstone", tombstone, deadline_s=10.0, undo=compensate),
             Step("compensate", compensate, deadline_s=30.0),
         ]
@@ -235,12 +218,12 @@ class GmsOrders:
 
 
 def _log_moved(verb: str, part: str, done: TransferDone) -> None:
-    way = f", {done.moved} of them moved by {done.backend}" if done.backend else ""
-    log.info("%s of %s: %d bytes%s", verb, part, done.bytes, way)
+    how = f", {done.moved} of them moved by {done.backend}" if done.backend else ""
+    log.info("%s of %s: %d bytes%s", verb, part, done.bytes, how)
 
 
 class _Transfer:
-    """What a transfer process tells, taken in two stretches: until it is leased, until it is done.
+    """The events of a transfer process, in two steps: until it is leased, until it is done.
 
     The process begins with the first event that is asked for.
     """

@@ -1,4 +1,4 @@
-"""Frames of the lease socket, answered from the keeper."""
+"""Answers frames of the lease socket from the memory server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import TypeVar, assert_never
 
 from gms.domain.layout import Allocation
 from gms.domain.sessions import Peer, Session
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.ports import Answer, Device, Message, Tracer
-from snapshot_shared.errors import InvalidMessage
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     DESCRIPTORS_PER_MESSAGE,
     Access,
     Allocated,
@@ -38,6 +37,7 @@ from snapshot_shared.frames import (
     cost_of_allocation,
     cost_of_metadata,
 )
+from snapshot_shared.errors import InvalidMessage
 
 E = TypeVar("E")
 
@@ -45,7 +45,7 @@ E = TypeVar("E")
 class LeaseSessions:
     """Answers clients. Spans are recorded for sessions that belong to a trace."""
 
-    def __init__(self, gms: Gms, tracer: Tracer | None = None) -> None:
+    def __init__(self, gms: MemoryServer, tracer: Tracer | None = None) -> None:
         """Answer from `gms`."""
         self._gms = gms
         self._tracer = tracer
@@ -54,7 +54,7 @@ class LeaseSessions:
         with self._span("attach", request):
             if request.load_token is not None:
                 # A loader compares its needs with what is free, so that has to be final.
-                await self._gms.settled()
+                await self._gms.drained()
             return await self._gms.attach(request, peer)
 
     def describe(self, session: Session) -> Attached:
@@ -88,10 +88,10 @@ class LeaseSessions:
                 return self._export(session, request)
             case FreeMany():
                 self._gms.free(session, request.ids)
-                return iter([Message(Done())])
+                return _done()
             case MetadataPut():
                 self._gms.table.put_metadata(session, request.entries)
-                return iter([Message(Done())])
+                return _done()
             case MetadataGet():
                 return _metadata(
                     self._gms.table.get_metadata(session, request.keys, request.prefix or "")
@@ -99,7 +99,7 @@ class LeaseSessions:
             case ListAllocations():
                 return _allocations(self._gms.table.allocations(session), Allocations)
             case Commit():
-                return iter([Message(self._commit(session, request))])
+                return self._commit(session, request)
             case Attach() | AllocateMany() | Detach():
                 raise InvalidMessage(f"{type(request).__name__} cannot come here")
             case _:
@@ -111,16 +111,18 @@ class LeaseSessions:
     def process_ended(self, session: Session) -> None:
         self._gms.process_ended(session)
 
-    def _commit(self, session: Session, request: Commit) -> Committed:
+    def _commit(self, session: Session, request: Commit) -> Answer:
         with self._span("commit-layout", session.request):
-            ref = self._gms.commit(session, request)
-        return Committed(
-            incarnation=ref.incarnation,
-            generation=ref.generation,
-            layout_id=ref.layout_id,
-            structure_hash=ref.structure_hash,
-            bytes=ref.bytes,
-            hidden=request.hidden,
+            ref = yield from self._gms.commit(session, request)
+        yield Message(
+            Committed(
+                incarnation=ref.incarnation,
+                generation=ref.generation,
+                layout_id=ref.layout_id,
+                structure_hash=ref.structure_hash,
+                bytes=ref.bytes,
+                hidden=request.hidden,
+            )
         )
 
     def _export(self, session: Session, request: ExportMany) -> Answer:
@@ -151,6 +153,10 @@ class LeaseSessions:
         return self._tracer.span(name, parent=request.traceparent, attributes=attributes)
 
 
+def _done() -> Answer:
+    yield Message(Done())
+
+
 def _open_all(device: Device, allocations: Sequence[Allocation], access: Access) -> list[int]:
     message = Message(Done())
     try:
@@ -173,7 +179,7 @@ def _metadata(entries: Sequence[MetadataItem]) -> Answer:
 
 
 def _numbered(runs: Iterable[list[E]], message: Callable[..., Message]) -> Answer:
-    """Make a message of each run, which says the how manieth of how many it is."""
+    """Yield a numbered message for each run of entries."""
     known: list[list[E]] = []
     for run in runs:
         known.append(run)

@@ -1,7 +1,7 @@
-"""Saves and loads that were asked for over gRPC: streamed, and over when the call is.
+"""Saves and loads that were requested over gRPC: streamed, and ended with the call.
 
-What a capture or a restore needs comes as an order instead (`handlers.orders`). Here the caller is
-the journal: a call that is cancelled or fails leaves no process, no part and no layout.
+A capture or a restore sends orders instead (`handlers.orders`). There is no journal here: a call
+that is cancelled or fails leaves no process, no part and no layout.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from contextlib import aclosing
 from pathlib import Path
 
 from gms.domain.tasks import (
-    DEFAULT_WAY,
+    DEFAULT_OPTIONS,
     LoadTask,
     SaveTask,
     TransferDone,
     TransferEvent,
     TransferFailed,
     TransferLeased,
+    TransferOptions,
     TransferProgress,
-    Way,
 )
-from gms.handlers.keeper import Gms
+from gms.handlers.memory_server import MemoryServer
 from gms.ports import Transfers
 from snapshot_shared.artifact import part_path
 from snapshot_shared.errors import Conflict, Internal, NotEligible, TransferKilled
@@ -40,12 +40,12 @@ from snapshot_shared.orders import LayoutRef
 from snapshot_shared.tasks import in_thread, undisturbed
 from snapshot_shared.telemetry import current_traceparent
 
-_TELLS_S = 5.0
-"""How soon a transfer that holds its lock tells what it does, in seconds."""
+_FIRST_EVENT_S = 5.0
+"""How long a transfer that holds its lock may take until its next event, in seconds."""
 
 
 SAVES_AGAIN = 2
-"""How many times a save goes on after its process was killed."""
+"""How many times a save is resumed after its process was killed."""
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ class GmsTransfers:
 
     def __init__(
         self,
-        gms: Gms,
+        gms: MemoryServer,
         transfers: Transfers,
         *,
         socket_dir: Path,
         root: Path,
-        way: Way = DEFAULT_WAY,
+        options: TransferOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Work on `gms`; parts stand below the artifact root `root` unless a request names one.
 
@@ -70,7 +70,7 @@ class GmsTransfers:
         self._transfers = transfers
         self._socket_dir = str(socket_dir)
         self._root = str(root)
-        self._way = way
+        self._options = options
         self._saving: set[Path] = set()
 
     async def save(self, request: SaveRequest) -> AsyncGenerator[TransferUpdate, None]:
@@ -87,8 +87,7 @@ class GmsTransfers:
         root = request.root or self._root
         task = SaveTask(
             socket_dir=self._socket_dir,
-            backend=self._way.backend,
-            object_storage=self._way.object_storage,
+            **self._options._asdict(),
             root=root,
             device=request.device,
             namespace=request.namespace,
@@ -125,8 +124,7 @@ class GmsTransfers:
             return
         task = LoadTask(
             socket_dir=self._socket_dir,
-            backend=self._way.backend,
-            object_storage=self._way.object_storage,
+            **self._options._asdict(),
             root=request.root or self._root,
             device=request.device,
             namespace=request.namespace,
@@ -157,7 +155,7 @@ class GmsTransfers:
             raise
 
     def _committed(self, request: LoadRequest) -> LayoutRef | None:
-        """Give what is committed when it is what the load would publish: it is left alone."""
+        """Return the committed layout when it is the one to load; then nothing is loaded."""
         committed = self._gms.table.device(request.device).weights.committed
         if not request.publish or committed is None or committed.ref is None:
             return None
@@ -178,9 +176,9 @@ class GmsTransfers:
 async def persistent(
     transfers: Transfers, task: SaveTask | LoadTask
 ) -> AsyncGenerator[TransferEvent, None]:
-    """Run a transfer; one that saves goes on in a new process when its own is killed.
+    """Run a transfer; resume a save in a new process when its own is killed.
 
-    The fence holds meanwhile, so memory is still what it was. TransferKilled, the last time.
+    The fence holds meanwhile, so the memory is unchanged. TransferKilled after the last attempt.
     """
     again = SAVES_AGAIN if isinstance(task, SaveTask) else 0
     while True:
@@ -200,9 +198,9 @@ async def persistent(
 async def whole_or_nothing(
     transfers: Transfers, task: SaveTask | LoadTask
 ) -> AsyncGenerator[TransferEvent, None]:
-    """Run a transfer. When it is given up before its end, nothing of the part stays on disk.
+    """Run a transfer. When it is cancelled, nothing of the part stays on disk.
 
-    What fails by itself has tidied up; what was killed could not.
+    A transfer that fails removes its files itself; one that was killed cannot.
     """
     last: TransferEvent | None = None
     events = persistent(transfers, task)
@@ -222,8 +220,8 @@ async def whole_or_nothing(
             last = found
             yield last
     except (asyncio.CancelledError, GeneratorExit, TransferKilled):
-        # The first progress is told when the directory of the part is made. Whoever hangs up when
-        # all is done has what was asked for.
+        # The first progress event means that the directory of the part exists. After the last
+        # event the part is complete, and stays.
         await undisturbed(_ended(events, step))
         if isinstance(task, SaveTask) and isinstance(last, TransferProgress):
             await in_thread(_remove_part, task)
@@ -233,15 +231,15 @@ async def whole_or_nothing(
 async def _ended(
     events: AsyncGenerator[TransferEvent, None], step: asyncio.Future[TransferEvent | None] | None
 ) -> None:
-    """End a transfer process, whatever it was about to tell."""
+    """End a transfer process. Its last event is ignored."""
     if step is not None:
         await asyncio.wait([step])
     await events.aclose()
 
 
 async def _next(step: asyncio.Future[TransferEvent | None]) -> TransferEvent | None:
-    """Wait for what a process that holds its lock tells next: whether it has made a directory."""
-    await asyncio.wait([step], timeout=_TELLS_S)
+    """Return the next event of a process that holds its lock, None without one in time."""
+    await asyncio.wait([step], timeout=_FIRST_EVENT_S)
     return step.result() if step.done() and not step.exception() else None
 
 
@@ -267,4 +265,4 @@ def _update(event: TransferEvent, path: Path, published: LayoutRef | None = None
                 path=str(path),
             )
         case TransferFailed():
-            raise Internal("a failed transfer is raised, not told")
+            raise Internal("a failed transfer has no update: its error is raised")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from snapback_client.frames import error_of
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import (
     Failure,
@@ -31,7 +32,6 @@ from snapshot_shared.frames import (
     StatusRequest,
     UnfenceReply,
     UnfenceRequest,
-    error_of,
     grpc_method,
 )
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice

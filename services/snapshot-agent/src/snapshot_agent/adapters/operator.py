@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
+from snapback_client.frames import error_of
 from snapshot_shared import subjects
 from snapshot_shared.api import (
     FoundGeneration,
@@ -22,7 +23,6 @@ from snapshot_shared.api import (
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_json, encode_json
 from snapshot_shared.errors import BusUnavailable, Failure, NotFound
-from snapshot_shared.frames import error_of
 from snapshot_shared.ids import check_node
 from snapshot_shared.orders import PodRef
 

@@ -1,7 +1,7 @@
 """The memory table of a server: devices, sessions, layouts, generations and fences.
 
-Every method takes what happened, changes the table and returns the effects for the keeper to carry
-out; what cannot happen is raised and changes nothing. There is no clock, device or socket in here.
+Every method takes what happened, changes the table and returns the effects to carry out; an error
+changes nothing. There is no clock, device or socket here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TypeVar
 from msgspec import UNSET
 
 from gms.domain.device import DeviceTable, check_generation
-from gms.domain.fence import Fence, FenceBook, FenceEvent, Phase
-from gms.domain.layout import Allocation, Layout, aligned
-from gms.domain.locks import USES, LockEvent, Operation, Use, Verdict, Wish
+from gms.domain.fence import Fence, FenceBook, FenceEvent, FencePhase
+from gms.domain.layout import Allocation, Layout
+from gms.domain.locks import USES, LockDecision, LockEvent, LockRequest, Operation, Use
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -30,6 +30,17 @@ from gms.domain.sessions import (
     Waiter,
 )
 from gms.domain.shares import Shares
+from snapback_client.frames import (
+    Access,
+    AllocationInfo,
+    AllocationSpec,
+    Attach,
+    Commit,
+    LockMode,
+    MemoryDomain,
+    MetadataItem,
+    aligned,
+)
 from snapshot_shared.errors import (
     Fenced,
     Forbidden,
@@ -40,16 +51,6 @@ from snapshot_shared.errors import (
     StaleLayout,
     Superseded,
     UnknownDevice,
-)
-from snapshot_shared.frames import (
-    Access,
-    AllocationInfo,
-    AllocationSpec,
-    Attach,
-    Commit,
-    LockMode,
-    MemoryDomain,
-    MetadataItem,
 )
 from snapshot_shared.orders import LayoutRef
 
@@ -62,14 +63,14 @@ _REMEMBERED = 4096
 WAITING = {"all": 256, "pod": 128, "process": 32}
 """How many clients may wait for the locks of one device."""
 
-_WRITES = (Wish.WRITE, Wish.REPLACE, Wish.EITHER)
+_WRITES = (LockRequest.WRITE, LockRequest.REPLACE, LockRequest.EITHER)
 
 
 class MemoryTable:
     """All state that the server's answers depend on."""
 
     def __init__(self, incarnation: str, devices: Iterable[tuple[str, int]]) -> None:
-        """Begin empty. `devices` are (uuid, granularity in bytes)."""
+        """Start empty. `devices` are (uuid, granularity in bytes)."""
         self.incarnation = incarnation
         self.devices = {uuid: DeviceTable.empty(uuid, granularity) for uuid, granularity in devices}
         self.fences = FenceBook()
@@ -77,7 +78,7 @@ class MemoryTable:
         self._dropped: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def device(self, uuid: str) -> DeviceTable:
-        """Give a device's table. UnknownDevice."""
+        """Return a device's table. UnknownDevice."""
         try:
             return self.devices[uuid]
         except KeyError:
@@ -99,7 +100,7 @@ class MemoryTable:
         if request.fence_token is not None:
             return self._attach_save(device, waiter, request.fence_token)
         self._check_incarnation(device, room, request)
-        # Nobody who waits can go on because one more comes, so only that one is answered.
+        # One more waiter unblocks no other, so only the new one is answered.
         effects = device.answer(room, waiter, self.fences)
         if not effects:
             Shares(WAITING, "clients that wait", device.waiting).check(peer)
@@ -107,13 +108,13 @@ class MemoryTable:
         return effects
 
     def forget(self, ticket: int, device: str, domain: MemoryDomain) -> list[Effect]:
-        """Take a client that gave up waiting out of the queue."""
+        """Remove a client that stopped waiting from the queue."""
         table = self.device(device)
         room = table.rooms[domain]
         if ticket not in room.queue:
             return []
         room.dequeue(ticket)
-        return self._settle(table)
+        return self._advance(table)
 
     def end(self, session: Session, *, unmapped: bool) -> list[Effect]:
         """End a session. `unmapped`: it said that nothing is mapped any more."""
@@ -135,20 +136,20 @@ class MemoryTable:
         effects += device.release(layout)
         if session.role is Role.SAVE:
             effects += self._end_save(device, session, finished=unmapped)
-        return effects + self._settle(device)
+        return effects + self._advance(device)
 
     def importers_gone(self, session: Session) -> list[Effect]:
-        """Take note that the process of a lingering session has ended."""
+        """Handle the end of the process of a lingering session."""
         device, room = self._place(session)
         if device.lingering.pop(session.id, None) is None:
             return []
         room.vanished.pop(session.id, None)
-        return device.let_go(session) + self._settle(device)
+        return device.let_go(session) + self._advance(device)
 
     # What a session asks for.
 
     def check_allocate(self, session: Session, specs: Sequence[AllocationSpec]) -> list[int]:
-        """Give the aligned sizes to create. InvalidTransition, LayoutConflict."""
+        """Return the aligned sizes to create. InvalidTransition, LayoutConflict."""
         layout = self._use(session, Operation.ALLOCATE)
         layout.check_new(specs)
         device, _ = self._place(session)
@@ -171,7 +172,7 @@ class MemoryTable:
     def export(
         self, session: Session, ids: Sequence[str], access: Access
     ) -> tuple[list[Allocation], list[AllocationInfo]]:
-        """Give allocations to export; from now on the session counts as their importer."""
+        """Return allocations to export; the session counts as their importer from here on."""
         operation = Operation.EXPORT_RW if access is Access.RW else Operation.EXPORT_RO
         layout = self._use(session, operation)
         found = layout.find(ids)
@@ -201,22 +202,31 @@ class MemoryTable:
         """List the session's layout."""
         return self._use(session, Operation.LIST).infos()
 
-    def commit(self, session: Session, request: Commit) -> tuple[LayoutRef, list[Effect]]:
-        """Publish the layout being written, or stage it hidden. Generation 0 means hidden."""
-        operation = Operation.COMMIT_HIDDEN if request.hidden else Operation.COMMIT
-        layout = self._use(session, operation)
+    def check_commit(self, session: Session, request: Commit) -> Layout:
+        """Return the layout that would be committed. InvalidTransition, GenerationMismatch."""
+        layout = self._use(session, _commit_of(request))
         device, room = self._place(session)
         self._check_commit(device, session, layout, request)
         check_generation(request.if_match, room.generation)
-        shape = layout.structure_hash()
-        session.use = USES.next(session.use, operation)
+        return layout
+
+    def commit(
+        self, session: Session, request: Commit, shape: str
+    ) -> tuple[LayoutRef, list[Effect]]:
+        """Publish the layout being written, or stage it hidden. Generation 0 means hidden.
+
+        `shape` is its structure hash.
+        """
+        layout = self.check_commit(session, request)
+        device, room = self._place(session)
+        session.use = USES.next(session.use, _commit_of(request))
         if request.hidden:
             return self._stage(device, session, layout, request, shape), []
         room.move(LockEvent.COMMIT)
         room.writer = None
         room.readers[session.id] = session
         ref, effects = device.install(self.incarnation, layout, request.layout_id, shape)
-        return ref, effects + self._settle(device)
+        return ref, effects + self._advance(device)
 
     # What the node's orders ask for.
 
@@ -237,17 +247,17 @@ class MemoryTable:
             self.incarnation, hidden.layout, hidden.layout_id, hidden.structure_hash
         )
         _remember(self._published, (uuid, load_token), ref)
-        return ref, effects + self._settle(device)
+        return ref, effects + self._advance(device)
 
     def drop_hidden(self, uuid: str, load_token: str) -> list[Effect]:
         """Forget what a load left hidden, and refuse the token from now on.
 
-        What was published under it is freed too when it is still committed and nobody uses it.
+        What was published under it is freed too when it is still committed and not in use.
         """
         device = self.device(uuid)
         _remember(self._dropped, (uuid, load_token), None)
         if hidden := device.hidden.pop(load_token, None):
-            return device.release(hidden.layout) + self._settle(device)
+            return device.release(hidden.layout) + self._advance(device)
         published = self._published.get((uuid, load_token))
         if published is None or device.weights.committed is None:
             return []
@@ -275,28 +285,28 @@ class MemoryTable:
             )
         device.weights.move(LockEvent.DROP)
         device.weights.committed = None
-        return True, device.release(layout) + self._settle(device)
+        return True, device.release(layout) + self._advance(device)
 
     def loaded(self, uuid: str, load_token: str) -> Hidden | LayoutRef | None:
-        """Give what became of a load: hidden, published or unknown."""
+        """Return the outcome of a load: hidden, published or None."""
         return self.device(uuid).hidden.get(load_token) or self._published.get((uuid, load_token))
 
     # Fences.
 
     def fence(self, token: str, devices: tuple[str, ...]) -> list[Effect]:
-        """Ask for a fence, or again for one that is held. LayoutConflict, Superseded."""
+        """Request a fence, which may be held already. LayoutConflict, Superseded."""
         tables = [self.device(uuid) for uuid in devices]
         fence = self.fences.begin(token, devices)
         if not fence.is_pending:
             return [FenceHeld(token, tuple(fence.vector))]
-        return self._settle(tables[0])
+        return self._advance(tables[0])
 
     def end_fence(self, token: str) -> list[Effect]:
         """End a fence: asked for, at its deadline, or because waiting took too long."""
         fence = self.fences.end(token)
         if fence is None:
             return []
-        return [FenceEnded(token), *self._settle_all(fence)]
+        return [FenceEnded(token), *self._advance_all(fence)]
 
     def blockers(self, token: str) -> list[str]:
         """Name the sessions that a pending fence waits for."""
@@ -338,23 +348,24 @@ class MemoryTable:
             )
 
     def _check_incarnation(self, device: DeviceTable, room: Room, request: Attach) -> None:
-        """Refuse a reader whose layout is lost with an earlier server. StaleLayout names both.
+        """Raise StaleLayout for a reader whose layout was lost with an earlier server.
 
-        Which server that was a restored one does not know.
-
-        Whoever writes or loads may bring the layout back: that is worth waiting for.
+        A restored reader does not know which server that was. A writer or a load may bring the
+        layout back, so the reader then waits.
         """
         known = request.incarnation
         if known in (UNSET, self.incarnation) or request.lock is not LockMode.RO:
             return
         is_coming = (
-            room.writer or device.hidden or any(w.wish in _WRITES for w in room.queue.values())
+            room.writer
+            or device.hidden
+            or any(w.lock_request in _WRITES for w in room.queue.values())
         )
         if room.committed is None and not is_coming:
             before = f"by incarnation {known}" if known else "elsewhere or by an earlier one"
             raise StaleLayout(
                 f"{device.uuid} was served {before}, now by incarnation {self.incarnation}: the "
-                "layout is lost, and nobody loads one",
+                "layout is lost, and no client loads one",
                 next_step="close this pool, connect again and load the weights",
                 expected=known,
                 found=self.incarnation,
@@ -362,8 +373,10 @@ class MemoryTable:
 
     def _attach_save(self, device: DeviceTable, waiter: Waiter, token: str) -> list[Effect]:
         fence = self.fences.active.get(token)
-        phase = Phase.ENDED if fence is None else fence.phases.get(device.uuid, Phase.ENDED)
-        if fence is None or phase not in (Phase.HELD, Phase.LEASED):
+        phase = (
+            FencePhase.ENDED if fence is None else fence.phases.get(device.uuid, FencePhase.ENDED)
+        )
+        if fence is None or phase not in (FencePhase.HELD, FencePhase.LEASED):
             raise NotFound(
                 f"no fence with this token is held on {device.uuid}: the capture was aborted, ran "
                 "out of time, or the GPU memory service was restarted and its memory is lost",
@@ -373,19 +386,19 @@ class MemoryTable:
             )
         if device.uuid in fence.savers:
             raise LayoutConflict(f"{device.uuid} is being saved already", device=device.uuid)
-        granted = device.grant(waiter, Verdict.READ)
+        granted = device.grant(waiter, LockDecision.READ)
         fence.move(device.uuid, FenceEvent.LEASED)
         fence.savers[device.uuid] = waiter.ticket
-        return [*granted, *self._settle(device)]
+        return [*granted, *self._advance(device)]
 
     def _end_save(self, device: DeviceTable, session: Session, *, finished: bool) -> list[Effect]:
         fence = self.fences.active.get(session.request.fence_token or "")
         if fence is None or fence.savers.pop(device.uuid, None) is None:
             return []
-        if fence.phases[device.uuid] is Phase.ENDED:
+        if fence.phases[device.uuid] is FencePhase.ENDED:
             return []
         fence.move(device.uuid, FenceEvent.SAVED if finished else FenceEvent.SAVE_LOST)
-        return [FenceEnded(fence.token)] if self.fences.settle(fence) else []
+        return [FenceEnded(fence.token)] if self.fences.finish(fence) else []
 
     def _check_commit(
         self, device: DeviceTable, session: Session, layout: Layout, request: Commit
@@ -393,7 +406,7 @@ class MemoryTable:
         if session.request.domain is MemoryDomain.KV:
             raise Forbidden("the kv domain is never committed")
         if request.hidden != (session.role is Role.LOAD):
-            raise InvalidMessage("a loader commits hidden, and nobody else does")
+            raise InvalidMessage("a loader commits hidden, and no other client does")
         if not layout.allocations:
             raise NotEligible("the layout has no allocations")
         if request.hidden and not request.layout_id:
@@ -411,17 +424,17 @@ class MemoryTable:
         )
         return device.ref(self.incarnation, layout, layout_id, shape)
 
-    def _settle(self, device: DeviceTable) -> list[Effect]:
-        """Let happen what has become possible on a device."""
-        effects = self._settle_fence(device)
+    def _advance(self, device: DeviceTable) -> list[Effect]:
+        """Return the effects of everything that has become possible on a device."""
+        effects = self._advance_fence(device)
         for room in device.rooms.values():
             effects += device.serve(room, self.fences)
         return effects
 
-    def _settle_all(self, fence: Fence) -> list[Effect]:
-        return [effect for uuid in fence.devices for effect in self._settle(self.devices[uuid])]
+    def _advance_all(self, fence: Fence) -> list[Effect]:
+        return [effect for uuid in fence.devices for effect in self._advance(self.devices[uuid])]
 
-    def _settle_fence(self, device: DeviceTable) -> list[Effect]:
+    def _advance_fence(self, device: DeviceTable) -> list[Effect]:
         fence = self.fences.on(device.uuid)
         if fence is None or not fence.is_pending:
             return []
@@ -433,11 +446,15 @@ class MemoryTable:
             empty = next(table.uuid for table in tables if not table.weights.committed)
             self.fences.end(fence.token)
             error = NotEligible(f"nothing is committed on {empty}", device=empty)
-            return [FenceRefused(fence.token, error), *self._settle_all(fence)]
+            return [FenceRefused(fence.token, error), *self._advance_all(fence)]
         for table in tables:
             fence.move(table.uuid, FenceEvent.DRAINED)
         fence.vector = [ref for ref in vector if ref is not None]
         return [FenceHeld(fence.token, tuple(fence.vector))]
+
+
+def _commit_of(request: Commit) -> Operation:
+    return Operation.COMMIT_HIDDEN if request.hidden else Operation.COMMIT
 
 
 def _remember(book: OrderedDict[K, V], key: K, value: V) -> None:

@@ -1,21 +1,4 @@
-"""GPU memory for an engine: arrays that other processes share, that sleep, and that wake in place.
-
-    from gms import client
-
-    with client.connect(device=0, lock="RW") as weights:
-        table = weights.allocate("embedding", (50_000, 512), "float32")
-        table[:] = read_from_disk()
-        weights.commit()         # readers may come; our own views are read-only from here on
-        ...
-        weights.sleep()          # nothing of ours is mapped, open or running
-        weights.wake()           # the same arrays at the same addresses
-
-While a pool sleeps its arrays must not be touched: the process would end with SIGSEGV, as CUDA
-would fault. After `wake` they are valid again. Needs only the standard library, numpy and msgspec.
-
-Arrays of a simulated device are numpy's. Those of a CUDA device (extra `cuda`) are `CudaArray`s:
-`set` fills and `get` copies them, and CuPy, Numba and PyTorch (`gms.torch`) work on them in place.
-"""
+"""A pool: named arrays in the memory of one device, and its life from connect to close."""
 
 from __future__ import annotations
 
@@ -24,30 +7,20 @@ import os
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import UNSET, UnsetType
-from numpy.typing import DTypeLike
 
-from gms.arena import DOMAIN_BYTES, AddressRange, AddressTaken, address_of, reserve
-from gms.domain.layout import aligned
-from gms.lease import Lease
-from gms.slots import PoolState, Slot, metadata_of, new_slots, read_state, slots_of, write_state
-from snapshot_shared.errors import (
-    DeadlineExceeded,
-    Fenced,
-    GenerationMismatch,
+from snapback_client.errors import (
     Incompatible,
     InvalidInput,
-    LayoutConflict,
     NotEligible,
     NotFound,
-    OutOfDeviceMemory,
     SnapbackError,
     StaleLayout,
     UnknownDevice,
 )
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     Access,
     AllocationSpec,
     Attach,
@@ -56,28 +29,26 @@ from snapshot_shared.frames import (
     LockMode,
     MemoryDomain,
     MetadataItem,
+    aligned,
+)
+from snapback_client.lease import Lease
+from snapback_client.mappings import AddressRange
+from snapback_client.reservation import DOMAIN_BYTES, address_of, reserve
+from snapback_client.slots import (
+    PoolState,
+    Slot,
+    metadata_of,
+    new_slots,
+    read_state,
+    slots_of,
+    write_state,
 )
 
-__all__ = [
-    "AddressTaken",
-    "DeadlineExceeded",
-    "Fenced",
-    "GenerationMismatch",
-    "GenerationRef",
-    "LayoutConflict",
-    "MemoryPool",
-    "NotEligible",
-    "NotFound",
-    "OutOfDeviceMemory",
-    "SnapbackError",
-    "StaleLayout",
-    "UnknownDevice",
-    "connect",
-    "restore",
-]
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 Array = Any
-"""`numpy.ndarray`, or on a CUDA device `gms.adapters.cuda.CudaArray`."""
+"""`numpy.ndarray`, or on a CUDA device `snapback_client.cuda.CudaArray`."""
 
 Shape = int | Sequence[int]
 
@@ -127,7 +98,7 @@ def restore(
     """Open a pool from `save_state()` of another process: same arrays, same addresses.
 
     `device` is the ordinal of the saved pool unless given. StaleLayout when something else is
-    committed there, and at once when nothing is and nobody loads or writes it: `await_layout`
+    committed there, and at once when nothing is and no client loads or writes it: `await_layout`
     waits for that, too. AddressTaken when this process uses the addresses.
     """
     pool = MemoryPool.from_state(state, device=device, name=name, socket_dir=socket_dir)
@@ -161,7 +132,7 @@ class MemoryPool:
         self._folder = _folder(socket_dir)
         self._slots: dict[str, Slot] = {}
         self._arrays: dict[str, Array] = {}
-        self._arena: AddressRange | None = None
+        self._reservation: AddressRange | None = None
         self._lease: Lease | None = None
         self._mode = _Mode.CLOSED
         self._end = 0
@@ -186,7 +157,7 @@ class MemoryPool:
         pool.layout_id, pool.structure_hash = saved.layout_id, saved.structure_hash
         pool._slots = {slot.name: slot for slot in saved.slots}
         pool._end = max((slot.at + slot.aligned for slot in saved.slots), default=0)
-        pool._arena = reserve(
+        pool._reservation = reserve(
             saved.device_kind, pool.device, saved.reserved, address=saved.address, exact=True
         )
         pool._mode = _Mode.ASLEEP
@@ -219,7 +190,7 @@ class MemoryPool:
         return {slot.name: self._arrays[slot.name] for slot in slots}
 
     def free(self, name: str) -> None:
-        """Give an array back before the commit; it must not be used any more."""
+        """Free an array before the commit; it must not be used any more."""
         self._require(_Mode.WRITING)
         slot = self._slot(name)
         self._range.unmap(slot.at, slot.aligned)
@@ -227,16 +198,16 @@ class MemoryPool:
         del self._slots[name], self._arrays[name]
 
     def arrays(self) -> dict[str, Array]:
-        """Give every array by name."""
+        """Return every array by name."""
         self._require(_Mode.WRITING, _Mode.READING)
         return dict(self._arrays)
 
     def address(self, name: str) -> int:
-        """Give where an array begins, in the address space of its device. NotFound."""
+        """Return the address of an array, in the address space of its device. NotFound."""
         return self._range.address + self._slot(name).at
 
     def sizes(self) -> dict[str, int]:
-        """Give the bytes of every array by name."""
+        """Return the bytes of every array by name."""
         return {slot.name: slot.size for slot in self._slots.values()}
 
     def metadata(self, prefix: str = "") -> list[MetadataItem]:
@@ -250,7 +221,7 @@ class MemoryPool:
         return self._range.kind
 
     def __getitem__(self, name: str) -> Array:
-        """Give one array. NotFound."""
+        """Return one array. NotFound."""
         self._require(_Mode.WRITING, _Mode.READING)
         self._slot(name)
         return self._arrays[name]
@@ -267,7 +238,7 @@ class MemoryPool:
         GenerationMismatch when something else was committed meanwhile.
         """
         self._require(_Mode.WRITING)
-        # Before the publication: nobody may see bytes change that are committed.
+        # Before the publication: committed bytes must not change any more.
         self._protect(writable=False)
         try:
             self._held.put_metadata([*metadata_of(self._slots.values()), *metadata])
@@ -281,7 +252,7 @@ class MemoryPool:
         return self.generation
 
     def sleep(self) -> None:
-        """Let go of the device: no mapping, import, socket or descriptor of ours remains.
+        """Unmap and close everything: no mapping, import, socket or descriptor remains.
 
         The addresses stay reserved. Weights that are not committed cannot sleep: NotEligible.
         """
@@ -293,7 +264,7 @@ class MemoryPool:
         """Map everything again at the same addresses.
 
         StaleLayout, with both values, when another layout is committed now, and at once when the
-        service was restarted meanwhile and nobody loads one; the pool still sleeps. A pool of
+        service was restarted meanwhile and no client loads one; the pool still sleeps. A pool of
         another process does not know who served it; `await_layout` says whether it waits then.
         """
         self._require(_Mode.ASLEEP)
@@ -315,7 +286,7 @@ class MemoryPool:
         self._mode = _Mode.READING if self._is_weights else _Mode.WRITING
 
     def save_state(self) -> bytes:
-        """Give what `restore` needs in another process. Weights must be committed."""
+        """Return the state for `restore` in another process. Weights must be committed."""
         if self._is_weights:
             self._require(_Mode.READING, _Mode.ASLEEP)
         else:
@@ -334,12 +305,12 @@ class MemoryPool:
         )
 
     def close(self) -> None:
-        """Give everything back, also what was not committed. The arrays must not be used."""
+        """Release everything, also what was not committed. The arrays must not be used."""
         if self._mode in (_Mode.WRITING, _Mode.READING):
             self._let_go()
-        if self._arena is not None:
-            self._arena.release()
-            self._arena = None
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
         self._arrays.clear()
         self._mode = _Mode.CLOSED
 
@@ -374,11 +345,13 @@ class MemoryPool:
                 found = slots_of(self._lease.allocations(), self._lease.metadata())
                 self._slots = {slot.name: slot for slot in found}
                 self._end = max((slot.at + slot.aligned for slot in found), default=0)
-            # Addresses are never used twice, so freed ones must not run out.
+            # The offsets of freed arrays are not used again, so leave room for four capacities.
             wanted = aligned(max(4 * attached.capacity, self._end), attached.granularity)
             reserved = min(DOMAIN_BYTES, wanted)
             address = address_of(self._ordinal, is_kv=not self._is_weights)
-            self._arena = reserve(attached.device_kind, self.device, reserved, address=address)
+            self._reservation = reserve(
+                attached.device_kind, self.device, reserved, address=address
+            )
             if is_reader:
                 self._map(list(self._slots.values()), Access.RO)
         except BaseException:
@@ -412,6 +385,7 @@ class MemoryPool:
     def _create(self, slots: Sequence[Slot]) -> None:
         specs = [AllocationSpec(id=slot.name, size=slot.size, tag="array") for slot in slots]
         self._held.allocate(specs)
+        # The service does not know which arrays this process has mapped: undo all after an error.
         try:
             self._map(slots, Access.RW)
             for slot in slots:
@@ -446,19 +420,19 @@ class MemoryPool:
             self._arrays[slot.name].flags.writeable = writable
 
     def _let_go(self) -> None:
-        """Unmap, and only then tell the service that everything is unmapped."""
+        """Unmap everything, and only then detach."""
         lease, self._lease = self._lease, None
         try:
-            if self._arena is not None:
-                self._arena.unmap()
+            if self._reservation is not None:
+                self._reservation.unmap()
         except BaseException:
-            # A device that failed may have something mapped yet: the service must count it on.
+            # Something may still be mapped: without Detach the service keeps it charged.
             if lease is not None:
                 lease.close()
             raise
         if lease is not None:
             with contextlib.suppress(SnapbackError):
-                # A service that is gone holds nothing of ours; the lease is closed either way.
+                # A service that has ended charges nothing; the lease is closed either way.
                 lease.detach()
 
     def _check_same(self, attached: Attached) -> None:
@@ -510,9 +484,9 @@ class MemoryPool:
 
     @property
     def _range(self) -> AddressRange:
-        if self._arena is None:
+        if self._reservation is None:
             raise NotEligible("the pool is closed")
-        return self._arena
+        return self._reservation
 
     @property
     def _granularity(self) -> int:
@@ -536,7 +510,7 @@ def _folder(socket_dir: str | None) -> str:
 
 
 def _resolve(device: int | str) -> tuple[str, int]:
-    """Give uuid and ordinal. A uuid that is not in the list of visible devices has ordinal 0."""
+    """Return uuid and ordinal. A uuid that is not in the list of visible devices has ordinal 0."""
     visible = [each.strip() for each in os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
     if isinstance(device, str):
         return device, visible.index(device) if device in visible else 0

@@ -12,9 +12,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from snapshot_shared.codec import MAX_FRAME_BYTES
-from snapshot_shared.errors import InvalidMessage
-from snapshot_shared.frames import DESCRIPTORS_PER_MESSAGE
+from snapback_client.codec import MAX_FRAME_BYTES
+from snapback_client.errors import InvalidMessage
+from snapback_client.frames import DESCRIPTORS_PER_MESSAGE
 
 _ITEM = array.array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE * _ITEM)
@@ -25,14 +25,15 @@ class Inbox:
     """Receives messages into one reused buffer."""
 
     def __init__(self) -> None:
-        """Make the buffer, one byte longer than a frame so that a longer one shows."""
+        """Allocate the buffer, one byte longer than a frame to detect longer ones."""
         self._buffer = bytearray(MAX_FRAME_BYTES + 1)
 
     def receive(self, sock: socket.socket) -> tuple[bytes, list[int]]:
-        """Give one message and its descriptors; no bytes at all when the other end is gone.
+        """Return one message and its descriptors; no bytes when the peer has hung up.
 
         BlockingIOError and TimeoutError as the socket raises them. InvalidMessage.
         """
+        # Without CLOEXEC a program that another thread starts would inherit the descriptors.
         size, ancillary, flags, _ = sock.recvmsg_into(
             [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
         )
@@ -49,17 +50,18 @@ def send(sock: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> N
     if descriptors:
         rights = array.array("i", descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+    # A closed peer is then EPIPE and not SIGPIPE, which would end an engine.
     sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 
 def prepare(sock: socket.socket) -> None:
-    """Make room for the largest frame, as far as the kernel lets us."""
+    """Enlarge the send buffer to the largest frame, as far as the kernel allows."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors that nobody will use."""
+    """Close descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 

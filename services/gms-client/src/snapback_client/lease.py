@@ -1,7 +1,7 @@
 """A session with GMS over its lease socket: the client's half of the protocol.
 
 Needs only the standard library and msgspec, because engines and transfer programs start with it.
-The open socket is the lock: whoever holds a `Lease` holds what it was granted.
+The open socket is the lock: it is held as long as the `Lease` is open.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import NoReturn, TypeVar
 
 from msgspec import UNSET
 
-from gms.wire import Inbox, close_all, prepare, send
-from snapshot_shared.errors import (
+from snapback_client.errors import (
     Aborted,
     DeadlineExceeded,
     Forbidden,
@@ -24,7 +23,7 @@ from snapshot_shared.errors import (
     NotFound,
     SnapbackError,
 )
-from snapshot_shared.frames import (
+from snapback_client.frames import (
     LEASE_SOCKET,
     Access,
     Allocated,
@@ -57,6 +56,7 @@ from snapshot_shared.frames import (
     encode_frame,
     error_of,
 )
+from snapback_client.wire import Inbox, close_all, prepare, send
 
 CALL_S = 120.0
 """How long an answer may take once the lock is held, in seconds. Making memory takes time."""
@@ -95,7 +95,7 @@ class Lease:
 
     @property
     def attached(self) -> Attached:
-        """What the server said when it granted the lock."""
+        """The reply that granted the lock."""
         if self._attached is None:
             raise NotEligible("the lock is not granted yet")
         return self._attached
@@ -111,6 +111,7 @@ class Lease:
                 for part in self._parts(request, Allocated, CALL_S + wait_s):
                     made += part.allocations
         except BaseException:
+            # Batches before the one that failed: the caller is promised all or none.
             with contextlib.suppress(Exception):
                 self.free([info.id for info in made])
             raise
@@ -125,7 +126,7 @@ class Lease:
     def export(
         self, ids: Sequence[str], access: Access
     ) -> Iterator[list[tuple[AllocationInfo, int]]]:
-        """Give (allocation, descriptor) in runs; descriptors are closed when the next run begins.
+        """Yield (allocation, descriptor) in runs; descriptors are closed with the next run.
 
         Only one run is open at a time, so the number of descriptors stays small.
         """
@@ -148,7 +149,7 @@ class Lease:
                 finally:
                     close_all(descriptors)
         finally:
-            # A caller that stops early must not find old answers before the next one.
+            # After an early stop the rest must not be taken for the next reply.
             while not is_last:
                 reply, descriptors = self._receive(CALL_S)
                 close_all(descriptors)
@@ -182,14 +183,14 @@ class Lease:
         return self._call(request, Committed)
 
     def detach(self) -> None:
-        """Say that nothing is mapped any more, and end the session."""
+        """Report that nothing is mapped any more, and end the session."""
         try:
             self._call(Detach(), Done)
         finally:
             self.close()
 
     def close(self) -> None:
-        """End the session without a word: what it imported counts until the process ends."""
+        """Close the socket only: what was imported stays charged until the process ends."""
         self._socket.close()
 
     def _parts(self, request: Request, kind: type[P], timeout: float = CALL_S) -> Iterator[P]:
@@ -210,6 +211,7 @@ class Lease:
 
     def _send(self, request: Request) -> None:
         try:
+            # A server that does not read must not block the engine indefinitely.
             self._socket.settimeout(CALL_S)
             send(self._socket, encode_frame(request))
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -219,7 +221,7 @@ class Lease:
             raise _lost(error) from error
 
     def _explain(self, error: OSError) -> NoReturn:
-        """Raise what the server said before it closed the connection, if it said anything."""
+        """Raise the error that the server sent before it closed the connection, if any."""
         reply: Reply | None = None
         with contextlib.suppress(OSError, InvalidMessage):
             data, descriptors = self._inbox.receive(self._socket)
@@ -240,7 +242,7 @@ class Lease:
                 f"the GPU memory service did not answer in {timeout:.1f} s", budget_s=timeout
             ) from None
         except ConnectionResetError as error:
-            # The kernel reports the reset first and keeps what was sent before it.
+            # The kernel reports the reset before what was received earlier.
             self._explain(error)
         except OSError as error:
             self.close()

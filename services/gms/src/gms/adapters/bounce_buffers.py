@@ -1,8 +1,8 @@
-"""Lets every transfer backend move memory that only a device addresses.
+"""Transfers of memory that only a device addresses, through bounce buffers of the host.
 
-A backend knows memory of the host alone. Here each of a few lanes has a window of it and an order
-of copies of its own: while one lane's window goes to or comes from the files, another's goes to or
-comes from the device.
+A backend moves host memory only. Each of a few streams has a pinned buffer and copies between it
+and the device, so that one buffer moves to or from the files while another moves to or from the
+device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
-from gms.adapters.posix import digest_in_memory
+from gms.adapters.buffers import digest_in_memory
 from gms.domain.transfer import PADDING, ChunkPlan, FilePlan, Piece, runs_of
 from gms.ports import (
     Advance,
@@ -32,20 +32,20 @@ from gms.ports import (
 from snapshot_shared.artifact import MAX_CHUNK_BYTES, FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput
 
-WINDOW = MAX_CHUNK_BYTES
+BUFFER_BYTES = MAX_CHUNK_BYTES
 """The longest file that can be written and the most that is read at a time, in bytes."""
 
-LANES = 2
+STREAMS = 2
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Windowed:
-    """A transfer backend for the memory of one layout; the buffers it is handed are not used.
+class BounceBuffered:
+    """A transfer backend for the memory of one layout; it ignores the `buffers` argument.
 
-    Besides what the backend takes, it takes `LANES` windows of pinned memory. Use it as a context
-    manager: they are given back at the end.
+    Besides what the backend takes, it takes `STREAMS` buffers of pinned memory, which are released
+    when the context manager ends.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Windowed:
         `size` are the bytes of `memory`, allocations on whole pages: no file is longer.
         """
         # Memory takes long to pin, and a small layout needs little of it.
-        self._window = min(WINDOW, size)
+        self._size = min(BUFFER_BYTES, size)
         self._backend = backend
         self._memory = memory
         self._places = places
-        self._idle: list[_Lane] = []
-        self._lanes: list[_Lane] = []
+        self._idle: list[_Stream] = []
+        self._streams: list[_Stream] = []
 
     def write_files(
         self,
@@ -84,14 +84,14 @@ class Windowed:
         advance: Advance,
         notes: ChunkNotes,
     ) -> Moved:
-        """Go on with a save where the backend can; elsewhere write all of it."""
+        """Resume a save where the backend can; write all of it elsewhere."""
         if not isinstance(self._backend, ResumableBackend):
             return self.write_files(directory, plans, buffers, threads=threads, advance=advance)
         write = functools.partial(self._backend.write_missing, notes=notes)
         return self._write(write, directory, plans, threads, advance)
 
     def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
-        """Have the backend copy what is the same, where it can."""
+        """Let later writes copy equal chunks within the storage, where the backend can."""
         if isinstance(self._backend, CopyingBackend):
             self._backend.take_from(prefix, files)
 
@@ -103,21 +103,21 @@ class Windowed:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        lanes, each = _share(threads)
+        streams, each = _share(threads)
         for plan in plans:
-            if plan.size > self._window:
+            if plan.size > self._size:
                 raise InvalidInput(
-                    f"{plan.name} would have {plan.size} bytes, a window has {self._window}",
-                    next_step="make shards no longer than a window",
+                    f"{plan.name} would have {plan.size} bytes, a buffer has {self._size}",
+                    next_step="make shards no longer than a buffer",
                 )
 
         def write(plan: FilePlan) -> Moved:
-            with self._lane() as lane:
-                view = lane.fetch(plan.chunks)
-                windowed = replace(plan, chunks=_in_one(plan.chunks))
-                return write_files(directory, [windowed], [view], threads=each, advance=advance)
+            with self._stream() as stream:
+                view = stream.fetch(plan.chunks)
+                single = replace(plan, chunks=_in_one(plan.chunks))
+                return write_files(directory, [single], [view], threads=each, advance=advance)
 
-        found = _in_lanes(write, plans, lanes)
+        found = _in_streams(write, plans, streams)
         return self._moved(found, [entry for moved in found for entry in moved.files])
 
     def read_files(
@@ -130,56 +130,56 @@ class Windowed:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        lanes, each = _share(threads)
+        streams, each = _share(threads)
 
         def read(item: tuple[FilePlan, FileEntry, Sequence[ChunkPlan]]) -> Moved:
             plan, entry, chunks = item
-            with self._lane() as lane:
-                view = lane.cleared(sum(chunk.size for chunk in chunks))
-                windowed = replace(plan, chunks=_in_one(chunks))
+            with self._stream() as stream:
+                view = stream.cleared(sum(chunk.size for chunk in chunks))
+                single = replace(plan, chunks=_in_one(chunks))
                 moved = self._backend.read_files(
-                    directory, [windowed], [entry], [view], threads=each, advance=advance
+                    directory, [single], [entry], [view], threads=each, advance=advance
                 )
-                lane.bring(chunks)
+                stream.bring(chunks)
                 return moved
 
         items = [
             (plan, entry, run)
             for plan, entry in zip(plans, entries, strict=True)
-            for run in runs_of(plan.chunks, self._window)
+            for run in runs_of(plan.chunks, self._size)
         ]
         for plan, _, (chunk, *_) in items:
-            if chunk.size > self._window:
+            if chunk.size > self._size:
                 raise ArtifactCorrupt(
                     f"chunk {chunk.index} of {plan.name} is longer than all of the memory",
                     file=plan.name,
                     chunk=chunk.index,
                 )
-        return self._moved(_in_lanes(read, items, lanes), [])
+        return self._moved(_in_streams(read, items, streams), [])
 
     def digest_of(self, chunk: ChunkPlan) -> str:
-        """Give the digest that a chunk has when it is written."""
-        with self._lane() as lane:
-            (windowed,) = _in_one([chunk])
-            return digest_in_memory(windowed, [lane.fetch([chunk])])
+        """Return the digest that a chunk has when it is written."""
+        with self._stream() as stream:
+            (single,) = _in_one([chunk])
+            return digest_in_memory(single, [stream.fetch([chunk])])
 
     @contextlib.contextmanager
-    def _lane(self) -> Iterator[_Lane]:
+    def _stream(self) -> Iterator[_Stream]:
         # A thread holds one at most, so that there are never more of them than threads.
         try:
-            lane = self._idle.pop()
+            stream = self._idle.pop()
         except IndexError:
-            lane = _Lane(self._memory.copier(self._window), self._places)
-            self._lanes.append(lane)
+            stream = _Stream(self._memory.copier(self._size), self._places)
+            self._streams.append(stream)
         try:
-            yield lane
+            yield stream
         finally:
-            # Whatever failed: nothing may be copied from or to a window that is used again.
-            lane.copier.flush()
-            self._idle.append(lane)
+            # Also after an error: no copy may be in progress in a buffer that is used again.
+            stream.copier.flush()
+            self._idle.append(stream)
 
     def _moved(self, found: Sequence[Moved], files: list[FileEntry]) -> Moved:
-        # A backend that has to take a simpler way for one file says so.
+        # A backend may fall back to another for single files; the name reports each.
         ways = {moved.backend for moved in found if moved.bytes} or {m.backend for m in found}
         return Moved(
             backend="+".join(sorted(ways)), bytes=sum(moved.bytes for moved in found), files=files
@@ -194,12 +194,12 @@ class Windowed:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for lane in self._lanes:
-            lane.copier.close()
+        for stream in self._streams:
+            stream.copier.close()
 
 
-class _Lane:
-    """A window, and what is copied between it and the device."""
+class _Stream:
+    """A pinned buffer, and the copies between it and the device."""
 
     def __init__(self, copier: Copier, places: Sequence[int]) -> None:
         self.copier = copier
@@ -208,7 +208,7 @@ class _Lane:
     def fetch(self, chunks: Sequence[ChunkPlan]) -> memoryview:
         """Copy chunks out of the device, one after another, with zeros for padding."""
         size = sum(chunk.size for chunk in chunks)
-        view = self.copier.window[:size]
+        view = self.copier.buffer[:size]
         at = 0
         for piece in (piece for chunk in chunks for piece in chunk.pieces):
             part = view[at : at + piece.size]
@@ -221,17 +221,17 @@ class _Lane:
         return view
 
     def cleared(self, size: int) -> memoryview:
-        """Give zeros, as a backend expects of what it fills."""
-        view = self.copier.window[:size]
+        """Return `size` zero bytes of the buffer, which is what a backend expects to fill."""
+        view = self.copier.buffer[:size]
         _clear(view)
         return view
 
     def bring(self, chunks: Sequence[ChunkPlan]) -> None:
-        """Copy chunks that stand one after another in the window into the device."""
+        """Copy chunks that lie one after another in the buffer into the device."""
         at = 0
         for piece in (piece for chunk in chunks for piece in chunk.pieces):
             if piece.allocation != PADDING:
-                part = self.copier.window[at : at + piece.size]
+                part = self.copier.buffer[at : at + piece.size]
                 self.copier.write(self._places[piece.allocation] + piece.offset, part)
             at += piece.size
         self.copier.flush()
@@ -242,22 +242,22 @@ def _clear(view: memoryview) -> None:
 
 
 def _share(threads: int) -> tuple[int, int]:
-    """Give how many lanes there are, and the threads that a backend may take in each."""
-    lanes = min(LANES, threads)
-    return lanes, threads // lanes
+    """Return the number of streams, and the threads that a backend may take in each."""
+    streams = min(STREAMS, threads)
+    return streams, threads // streams
 
 
 def _in_one(chunks: Sequence[ChunkPlan]) -> tuple[ChunkPlan, ...]:
-    """Give the same chunks, whose bytes stand one after another in a single buffer."""
+    """Return the same chunks, with their bytes one after another in a single buffer."""
     first = chunks[0].offset if chunks else 0
     return tuple(
         replace(chunk, pieces=(Piece(0, chunk.offset - first, chunk.size),)) for chunk in chunks
     )
 
 
-def _in_lanes(work: Callable[[T], R], items: Sequence[T], lanes: int) -> list[R]:
-    """Do all work in threads; the first failure stops what has not begun."""
-    with ThreadPoolExecutor(lanes, thread_name_prefix="lane") as pool:
+def _in_streams(work: Callable[[T], R], items: Sequence[T], streams: int) -> list[R]:
+    """Return the results of work done in threads. The first error stops the rest."""
+    with ThreadPoolExecutor(streams, thread_name_prefix="stream") as pool:
         running = [pool.submit(work, item) for item in items]
         try:
             wait(running, return_when=FIRST_EXCEPTION)

@@ -1,9 +1,9 @@
 """GPU memory for PyTorch (2.6 or later): a model's tensors lie in a pool that others share.
 
-    from gms import client
-    from gms.torch import TorchMemory
+    import snapback_client
+    from snapback_client.torch import TorchMemory
 
-    with client.connect(device=0) as pool:              # RW_OR_RO: the first writes, others read
+    with snapback_client.connect(device=0) as pool:     # RW_OR_RO: the first writes, others read
         memory = TorchMemory(pool)
         if pool.access == "RW":
             with memory.allocating():                   # what is allocated here lies in the pool
@@ -32,17 +32,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gms.adapters.cuda import CudaUnavailable
-from gms.client import GenerationRef, MemoryPool
-from gms.domain.tensors import (
-    PREFIX,
-    Segment,
-    View,
-    next_segment,
-    place_tensors,
-    read_tensors,
-)
-from snapshot_shared.errors import InvalidInput, NotEligible
+from snapback_client.cuda import CudaUnavailable
+from snapback_client.errors import InvalidInput, NotEligible
+from snapback_client.frames import GenerationRef
+from snapback_client.pool import MemoryPool
+from snapback_client.tensors import PREFIX, Segment, View, next_segment, place_tensors, read_tensors
 
 _MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -81,7 +75,7 @@ class SegmentAllocator:
                 name = next_segment(self._pool.arrays())
                 self._pool.allocate(name, size, "uint8")
                 address = self._pool.address(name)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is told where it can be
+            except Exception as error:  # noqa: BLE001 - raised again by `allocating`
                 self.failure = error
                 return None
             self._segments[address] = Segment(name, address, size)
@@ -114,7 +108,7 @@ class TorchMemory:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Let everything that this thread allocates on the device lie in the pool.
+        """Allocate in the pool everything that this thread allocates on the device.
 
         Meanwhile no other thread may allocate or free tensors of the device: it could hold the
         interpreter and wait for PyTorch's allocator, which waits for the interpreter to call us.
@@ -154,7 +148,7 @@ class TorchMemory:
         return self._pool.commit(layout_id=layout_id, metadata=items)
 
     def tensors(self) -> dict[str, Any]:
-        """Give every tensor that was committed, over the same memory."""
+        """Return every tensor that was committed, over the same memory."""
         pool = self._pool
         sizes = pool.sizes()
         places = read_tensors(sizes, pool.metadata(PREFIX))
@@ -174,7 +168,7 @@ class TorchMemory:
 
 
 def tensor_of(array: Any) -> Any:
-    """Give a tensor over an array of a pool on a CUDA device. CudaUnavailable without PyTorch.
+    """Return a tensor over an array of a pool on a CUDA device. CudaUnavailable without PyTorch.
 
     PyTorch knows no read-only tensors: writing one that is committed is a fault of the device.
     """
@@ -213,7 +207,7 @@ def _view(tensor: Any) -> View:
 
 
 def _dtype(torch: Any, name: str) -> Any:
-    """Give a type by its name, which another process may have written. InvalidInput."""
+    """Return a type by its name, which another process may have written. InvalidInput."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise InvalidInput(
@@ -230,7 +224,7 @@ def _torch() -> Any:
         torch = importlib.import_module("torch")
     except ImportError as error:
         raise CudaUnavailable(
-            f"PyTorch is missing: {error}", next_step="pip install 'snapback-gms[cuda,torch]'"
+            f"PyTorch is missing: {error}", next_step="pip install 'snapback-client[cuda,torch]'"
         ) from error
     if not torch.cuda.is_available():
         raise CudaUnavailable(
@@ -257,7 +251,7 @@ def _torch() -> Any:
 
 
 def _index_of(torch: Any, pool: MemoryPool) -> int:
-    """Give PyTorch's number of the pool's device: it numbers only those that are visible to it."""
+    """Return PyTorch's index of the pool's device among those that are visible to it."""
     if pool.device_kind != "cuda":
         raise InvalidInput(
             f"{pool.device} is a device of the kind {pool.device_kind!r}: PyTorch cannot use it",

@@ -1,4 +1,4 @@
-"""Memory that only a device addresses goes through windows, with every backend."""
+"""Memory that only a device addresses moves through bounce buffers, with every backend."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from random import Random
 
 import pytest
 
-from gms.adapters import windows
+from gms.adapters import bounce_buffers
 from gms.adapters.backends import find_backend
-from gms.adapters.cuda import CudaDevice, CudaDriver, CudaRange
+from gms.adapters.bounce_buffers import BounceBuffered
+from gms.adapters.cuda import CudaDevice
 from gms.adapters.objects import Objects
-from gms.adapters.windows import Windowed
 from gms.domain.transfer import PAGE, FilePlan, place, plan_files
+from gms.ports import TransferBackend
+from snapback_client.cuda import CudaDriver, CudaRange
+from snapback_client.frames import Access, AllocationInfo
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import Aborted, ArtifactCorrupt, ArtifactExists, InvalidInput
 from snapshot_shared.files import open_root, opened
-from snapshot_shared.frames import Access, AllocationInfo
 from snapshot_shared.object_storage import ObjectStorage
 from tests.support.likeness_rig import likeness
 
 GRANULE = 2 * 1024 * 1024
-WINDOW = 8 * PAGE
+BUFFER = 8 * PAGE
 CHUNK = 2 * PAGE
 SIZES = [GRANULE, 3 * PAGE + 17, 100, 11 * PAGE]
 
@@ -57,13 +59,16 @@ class Layout:
             found.append(bytes(data))
         return found
 
-    def moved_by(self, backend: str) -> Windowed:
-        return Windowed(find_backend(backend), self.range, self.places, self.range.size)
+    def moved_by(self, backend: str) -> BounceBuffered:
+        return self.through(find_backend(backend))
+
+    def through(self, backend: TransferBackend) -> BounceBuffered:
+        return BounceBuffered(backend, self.range, self.places, self.range.size)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
-    monkeypatch.setattr(windows, "WINDOW", WINDOW)
+    monkeypatch.setattr(bounce_buffers, "BUFFER_BYTES", BUFFER)
     for _ in likeness(monkeypatch):
         device = CudaDevice(CudaDriver(), 0)
         yield device
@@ -76,7 +81,7 @@ def folder(tmp_path: Path) -> Iterator[int]:
         yield directory
 
 
-def plans(shard: int = WINDOW) -> list[FilePlan]:
+def plans(shard: int = BUFFER) -> list[FilePlan]:
     infos = [
         AllocationInfo(id=f"a{slot}", size=size, aligned=GRANULE, tag="", slot=slot)
         for slot, size in enumerate(SIZES)
@@ -94,18 +99,18 @@ def values() -> list[bytes]:
 
 @pytest.mark.parametrize("backend", ["posix-direct", "posix-buffered"])
 @pytest.mark.parametrize("threads", [1, 5])
-def test_what_went_through_windows_comes_back_through_windows(
+def test_what_was_saved_through_bounce_buffers_is_loaded_through_them(
     device: CudaDevice, folder: int, backend: str, threads: int
 ) -> None:
-    told: list[int] = []
+    reported: list[int] = []
     source = Layout(device).fill(values())
-    with source.moved_by(backend) as windowed:
-        moved = windowed.write_files(folder, plans(), [], threads=threads, advance=told.append)
+    with source.moved_by(backend) as bounced:
+        moved = bounced.write_files(folder, plans(), [], threads=threads, advance=reported.append)
     assert [entry.name for entry in moved.files] == [plan.name for plan in plans()]
-    assert sum(told) == sum(plan.size for plan in plans())
+    assert sum(reported) == sum(plan.size for plan in plans())
     target = Layout(device)
-    with target.moved_by(backend) as windowed:
-        windowed.read_files(
+    with target.moved_by(backend) as bounced:
+        bounced.read_files(
             folder, plans(), moved.files, [], threads=threads, advance=lambda _: None
         )
     # To show how so many bytes differ would take minutes.
@@ -115,7 +120,7 @@ def test_what_went_through_windows_comes_back_through_windows(
     target.range.release()
 
 
-def test_objects_of_several_windows_at_once_make_one_part(
+def test_objects_of_several_buffers_at_once_make_one_part(
     device: CudaDevice, folder: int, tmp_path: Path
 ) -> None:
     class Slow(ObjectStorage):
@@ -126,10 +131,10 @@ def test_objects_of_several_windows_at_once_make_one_part(
             super().remove(prefix)
 
     source, storage = Layout(device).fill(values()), Slow(f"file://{tmp_path}/objects")
-    with Windowed(Objects(storage, "a/b"), source.range, source.places, source.range.size) as out:
+    with source.through(Objects(storage, "a/b")) as out:
         moved = out.write_files(folder, plans(), [], threads=5, advance=lambda _: None)
     target = Layout(device)
-    with Windowed(Objects(storage, "a/b"), target.range, target.places, target.range.size) as back:
+    with target.through(Objects(storage, "a/b")) as back:
         back.read_files(folder, plans(), moved.files, [], threads=5, advance=lambda _: None)
     assert target.values() == values()
     source.range.release()
@@ -143,7 +148,7 @@ def test_objects_of_an_older_part_are_copied_and_not_sent(
     found = []
     for part in ("a", "b"):
         objects = Objects(storage, part)
-        with Windowed(objects, source.range, source.places, source.range.size) as out:
+        with source.through(objects) as out:
             if found:
                 out.take_from("a", found[0].files)
             found.append(out.write_files(folder, plans(), [], threads=2, advance=lambda _: None))
@@ -152,7 +157,7 @@ def test_objects_of_an_older_part_are_copied_and_not_sent(
     assert newer.files == older.files
     storage.remove("a")
     target = Layout(device)
-    with Windowed(Objects(storage, "b"), target.range, target.places, target.range.size) as back:
+    with target.through(Objects(storage, "b")) as back:
         back.read_files(folder, plans(), newer.files, [], threads=2, advance=lambda _: None)
     assert target.values() == values()
     source.range.release()
@@ -169,7 +174,7 @@ def test_a_file_is_secured_without_those_that_others_are_writing(
     theirs = tmp_path / "objects" / "a" / second.name
 
     def write_another(_: int) -> None:
-        # Whoever copies an object writes it beside its place, from where it is gone at any time.
+        # A copy of an object is written beside its place and may vanish from there at any time.
         theirs.mkdir(exist_ok=True)
         (theirs / "000000#1").unlink(missing_ok=True)
         (theirs / "000000#1").symlink_to("gone")
@@ -197,18 +202,18 @@ class Noted:
             self._files.setdefault(name, {})[index] = found
 
 
-def test_a_killed_save_goes_on_through_windows(device: CudaDevice, folder: int) -> None:
+def test_a_killed_save_goes_on_through_bounce_buffers(device: CudaDevice, folder: int) -> None:
     first, *others = plans()
     layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as windowed:
-        cut_off = windowed.write_files(folder, [first], [], threads=2, advance=lambda _: None)
-        moved = windowed.write_missing(
+    with layout.moved_by("posix-direct") as bounced:
+        cut_off = bounced.write_files(folder, [first], [], threads=2, advance=lambda _: None)
+        moved = bounced.write_missing(
             folder, plans(), [], threads=2, advance=lambda _: None, notes=Noted(cut_off.files)
         )
     assert moved.bytes <= sum(plan.size for plan in others)
     target = Layout(device)
-    with target.moved_by("posix-direct") as windowed:
-        windowed.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
+    with target.moved_by("posix-direct") as bounced:
+        bounced.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
     assert target.values() == values()
     layout.range.release()
     target.range.release()
@@ -216,20 +221,20 @@ def test_a_killed_save_goes_on_through_windows(device: CudaDevice, folder: int) 
 
 def test_the_digest_in_memory_is_that_of_the_file(device: CudaDevice, folder: int) -> None:
     layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as windowed:
-        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as bounced:
+        moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
         for plan, entry in zip(plans(), moved.files, strict=True):
-            assert [windowed.digest_of(chunk) for chunk in plan.chunks] == entry.chunks
+            assert [bounced.digest_of(chunk) for chunk in plan.chunks] == entry.chunks
     layout.range.release()
 
 
-def test_files_that_are_longer_than_a_window_are_read_and_not_written(
+def test_files_that_are_longer_than_a_buffer_are_read_and_not_written(
     device: CudaDevice, folder: int
 ) -> None:
     layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as windowed:
-        with pytest.raises(InvalidInput, match="a window has"):
-            windowed.write_files(folder, plans(4 * WINDOW), [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as bounced:
+        with pytest.raises(InvalidInput, match="a buffer has"):
+            bounced.write_files(folder, plans(4 * BUFFER), [], threads=2, advance=lambda _: None)
         assert os.listdir(folder) == []
     layout.range.release()
 
@@ -238,15 +243,15 @@ def test_a_damaged_chunk_ends_the_load_and_leaves_no_thread_and_no_pinned_memory
     device: CudaDevice, folder: int, tmp_path: Path
 ) -> None:
     layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as windowed:
-        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as bounced:
+        moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
     damaged = tmp_path / plans()[3].name
     data = bytearray(damaged.read_bytes())
     data[0] ^= 1
     damaged.write_bytes(data)
     before = threading.active_count()
-    with layout.moved_by("posix-direct") as windowed, pytest.raises(ArtifactCorrupt) as caught:
-        windowed.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as bounced, pytest.raises(ArtifactCorrupt) as caught:
+        bounced.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
     assert caught.value.values["file"] == plans()[3].name
     assert threading.active_count() == before
     from cuda.bindings import driver  # type: ignore[import-not-found]
@@ -256,21 +261,21 @@ def test_a_damaged_chunk_ends_the_load_and_leaves_no_thread_and_no_pinned_memory
     layout.range.release()
 
 
-def test_a_transfer_that_is_told_to_end_ends(device: CudaDevice, folder: int) -> None:
-    told: list[int] = []
+def test_a_transfer_that_is_cancelled_ends(device: CudaDevice, folder: int) -> None:
+    reported: list[int] = []
 
     def end(size: int) -> None:
-        told.append(size)
-        if len(told) == 3:
+        reported.append(size)
+        if len(reported) == 3:
             raise Aborted("enough")
 
     layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as windowed:
+    with layout.moved_by("posix-direct") as bounced:
         with pytest.raises(Aborted, match="enough"):
-            windowed.write_files(folder, plans(), [], threads=1, advance=end)
+            bounced.write_files(folder, plans(), [], threads=1, advance=end)
         assert len(os.listdir(folder)) < len(plans())
         with pytest.raises(ArtifactExists):
-            windowed.write_files(folder, plans(), [], threads=1, advance=lambda _: None)
+            bounced.write_files(folder, plans(), [], threads=1, advance=lambda _: None)
     layout.range.release()
 
 
@@ -278,10 +283,10 @@ def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
     device: CudaDevice, folder: int
 ) -> None:
     layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as windowed:
-        moved = windowed.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    with layout.moved_by("posix-direct") as bounced:
+        moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
     with (
-        Windowed(find_backend("posix-direct"), layout.range, layout.places, PAGE) as small,
+        BounceBuffered(find_backend("posix-direct"), layout.range, layout.places, PAGE) as small,
         pytest.raises(ArtifactCorrupt, match="longer than all of the memory"),
     ):
         small.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)

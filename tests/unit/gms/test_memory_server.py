@@ -1,4 +1,4 @@
-"""The keeper: what it waits for, and what not."""
+"""The memory server: what it waits for, and what not."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from gms.adapters.simulated import SimulatedDevice
 from gms.domain.sessions import Peer
-from gms.handlers.keeper import Gms
-from snapshot_shared.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+from gms.handlers.memory_server import MemoryServer
+from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
 
 
 class SlowDevice(SimulatedDevice):
-    """A device that gives memory back when it is told to."""
+    """A device that releases memory when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(node="n1", index=0, capacity=2**20, granularity=4096)
@@ -40,10 +40,10 @@ async def device() -> AsyncIterator[SlowDevice]:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def test_what_is_let_go_later_holds_up_nobody_who_waits_for_what_was_let_go_before(
+async def test_a_later_release_delays_no_caller_that_waits_for_earlier_ones(
     device: SlowDevice,
 ) -> None:
-    gms = Gms(node="n1", incarnation="inc", devices=[device])
+    gms = MemoryServer(node="n1", incarnation="inc", devices=[device])
     attach = Attach(
         device=device.info.uuid, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0
     )
@@ -52,11 +52,11 @@ async def test_what_is_let_go_later_holds_up_nobody_who_waits_for_what_was_let_g
     await gms.allocate(session, specs, wait_s=0.0)
     first, second = device.may_end.values()
     gms.free(session, ["a"])
-    settled = asyncio.create_task(gms.settled())
+    drained = asyncio.create_task(gms.drained())
     await asyncio.sleep(0)
     gms.free(session, ["b"])
-    assert not settled.done()
+    assert not drained.done()
     first.set()
     async with asyncio.timeout(5):
-        await settled
+        await drained
     assert not second.is_set()

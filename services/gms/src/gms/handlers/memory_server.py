@@ -1,7 +1,7 @@
-"""The core of the service: it keeps the memory table, its devices and everybody who waits.
+"""The core of the service: the memory table, the devices, and the calls that wait for them.
 
-The table decides and answers with effects; this is the one place that carries them out. All calls
-come from one event loop; only the making and freeing of memory runs in threads.
+The table decides and returns effects, which are carried out here alone. All calls come from one
+event loop; only the allocation and the release of memory run in threads.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from typing import assert_never
 
 from gms.domain import usage
 from gms.domain.history import History
-from gms.domain.memory import MemoryTable
+from gms.domain.layout import PIECE
+from gms.domain.memory_table import MemoryTable
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -29,6 +30,7 @@ from gms.domain.sessions import (
     Waiter,
 )
 from gms.ports import Device
+from snapback_client.frames import AllocationInfo, AllocationSpec, Attach, Commit
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
     DeadlineExceeded,
@@ -38,14 +40,7 @@ from snapshot_shared.errors import (
     SnapbackError,
     Superseded,
 )
-from snapshot_shared.frames import (
-    AllocationInfo,
-    AllocationSpec,
-    Attach,
-    Commit,
-    EventKind,
-    EventRecord,
-)
+from snapshot_shared.frames import EventKind, EventRecord
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import LayoutRef
@@ -53,10 +48,10 @@ from snapshot_shared.orders import LayoutRef
 log = logging.getLogger(__name__)
 
 RELEASE_S = 10.0
-"""How long an allocation waits at least for memory that is being freed already, in seconds."""
+"""The least time for which an allocation waits for memory that is being released, in seconds."""
 
 
-class Gms:
+class MemoryServer:
     """The GPU memory of one node."""
 
     def __init__(
@@ -81,7 +76,7 @@ class Gms:
         self._show()
 
     def _show(self) -> None:
-        """Let the metrics see the table."""
+        """Register the metrics that are read from the table."""
         reads: tuple[tuple[Instrument, Callable[[MemoryTable], usage.Numbers]], ...] = (
             (instruments.SESSIONS, usage.sessions),
             (instruments.LOCK_QUEUE, usage.waiting),
@@ -120,7 +115,7 @@ class Gms:
             async with asyncio.timeout(request.deadline_s):
                 return await grant
         except TimeoutError:
-            # Before it leaves the queue: the message says what it waited for.
+            # Before it leaves the queue: the message names the holders of the lock.
             error = self._lock_timeout(waiter)
             self._give_up(waiter, grant, error.reason)
             raise error from None
@@ -149,7 +144,7 @@ class Gms:
     async def allocate(
         self, session: Session, specs: Sequence[AllocationSpec], *, wait_s: float
     ) -> list[AllocationInfo]:
-        """Make memory, all or none; wait up to `wait_s` for memory that is being given back."""
+        """Allocate all or none; wait up to `wait_s` for memory that is being released."""
         sizes = self.table.check_allocate(session, specs)
         device = self.devices[session.request.device]
         handles = await self._create_patiently(device, sizes, wait_s)
@@ -159,18 +154,26 @@ class Gms:
             self._release(device, handles)
             raise
 
-    def commit(self, session: Session, request: Commit) -> LayoutRef:
-        """Publish or stage what a session wrote; it cannot be mapped for writing any more."""
+    def commit(self, session: Session, request: Commit) -> Generator[None, None, LayoutRef]:
+        """Publish or stage what a session wrote; yield between pieces of the work.
+
+        The session must not end or change its layout meanwhile. A commit that is closed early or
+        refused publishes nothing, but may have sealed memory: it has no new writable mappings.
+        """
         device = self.devices[session.request.device]
-        written = session.layout
         try:
-            ref, effects = self.table.commit(session, request)
+            layout = self.table.check_commit(session, request)
+            shape = yield from layout.hashing()
+            # Before the layout is published: no reader ever sees memory that can still be mapped
+            # for writing.
+            for number, allocation in enumerate(layout.allocations.values(), start=1):
+                device.seal(allocation.handle)
+                if not number % PIECE:
+                    yield
+            ref, effects = self.table.commit(session, request, shape)
         except SnapbackError as error:
             self.history.add_of(session, EventKind.REFUSAL, _now(), reason=error.reason)
             raise
-        if written is not None:
-            for allocation in written.allocations.values():
-                device.seal(allocation.handle)
         self.history.add_of(
             session,
             EventKind.COMMIT,
@@ -212,11 +215,11 @@ class Gms:
         self._apply(effects)
 
     async def drop_hidden_when_unused(self, device: str, load_token: str, *, wait_s: float) -> None:
-        """Forget a loaded layout as soon as nobody uses it. NotEligible names who still does."""
+        """Forget a loaded layout once no session uses it. NotEligible names the sessions."""
         await self._when_unused(lambda: self.drop_hidden(device, load_token), wait_s)
 
     async def forget_when_unused(self, device: str, *, wait_s: float) -> None:
-        """Forget everything on a device, hidden and committed, as soon as nobody uses it."""
+        """Forget all layouts of a device, hidden and committed, once no session uses them."""
         for load_token in list(self.table.device(device).hidden):
             self.drop_hidden(device, load_token)
         await self._when_unused(lambda: self.drop_layout(device, None), wait_s)
@@ -234,7 +237,7 @@ class Gms:
                 return
 
     def drop_layout(self, device: str, layout_id: str | None) -> bool:
-        """Free a committed layout that nobody uses."""
+        """Free a committed layout that no session uses."""
         dropped, effects = self.table.drop_layout(device, layout_id)
         if dropped:
             self.history.add(EventKind.DROP, _now(), device, reason="layout")
@@ -251,10 +254,10 @@ class Gms:
         effects = self.table.fence(token, devices)
         held = self._fences.get(token)
         if held is None:
-            self._tell_fence(devices, "asked")
+            self._record_fence(devices, "asked")
             held = self._fences[token] = loop.create_future()
             self.fence_ends[token] = loop.call_later(deadline_s, self.unfence, token)
-            # Not the caller's own timeout: the wait has to end even when the caller is gone.
+            # Not a timeout of the caller: the wait has to end also after a cancellation.
             self._fence_waits[token] = loop.call_later(wait_s, self._stop_waiting, token, wait_s)
         self._apply(effects)
         return await asyncio.shield(held)
@@ -264,7 +267,7 @@ class Gms:
         fence = self.table.fences.active.get(token)
         is_active = fence is not None
         if fence is not None:
-            self._tell_fence(fence.devices, "ended")
+            self._record_fence(fence.devices, "ended")
         self._apply(self.table.end_fence(token))
         return is_active
 
@@ -283,18 +286,18 @@ class Gms:
         self._answer_fence(token, error)
         self.unfence(token)
 
-    def _tell_fence(self, devices: Iterable[str], reason: str) -> None:
+    def _record_fence(self, devices: Iterable[str], reason: str) -> None:
         for device in devices:
             self.history.add(EventKind.FENCE, _now(), device, reason=reason)
 
     # Waiting.
 
     async def watch(self, after: int) -> AsyncGenerator[tuple[list[EventRecord], int], None]:
-        """Give what happens after event `after`, in runs, with how many events were missed.
+        """Yield the events after number `after` in runs, each with the number of missed events.
 
-        The history itself is the queue: whoever reads slowly misses events and costs nothing.
+        The history itself is the queue: a slow reader misses events and needs no memory.
         """
-        # A number from an earlier life of the service says nothing of this one.
+        # A number above the last one is from before a restart of the service.
         seen = after if after <= self.history.last else 0
         while True:
             changed = self._changed
@@ -305,9 +308,9 @@ class Gms:
             else:
                 await changed.wait()
 
-    async def settled(self) -> None:
-        """Wait until all memory that was let go by now is really free."""
-        # Not what is let go meanwhile: a client that does so all the time would hold up everybody.
+    async def drained(self) -> None:
+        """Wait until all memory whose release has begun is free."""
+        # Not what is released meanwhile: a client that frees all the time would delay every caller.
         if pending := [future for group in self._releases.values() for future in group]:
             await asyncio.wait(pending)
 
@@ -371,7 +374,7 @@ class Gms:
                     generation=session.base.generation if session.base else 0,
                 )
                 if grant is None or grant.done():
-                    # The client went away in the very moment in which its turn came.
+                    # The client hung up before its grant was read.
                     self.end(session, unmapped=True)
                 else:
                     grant.set_result(session)
@@ -382,7 +385,7 @@ class Gms:
             case Freed(device, handles):
                 self._release(self.devices[device], handles)
             case FenceHeld(token, vector):
-                self._tell_fence([ref.device for ref in vector], "held")
+                self._record_fence([ref.device for ref in vector], "held")
                 self._answer_fence(token, vector)
             case FenceRefused(token, error):
                 self._answer_fence(token, error)
@@ -399,7 +402,7 @@ class Gms:
             return
         if isinstance(answer, SnapbackError):
             held.set_exception(answer)
-            # Nobody may be waiting any more; the answer then is not an error that got lost.
+            # Without a waiting call asyncio would log the exception as never retrieved.
             held.exception()
         else:
             held.set_result(answer)
@@ -417,7 +420,7 @@ class Gms:
     ) -> list[int]:
         end = asyncio.get_running_loop().time() + wait_s
         while True:
-            # What changes while we try must not be missed by the wait that follows.
+            # Read before the attempt, so that the wait below sees every later release.
             changed = self._changed
             try:
                 return await self._create(device, sizes)
@@ -433,6 +436,7 @@ class Gms:
         loop = asyncio.get_running_loop()
         making = loop.run_in_executor(None, create_all, device, sizes)
         try:
+            # A thread cannot be cancelled: what it makes has to be released when it is done.
             return await asyncio.shield(making)
         except asyncio.CancelledError:
             making.add_done_callback(lambda done: self._discard(device, done))
@@ -443,7 +447,7 @@ class Gms:
             self._release(device, made.result())
 
     def _release(self, device: Device, handles: Sequence[int]) -> None:
-        """Give handles back in a thread: freeing a page costs time, and others want answers."""
+        """Release handles in a thread: the kernel takes long to free many pages."""
         loop = asyncio.get_running_loop()
         group = self._releases.setdefault(device.info.uuid, set())
         future = loop.run_in_executor(None, _release_all, device, tuple(handles))
@@ -466,7 +470,7 @@ def _base(request: Attach) -> int:
 
 
 async def _happens(event: asyncio.Event, end: float) -> bool:
-    """Wait for an event; False when `end` (loop time) came first."""
+    """Wait for an event until `end` (loop time). Return whether it happened."""
     remaining = end - asyncio.get_running_loop().time()
     if event.is_set():
         return True
@@ -481,7 +485,7 @@ async def _happens(event: asyncio.Event, end: float) -> bool:
 
 
 def create_all(device: Device, sizes: Sequence[int]) -> list[int]:
-    """Take memory for all sizes or none. OutOfDeviceMemory counts all of them."""
+    """Allocate memory of all sizes or of none. OutOfDeviceMemory counts all of them."""
     needed, info = sum(sizes), device.info
     free = info.capacity - device.used
     if needed > free:
@@ -495,7 +499,7 @@ def create_all(device: Device, sizes: Sequence[int]) -> list[int]:
     made: list[int] = []
     try:
         for size in sizes:
-            made.append(device.create(size))  # noqa: PERF401 - what was made must be given back
+            made.append(device.create(size))  # noqa: PERF401 - released after an error
     except BaseException:
         _release_all(device, made)
         raise

@@ -13,10 +13,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from snapshot_shared.codec import decode_msgpack, encode_msgpack
-from snapshot_shared.errors import InvalidInput, InvalidMessage
-from snapshot_shared.frames import MetadataItem
-from snapshot_shared.orders import Bytes
+from snapback_client.codec import decode_msgpack, encode_msgpack
+from snapback_client.errors import InvalidInput, InvalidMessage
+from snapback_client.frames import Bytes, MetadataItem
 
 PREFIX = "tensor:"
 """What the keys of tensors in the metadata store begin with; the rest is the name."""
@@ -78,7 +77,7 @@ def next_segment(names: Iterable[str]) -> str:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Give how many bytes there are from the first element to the last."""
+    """Return the number of bytes from the first element to the last."""
     if 0 in shape:
         return 0
     pairs = zip(shape, strides, strict=True)
@@ -86,7 +85,7 @@ def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def place_tensors(segments: Iterable[Segment], tensors: Mapping[str, View]) -> list[MetadataItem]:
-    """Say for the metadata store where tensors stand. InvalidInput names those outside."""
+    """Return metadata that places tensors in segments. InvalidInput names those outside."""
     known = sorted(segments, key=lambda segment: segment.address)
     starts = [segment.address for segment in known]
     items: list[MetadataItem] = []

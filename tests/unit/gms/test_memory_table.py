@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gms.domain import usage
-from gms.domain.fence import Phase
-from gms.domain.locks import Lock, Verdict, Wish, verdict, wish_of
-from gms.domain.memory import WAITING, MemoryTable
+from gms.domain.fence import FencePhase
+from gms.domain.locks import Lock, LockDecision, LockRequest, decide, lock_request_of
+from gms.domain.memory_table import WAITING, MemoryTable
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -23,6 +23,15 @@ from gms.domain.sessions import (
     Session,
 )
 from gms.domain.shares import TooManySessions
+from snapback_client.frames import (
+    Access,
+    AllocationSpec,
+    Attach,
+    Commit,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+)
 from snapshot_shared.errors import (
     Fenced,
     Forbidden,
@@ -36,17 +45,9 @@ from snapshot_shared.errors import (
     Superseded,
     UnknownDevice,
 )
-from snapshot_shared.frames import (
-    Access,
-    AllocationSpec,
-    Attach,
-    Commit,
-    GenerationRef,
-    LockMode,
-    MemoryDomain,
-)
 
 A, B = "GPU-a", "GPU-b"
+SHAPE = "the structure hash of every layout here"
 PEER = Peer(pid=7, uid=0)
 RW, RO, EITHER = LockMode.RW, LockMode.RO, LockMode.RW_OR_RO
 WEIGHTS, KV = MemoryDomain.WEIGHTS, MemoryDomain.KV
@@ -86,7 +87,7 @@ class World:
         return handles
 
     def commit(self, session: Session, **fields: Any) -> GenerationRef:
-        ref, effects = self.table.commit(session, Commit(**fields))
+        ref, effects = self.table.commit(session, Commit(**fields), SHAPE)
         self.take(effects)
         return GenerationRef(incarnation=ref.incarnation, generation=max(1, ref.generation))
 
@@ -151,7 +152,7 @@ def test_a_device_has_an_end_of_those_who_wait_in_both_domains(world: World) -> 
     assert world.granted(ours) is None
 
 
-def test_a_full_queue_refuses_nobody_who_need_not_wait(world: World) -> None:
+def test_a_full_queue_refuses_no_client_that_need_not_wait(world: World) -> None:
     ref = world.committed()
     world.attach(lock=RO)
     for _ in range(WAITING["process"]):
@@ -164,29 +165,29 @@ def test_a_queue_costs_each_who_waits_the_same_however_long_it_is(
 ) -> None:
     asked: list[Lock] = []
 
-    def counted(lock: Lock, wish: Wish, **fields: Any) -> Verdict:
+    def counted(lock: Lock, request: LockRequest, **fields: Any) -> LockDecision:
         asked.append(lock)
-        return verdict(lock, wish, **fields)
+        return decide(lock, request, **fields)
 
-    wishes = itertools.count()
-    monkeypatch.setattr("gms.domain.device.verdict", counted)
+    requests = itertools.count()
+    monkeypatch.setattr("gms.domain.device.decide", counted)
     monkeypatch.setattr(
-        "gms.domain.sessions.wish_of",
-        lambda lock, replace: (next(wishes), wish_of(lock, replace=replace))[1],
+        "gms.domain.sessions.lock_request_of",
+        lambda lock, replace: (next(requests), lock_request_of(lock, replace=replace))[1],
     )
     ref = world.committed()
     readers = [world.attach(lock=RO) for _ in range(2)]
     for number in range(200):
-        before = next(wishes)
+        before = next(requests)
         asked.clear()
         world.ask(replace=True, if_match=ref, peer=Peer(pid=100 + number, uid=0))
         assert len(asked) == 1, "others are asked again because one more waits"
-        assert next(wishes) - before < 10
-    before = next(wishes)
+        assert next(requests) - before < 10
+    before = next(requests)
     asked.clear()
     world.end(readers[0])
     assert len(asked) == 200
-    assert next(wishes) - before < 10 * 200
+    assert next(requests) - before < 10 * 200
 
 
 def test_a_queue_behind_a_vanished_writer_does_not_look_at_readers_that_vanished(
@@ -379,7 +380,7 @@ def test_a_layout_id_is_chosen_or_derived_and_never_the_same_twice(world: World)
         writer = world.attach(device, if_match=world.table.devices[device].weights.generation)
         world.allocate(writer, "w")
         ref, _ = world.table.commit(
-            writer, Commit(if_match=world.table.devices[device].weights.generation)
+            writer, Commit(if_match=world.table.devices[device].weights.generation), SHAPE
         )
         derived.add(ref.layout_id)
     assert len(derived) == 2
@@ -447,7 +448,7 @@ def test_the_next_writer_waits_for_the_end_of_one_that_hung_up_and_may_still_wri
     assert granted.access is Access.RW
 
 
-def test_a_process_that_nobody_can_name_is_taken_for_another_one(world: World) -> None:
+def test_a_process_that_the_kernel_does_not_name_is_taken_for_another_one(world: World) -> None:
     unseen = Peer(pid=0, uid=0)
     vanished_writer(world, peer=unseen)
     assert world.granted(world.ask(peer=unseen)) is None
@@ -482,7 +483,7 @@ def test_freed_allocations_go_back_at_once(world: World) -> None:
     assert world.freed() == set(handles)
 
 
-def test_a_committed_layout_can_be_dropped_when_nobody_uses_it(world: World) -> None:
+def test_a_committed_layout_can_be_dropped_when_no_session_uses_it(world: World) -> None:
     world.committed()
     reader = world.attach(lock=RO)
     with pytest.raises(NotEligible):
@@ -508,7 +509,9 @@ def _load(world: World, token: str = "t", **fields: Any) -> list[int]:
     return handles
 
 
-def test_a_hidden_layout_is_charged_and_serves_nobody_until_it_is_published(world: World) -> None:
+def test_a_hidden_layout_is_charged_and_served_once_it_is_published(
+    world: World,
+) -> None:
     _load(world)
     waiting = world.ask(lock=RO)
     assert world.granted(waiting) is None
@@ -571,7 +574,7 @@ def test_a_drop_that_overtakes_its_load_stops_it_at_the_commit(world: World) -> 
         world.commit(loader, hidden=True, layout_id="saved")
 
 
-def test_dropping_after_publication_frees_what_nobody_uses(world: World) -> None:
+def test_dropping_after_publication_frees_what_no_session_uses(world: World) -> None:
     handles = _load(world)
     world.table.publish(A, "t")
     reader = world.attach(lock=RO)
@@ -660,7 +663,7 @@ def test_a_fence_waits_for_imports_of_sessions_that_vanished(world: World) -> No
     assert len(world.said(FenceHeld)) == 1
 
 
-def test_a_pending_fence_admits_nobody_and_lets_the_present_writer_commit(world: World) -> None:
+def test_a_pending_fence_admits_no_client_and_lets_the_present_writer_commit(world: World) -> None:
     writer = world.attach()
     world.allocate(writer, "w")
     world.fence()
@@ -726,7 +729,7 @@ def test_only_the_save_with_the_token_enters_a_held_fence(world: World) -> None:
     with pytest.raises(NotFound):
         world.ask(lock=RO, fence_token="other")
     save = world.attach(lock=RO, fence_token="f")
-    assert world.table.fences.phase(A) is Phase.LEASED
+    assert world.table.fences.phase(A) is FencePhase.LEASED
     with pytest.raises(LayoutConflict):
         world.ask(lock=RO, fence_token="f")
     assert save.layout is world.table.devices[A].weights.committed
@@ -757,8 +760,8 @@ def test_a_fence_ends_for_each_device_when_its_save_has_finished(world: World) -
     world.fence("f", A, B)
     save = world.attach(A, RO, fence_token="f")
     world.end(save)
-    assert world.table.fences.phase(A) is Phase.ENDED
-    assert world.table.fences.phase(B) is Phase.HELD
+    assert world.table.fences.phase(A) is FencePhase.ENDED
+    assert world.table.fences.phase(B) is FencePhase.HELD
     assert world.attach(A, if_match=first) is not None
     assert world.said(FenceEnded) == []
 

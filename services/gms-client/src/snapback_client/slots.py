@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta
-from numpy.typing import DTypeLike
 
-from gms.arena import DOMAIN_BYTES, AddressRange
-from snapshot_shared.codec import decode_json, decode_msgpack, encode_json, encode_msgpack
-from snapshot_shared.errors import InvalidInput, InvalidMessage, UnsupportedVersion
-from snapshot_shared.frames import (
+from snapback_client.codec import decode_json, decode_msgpack, encode_json, encode_msgpack
+from snapback_client.errors import InvalidInput, InvalidMessage, UnsupportedVersion
+from snapback_client.frames import (
     MAX_ALLOCATIONS,
     AllocationId,
     AllocationInfo,
     AllocationSize,
+    Bytes,
     MemoryDomain,
     MetadataItem,
+    ShortText,
 )
-from snapshot_shared.orders import Bytes, ShortText
+from snapback_client.mappings import AddressRange
+from snapback_client.reservation import DOMAIN_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import DTypeLike
 
 STATE_VERSION = 1
 MAX_STATE_BYTES = 64 * 1024 * 1024
@@ -48,7 +52,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     aligned: AllocationSize
 
     def array(self, at: AddressRange) -> Any:
-        """Give the array over its place."""
+        """Return the array over its place."""
         return at.array(self.at, self.shape, self.dtype)
 
 
@@ -79,7 +83,10 @@ class PoolState(
 def new_slots(
     arrays: Mapping[str, tuple[int | Sequence[int], DTypeLike]], *, start: int, granularity: int
 ) -> tuple[list[Slot], int]:
-    """Place new arrays one after another from `start`; give them and the end. InvalidInput."""
+    """Return new arrays, one after another from `start`, and their end. InvalidInput."""
+    # Not above: every service imports this package for its errors, and numpy takes long.
+    import numpy as np  # noqa: PLC0415
+
     slots: list[Slot] = []
     at = start
     for name, (shape, dtype) in arrays.items():
@@ -152,6 +159,8 @@ def read_state(data: bytes) -> PoolState:
 
 
 def _check(slots: Sequence[Slot], reserved: int) -> None:
+    import numpy as np  # noqa: PLC0415 - as above
+
     end = 0
     for slot in sorted(slots, key=lambda each: each.at):
         if slot.at < end or slot.at % _PAGE or slot.aligned % _PAGE or slot.size > slot.aligned:

@@ -1,42 +1,42 @@
 """Address space: a reserved range into which device memory is mapped at fixed places.
 
-The range stays reserved (no access) where nothing is mapped, so that addresses that were handed
-out stay ours while the client sleeps, and mean the same bytes again when it wakes.
+The range stays reserved (no access) where nothing is mapped, so that no other mapping takes its
+addresses while the client sleeps, and they mean the same bytes again when it wakes.
 """
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import math
 import mmap
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UnsetType
 
-from snapshot_shared.errors import LayoutError, UnsupportedVersion
+from snapback_client.errors import UnsupportedVersion
+from snapback_client.mappings import AddressTaken, Mappings
 
 if TYPE_CHECKING:
-    from gms.adapters.cuda import CudaRange
+    from snapback_client.cuda import CudaRange
 
 FIRST_ADDRESS = 0x2000_0000_0000
 DEVICE_BYTES = 1 << 40
 DOMAIN_BYTES = 1 << 39
-
 HUGE_PAGE = 2 * 1024 * 1024
-
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED_NOREPLACE = 0x100000
 _MADV_DONTFORK = 10
 _PROT_NONE = 0
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
+
 _libc.mmap.argtypes = (
     ctypes.c_void_p,
     ctypes.c_size_t,
@@ -45,113 +45,15 @@ _libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_long,
 )
+
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class AddressTaken(LayoutError):
-    """Something else in this process stands where memory has to be mapped; `values`: address."""
-
-    default_next_step = (
-        "close the pool that uses this range, or restore in a process that has none open"
-    )
-
-
-class Mappings:
-    """Where something is mapped in a range, by the rules of `cuMemMap` and `cuMemUnmap`.
-
-    A mapping stands inside the range, never over another, and goes as a whole.
-    """
-
-    def __init__(self, size: int) -> None:
-        """Begin with an empty range of `size` bytes."""
-        self.size = size
-        self._starts: list[int] = []
-        self._sizes: dict[int, int] = {}
-
-    def add(self, offset: int, size: int) -> None:
-        """Take note of a mapping. LayoutError when it must not stand there."""
-        if size <= 0 or offset < 0 or offset + size > self.size:
-            raise LayoutError(
-                f"{size} bytes at {offset} are outside the reserved range", size=self.size
-            )
-        place = bisect.bisect_left(self._starts, offset + size)
-        if place:
-            before = self._starts[place - 1]
-            if before + self._sizes[before] > offset:
-                raise LayoutError(
-                    f"{size} bytes at {offset} are mapped already", offset=offset, size=size
-                )
-        self._starts.insert(place, offset)
-        self._sizes[offset] = size
-
-    def within(self, offset: int, size: int) -> list[tuple[int, int]]:
-        """Give offset and size of what is mapped in a part. LayoutError when it cuts a mapping."""
-        low = bisect.bisect_left(self._starts, offset)
-        high = bisect.bisect_left(self._starts, offset + size)
-        found = [(at, self._sizes[at]) for at in self._starts[low:high]]
-        before = self._starts[low - 1] if low else None
-        cuts = before is not None and before + self._sizes[before] > offset
-        if cuts or (found and sum(found[-1]) > offset + size):
-            raise LayoutError(
-                f"{size} bytes at {offset} are a part of a mapping, which goes as a whole",
-                offset=offset,
-                size=size,
-            )
-        return found
-
-    def remove(self, offset: int) -> None:
-        """Take note that a mapping is gone."""
-        del self._starts[bisect.bisect_left(self._starts, offset)]
-        del self._sizes[offset]
-
-
-class AddressRange(Protocol):
-    """A reserved range of addresses. Mappings replace parts of it and give them back.
-
-    `kind` is the kind of device whose memory it maps; offsets and sizes are bytes, whole granules
-    where something is mapped.
-    """
-
-    kind: str
-    address: int
-    size: int
-
-    def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
-        """Map the whole of a descriptor at `offset` of the range and give the address.
-
-        LayoutError outside the range, and where something is mapped.
-        """
-        ...
-
-    def protect(self, offset: int, size: int, *, writable: bool) -> None:
-        """Change what may be done with a mapping."""
-        ...
-
-    def unmap(self, offset: int = 0, size: int | None = None) -> None:
-        """Take mappings away and keep their addresses reserved; the whole range by default.
-
-        LayoutError for a part of a mapping.
-        """
-        ...
-
-    def clear(self, offset: int, size: int) -> None:
-        """Make sure that memory that was just made holds zeros."""
-        ...
-
-    def array(self, offset: int, shape: Sequence[int], dtype: Any) -> Any:
-        """Give the array at a place of the range; `flags.writeable` of it can be set."""
-        ...
-
-    def release(self) -> None:
-        """Give mappings and addresses back."""
-        ...
-
-
 def reserve(
     kind: str | UnsetType, device: str, size: int, *, address: int | None, exact: bool = False
-) -> Arena | CudaRange:
+) -> Reservation | CudaRange:
     """Reserve addresses for the memory of a device of this kind, which has this uuid.
 
     A CUDA device may give another address than the one that is asked for, unless it is `exact`.
@@ -160,10 +62,10 @@ def reserve(
     """
     match kind:
         case "simulated" | UnsetType():
-            return Arena(size, address=address)
+            return Reservation(size, address=address)
         case "cuda":
             # Only here: an engine or a transfer on a simulated device has no such library.
-            from gms.adapters.cuda import CudaDriver, CudaRange  # noqa: PLC0415
+            from snapback_client.cuda import CudaDriver, CudaRange  # noqa: PLC0415
 
             return CudaRange(CudaDriver(), device, size, address=address, exact=exact)
         case _:
@@ -174,7 +76,7 @@ def reserve(
             )
 
 
-class Arena:
+class Reservation:
     """The range for simulated devices, whose memory is mapped by the kernel."""
 
     kind = "simulated"
@@ -186,10 +88,7 @@ class Arena:
         self._mappings = Mappings(size)
 
     def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
-        """Map the whole of a descriptor at `offset` of the range and give the address.
-
-        A child that is forked does not inherit it: an import must not outlive its session.
-        """
+        """Map the whole of a descriptor at `offset` of the range and return the address."""
         self._mappings.add(offset, size)
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
@@ -197,6 +96,7 @@ class Arena:
         except OSError:
             self._mappings.remove(offset)
             raise
+        # A fork of the engine must not keep memory mapped that the service counts as released.
         _check(_libc.madvise(at, size, _MADV_DONTFORK))
         return at
 
@@ -206,19 +106,20 @@ class Arena:
         _check(_libc.mprotect(self.address + offset, size, prot))
 
     def unmap(self, offset: int = 0, size: int | None = None) -> None:
-        """Take mappings away and keep their addresses reserved; the whole range by default."""
+        """Remove mappings and keep their addresses reserved; the whole range by default."""
         length = self.size if size is None else size
         gone = self._mappings.within(offset, length)
-        # In one call: a range with thousands of mappings is still one range.
+        # One mmap over everything: munmap for each of thousands of mappings takes far longer, and
+        # would leave the addresses free for a moment.
         _mmap(self.address + offset, length, _PROT_NONE, _RESERVED | _MAP_FIXED, -1)
         for at, _ in reversed(gone):
             self._mappings.remove(at)
 
     def clear(self, offset: int, size: int) -> None:
-        """Do nothing: a simulated device gives zeros."""
+        """Do nothing: new memory of a simulated device is zero."""
 
     def array(self, offset: int, shape: Sequence[int], dtype: Any) -> Any:
-        """Give the numpy array at a place of the range."""
+        """Return the numpy array at a place of the range."""
         # The transfer programs use no arrays, and every restore waits for them.
         import numpy as np  # noqa: PLC0415
 
@@ -226,24 +127,25 @@ class Arena:
         return np.ndarray(tuple(shape), dtype, buffer=self.view(offset, size))
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Give the bytes of a mapping. Using them after `unmap` ends the process (SIGSEGV)."""
+        """Return the bytes of a mapping. Using them after `unmap` ends the process (SIGSEGV)."""
         return memoryview((ctypes.c_ubyte * size).from_address(self.address + offset))
 
     def release(self) -> None:
-        """Give the addresses back."""
+        """Release the addresses."""
         if self.size:
             _check(_libc.munmap(self.address, self.size))
             self.size = 0
 
 
 def address_of(ordinal: int, *, is_kv: bool) -> int:
-    """Give the stable address of a device's range: the same in every process for one ordinal."""
+    """Return the stable address of a device's range: the same in every process for one ordinal."""
     return FIRST_ADDRESS + ordinal * DEVICE_BYTES + (DOMAIN_BYTES if is_kv else 0)
 
 
 def _reserved(size: int) -> int:
     """Reserve addresses from the beginning of a huge page on: its mappings begin at one, too."""
     found = _mmap(0, size + HUGE_PAGE, _PROT_NONE, _RESERVED, -1)
+    # mmap aligns to ordinary pages only, so the ends are cut off.
     before = -found % HUGE_PAGE
     if before:
         _check(_libc.munmap(found, before))
@@ -257,7 +159,7 @@ def _reserved_at(address: int, size: int) -> int:
     except FileExistsError:
         raise _taken(address, size) from None
     if found != address:
-        # A kernel before 4.17 takes the address for a hint.
+        # Linux before 4.17 does not know the flag and takes the address for a hint.
         _check(_libc.munmap(found, size))
         raise _taken(address, size)
     return found

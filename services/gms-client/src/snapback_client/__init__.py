@@ -1,0 +1,53 @@
+"""GPU memory for an engine: arrays that other processes share, that sleep, and that wake in place.
+
+    import snapback_client
+
+    with snapback_client.connect(device=0, lock="RW") as weights:
+        table = weights.allocate("embedding", (50_000, 512), "float32")
+        table[:] = read_from_disk()
+        weights.commit()         # readers may attach; the arrays are read-only from here on
+        ...
+        weights.sleep()          # nothing is mapped, open or running
+        weights.wake()           # the same arrays at the same addresses
+
+While a pool sleeps its arrays must not be touched: the process would end with SIGSEGV, as CUDA
+would fault. After `wake` they are valid again.
+
+Arrays of a simulated device are numpy's. Those of a CUDA device (extra `cuda`) are `CudaArray`s:
+`set` fills and `get` copies them, and CuPy, Numba and PyTorch (`snapback_client.torch`) work on
+them in place.
+"""
+
+from snapback_client.errors import (
+    DeadlineExceeded,
+    Fenced,
+    GenerationMismatch,
+    LayoutConflict,
+    NotEligible,
+    NotFound,
+    OutOfDeviceMemory,
+    SnapbackError,
+    StaleLayout,
+    UnknownDevice,
+)
+from snapback_client.frames import GenerationRef
+from snapback_client.mappings import AddressTaken
+from snapback_client.pool import MemoryPool, connect, restore
+
+__all__ = [
+    "AddressTaken",
+    "DeadlineExceeded",
+    "Fenced",
+    "GenerationMismatch",
+    "GenerationRef",
+    "LayoutConflict",
+    "MemoryPool",
+    "NotEligible",
+    "NotFound",
+    "OutOfDeviceMemory",
+    "SnapbackError",
+    "StaleLayout",
+    "UnknownDevice",
+    "connect",
+    "restore",
+]

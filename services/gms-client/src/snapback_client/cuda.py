@@ -1,0 +1,406 @@
+"""Memory of a real GPU in the process of a client, by the CUDA driver's virtual memory management.
+
+`CudaRange` reserves addresses of one device, into which imported memory is mapped. `cuda-bindings`
+(extra `cuda`) is imported when a driver is asked for and not before; every symbol that is used is
+looked for then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import math
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from snapback_client.errors import DeviceError, InvalidInput, UnknownDevice
+from snapback_client.mappings import AddressTaken, Mappings
+
+SYMBOLS = (
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDeviceGetUuid",
+    "cuDeviceTotalMem",
+    "cuDeviceGetAttribute",
+    "cuMemGetAllocationGranularity",
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuMemcpyHtoD",
+    "cuMemcpyDtoH",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemsetD8",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuStreamCreate",
+    "cuStreamDestroy",
+    "cuStreamSynchronize",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease",
+    "cuCtxPushCurrent",
+    "cuCtxPopCurrent",
+    "cuCtxSynchronize",
+)
+"""What the driver has to offer."""
+
+KIND = "cuda"
+
+
+class CudaUnavailable(DeviceError):
+    """This machine or this environment cannot use CUDA; the message says what is missing."""
+
+
+class CudaDriver:
+    """The driver of this machine, initialised. Every call is checked."""
+
+    def __init__(self) -> None:
+        """Load the bindings and the driver. CudaUnavailable names what is missing."""
+        try:
+            self.api: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise CudaUnavailable(
+                f"the Python bindings of CUDA are missing: {error}",
+                next_step="pip install 'snapback-client[cuda]'",
+            ) from error
+        missing = [name for name in SYMBOLS if not hasattr(self.api, name)]
+        if missing:
+            raise CudaUnavailable(
+                f"cuda-bindings has no {', '.join(missing)}",
+                next_step="install a version of cuda-bindings from 13.3.1 on",
+                missing=missing,
+            )
+        try:
+            self.call("cuInit", 0)
+            self.version = int(self.call("cuDriverGetVersion"))
+        except (RuntimeError, CudaFailed) as error:
+            # Without the library the bindings raise an error of their own; without a GPU, or in a
+            # container that was given none, the library answers cuInit with a status.
+            raise CudaUnavailable(
+                f"the CUDA driver does not start: {str(error).splitlines()[0]}",
+                next_step="install the NVIDIA driver, or run where a GPU is visible: `nvidia-smi`",
+            ) from error
+
+    @property
+    def devices(self) -> int:
+        """How many devices are visible."""
+        return int(self.call("cuDeviceGetCount"))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call the driver and return its values without the status. CudaFailed."""
+        status, *found = getattr(self.api, name)(*arguments)
+        if int(status) != 0:
+            raise CudaFailed(name, status)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def uuid_of(self, device: Any) -> str:
+        """Return the uuid of a device as NVIDIA_VISIBLE_DEVICES has it."""
+        found = self.call("cuDeviceGetUuid", device)
+        return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+
+    def find(self, device: str) -> Any:
+        """Return the visible device with this uuid. UnknownDevice.
+
+        Ordinals differ between processes: CUDA_VISIBLE_DEVICES leaves devices out and sorts them.
+        """
+        visible = [self.call("cuDeviceGet", ordinal) for ordinal in range(self.devices)]
+        uuids = [self.uuid_of(each) for each in visible]
+        if device not in uuids:
+            raise UnknownDevice(
+                f"{device} is not visible to CUDA in this process",
+                next_step="give this process the GPU: NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
+                device=device,
+                visible=uuids,
+            )
+        return visible[uuids.index(device)]
+
+    def allocation(self, device: Any) -> Any:
+        """Describe pinned memory of a device that can be exported as a descriptor."""
+        api = self.api
+        prop = api.CUmemAllocationProp()
+        prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = int(device)
+        prop.requestedHandleTypes = self.posix
+        return prop
+
+    @property
+    def posix(self) -> Any:
+        """The kind of handle that is a file descriptor."""
+        return self.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+class CudaFailed(DeviceError):
+    """The driver refused a call."""
+
+    def __init__(self, name: str, status: Any) -> None:
+        super().__init__(
+            f"{name}: {getattr(status, 'name', status)}", call=name, status=int(status)
+        )
+        self.status = int(status)
+
+
+class CudaRange:
+    """A reserved range of addresses of one device, into which imports are mapped.
+
+    It holds the primary context of the device, which is that of PyTorch and of the CUDA runtime,
+    and makes it current only while it works: what an engine has made current stays so. Any thread
+    may use it, one at a time.
+    """
+
+    kind = KIND
+
+    def __init__(
+        self, driver: CudaDriver, device: str, size: int, *, address: int | None, exact: bool
+    ) -> None:
+        """Reserve `size` bytes, whole granules, at `address`, which the driver takes for a hint.
+
+        Another address is accepted, too, unless it must be `exact`: AddressTaken.
+        UnknownDevice when this process does not see the device.
+        """
+        self._driver = driver
+        self._device = driver.find(device)
+        self._mappings = Mappings(size)
+        self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self.size = size
+        try:
+            self.address = int(driver.call("cuMemAddressReserve", size, 0, address or 0, 0))
+            if exact and address is not None and self.address != address:
+                driver.call("cuMemAddressFree", self.address, size)
+                raise AddressTaken(
+                    f"{size} bytes at {address:#x} are in use in this process: the driver offers "
+                    f"{self.address:#x}",
+                    address=address,
+                    size=size,
+                )
+        except BaseException:
+            driver.call("cuDevicePrimaryCtxRelease", self._device)
+            raise
+
+    def map(self, fd: int, offset: int, size: int, *, writable: bool) -> int:
+        """Map the whole of a descriptor at `offset` of the range and return the address.
+
+        The descriptor may be closed afterwards: the mapping alone holds the memory.
+        """
+        self._mappings.add(offset, size)
+        driver, at = self._driver, self.address + offset
+        with self._current():
+            try:
+                handle = driver.call("cuMemImportFromShareableHandle", fd, driver.posix)
+                try:
+                    driver.call("cuMemMap", at, size, 0, handle, 0)
+                finally:
+                    # Each import is paired with a release; a handle may go before its mappings.
+                    driver.call("cuMemRelease", handle)
+            except BaseException:
+                self._mappings.remove(offset)
+                raise
+            self._allow(offset, size, writable=writable)
+        return at
+
+    def protect(self, offset: int, size: int, *, writable: bool) -> None:
+        """Change what the device may do with a mapping, once all that was begun has ended."""
+        with self._current():
+            # Access must not change under kernels that were launched before.
+            self._driver.call("cuCtxSynchronize")
+            self._allow(offset, size, writable=writable)
+
+    def _allow(self, offset: int, size: int, *, writable: bool) -> None:
+        api = self._driver.api
+        description = api.CUmemAccessDesc()
+        description.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        description.location.id = int(self._device)
+        flags = api.CUmemAccess_flags
+        description.flags = (
+            flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if writable
+            else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
+        self._driver.call("cuMemSetAccess", self.address + offset, size, [description], 1)
+
+    def unmap(self, offset: int = 0, size: int | None = None) -> None:
+        """Remove mappings and keep their addresses reserved; the whole range by default.
+
+        Waits first for the work of the device, which may still use them.
+        """
+        gone = self._mappings.within(offset, self.size if size is None else size)
+        if not gone:
+            return
+        with self._current():
+            self._driver.call("cuCtxSynchronize")
+            for at, length in reversed(gone):
+                self._driver.call("cuMemUnmap", self.address + at, length)
+                self._mappings.remove(at)
+
+    def clear(self, offset: int, size: int) -> None:
+        """Fill with zeros: the driver does not say what new memory holds."""
+        with self._current():
+            self._driver.call("cuMemsetD8", self.address + offset, 0, size)
+            self._driver.call("cuCtxSynchronize")
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Copy bytes out of the device."""
+        with self._current():
+            self._driver.call("cuMemcpyDtoH", host_address(into), self.address + offset, len(into))
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """Copy bytes into the device. CudaFailed where the mapping is read-only."""
+        with self._current():
+            to, size = self.address + offset, len(source)
+            self._driver.call("cuMemcpyHtoD", to, host_address(source), size)
+            self._driver.call("cuCtxSynchronize")
+
+    def array(self, offset: int, shape: Sequence[int], dtype: DTypeLike) -> CudaArray:
+        """Return the array at a place of the range."""
+        return CudaArray(self, offset, shape, dtype)
+
+    def copier(self, size: int) -> CudaCopier:
+        """Return a stream of copies of its own, with a pinned buffer of `size` bytes."""
+        return CudaCopier(self, size)
+
+    def release(self) -> None:
+        """Release mappings, addresses and the context."""
+        if self.size:
+            self.unmap()
+            self._driver.call("cuMemAddressFree", self.address, self.size)
+            self._driver.call("cuDevicePrimaryCtxRelease", self._device)
+            self.size = 0
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[CudaDriver]:
+        """Make the context current in this thread for a block; then the engine's is again."""
+        self._driver.call("cuCtxPushCurrent", self._context)
+        try:
+            yield self._driver
+        finally:
+            self._driver.call("cuCtxPopCurrent")
+
+
+class CudaCopier:
+    """Copies on a stream of its own, fast to and from its pinned `buffer`.
+
+    `flush` waits for all copies, which run in the order in which they began. One thread at a time.
+    """
+
+    def __init__(self, at: CudaRange, size: int) -> None:
+        """Use `CudaRange.copier`."""
+        self._range = at
+        with at._current() as driver:  # noqa: SLF001 - one module
+            flags = driver.api.CUstream_flags
+            # A blocking stream would wait for the default stream of the engine.
+            self._stream = driver.call("cuStreamCreate", flags.CU_STREAM_NON_BLOCKING.value)
+            try:
+                self._pinned = int(driver.call("cuMemHostAlloc", size, 0))
+            except BaseException:
+                driver.call("cuStreamDestroy", self._stream)
+                raise
+        self.buffer = memoryview((ctypes.c_ubyte * size).from_address(self._pinned)).cast("B")
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Start to copy bytes out of the device."""
+        at = self._range
+        with at._current() as driver:  # noqa: SLF001 - one module
+            source = at.address + offset
+            driver.call("cuMemcpyDtoHAsync", host_address(into), source, len(into), self._stream)
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """Start to copy bytes into the device; they must not change until `flush`."""
+        at = self._range
+        with at._current() as driver:  # noqa: SLF001 - one module
+            driver.call(
+                "cuMemcpyHtoDAsync",
+                at.address + offset,
+                host_address(source),
+                len(source),
+                self._stream,
+            )
+
+    def flush(self) -> None:
+        """Wait until every copy is done. CudaFailed when one was refused."""
+        with self._range._current() as driver:  # noqa: SLF001 - one module
+            driver.call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        """Wait, and release the stream and the pinned memory."""
+        with self._range._current() as driver:  # noqa: SLF001 - one module
+            with contextlib.suppress(CudaFailed):
+                driver.call("cuStreamSynchronize", self._stream)
+            driver.call("cuStreamDestroy", self._stream)
+            driver.call("cuMemFreeHost", self._pinned)
+
+
+class _Flags:
+    """What may be done with an array, under the name that it has in numpy."""
+
+    def __init__(self) -> None:
+        self.writeable = True
+
+
+class CudaArray:
+    """An array in device memory, for libraries that know `__cuda_array_interface__` (version 3).
+
+    `cupy.asarray(array)` and `numba.cuda.as_cuda_array(array)` make arrays over the same memory,
+    `snapback_client.torch.tensor_of(array)` makes a tensor. Writing where `flags.writeable` is
+    False ends in a fault of the device.
+    """
+
+    def __init__(self, at: CudaRange, offset: int, shape: Sequence[int], dtype: DTypeLike) -> None:
+        """Use `CudaRange.array`."""
+        self._range = at
+        self._offset = offset
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self.flags = _Flags()
+
+    @property
+    def address(self) -> int:
+        """Where it begins, in the address space of the device and of this process."""
+        return self._range.address + self._offset
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Describe it to other libraries."""
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address if self.nbytes else 0, not self.flags.writeable),
+            "strides": None,
+            "stream": None,
+        }
+
+    def get(self) -> NDArray[Any]:
+        """Copy it to the host."""
+        found = np.empty(self.shape, self.dtype)
+        if self.nbytes:
+            self._range.read(self._offset, found.reshape(-1).view(np.uint8).data)
+        return found
+
+    def set(self, values: Any) -> None:
+        """Fill it from the host; `values` are converted and broadcast as numpy does."""
+        if not self.flags.writeable:
+            raise InvalidInput("the array is read-only: it is committed, or the lock is RO")
+        whole = np.empty(self.shape, self.dtype)
+        whole[...] = values
+        if self.nbytes:
+            self._range.write(self._offset, whole.reshape(-1).view(np.uint8).data)
+
+
+def host_address(view: memoryview) -> int:
+    """Return the address of writable bytes of the host."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))

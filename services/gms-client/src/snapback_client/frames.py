@@ -1,0 +1,411 @@
+"""What crosses the lease socket.
+
+A frame is one SEQPACKET message: one msgpack map with `type` and `v`, at most `MAX_FRAME_BYTES`,
+descriptors beside it. A request is answered by one reply, or by several that number themselves
+(`part` of `parts`) when entries or descriptors do not fit into one message. Unknown fields are
+ignored; another `v` is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from snapback_client.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
+from snapback_client.errors import (
+    Failure,
+    InvalidMessage,
+    RemoteFailure,
+    SnapbackError,
+    UnsupportedVersion,
+)
+
+Bytes = Annotated[int, Meta(ge=0, le=2**50)]
+Seconds = Annotated[float, Meta(gt=0, le=7 * 86400)]
+ShortText = Annotated[str, Meta(max_length=256)]
+PROTOCOL_VERSION = 1
+LEASE_SOCKET = "gms.sock"
+DESCRIPTORS_PER_MESSAGE = 128
+"""Descriptors beside one message. The kernel takes 253."""
+
+MESSAGE_BUDGET = 128 * 1024
+"""Bytes that a sender puts into one message: fits a socket buffer of the kernel's default size."""
+
+MAX_BATCH = 8192
+"""Entries in one frame."""
+
+MAX_ALLOCATIONS = 32_768
+"""Allocations of one layout: every one is a mapping, and a process has about 65,000."""
+
+MAX_METADATA_BYTES = 4 * 1024 * 1024
+"""Keys and values of one layout together, so that its manifest stays within its limit."""
+
+# Not `$`, which also matches before a final newline.
+AllocationId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:/+@-]{0,127}\Z")]
+Tag = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/+@-]{0,64}\Z")]
+Key = Annotated[str, Meta(min_length=1, max_length=256)]
+DeviceUuid = Annotated[str, Meta(min_length=1, max_length=64)]
+Token = Annotated[str, Meta(min_length=1, max_length=256)]
+AllocationSize = Annotated[int, Meta(ge=1, le=2**50)]
+Count = Annotated[int, Meta(ge=0)]
+Wait = Annotated[float, Meta(ge=0, le=86400)]
+
+
+class MemoryDomain(StrEnum):
+    """Which memory of a device: `kv` is dropped at sleep and never committed."""
+
+    WEIGHTS = "weights"
+    KV = "kv"
+
+
+class LockMode(StrEnum):
+    """What a client asks for. RW_OR_RO is RW while nothing is committed, RO after."""
+
+    RW = "RW"
+    RO = "RO"
+    RW_OR_RO = "RW_OR_RO"
+
+
+class Access(StrEnum):
+    """What a session was granted, and how an exported descriptor may be mapped."""
+
+    RW = "RW"
+    RO = "RO"
+
+
+class GenerationRef(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed generation of one server process: numbers begin again when it restarts."""
+
+    incarnation: ShortText
+    generation: Annotated[int, Meta(ge=1)]
+
+
+class AllocationSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An allocation to make: an id of the client's choice and bytes."""
+
+    id: AllocationId
+    size: AllocationSize
+    tag: Tag = ""
+
+
+class AllocationInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An allocation as it is: `aligned` bytes are mapped, `slot` is its place in the layout."""
+
+    id: AllocationId
+    size: AllocationSize
+    aligned: AllocationSize
+    tag: Tag
+    slot: Count
+
+
+class MetadataItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Opaque bytes about the place `offset` in an allocation."""
+
+    key: Key
+    allocation: AllocationId
+    offset: Bytes
+    value: Annotated[bytes, Meta(max_length=65536)]
+
+
+class _Frame(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    v: int = PROTOCOL_VERSION
+
+
+class Attach(_Frame, frozen=True, kw_only=True, tag="attach"):
+    """The first frame: what the session is for. The answer comes when the lock is granted.
+
+    `if_match` is the generation that a writer replaces, None when nothing is committed. `replace`
+    frees that generation before the writer begins, for devices too small for two. `fence_token`
+    makes the session the save of a fence, `load_token` a loader that builds a hidden layout.
+    `incarnation` is said by a reader that comes back and waits for no layout that is lost: that of
+    the server which held it, "" for one that is not known.
+    """
+
+    device: DeviceUuid
+    domain: MemoryDomain
+    lock: LockMode
+    deadline_s: Seconds
+    if_match: GenerationRef | None = None
+    replace: bool = False
+    fence_token: Token | None = None
+    load_token: Token | None = None
+    client: ShortText = ""
+    traceparent: ShortText = ""
+    incarnation: ShortText | msgspec.UnsetType = msgspec.UNSET
+
+
+class AllocateMany(_Frame, frozen=True, kw_only=True, tag="allocate_many"):
+    """Make all these allocations or none. Waits up to `wait_s` for memory that is being freed."""
+
+    allocations: Annotated[list[AllocationSpec], Meta(min_length=1, max_length=MAX_BATCH)]
+    wait_s: Wait = 0.0
+
+
+class ExportMany(_Frame, frozen=True, kw_only=True, tag="export_many"):
+    """Send a fresh descriptor for each id, in this order."""
+
+    ids: Annotated[list[AllocationId], Meta(min_length=1, max_length=MAX_BATCH)]
+    access: Access
+
+
+class FreeMany(_Frame, frozen=True, kw_only=True, tag="free_many"):
+    """Free allocations of the layout being written; the sender has unmapped them."""
+
+    ids: Annotated[list[AllocationId], Meta(min_length=1, max_length=MAX_BATCH)]
+
+
+class MetadataPut(_Frame, frozen=True, kw_only=True, tag="metadata_put"):
+    """Add or replace entries of the layout being written: all or none."""
+
+    entries: Annotated[list[MetadataItem], Meta(min_length=1, max_length=MAX_BATCH)]
+
+
+class MetadataGet(_Frame, frozen=True, kw_only=True, tag="metadata_get"):
+    """Read entries: those named, or all when `keys` is None; of these, those below `prefix`."""
+
+    keys: Annotated[list[Key], Meta(max_length=MAX_BATCH)] | None = None
+    prefix: Annotated[str, Meta(max_length=256)] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ListAllocations(_Frame, frozen=True, kw_only=True, tag="list_allocations"):
+    """List the session's layout in the order of its slots."""
+
+
+class Commit(_Frame, frozen=True, kw_only=True, tag="commit"):
+    """Publish the layout being written; the session goes on as a reader of it.
+
+    `if_match` as in Attach. With `hidden` the layout waits under the session's load token.
+    """
+
+    if_match: GenerationRef | None = None
+    hidden: bool = False
+    layout_id: ShortText | None = None
+
+
+class Detach(_Frame, frozen=True, kw_only=True, tag="detach"):
+    """The last frame: everything that was imported is unmapped."""
+
+
+class Attached(_Frame, frozen=True, kw_only=True, tag="attached"):
+    """The lock is held. `generation` 0 means that nothing is committed.
+
+    `device_kind` says how descriptors are mapped: `simulated` (also when it is absent) or `cuda`.
+    """
+
+    session: Count
+    granted: Access
+    device: DeviceUuid
+    index: Count
+    product: ShortText
+    capacity: Bytes
+    free: Bytes
+    granularity: Annotated[int, Meta(ge=1, le=2**40)]
+    incarnation: ShortText
+    generation: Count = 0
+    layout_id: ShortText = ""
+    structure_hash: ShortText = ""
+    bytes: Bytes = 0
+    device_kind: ShortText | msgspec.UnsetType = msgspec.UNSET
+
+
+class Allocated(_Frame, frozen=True, kw_only=True, tag="allocated"):
+    """The allocations made, in the order asked for."""
+
+    allocations: list[AllocationInfo]
+    part: Count = 1
+    parts: Count = 1
+
+
+class Exported(_Frame, frozen=True, kw_only=True, tag="exported"):
+    """One entry for each descriptor beside this message, in the same order."""
+
+    allocations: list[AllocationInfo]
+    part: Count = 1
+    parts: Count = 1
+
+
+class Allocations(_Frame, frozen=True, kw_only=True, tag="allocations"):
+    """The session's layout."""
+
+    allocations: list[AllocationInfo]
+    part: Count = 1
+    parts: Count = 1
+
+
+class Metadata(_Frame, frozen=True, kw_only=True, tag="metadata"):
+    """The entries found. A key that does not exist is absent."""
+
+    entries: list[MetadataItem]
+    part: Count = 1
+    parts: Count = 1
+
+
+class Done(_Frame, frozen=True, kw_only=True, tag="done"):
+    """FreeMany, MetadataPut or Detach is carried out."""
+
+
+class Committed(_Frame, frozen=True, kw_only=True, tag="committed"):
+    """The layout is published, or staged when it is `hidden` (then `generation` is 0)."""
+
+    incarnation: ShortText
+    generation: Count
+    layout_id: ShortText
+    structure_hash: ShortText
+    bytes: Bytes
+    hidden: bool = False
+
+
+class ErrorReply(_Frame, frozen=True, kw_only=True, tag="error"):
+    """The request was not carried out; nothing changed."""
+
+    reason: ShortText
+    message: str
+    retryable: bool = False
+    values: dict[str, Any] = {}
+    next_step: str = ""
+
+    @classmethod
+    def of(cls, failure: Failure) -> ErrorReply:
+        """Return a failure as a message."""
+        return cls(**msgspec.structs.asdict(failure))
+
+    def to_failure(self) -> Failure:
+        """Return the failure."""
+        return Failure(**{name: getattr(self, name) for name in Failure.__struct_fields__})
+
+
+Request = (
+    Attach
+    | AllocateMany
+    | ExportMany
+    | FreeMany
+    | MetadataPut
+    | MetadataGet
+    | ListAllocations
+    | Commit
+    | Detach
+)
+
+Reply = Attached | Allocated | Exported | Allocations | Metadata | Done | Committed | ErrorReply
+
+
+class _Head(msgspec.Struct, frozen=True):
+    v: int = PROTOCOL_VERSION
+
+
+_NUMBERS_BYTES = 40
+"""More than the numbers of an entry and the lengths of its texts take when they are encoded."""
+
+E = TypeVar("E")
+F = TypeVar("F", bound=Request | Reply)
+
+
+def encode_frame(frame: Request | Reply) -> bytes:
+    """Encode one frame. InvalidMessage when it is longer than a frame may be."""
+    data = encode_msgpack(frame)
+    if len(data) > MAX_FRAME_BYTES:
+        raise InvalidMessage(
+            f"a frame of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}",
+            size=len(data),
+            limit=MAX_FRAME_BYTES,
+        )
+    return data
+
+
+def decode_request(data: bytes) -> Request:
+    """Decode what a client sent. UnsupportedVersion or InvalidMessage."""
+    request: Request = _decode(data, Request)
+    return request
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Decode what the server sent. UnsupportedVersion or InvalidMessage."""
+    reply: Reply = _decode(data, Reply)
+    return reply
+
+
+def batches(
+    entries: Iterable[E], *, cost: Callable[[E], int], most: int = MAX_BATCH
+) -> Iterator[list[E]]:
+    """Cut entries into runs of at most `most` whose costs in bytes stay in `MESSAGE_BUDGET`.
+
+    No entries are one empty run, so that there is always a message to send.
+    """
+    run: list[E] = []
+    used = 0
+    for entry in entries:
+        size = cost(entry)
+        if run and (len(run) >= most or used + size > MESSAGE_BUDGET):
+            yield run
+            run, used = [], 0
+        run.append(entry)
+        used += size
+    yield run
+
+
+def cost_of_allocation(entry: AllocationSpec | AllocationInfo) -> int:
+    """Bound the encoded bytes of an allocation from above."""
+    return len(entry.id) + len(entry.tag) + _NUMBERS_BYTES
+
+
+def cost_of_metadata(entry: MetadataItem) -> int:
+    """Bound the encoded bytes of a metadata entry from above."""
+    text = len(entry.key.encode()) + len(entry.allocation)
+    return text + len(entry.value) + _NUMBERS_BYTES
+
+
+def error_of(failure: Failure) -> SnapbackError:
+    """Return the error of a received failure, of its own class where that is known."""
+    kind = _known_errors().get(failure.reason)
+    if kind is None:
+        return RemoteFailure(failure)
+    error = kind(failure.message, next_step=failure.next_step)
+    error.values = failure.values
+    return error
+
+
+def _known_errors() -> dict[str, type[SnapbackError]]:
+    known: dict[str, type[SnapbackError]] = {}
+    pending = [SnapbackError]
+    while pending:
+        kind = pending.pop()
+        pending.extend(kind.__subclasses__())
+        if kind not in (SnapbackError, RemoteFailure):
+            known.setdefault(kind.reason, kind)
+    return known
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        frame = decode_msgpack(data, kind)
+    except InvalidMessage:
+        # A later version may not decode at all; its number is then the more helpful answer.
+        _check_version(_version_of(data))
+        raise
+    _check_version(frame.v)
+    return frame
+
+
+def _version_of(data: bytes) -> int:
+    try:
+        return decode_msgpack(data, _Head).v
+    except InvalidMessage:
+        return PROTOCOL_VERSION
+
+
+def _check_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise UnsupportedVersion(
+            f"lease-socket protocol {version} is not spoken here, {PROTOCOL_VERSION} is",
+            version=version,
+            supported=PROTOCOL_VERSION,
+        )
+
+
+def aligned(size: int, granularity: int) -> int:
+    """Return the bytes that `size` bytes take in whole granules."""
+    return -(-size // granularity) * granularity

@@ -1,0 +1,144 @@
+"""Save one layout: write it as a part, files first and the manifest last."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+
+from gms.adapters.bounce_buffers import BUFFER_BYTES, BounceBuffered
+from gms.adapters.buffers import digest_in_memory
+from gms.adapters.sharing import parent_of, share
+from gms.adapters.staging import drop_notes, staged
+from gms.domain.resume import note_of
+from gms.domain.task_rules import check_fenced, check_shape, part_manifest, path_of, save_request
+from gms.domain.tasks import OBJECT, SaveTask, TransferDone, TransferLeased
+from gms.domain.transfer import place, plan_files
+from gms.ports import ResumableBackend, TransferBackend
+from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
+from snapback_client.frames import Access, AllocationInfo, MetadataItem
+from snapback_client.lease import Lease
+from snapshot_shared.artifact import PART_MANIFEST, FileEntry, PartManifest, check_part_manifest
+from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest, encode_pretty
+from snapshot_shared.errors import ArtifactExists, ArtifactMissing, InvalidInput
+from snapshot_shared.files import (
+    open_dir,
+    open_regular,
+    open_root,
+    opened,
+    read_bounded,
+    require_space,
+    settle_new,
+    write_new,
+)
+from snapshot_shared.object_storage import ObjectStorage, check_objects
+
+
+def save(task: SaveTask, emit: Emit) -> TransferDone:
+    """Write the fenced layout as a part: files, digests, the manifest last."""
+    with opened(open_root(task.root, create=True)) as root:
+        if (known := saved_before(root, task)) is not None:
+            return known
+        with leased(Lease.attach(task.socket_dir, save_request(task))) as lease:
+            check_fenced(task.layout, lease.attached)
+            emit(TransferLeased())
+            infos, metadata = lease.allocations(), lease.metadata()
+            check_shape(infos, metadata, task.layout)
+            find = functools.partial(backend_of, task, task.backend)
+            with mapped(lease, infos, Access.RO, find) as (buffers, backend):
+                return write_part(root, task, infos, metadata, buffers, emit, backend=backend)
+
+
+def write_part(
+    root: int,
+    task: SaveTask,
+    infos: Sequence[AllocationInfo],
+    metadata: Sequence[MetadataItem],
+    buffers: Sequence[memoryview],
+    emit: Emit,
+    *,
+    backend: TransferBackend | None = None,
+) -> TransferDone:
+    """Write the bytes of every allocation beneath an artifact root, and the manifest last.
+
+    Files that a sealed artifact of the same namespace holds already are shared with it. What a
+    killed process of the same save has written is kept, where memory and file prove it. `backend`
+    is that of the task by default; one with bounce buffers needs no `buffers`.
+
+    A failure leaves no directory. NoSpace; ArtifactExists when the part exists.
+    """
+    backend = backend or backend_of(task, task.backend)
+    bounced = backend if isinstance(backend, BounceBuffered) else None
+    shard_bytes = task.shard_bytes if bounced is None else min(task.shard_bytes, BUFFER_BYTES)
+    entries, sizes = place(infos, shard_bytes=shard_bytes)
+    plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
+    digest_of = (
+        bounced.digest_of if bounced else functools.partial(digest_in_memory, buffers=buffers)
+    )
+    note, every, storage = note_of(task), task.note_bytes, task.object_storage
+    with staged(root, path_of(task), note, every_bytes=every, storage=storage) as staging:
+        directory = staging.directory
+        meter = ProgressMeter(sum(sizes), emit)
+        with parent_of(root, task) as parent:
+            if parent is not None:
+                shared = share(
+                    parent,
+                    directory,
+                    [plan for plan in plans if not staging.written(plan.name)],
+                    digest_of,
+                    backend,
+                    threads=task.threads,
+                    advance=meter.advance,
+                )
+        missing = [plan for plan in plans if plan.name not in shared]
+        if task.backend != OBJECT:
+            needed = sum(plan.size for plan in missing) - staging.allocated()
+            require_space(directory, needed, f"part {task.part}")
+        write = (
+            functools.partial(backend.write_missing, notes=staging)
+            if isinstance(backend, ResumableBackend)
+            else backend.write_files
+        )
+        moved = write(directory, missing, buffers, threads=task.threads, advance=meter.advance)
+        files = shared | {entry.name: entry for entry in moved.files}
+        in_order = [files[plan.name] for plan in plans]
+        data = encode_pretty(part_manifest(task, entries, in_order, metadata))
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise InvalidInput("the manifest would be too long", size=len(data))
+        write_new(directory, PART_MANIFEST, data)
+        staging.finish()
+    return TransferDone(
+        bytes=sum(sizes),
+        digest=digest(data),
+        layout=task.layout,
+        moved=moved.bytes,
+        backend=moved.backend,
+    )
+
+
+def saved_before(root: int, task: SaveTask) -> TransferDone | None:
+    """Return the result of the same save when an earlier process has finished it, else None."""
+    path = path_of(task)
+    try:
+        directory = open_dir(root, path)
+    except ArtifactMissing:
+        return None
+    with opened(directory):
+        settle_new(directory, PART_MANIFEST)
+        try:
+            data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
+        except ArtifactMissing:
+            return None
+        manifest = decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES)
+        if manifest.layout is None or (manifest.order, manifest.layout.source) != (
+            task.order,
+            task.layout,
+        ):
+            raise ArtifactExists(f"another part stands in {'/'.join(path)}", path="/".join(path))
+        # The manifest may have outlived its files, and neither need be durable yet.
+        if manifest.objects:
+            check_objects(ObjectStorage(task.object_storage), check_part_manifest(manifest))
+        for entry in manifest.files if not manifest.objects else ():
+            os.close(open_regular(directory, entry.name, size=entry.size, shared=True))
+        drop_notes(directory)
+    return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)

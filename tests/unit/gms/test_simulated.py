@@ -1,0 +1,68 @@
+"""What only the simulated device has: uuids that are derived, exact counts and huge pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from gms.adapters.simulated import SimulatedDevice, simulated_uuid
+from snapshot_shared.errors import InvalidInput, OutOfDeviceMemory
+from tests.bench.machine import huge_bytes_free
+
+MIB = 1024 * 1024
+CAPACITY = 16 * MIB
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    simulated = SimulatedDevice(node="n1", index=0, capacity=CAPACITY)
+    yield simulated
+    simulated.close()
+
+
+def test_more_than_is_free_is_refused_with_all_three_values(device: SimulatedDevice) -> None:
+    granule = device.info.granularity
+    device.create(CAPACITY - granule)
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        device.create(2 * granule)
+    values = {"needed": 2 * granule, "free": granule, "capacity": CAPACITY}
+    assert caught.value.values == values
+    assert device.used == CAPACITY - granule
+    device.create(granule)
+
+
+def test_a_host_without_enough_huge_pages_says_how_to_get_them() -> None:
+    size = huge_bytes_free() + 64 * MIB
+    device = SimulatedDevice(node="n1", index=0, capacity=size, huge_pages=True)
+    with pytest.raises(OutOfDeviceMemory, match=f"no huge pages for {size} bytes") as caught:
+        device.create(size)
+    assert "sysctl vm.nr_hugepages" in caught.value.next_step
+    assert device.used == 0
+
+
+def test_huge_pages_are_taken_when_memory_is_allocated() -> None:
+    size = huge_bytes_free()
+    if not size:
+        pytest.skip("this host has set no huge pages aside (vm.nr_hugepages)")
+    first, second = (
+        SimulatedDevice(node="n1", index=index, capacity=size, huge_pages=True) for index in (0, 1)
+    )
+    with closing(first), closing(second):
+        handle = first.create(size)
+        with pytest.raises(OutOfDeviceMemory):
+            second.create(2 * MIB)
+        first.release(handle)
+        second.create(2 * MIB)
+
+
+def test_huge_pages_are_whole_in_every_allocation() -> None:
+    with pytest.raises(InvalidInput, match="65536 bytes are no huge pages"):
+        SimulatedDevice(node="n1", index=0, capacity=MIB, granularity=65536, huge_pages=True)
+
+
+def test_a_simulated_uuid_is_the_same_at_every_start_and_different_for_every_device() -> None:
+    assert simulated_uuid("n1", 0) == "GPU-2f26acd4-f975-56ae-85be-f9f11cb1cb1c"
+    found = {simulated_uuid(node, index) for node in ("n1", "n2") for index in range(4)}
+    assert len(found) == 8
