@@ -1,4 +1,4 @@
-"""What the store holds, counted for the metrics."""
+"""Counts of what the store holds, for the metrics."""
 
 from __future__ import annotations
 
@@ -7,18 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from snapshot_operator.core.quarantine import QUARANTINED
-from snapshot_shared.objects import (
-    AnyObject,
-    DynamoCheckpoint,
-    Job,
-    Node,
-    Pod,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-    is_true,
-    kind_of,
-)
+from snapshot_shared.objects import AnyObject, Node, SnapshotContent, is_true, kind_of
+from snapshot_shared.views import phase
 
 
 class Census(NamedTuple):
@@ -31,7 +21,7 @@ class Census(NamedTuple):
 
 
 def census(values: Iterable[AnyObject]) -> Census:
-    """Count objects."""
+    """Return the counts of some objects."""
     objects: Counter[tuple[str, ...]] = Counter()
     nodes: Counter[tuple[str, ...]] = Counter({(state,): 0 for state in NODE_STATES})
     readers = quarantined = 0
@@ -39,7 +29,7 @@ def census(values: Iterable[AnyObject]) -> Census:
         if isinstance(value, Node):
             nodes[(_state(value),)] += 1
         else:
-            objects[(kind_of(value).name, _phase(value))] += 1
+            objects[(kind_of(value).name, phase(value))] += 1
         if isinstance(value, SnapshotContent):
             readers += len(value.status.readers)
             quarantined += is_true(value.status.conditions, QUARANTINED)
@@ -54,22 +44,3 @@ def _state(node: Node) -> str:
     if is_true(rows, "Lost"):
         return "lost"
     return "ready" if is_true(rows, "Ready") else "not-ready"
-
-
-def _phase(
-    value: DynamoCheckpoint | Snapshot | SnapshotContent | SnapshotRestore | Job | Pod,
-) -> str:
-    match value:
-        case DynamoCheckpoint() | Pod():
-            return value.status.phase
-        case SnapshotContent():
-            return value.status.capture.value
-        case SnapshotRestore():
-            return value.status.state.value
-        case Snapshot():
-            rows = value.status.conditions
-            return next((name for name in ("Failed", "Ready") if is_true(rows, name)), "Pending")
-        case Job(status=status):
-            if status.succeeded or status.failed:
-                return "Succeeded" if status.succeeded else "Failed"
-            return "Active" if status.active else "Pending"

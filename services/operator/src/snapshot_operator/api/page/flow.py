@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from snapshot_operator.api.page.view import Entry, commands_of, heard, moved_part, open_order
 from snapshot_operator.core import fold
-from snapshot_operator.core.mirror import mirrored
 from snapshot_operator.core.plan import orders_of
 from snapshot_shared.objects import (
     AnyObject,
@@ -23,6 +22,7 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.orders import Progress, Report
 from snapshot_shared.spans import SpanRecord, layout
+from snapshot_shared.views import mirrored
 
 OPERATOR = "operator"
 MOST_STEPS = 80
