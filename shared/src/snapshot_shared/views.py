@@ -56,23 +56,28 @@ def phase(value: AnyObject, restore: SnapshotRestore | None = None) -> str:
     """
     if value.metadata.deletion_timestamp:
         return "Terminating"
-    match value:
-        case DynamoCheckpoint():
-            return value.status.phase
-        case Snapshot():
-            return _snapshot_phase(value)
-        case SnapshotContent():
-            return value.status.capture.value
-        case SnapshotRestore():
-            return value.status.state.value
-        case Pod():
-            found = _under_way(value, restore)
-            return found.status.state.value if found else value.status.phase
-        case Job():
-            rows = value.status.conditions
+    match phase_holder(value, restore):
+        case DynamoCheckpoint() | Pod() as found:
+            return found.status.phase
+        case Snapshot() as found:
+            return _snapshot_phase(found)
+        case SnapshotContent() as found:
+            return found.status.capture.value
+        case SnapshotRestore() as found:
+            return found.status.state.value
+        case Job() as found:
+            rows = found.status.conditions
             return next((name for name in ("Complete", "Failed") if is_true(rows, name)), "Running")
-        case Node():
-            return _node_phase(value)
+        case Node() as found:
+            return _node_phase(found)
+
+
+def phase_holder(value: AnyObject, restore: SnapshotRestore | None = None) -> AnyObject:
+    """Return the object whose phase is shown: the restore of a pod while both are under way."""
+    is_over = not isinstance(value, Pod) or value.status.phase not in ("Pending", "Running")
+    if restore is None or is_over or restore.status.state in RESTORE_ENDED:
+        return value
+    return restore
 
 
 def _snapshot_phase(value: Snapshot) -> str:
@@ -82,14 +87,6 @@ def _snapshot_phase(value: Snapshot) -> str:
     if is_true(rows, "Ready") or status.bytes:
         return "Ready"
     return "Capturing" if status.bound_snapshot_content_name else "Pending"
-
-
-def _under_way(pod: Pod, restore: SnapshotRestore | None) -> SnapshotRestore | None:
-    """Return the restore of a pod that may still change, unless the pod is beyond it."""
-    is_over = pod.status.phase in ("Succeeded", "Failed", "Unknown")
-    if restore is None or is_over or restore.status.state in RESTORE_ENDED:
-        return None
-    return restore
 
 
 def _node_phase(node: Node) -> str:

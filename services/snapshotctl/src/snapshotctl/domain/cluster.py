@@ -24,6 +24,7 @@ MAX_SOCKET_FOLDER = 60
 NATS = "nats-server"
 NATS_CONFIGURATION = "nats.conf"
 OPERATOR = "operator"
+PAGE = "page"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +49,7 @@ class ClusterRecord(
 ):
     """What `cluster.json` says. `owner` is the demo that will end this cluster, if one will.
 
-    `workdir` is the working directory of its workers, and `page` the address of the operator's
-    page.
+    `workdir` is the working directory of its workers, and `page` the address of its page.
     """
 
     name: str
@@ -129,8 +129,8 @@ class Places(NamedTuple):
 
     @property
     def page(self) -> Path:
-        """Where the operator writes the address of its page."""
-        return self.state / OPERATOR / "page"
+        """Where the page writes its address."""
+        return self.state / PAGE / "address"
 
     @property
     def nats(self) -> Path:
@@ -207,13 +207,19 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
 
 
 def operator_program(setting: Setting) -> Program:
-    """Describe the operator, with its page at a free port of the loopback address."""
-    environment = _service(setting, User("operator"), setting.places.state / OPERATOR) | {
+    """Describe the operator."""
+    environment = _service(setting, User("operator"), setting.places.state / OPERATOR)
+    return Program(OPERATOR, (setting.python, "-P", "-m", "snapshot_operator.main"), environment)
+
+
+def page_program(setting: Setting) -> Program:
+    """Describe the page, at a free port of the loopback address."""
+    environment = _service(setting, User("viewer"), setting.places.state / PAGE) | {
         "SNAPBACK_HTTP_ADDRESS": "127.0.0.1:0",
         "SNAPBACK_PAGE_FILE": str(setting.places.page),
         "SNAPBACK_NATS_CONTEXT": CONTEXT_PREFIX + setting.name,
     }
-    return Program(OPERATOR, (setting.python, "-P", "-m", "snapshot_operator.main"), environment)
+    return Program(PAGE, (setting.python, "-P", "-m", "snapshot_page.main"), environment)
 
 
 def node_programs(setting: Setting, node: NodeSpec) -> tuple[Program, Program]:
@@ -300,9 +306,9 @@ def stop_order(record: ClusterRecord) -> list[list[ProcessRecord]]:
 
     The operator first, so that it does not answer the end of the others with work; the bus last.
     """
-    operator = [found for found in record.processes if found.name == OPERATOR]
+    operator = [found for found in record.processes if found.name in (OPERATOR, PAGE)]
     bus = [found for found in record.processes if found.name == NATS]
-    nodes = [found for found in record.processes if found.name not in (OPERATOR, NATS)]
+    nodes = [found for found in record.processes if found.name not in (OPERATOR, PAGE, NATS)]
     agents = [found for found in nodes if found.name.endswith("-agent")]
     rest = [found for found in nodes if found not in agents]
     return [operator, agents, rest, bus]
