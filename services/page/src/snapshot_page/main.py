@@ -13,12 +13,14 @@ from snapshot_page.adapters.live_view import LiveView
 from snapshot_page.handlers import Page
 from snapshot_shared.bus import Bus
 from snapshot_shared.http import http_port
+from snapshot_shared.metrics import Metrics
 from snapshot_shared.permissions import User
-from snapshot_shared.service import run, system_clocks, until_stopped
+from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import load
 from snapshot_shared.telemetry import log_to_stderr
 
 SERVICE = "snap-page"
+NODE = "page"
 
 
 class PageSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,17 +44,23 @@ class PageSettings(msgspec.Struct, frozen=True, kw_only=True):
 async def serve(stop: asyncio.Event) -> None:
     """Serve until `stop` is set; also while NATS cannot be reached."""
     settings = load(PageSettings)
-    log_to_stderr(SERVICE, "page", settings.log_level)
+    log_to_stderr(SERVICE, NODE, settings.log_level)
+    metrics = Metrics(SERVICE, NODE, VERSION, scraped=True)
     bus = Bus(
         settings.nats_url,
         SERVICE,
         credentials=settings.nats_credentials,
         inbox=User("viewer").inbox,
+        metrics=metrics,
     )
     view = LiveView(bus, system_clocks(), uuid.uuid4().hex[:12], settings.nats_context)
     page = Page(view, filter(None, settings.page_hosts.replace(" ", "").split(",")))
+    routes = [*page.routes(), *metrics.routes()]
     try:
-        async with http_port(settings.http_address, bus.not_ready, page.routes()) as port:
+        async with (
+            http_port(settings.http_address, bus.not_ready, routes) as port,
+            metrics.running(),
+        ):
             host = settings.http_address.rpartition(":")[0]
             _write(settings.page_file, f"http://{host}:{port}/\n")
             try:
