@@ -35,6 +35,7 @@ class PageSettings(msgspec.Struct, frozen=True, kw_only=True):
     nats_credentials: str | None = None
     run: str = ""
     log_level: str = "INFO"
+    otlp_endpoint: str | None = None
     http_address: str = "127.0.0.1:8080"
     page_hosts: str = ""
     page_file: Path | None = None
@@ -45,7 +46,8 @@ async def serve(stop: asyncio.Event) -> None:
     """Serve until `stop` is set; also while NATS cannot be reached."""
     settings = load(PageSettings)
     log_to_stderr(SERVICE, NODE, settings.log_level)
-    metrics = Metrics(SERVICE, NODE, VERSION, scraped=True)
+    endpoint = settings.otlp_endpoint
+    metrics = Metrics(SERVICE, NODE, VERSION, scraped=True, otlp_endpoint=endpoint)
     bus = Bus(
         settings.nats_url,
         SERVICE,
