@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_operator.local.nodes import node_absent
-from snapshot_page.domain.details import Known, details, flow, waterfall
+from snapshot_page.domain.details import details, flow, waterfall
 from snapshot_page.domain.view import (
     DEAD_SHOWN_S,
     MAX_OBJECTS,
@@ -164,7 +164,7 @@ async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore() ->
     values = [world.cluster.by_uid(one.uid) for one in family(entry, led_to)]
     restore = await world.restore("restored")
     assert values == [await world.get("Pod", "restored"), restore]
-    found = details(entry, Known([value for value in values if value], [], [], {}), "")
+    found = details(entry, [value for value in values if value], [], [], {})
     assert sorted(bar["label"] for bar in found["flow"]["bars"]) == [
         "commit gpu-0",
         "commit gpu-1",
@@ -374,7 +374,7 @@ async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
     document["spec"]["containers"][0]["env"] = secret
     await world.apply(document)
     pod = await world.get("Pod", "restored")
-    found = json.dumps(details(entry_of(pod), Known([pod], [], [], {}), ""))
+    found = json.dumps(details(entry_of(pod), [pod], [], [], {}))
     assert "TOP-SECRET" not in found
     assert "API_KEY" not in found
 

@@ -135,8 +135,7 @@ class Page:
 
     async def _state(self, _request: web.Request) -> web.StreamResponse:
         async with self._view.reading() as feed:
-            update = feed.since(0)
-        return _json(_joined({**update.sections, "version": str(update.version).encode()}))
+            return _json(_joined({**feed.since(0), "version": b"%d" % feed.version}))
 
     async def _object(self, request: web.Request) -> web.StreamResponse:
         async with self._view.reading():
@@ -154,10 +153,9 @@ class Page:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 await self._send(response, b"retry: 1000\n\n")
                 while not self._closing.is_set():
-                    update = feed.since(version)
-                    version = update.version
-                    kind = b"view" if update.sections else b"beat"
-                    data = _joined({**update.sections, "now": b"%.3f" % self._view.now()})
+                    changed, version = feed.since(version), feed.version
+                    kind = b"view" if changed else b"beat"
+                    data = _joined({**changed, "now": b"%.3f" % self._view.now()})
                     frame = b"id: %s.%d\nevent: %s\ndata: %s\n\n"
                     place = (feed.life.encode(), version)
                     await self._send(response, frame % (*place, kind, data))
@@ -191,11 +189,10 @@ def _joined(sections: dict[str, bytes]) -> bytes:
     return b"{" + b",".join(b'"%s":%s' % (n.encode(), v) for n, v in sections.items()) + b"}"
 
 
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json", headers=_HEADERS)
+def _json(body: bytes, status: int = 200) -> web.Response:
+    headers = _HEADERS | ({"Retry-After": "2"} if status == 503 else {})
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def _failure(status: int, message: str) -> web.Response:
-    headers = _HEADERS | ({"Retry-After": "2"} if status == 503 else {})
-    body = json.dumps({"error": message}).encode()
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+    return _json(json.dumps({"error": message}).encode(), status)

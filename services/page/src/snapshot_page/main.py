@@ -76,7 +76,6 @@ async def serve(stop: asyncio.Event) -> None:
 def _write(file: Path | None, address: str) -> None:
     """Write the address, whole as soon as the file is there."""
     if file is not None:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = file.with_suffix(".part")
         part.write_text(address, "ascii")
         part.replace(file)

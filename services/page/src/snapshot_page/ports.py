@@ -5,14 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol
-
-
-class Update(NamedTuple):
-    """Sections as JSON by name, and the version that they are of."""
-
-    version: int
-    sections: dict[str, bytes]
+from typing import Protocol
 
 
 class Feed:
@@ -39,10 +32,9 @@ class Feed:
         """Drop all sections."""
         self._sections.clear()
 
-    def since(self, version: int) -> Update:
-        """Return the sections that changed after a version; all of them after 0."""
-        found = {name: data for name, (at, data) in self._sections.items() if at > version}
-        return Update(self.version, found)
+    def since(self, version: int) -> dict[str, bytes]:
+        """Return the sections that changed after a version, as JSON; all of them after 0."""
+        return {name: data for name, (at, data) in self._sections.items() if at > version}
 
     async def changed(self, version: int) -> None:
         """Wait until there is something newer than a version."""

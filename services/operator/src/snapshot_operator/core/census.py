@@ -10,6 +10,8 @@ from snapshot_operator.core.quarantine import QUARANTINED
 from snapshot_shared.objects import AnyObject, Node, SnapshotContent, is_true, kind_of
 from snapshot_shared.views import phase
 
+NODE_STATES = ("ready", "not-ready", "lost")
+
 
 class Census(NamedTuple):
     """Numbers of objects by (kind, phase) and of nodes by (state,); readers; damaged artifacts."""
@@ -27,20 +29,12 @@ def census(values: Iterable[AnyObject]) -> Census:
     readers = quarantined = 0
     for value in values:
         if isinstance(value, Node):
-            nodes[(_state(value),)] += 1
+            rows = value.status.conditions
+            is_ready, is_lost = is_true(rows, "Ready"), is_true(rows, "Lost")
+            nodes[("lost" if is_lost else "ready" if is_ready else "not-ready",)] += 1
         else:
             objects[(kind_of(value).name, phase(value))] += 1
         if isinstance(value, SnapshotContent):
             readers += len(value.status.readers)
             quarantined += is_true(value.status.conditions, QUARANTINED)
     return Census(objects, nodes, readers, quarantined)
-
-
-NODE_STATES = ("ready", "not-ready", "lost")
-
-
-def _state(node: Node) -> str:
-    rows = node.status.conditions
-    if is_true(rows, "Lost"):
-        return "lost"
-    return "ready" if is_true(rows, "Ready") else "not-ready"

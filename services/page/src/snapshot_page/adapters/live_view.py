@@ -17,21 +17,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_page.domain.details import Known, details
-from snapshot_page.domain.view import (
-    Entry,
-    Facts,
-    GmsAnswer,
-    by_owner,
-    entry_of,
-    family,
-    key_of,
-    progress_mark,
-    revision,
-    sections,
-    traced,
-    without_progress,
-)
+from snapshot_page.domain import view
+from snapshot_page.domain.details import details
+from snapshot_page.domain.view import Entry, Facts, GmsAnswer
 from snapshot_page.ports import Feed
 from snapshot_shared import subjects
 from snapshot_shared.api import MAX_EVENT_BYTES, GetRequest
@@ -111,10 +99,6 @@ class _Event(msgspec.Struct, frozen=True):
     object: _Announced
 
 
-class _Pong(msgspec.Struct, frozen=True):
-    id: str
-
-
 class _Kept(NamedTuple):
     """What was read from the streams for one object, and at which revision."""
 
@@ -181,10 +165,9 @@ class LiveView:
             done, _ = await asyncio.wait(self._followers, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 error = task.exception()
-                if isinstance(error, BusUnavailable):
-                    log.info("the cluster is followed again: %s", error)
-                else:
-                    log.error("the cluster is followed again", exc_info=error)
+                cause = None if isinstance(error, BusUnavailable) else error
+                level = logging.ERROR if cause else logging.INFO
+                log.log(level, "the cluster is followed again: %s", error, exc_info=cause)
             await end_all(*self._followers)
             self._offer()
             await _rest(AGAIN_S)
@@ -193,7 +176,7 @@ class LiveView:
         following: dict[str, Callable[[Delivery], None]] = {
             "snap.report.>": self._take_report,
             "snap.progress.>": self._take_progress,
-            "snap.span.>": self._take_span,
+            "snap.span.>": lambda found: self._mark(found.subject.rpartition(".")[2]),
             "snap.dead.>": lambda _: self._dead_due.set(),
             subjects.bucket_key(subjects.NODES_BUCKET, "*"): self._take_presence,
         }
@@ -288,7 +271,7 @@ class LiveView:
         if kind is None or event is None:
             return
         meta = event.object.metadata
-        key = key_of(kind.plural, meta.namespace, meta.name)
+        key = view.key_of(kind.plural, meta.namespace, meta.name)
         entry = self._facts.entries.get(key)
         known = entry.value if entry is not None and entry.uid == meta.uid else None
         if event.type == "DELETED":
@@ -311,7 +294,7 @@ class LiveView:
         last = ""
         while True:
             try:
-                found = (await self._request(PING, b"", _Pong)).id
+                found = str((await self._request(PING, b"", dict[str, Any])).get("id"))
             except (BusUnavailable, NotFound, InvalidMessage):
                 found = ""
             is_other = bool(found and last and found != last)
@@ -337,10 +320,7 @@ class LiveView:
         if len(self._facts.progress) >= MAX_PROGRESS:
             self._facts.progress.pop(next(iter(self._facts.progress)))
         self._facts.progress[progress.order] = progress
-        self._mark(progress_mark(owner_of(OrderId(progress.order))))
-
-    def _take_span(self, delivery: Delivery) -> None:
-        self._mark(delivery.subject.rpartition(".")[2])
+        self._mark(view.progress_mark(owner_of(OrderId(progress.order))))
 
     def _take_presence(self, delivery: Delivery) -> None:
         presence = decode_json(delivery.data, Presence)
@@ -399,10 +379,9 @@ class LiveView:
         while True:
             await self._gms_due.wait()
             self._gms_due.clear()
-            while self._nodes_to_ask:
-                count = min(MAX_REQUESTS, len(self._nodes_to_ask))
-                nodes = [self._nodes_to_ask.popitem()[0] for _ in range(count)]
-                await asyncio.gather(*map(self._ask_one, nodes))
+            nodes, self._nodes_to_ask = list(self._nodes_to_ask), {}
+            for first in range(0, len(nodes), MAX_REQUESTS):
+                await asyncio.gather(*map(self._ask_one, nodes[first : first + MAX_REQUESTS]))
                 self._view_due.set()
 
     async def _ask_one(self, node: NodeName) -> None:
@@ -430,7 +409,7 @@ class LiveView:
     def _offer(self) -> None:
         self._facts.bus = self._bus.not_ready()
         self._facts.now = self._clocks.wall()
-        found = sections(self._facts)
+        found = view.sections(self._facts)
         self.feed.offer({name: encode_json(section) for name, section in found.items()})
 
     # One object.
@@ -438,21 +417,19 @@ class LiveView:
     async def details(self, plural: str, namespace: str, name: str) -> bytes:
         entry = self._facts.entries.get(f"{plural}/{namespace}/{name}")
         if entry is None:
-            raise NotFound(
-                f"there is no {plural[:80]}/{namespace[:80]}/{name[:80]}",
-                next_step="go back to the page; it lists what there is",
-            )
-        led_to = by_owner(self._facts.entries.values())
-        entry = traced(entry, led_to)
-        values = [one.value for one in family(entry, led_to)]
-        kept = await self._read(entry, values, revision(entry, self._facts, led_to))
-        known = Known(values, kept.reports, kept.spans, self._facts.progress)
-        return encode_json({**details(entry, known, self._context), "revision": kept.revision})
+            raise NotFound(f"there is no {plural[:80]}/{namespace[:80]}/{name[:80]}")
+        led_to = view.by_owner(self._facts.entries.values())
+        entry = view.traced(entry, led_to)
+        values = [one.value for one in view.family(entry, led_to)]
+        kept = await self._read(entry, values, view.revision(entry, self._facts, led_to))
+        found = details(entry, values, kept.reports, kept.spans, self._facts.progress)
+        commands = view.commands_of(entry, self._context)
+        return encode_json({**found, "commands": commands, "revision": kept.revision})
 
     async def _read(self, entry: Entry, values: list[AnyObject], now: str) -> _Kept:
         """Read reports and spans, unless none came for the object since the last revision."""
         kept = self._kept.get(entry.key)
-        if kept is not None and without_progress(kept.revision) == without_progress(now):
+        if kept is not None and view.without_progress(kept.revision) == view.without_progress(now):
             return kept._replace(revision=now)
         orders = {OrderId(item.order) for value in values for item in orders_of(value)}
         filters = [subjects.reports_of(order) for order in sorted(orders)]
@@ -478,15 +455,15 @@ def _store(entries: dict[str, Entry], value: AnyObject) -> None:
     """Put an object among the entries; that of a pod depends on its restore, too."""
     meta, restore = value.metadata, None
     if isinstance(value, Pod):
-        found = entries.get(key_of("snapshotrestores", meta.namespace, restore_name(meta.uid)))
+        found = entries.get(view.key_of("snapshotrestores", meta.namespace, restore_name(meta.uid)))
         restore = found.value if found else None
-    entry = entry_of(value, restore if isinstance(restore, SnapshotRestore) else None)
+    entry = view.entry_of(value, restore if isinstance(restore, SnapshotRestore) else None)
     entries[entry.key] = entry
     if isinstance(value, SnapshotRestore):
         target = value.spec.pod_ref
-        pod = entries.get(key_of("pods", meta.namespace, target.name))
+        pod = entries.get(view.key_of("pods", meta.namespace, target.name))
         if pod is not None and pod.uid == target.uid:
-            entries[pod.key] = entry_of(pod.value, value)
+            entries[pod.key] = view.entry_of(pod.value, value)
 
 
 async def _rest(seconds: float) -> None:

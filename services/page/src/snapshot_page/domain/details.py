@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from snapshot_page.domain.view import Entry, commands_of
+from snapshot_page.domain.view import Entry
+from snapshot_shared import views
 from snapshot_shared.objects import (
     AnyObject,
     DynamoCheckpoint,
@@ -20,16 +21,6 @@ from snapshot_shared.objects import (
 )
 from snapshot_shared.orders import Progress, Report
 from snapshot_shared.spans import SpanRecord, layout
-from snapshot_shared.views import (
-    BAD_ORDERS,
-    State,
-    is_answered,
-    mirrored,
-    orders_of,
-    part_of,
-    progress,
-    received_for,
-)
 
 OPERATOR = "operator"
 MAX_STEPS = 80
@@ -44,31 +35,30 @@ class Arrow(NamedTuple):
     report: Report | None
 
 
-class Known(NamedTuple):
-    """What the details of an object are made of; `values` has the object first."""
+def details(
+    entry: Entry,
+    values: Sequence[AnyObject],
+    reports: Sequence[Report],
+    spans: Sequence[SpanRecord],
+    received: Mapping[str, Progress],
+) -> dict[str, Any]:
+    """Return everything that is shown of one object; `values` has it first, then what it led to.
 
-    values: Sequence[AnyObject]
-    reports: Sequence[Report]
-    spans: Sequence[SpanRecord]
-    progress: Mapping[str, Progress]
-
-
-def details(entry: Entry, known: Known, context: str) -> dict[str, Any]:
-    """Return everything that is shown of one object."""
-    orders = [item for found in known.values for item in orders_of(found)]
+    `received` is the last progress of each order.
+    """
+    orders = [order for value in values for order in views.orders_of(value)]
     return entry.row | {
         "next": entry.next,
-        "facts": [[name, text] for name, text in _facts(known.values) if text],
+        "facts": [[name, text] for name, text in _facts(values) if text],
         "conditions": [
             {"type": c.type, "status": c.status, "reason": c.reason, "message": c.message}
             for c in entry.value.status.conditions
         ],
-        "parts": [part._asdict() for part in progress(known.values, known.progress)],
-        "flow": flow(orders, known.reports, known.progress),
+        "parts": [part._asdict() for part in views.progress(values, received)],
+        "flow": flow(orders, reports, received),
         "trace": entry.trace,
-        "waterfall": waterfall(known.spans),
-        "commands": commands_of(entry, context),
-        "object": mirrored(entry.value),
+        "waterfall": waterfall(spans),
+        "object": views.mirrored(entry.value),
     }
 
 
@@ -116,19 +106,20 @@ def _arrows(orders: Sequence[OrderStatus], reports: Iterable[Report]) -> list[Ar
             # A later report implies that the order was accepted.
             if found[n].kind != "accepted" or n == max(found):
                 arrows.append(Arrow(at, order, found[n]))
-    return sorted(arrows, key=_place)
-
-
-def _place(arrow: Arrow) -> tuple[float, int, str]:
-    return arrow.at, arrow.report.n if arrow.report else 0, arrow.order.order
+    return sorted(arrows, key=lambda a: (a.at, a.report.n if a.report else 0, a.order.order))
 
 
 def _drawn(arrow: Arrow, lanes: Sequence[str], began: float) -> dict[str, Any]:
     order, lane, report = arrow.order, lanes.index(_lane(arrow.order)), arrow.report
     drawn: dict[str, Any] = {"at": round(arrow.at - began, 3)}
     if report is None:
-        return drawn | {"from": 0, "to": lane, "label": label(order), "state": _state(order)}
-    state = "bad" if report.kind in BAD_ORDERS else "ok" if is_answered(order) else "busy"
+        return drawn | {
+            "from": 0,
+            "to": lane,
+            "label": label(order),
+            "state": _state(order, order.state),
+        }
+    state = _state(order, report.kind)
     text = f"{report.kind}: {report.failure.reason}" if report.failure else report.kind
     return drawn | {"from": lane, "to": 0, "label": text, "state": state, "of": label(order)}
 
@@ -136,13 +127,13 @@ def _drawn(arrow: Arrow, lanes: Sequence[str], began: float) -> dict[str, Any]:
 def label(order: OrderStatus) -> str:
     """Return the name of an order for people: verb, part, and its attempt after the first."""
     again = f" #{order.attempt}" if order.attempt > 1 else ""
-    return f"{order.verb} {part_of(order)}".rstrip() + again
+    return f"{order.verb} {views.part_of(order)}".rstrip() + again
 
 
-def _state(order: OrderStatus) -> State:
-    if order.state in BAD_ORDERS:
+def _state(order: OrderStatus, kind: str) -> views.State:
+    if kind in views.BAD_ORDERS:
         return "bad"
-    return "ok" if is_answered(order) else "busy"
+    return "ok" if views.is_answered(order) else "busy"
 
 
 def _bar(
@@ -158,11 +149,11 @@ def _bar(
         "lane": lanes.index(_lane(order)),
         "start": rows[0],
         "label": label(order),
-        "state": _state(order),
+        "state": _state(order, order.state),
     }
-    if is_answered(order):
+    if views.is_answered(order):
         return bar | {"end": rows[-1]}
-    last = received_for(order, received)
+    last = views.received_for(order, received)
     return bar | ({"done": last.done, "total": last.total, "step": last.step} if last else {})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_shared import subjects
+from snapshot_shared import subjects, views
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
 from snapshot_shared.objects import (
@@ -34,16 +34,7 @@ from snapshot_shared.objects import (
 from snapshot_shared.orders import DeadLetter, Presence, PresenceDevice, Progress
 from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.transitions import Capture
-from snapshot_shared.views import (
-    State,
-    is_answered,
-    orders_of,
-    phase,
-    phase_holder,
-    progress,
-    received_for,
-    state,
-)
+from snapshot_shared.views import State
 
 MAX_OBJECTS = 200
 MAX_ARTIFACTS = 100
@@ -153,8 +144,8 @@ def key_of(kind: str, namespace: str | None, name: str) -> str:
 def entry_of(value: AnyObject, restore: SnapshotRestore | None = None) -> Entry:
     """Return the entry of an object; `restore` is that of a pod, of which it has the phase."""
     meta, kind = value.metadata, kind_of(value)
-    found, how = phase(value, restore), state(value, restore)
-    shown = phase_holder(value, restore)
+    found, how = views.phase(value, restore), views.state(value, restore)
+    shown = views.phase_holder(value, restore)
     row, failure = _decisive(shown), _failure(shown)
     message, _, following = (row.message if row else "").partition(NEXT)
     reason = failure.reason if failure else (row.reason if row else "")
@@ -173,7 +164,7 @@ def entry_of(value: AnyObject, restore: SnapshotRestore | None = None) -> Entry:
         since=_instant(row.last_transition_time) if row else None,
         owners=tuple(owner.uid for owner in meta.owner_references) + bound,
         trace=_trace_of(value),
-        open=tuple(order for order in orders_of(value) if not is_answered(order)),
+        open=tuple(order for order in views.orders_of(value) if not views.is_answered(order)),
     )
 
 
@@ -225,8 +216,10 @@ def sections(facts: Facts) -> dict[str, Any]:
     led_to = by_owner(entries)
     nodes = sorted((e for e in entries if isinstance(e.value, Node)), key=lambda e: e.name)
     shown = _grouped([e for e in entries if e.kind in SHOWN_KINDS], entries)
-    held = [(e, kept) for e in entries if (kept := _committed(e.value)) is not None]
-    readers = {e.uid: _target(e.value) for e in entries if isinstance(e.value, SnapshotRestore)}
+    contents = [(e, e.value) for e in entries if isinstance(e.value, SnapshotContent)]
+    held = [(e, value, kept) for e, value in contents if (kept := value.status.committed)]
+    restores = [e.value for e in entries if isinstance(e.value, SnapshotRestore)]
+    readers = {r.metadata.uid: f"{r.metadata.namespace}/{r.spec.pod_ref.name}" for r in restores}
     found = problems(entries, facts)
     under_way: dict[str, list[OrderStatus]] = {}
     for order in (order for entry in entries for order in entry.open):
@@ -245,9 +238,9 @@ def sections(facts: Facts) -> dict[str, Any]:
             "all": len(shown),
         },
         "artifacts": {
-            "rows": [_artifact_row(e, kept, readers) for e, kept in held[:MAX_ARTIFACTS]],
+            "rows": [_artifact_row(*row, readers) for row in held[:MAX_ARTIFACTS]],
             "all": len(held),
-            "bytes": sum(kept.bytes for _, kept in held),
+            "bytes": sum(kept.bytes for *_, kept in held),
         },
         "about": {"follow": _followed(entries, led_to), "commands": commands(facts.context)},
     }
@@ -364,13 +357,13 @@ def _step(
     orders: Sequence[OrderStatus], values: Sequence[AnyObject], received: Mapping[str, Progress]
 ) -> dict[str, Any]:
     """Return what is being done now; `done` and `total` are bytes, absent where none move."""
-    moving = [(order, last) for order in orders if (last := received_for(order, received))]
+    moving = [(order, last) for order in orders if (last := views.received_for(order, received))]
     if not moving:
         order = orders[-1]
         what = f"{order.verb} on {order.node}"
         return {"what": what, "since": order.ordered_at.timestamp()}
     order, last = moving[-1]
-    parts = progress(values, received)
+    parts = views.progress(values, received)
     what = f"{len(moving)} parts" if len(moving) > 1 else last.part
     return {
         "what": f"{order.verb} {what}: {last.step} on {order.node}",
@@ -420,18 +413,11 @@ def _gpu(device: PresenceDevice, now: DeviceStatus | None) -> dict[str, Any]:
     return found
 
 
-def _committed(value: AnyObject) -> Committed | None:
-    return value.status.committed if isinstance(value, SnapshotContent) else None
-
-
-def _target(restore: SnapshotRestore) -> str:
-    return f"{restore.metadata.namespace}/{restore.spec.pod_ref.name}"
-
-
-def _artifact_row(entry: Entry, committed: Committed, readers: Mapping[str, str]) -> dict[str, Any]:
+def _artifact_row(
+    entry: Entry, content: SnapshotContent, committed: Committed, readers: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the row of an artifact; `readers` are the restored pods by the uids of restores."""
-    assert isinstance(entry.value, SnapshotContent)  # noqa: S101 - nothing else is committed
-    status, reference = entry.value.status, entry.value.spec.snapshot_ref
+    status, reference = content.status, content.spec.snapshot_ref
     verdict, message = _verdict(status)
     return {
         "key": entry.key,
