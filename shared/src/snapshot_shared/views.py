@@ -32,6 +32,7 @@ State = Literal["ok", "busy", "waiting", "bad", "off"]
 """Well; under way; waiting for something else; failed or damaged; ended, or closed to new work."""
 
 RESTORE_ENDED = (Restore.RESTORED, Restore.FAILED)
+CORDONED = "SchedulingDisabled"
 BAD_ORDERS = ("failed", "rejected", "lost")
 
 _STATES: dict[str, State] = {
@@ -41,7 +42,7 @@ _STATES: dict[str, State] = {
     "NotReady": "bad",
     "Pending": "waiting",
     "Ready": "ok",
-    "Ready,SchedulingDisabled": "off",
+    f"Ready,{CORDONED}": "off",
     "Restored": "ok",
     "Succeeded": "off",
     "Terminating": "waiting",
@@ -96,7 +97,7 @@ def _node_phase(node: Node) -> str:
     ready = condition(rows, "Ready")
     # As kubectl has it: a condition that is Unknown is NotReady, and one that is missing Unknown.
     found = "Unknown" if ready is None else "Ready" if ready.status == "True" else "NotReady"
-    return f"{found},SchedulingDisabled" if node.spec.unschedulable else found
+    return f"{found},{CORDONED}" if node.spec.unschedulable else found
 
 
 def state(value: AnyObject, restore: SnapshotRestore | None = None) -> State:
