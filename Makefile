@@ -12,10 +12,10 @@ SERVERS := .servers
 TOOLS := .tools/bin
 NATS_CLI := $(shell awk '$$1 == "github.com/nats-io/natscli" {print $$2}' tests/support/tools/go.mod)
 # In the order of their dependencies.
-PACKAGES := services/gms-client shared services/operator services/snapshot-agent services/gms services/snapshotctl
+PACKAGES := services/gms-client shared services/operator services/snapshot-agent services/gms services/snapshotctl \
+	services/page
 SETUP_INPUTS := requirements.lock $(PACKAGES:%=%/pyproject.toml)
-SOURCES := services/gms-client/src shared/src services/operator/src services/snapshot-agent/src services/gms/src \
-	services/snapshotctl/src
+SOURCES := $(PACKAGES:%=%/src)
 
 # Editable installs and script headers hold absolute paths, so a checkout that was moved or copied
 # needs its environment again. The stamp remembers where it was made.
@@ -39,7 +39,7 @@ DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP) ## Make .venv with the locked packages and the six of this repository
+setup: $(STAMP) ## Make .venv with the locked packages and those of this repository
 	@echo "Ready: $(VENV)"
 
 ifndef SETUP_LOCKED
@@ -86,7 +86,7 @@ lint: $(STAMP) ## Ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP) ## Mypy, strict, over the six packages
+types: $(STAMP) ## Mypy, strict, over all packages
 	$(BIN)/mypy $(SOURCES)
 
 imports: $(STAMP) ## Import contracts between the packages and their layers

@@ -67,13 +67,13 @@ fetch_wheels() {
 }
 
 build() {
-    local name=$1 file=$2
+    local name=$1 file=$2 service=${3:-}
     echo "build.sh: $name"
     # Without the plugin buildx only the classic builder is there.
     local said
     said=$(DOCKER_BUILDKIT=$buildkit docker build --file "$file" --tag "$name" \
         --build-arg VERSION="$version" --build-arg REVISION="$revision" \
-        --build-arg PYTHON_IMAGE="$python_image" . 2>&1) || {
+        --build-arg PYTHON_IMAGE="$python_image" ${service:+--build-arg SERVICE="$service"} . 2>&1) || {
         echo "$said" >&2
         exit 1
     }
@@ -96,8 +96,8 @@ if [[ $from_debian ]]; then
 else
     python_image=${PYTHON_IMAGE:-$(setting PYTHON_IMAGE)}
 fi
-for service in operator gms snapshot-agent snapshotctl; do
-    build "snapback/$service:$tag" "services/$service/Dockerfile"
+for service in operator gms snapshot-agent snapshotctl page; do
+    build "snapback/$service:$tag" deploy/images/service.Dockerfile "$service"
 done
 build "snapback/nats:$tag" deploy/images/nats.Dockerfile
 docker image ls --filter dangling=false --filter label=org.opencontainers.image.licenses=Apache-2.0 \

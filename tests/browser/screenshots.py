@@ -13,9 +13,9 @@ from tests.support.page_stories import be_busy, break_things
 from tests.support.page_world import PageWorld, lose_node, page_world
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-MOST_BYTES = 200 * 1024
+MAX_BYTES = 200 * 1024
 WIDTH = 1280
-MOST_HEIGHT = 1040
+MAX_HEIGHT = 1040
 
 Story = Callable[[PageWorld], Awaitable[None]]
 
@@ -27,7 +27,7 @@ async def empty(world: PageWorld) -> None:
 STORIES: dict[str, tuple[Story, str, bool]] = {
     "empty": (empty, "Nothing is captured or running", False),
     "busy": (be_busy, "save gpu-1: write 4", False),
-    "broken": (break_things, "A dead letter", True),
+    "broken": (break_things, "A dead message", True),
 }
 
 
@@ -39,7 +39,7 @@ def picture(url: str, folder: Path, name: str, text: str, dark: bool) -> Path:
         until(driver, f"return document.body.textContent.includes({text!r})", text)
         until(driver, "return document.querySelector('#live').textContent === 'live'", "live")
         height = driver.execute_script("return document.documentElement.scrollHeight")
-        see_as(driver, WIDTH, min(height, MOST_HEIGHT), dark=dark)
+        see_as(driver, WIDTH, min(height, MAX_HEIGHT), dark=dark)
         driver.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 700))")
         driver.save_screenshot(str(file))
     return file
@@ -62,8 +62,8 @@ async def main() -> int:
                 file = await asyncio.to_thread(picture, world.url, folder, name, text, dark)
         size = file.stat().st_size
         sys.stdout.write(f"{file.name}: {size // 1024} KiB\n")
-        if size > MOST_BYTES:
-            sys.stderr.write(f"{file.name} has more than {MOST_BYTES // 1024} KiB\n")
+        if size > MAX_BYTES:
+            sys.stderr.write(f"{file.name} has more than {MAX_BYTES // 1024} KiB\n")
             status = 1
     return status
 

@@ -23,6 +23,7 @@ RUNNING = {
     "node-1",
     "node-2",
     "operator",
+    "page",
 }
 EXAMPLE = REPOSITORY / "deploy" / "examples" / "checkpoint.yaml"
 RUN = "SNAPBACK_RUN=compose"
@@ -81,7 +82,7 @@ def test_everything_runs_and_is_healthy(cluster: Compose) -> None:
     ended = {name: state["ExitCode"] for name, state in states.items() if not state["Running"]}
     assert ended == {"keys": 0, "welcome": 0}
     healths = [state["Health"]["Status"] for state in states.values() if "Health" in state]
-    assert healths.count("healthy") == 6
+    assert healths.count("healthy") == 7
     assert "docker compose run --rm demo" in cluster.compose("logs", "welcome")
 
 
@@ -110,7 +111,7 @@ def test_what_runs_is_an_ordinary_user_with_no_capability(cluster: Compose, serv
     assert "Read-only file system" in written.err
 
 
-@pytest.mark.parametrize("service", ["operator", "agent-1", "gms-1", "agent-2", "gms-2"])
+@pytest.mark.parametrize("service", ["operator", "page", "agent-1", "gms-1", "agent-2", "gms-2"])
 def test_a_service_has_its_own_key_and_no_other(cluster: Compose, service: str) -> None:
     folder = "/var/lib/snapback/keys"
     find = ["find", folder, "-mindepth", "1", "-printf", "%P %m %U\\n"]
@@ -121,8 +122,10 @@ def test_a_service_has_its_own_key_and_no_other(cluster: Compose, service: str) 
     assert seed.strip() not in configuration
 
 
-def test_the_operator_is_reached_from_the_host(cluster: Compose) -> None:
+def test_the_page_is_reached_from_the_host_and_shows_the_nodes(cluster: Compose) -> None:
     assert cluster.fetch("http://127.0.0.1:8080/readyz") == "ok\n\n"
+    state = json.loads(cluster.fetch("http://127.0.0.1:8080/api/state"))
+    assert {row["name"] for row in state["nodes"]["rows"]} == {"node-1", "node-2"}
 
 
 def test_the_demo_captures_loses_and_restores(played: str) -> None:

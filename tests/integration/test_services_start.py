@@ -58,7 +58,7 @@ def test_a_damaged_object_store_is_refused_and_left_as_it_is(tmp_path: Path) -> 
     assert store.read_bytes() == b"no database " * 1000
 
 
-@pytest.mark.parametrize("module", SERVICES)
+@pytest.mark.parametrize("module", [*SERVICES, "snapshot_page.main"])
 def test_an_http_address_that_is_none_is_refused_by_its_variable(
     module: str, tmp_path: Path
 ) -> None:

@@ -61,7 +61,7 @@ async def be_busy(world: PageWorld) -> None:
 
 
 async def break_things(world: PageWorld) -> None:
-    """A failed checkpoint, a damaged artifact and a dead letter; a lost node was there before."""
+    """A failed checkpoint, a damaged artifact and a dead message; a lost node was there before."""
     await begin(world)
     await world.join("node-3", gpus=4)
     await world.apply(restored("mistral-7b-2", "mistral-7b", "node-3"))
@@ -77,4 +77,4 @@ async def break_things(world: PageWorld) -> None:
     await world.fail(order, NOT_ELIGIBLE)
     for _ in range(2):
         await world.done(await world.order("abort"))
-    await world.dead_letter("node-2", "snap.order.node-2.agent.dump-x", POISON)
+    await world.dead_message("node-2", "snap.order.node-2.agent.dump-x", POISON)

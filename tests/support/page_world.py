@@ -1,7 +1,7 @@
-"""A real operator with its page, on a real nats-server with the product's users.
+"""A real operator and a real page, on a real nats-server with the product's users.
 
-The nodes are played by the test: it says what they say, over their own keys. So each state of the
-page can be had at once, and whatever the page needs is proven to be permitted.
+The nodes are played by the test, over their own keys. So each state of the page can be had at once,
+and what the page needs is proven to be permitted to a viewer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOST = "node-4"
 
 
 class PlayedNode:
-    """One node: its agent's and its GPU memory service's words."""
+    """One node: what its agent and its GPU memory service publish and answer."""
 
     def __init__(self, name: str, agent: Bus, gms: Bus, product: str, gpus: int) -> None:
         self.name = NodeName(name)
@@ -120,14 +120,14 @@ class PlayedNode:
 
 
 class PageWorld:
-    """The operator's page at `url`, and the means to have things happen on it."""
+    """The page at `url`, and the means to have things happen on it."""
 
     def __init__(self, server: KeyedServer, folder: Path) -> None:
         self.server = server
         self.folder = folder
         self.url = ""
         self.nodes: dict[str, PlayedNode] = {}
-        self.process: asyncio.subprocess.Process | None = None
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._orders: dict[tuple[str, int], dict[str, Any]] = {}
         self._news = asyncio.Condition()
         self._numbers: dict[tuple[str, int], int] = {}
@@ -136,44 +136,49 @@ class PageWorld:
 
     @property
     def log(self) -> str:
-        return (self.folder / "operator.log").read_text("utf-8", "replace")
+        logs = sorted(self.folder.glob("*.log"))
+        return "".join(file.read_text("utf-8", "replace") for file in logs)
 
     async def start(self, **settings: str) -> None:
         await (await self.server.root()).ensure_assets()
         self._cli = await self.server.bus(User("snapshotctl"))
         self._tasks.append(asyncio.create_task(self._collect()))
-        await self.start_operator(**settings)
+        await self.start_operator()
+        await self.start_page(**settings)
 
-    async def start_operator(self, **settings: str) -> None:
-        file = self.folder / "page"
-        file.unlink(missing_ok=True)
+    async def start_operator(self) -> None:
         environment = {
             "SNAPBACK_NATS_URL": self.server.url,
             "SNAPBACK_NATS_CREDENTIALS": self.server.seed(User("operator")),
             "SNAPBACK_STATE_DIR": str(self.folder / "operator"),
+        }
+        await self._start("operator", "snapshot_operator.main", environment)
+
+    async def start_page(self, **settings: str) -> None:
+        file = self.folder / "address"
+        file.unlink(missing_ok=True)
+        environment = {
+            "SNAPBACK_NATS_URL": self.server.url,
+            "SNAPBACK_NATS_CREDENTIALS": self.server.seed(User("viewer")),
             "SNAPBACK_HTTP_ADDRESS": "127.0.0.1:0",
             "SNAPBACK_PAGE_FILE": str(file),
             "SNAPBACK_NATS_CONTEXT": "snapback-default",
             **settings,
         }
-        with (self.folder / "operator.log").open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "snapshot_operator.main",
-                env={**os.environ, **environment},
-                stderr=log,
-            )
+        await self._start("page", "snapshot_page.main", environment)
         async with asyncio.timeout(PATIENCE_S):
             await appears(file)
-            # It appears when it is opened, and is written at once.
-            while not file.read_text():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
         self.url = file.read_text().strip()
 
-    async def stop_operator(self) -> int:
-        process, self.process = self.process, None
-        assert process is not None
+    async def _start(self, name: str, module: str, environment: dict[str, str]) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", module, env={**os.environ, **environment}, stderr=log
+            )
+
+    async def stop(self, name: str) -> int:
+        """End the `operator` or the `page`."""
+        process = self._processes.pop(name)
         process.terminate()
         return await process.wait()
 
@@ -181,8 +186,8 @@ class PageWorld:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.process is not None:
-            await self.stop_operator()
+        for name in list(self._processes):
+            await self.stop(name)
 
     # What people do.
 
@@ -220,9 +225,9 @@ class PageWorld:
 
     async def _collect(self) -> None:
         root = await self.server.root()
-        async with root.listening("snap.order.>") as heard:
+        async with root.listening("snap.order.>") as received:
             while True:
-                delivery = await heard.get()
+                delivery = await received.get()
                 order = msgspec.json.decode(delivery.data)
                 if isinstance(order, dict) and "order" in order:
                     order["service"] = delivery.subject.split(".")[3]
@@ -296,7 +301,7 @@ class PageWorld:
     async def span(
         self, order: dict[str, Any], name: str, start: float, seconds: float, **fields: Any
     ) -> None:
-        """Tell of a finished span below an order; `start` is seconds since the epoch."""
+        """Publish a finished span below an order; `start` is seconds since the epoch."""
         _, trace, parent, _ = order["traceparent"].split("-")
         node = self.nodes[order["node"]]
         service = order["service"]
@@ -314,8 +319,8 @@ class PageWorld:
         bus = node.agent if service == "agent" else node.gms
         await bus.publish(subjects.span(node.name, trace), encode_json(span))
 
-    async def dead_letter(self, node: str, subject: str, failure: Failure) -> None:
-        letter = DeadLetter(
+    async def dead_message(self, node: str, subject: str, failure: Failure) -> None:
+        message = DeadLetter(
             subject=subject,
             node=node,
             service="agent",
@@ -325,7 +330,7 @@ class PageWorld:
             payload=b"TOP-SECRET",
         )
         bus = self.nodes[node].agent
-        await bus.publish(subjects.dead(NodeName(node)), encode_json(letter))
+        await bus.publish(subjects.dead(NodeName(node)), encode_json(message))
 
     # Whole stories.
 
@@ -440,7 +445,7 @@ async def lose_node(folder: Path, name: str = LOST) -> None:
 
 @contextlib.asynccontextmanager
 async def page_world(folder: Path, **settings: str) -> AsyncIterator[PageWorld]:
-    """Run an operator with its page; the nodes are node-1 to node-3, once they join."""
+    """Run an operator and a page; the nodes are node-1 to node-3, once they join."""
     users = users_of([NodeName(f"node-{number}") for number in (1, 2, 3)])
     async with keyed_server(folder, users) as server:
         world = PageWorld(server, folder)

@@ -101,7 +101,7 @@ def test_prometheus_reads_the_rules_and_every_service() -> None:
     assert all((FOLDER / name).exists() for name in found["rule_files"])
     (job,) = found["scrape_configs"]
     targets = {target for group in job["static_configs"] for target in group["targets"]}
-    services = ("operator", "agent-1", "gms-1", "agent-2", "gms-2")
+    services = ("operator", "page", "agent-1", "gms-1", "agent-2", "gms-2")
     assert targets == {f"{name}:9090" for name in services}
 
 

@@ -166,13 +166,6 @@ def _operator() -> Allowed:
         f"{_API}.DIRECT.GET.{nodes}",
         f"{_API}.DIRECT.GET.{subjects.stream_of_bucket(subjects.SCHEMAS_BUCKET)}",
         *_consumer(subjects.REPORTS, "operator", "snap.report.>"),
-        # For the page.
-        "snap.rpc.gms.*.status",
-        f"{_API}.STREAM.MSG.GET.{subjects.DEAD}",
-        *(
-            f"{_API}.DIRECT.GET.{stream}"
-            for stream in (subjects.REPORTS, subjects.PROGRESS, subjects.SPANS)
-        ),
     )
     listen = (
         f"{subjects.API}.*",
@@ -181,7 +174,6 @@ def _operator() -> Allowed:
         f"{subjects.API}.pods.*",
         subjects.bucket_key(subjects.NODES_BUCKET, "*"),
         subjects.elections(subjects.REPORTS, "operator"),
-        *(f"snap.{kind}.>" for kind in ("report", "progress", "span", "dead")),
     )
     return Allowed(publish, (*listen, *_discovery("snap-operator")), answers=True)
 

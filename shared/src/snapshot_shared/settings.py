@@ -49,8 +49,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     """What every service needs to know.
 
     `run` marks all processes of one local cluster (`SNAPBACK_RUN`), so that leftovers are found.
-    `http_address` (host:port) is where health and metrics are served over HTTP, and by the
-    operator its page; unset, nowhere.
+    `http_address` (host:port) is where health and metrics are served over HTTP; unset, nowhere.
     """
 
     nats_url: str = "nats://127.0.0.1:4222"

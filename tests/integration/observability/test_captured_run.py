@@ -131,7 +131,7 @@ def _families(run: Run) -> set[str]:
 
 
 def test_every_service_exposes_metrics(run: Run) -> None:
-    assert len(run.exposed) == 5
+    assert len(run.exposed) == 6
 
 
 def test_what_is_exposed_is_in_the_table(run: Run) -> None:
@@ -163,7 +163,7 @@ def test_numbers_add_up(run: Run) -> None:
     assert _total(run, "snapback_worker_freeze_duration_seconds_count") == 1
     assert _total(run, "snapback_worker_hold_duration_seconds_count") == 1
     assert _total(run, "snapback_worker_frozen") == 0
-    assert _total(run, "snapback_nats_connected") == 5
+    assert _total(run, "snapback_nats_connected") == 6
     moved = "snapback_transfer_io_bytes_total"
     assert _total(run, moved, snapback_verb="save") == _total(run, moved, snapback_verb="load")
 
@@ -179,7 +179,8 @@ def _total(run: Run, name: str, **labels: str) -> float:
 
 
 def test_every_service_sends_its_metrics_to_the_collector_as_well(run: Run) -> None:
-    assert set(run.collector.metrics) == {"snap-operator", "snap-agent", "snap-gms"}
+    services = {"snap-operator", "snap-agent", "snap-gms", "snap-page"}
+    assert set(run.collector.metrics) == services
 
 
 def test_the_collector_has_the_same_tree_as_the_stream(run: Run) -> None:

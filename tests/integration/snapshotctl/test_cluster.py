@@ -29,7 +29,7 @@ def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> 
     with urllib.request.urlopen(record["page"] + "api/state") as answer:
         nodes = json.loads(answer.read())["nodes"]["rows"]
     assert [row["name"] for row in nodes] == ["node-1"]
-    assert sorted(_alive(cli)) == ["nats-server", "node-1-agent", "node-1-gms", "operator"]
+    assert sorted(_alive(cli)) == ["nats-server", "node-1-agent", "node-1-gms", "operator", "page"]
     assert cli.state().stat().st_mode & 0o777 == 0o700
     assert Path(record["socket_dir"]).stat().st_mode & 0o777 == 0o700
     [node] = cli.ok("nodes", "-o", "json").value()

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from snapshot_operator.core import conditions
-from snapshot_operator.core.mirror import mirrored
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects import Condition
 from tests.support.objects import checkpoint
@@ -57,10 +56,3 @@ def test_a_failure_says_what_to_do_next(next_step: str, message: str) -> None:
 def test_a_message_has_a_limit() -> None:
     rows = conditions.pending([], OWNER, 1.0, "Waiting", "x" * 5000)
     assert len(rows[0].message) == 4096
-
-
-def test_the_mirror_shows_the_identity_of_an_object_and_nothing_else_of_its_spec() -> None:
-    shown = mirrored(OWNER)
-    assert shown["identity"]["model"] == "example/llm"
-    assert "spec" not in shown
-    assert shown["metadata"]["name"] == "llm"

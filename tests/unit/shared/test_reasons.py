@@ -31,7 +31,11 @@ SOURCES = sorted(
 CAMEL = re.compile(r"(?:[A-Z][a-z0-9]+){2,}")
 WORD = re.compile(r"[A-Z][A-Za-z0-9]+")
 
-DECIDING = ("services/operator/", "services/snapshot-agent/")
+DECIDING = (
+    "services/operator/",
+    "services/snapshot-agent/",
+    "shared/src/snapshot_shared/views.py",
+)
 """Where every word of two humps is taken for a reason, wherever it stands."""
 
 NO_REASONS = frozenset(KINDS) | {"PodScheduled"}

@@ -7,13 +7,10 @@ import contextlib
 import random
 import sys
 import uuid
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from snapshot_operator.api.page.live_view import LiveView
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.inventory import Policy
 from snapshot_operator.core.retention import DAY_S, Limits
@@ -24,7 +21,6 @@ from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.wiring import NODE, SERVICE, Environment
 from snapshot_operator.wiring import serve as serve_active
 from snapshot_shared.bus import Bus
-from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.http import http_port
 from snapshot_shared.metrics import Metrics
@@ -41,10 +37,6 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     `quarantine` says what is moved aside below an artifact root when no content knows it and it
     has not changed for `quarantine_days`: nothing (`off`), generations without a root manifest
     (`incomplete`), or everything (`all`).
-
-    With an HTTP address there is a page to look at: `page_hosts` are the host names, with commas
-    between them, that it answers to beside localhost and addresses, `nats_context` is the context
-    in the commands that it shows, and `page_file` is where its address is written.
     """
 
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
@@ -53,9 +45,6 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     keep_bytes: Annotated[int, Meta(ge=1)] | None = None
     quarantine: Literal["off", "incomplete", "all"] = "incomplete"
     quarantine_days: Annotated[float, Meta(gt=0)] = 7.0
-    page_hosts: str = ""
-    page_file: Path | None = None
-    nats_context: str = ""
 
     @property
     def limits(self) -> Limits:
@@ -108,7 +97,10 @@ async def serve(stop: asyncio.Event) -> None:
     cluster = Cluster(store, INDEXES)
     lock = FileLock(settings.state_dir / "operator.lock")
     try:
-        async with _http(settings, cluster, bus, clocks, metrics), metrics.running():
+        async with (
+            http_port(settings.http_address, bus.not_ready, metrics.routes()),
+            metrics.running(),
+        ):
             await until_stopped(stop, _active(lock, store, cluster, environment))
     finally:
         with contextlib.suppress(BusUnavailable):
@@ -126,30 +118,6 @@ async def _active(
         store.open()
         await environment.bus.connect_and_ensure()
         await serve_active(lost, cluster, environment)
-
-
-@contextlib.asynccontextmanager
-async def _http(
-    settings: OperatorSettings, cluster: Cluster, bus: Bus, clocks: Clocks, metrics: Metrics
-) -> AsyncIterator[None]:
-    """Serve health, metrics and the page for the length of the block, if there is an address."""
-    if settings.http_address is None:
-        yield
-        return
-    from snapshot_operator.api.page.http import Page  # noqa: PLC0415 - costs start-up time
-
-    view = LiveView(cluster, bus, clocks, uuid.uuid4().hex[:12], settings.nats_context)
-    page = Page(view, filter(None, settings.page_hosts.replace(" ", "").split(",")))
-    async with http_port(
-        settings.http_address, bus.not_ready, [*page.routes(), *metrics.routes()]
-    ) as port:
-        if settings.page_file is not None and port is not None:
-            host = settings.http_address.rpartition(":")[0]
-            settings.page_file.write_text(f"http://{host}:{port}/\n", "ascii")
-        try:
-            yield
-        finally:
-            page.close()
 
 
 def main() -> int:

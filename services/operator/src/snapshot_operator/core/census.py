@@ -1,4 +1,4 @@
-"""What the store holds, counted for the metrics."""
+"""Counts of what the store holds, for the metrics."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from snapshot_operator.core.quarantine import QUARANTINED
-from snapshot_shared.objects import (
-    AnyObject,
-    DynamoCheckpoint,
-    Job,
-    Node,
-    Pod,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-    is_true,
-    kind_of,
-)
+from snapshot_shared.objects import AnyObject, Node, SnapshotContent, is_true, kind_of
+from snapshot_shared.views import phase
+
+NODE_STATES = ("ready", "not-ready", "lost")
 
 
 class Census(NamedTuple):
@@ -31,45 +23,18 @@ class Census(NamedTuple):
 
 
 def census(values: Iterable[AnyObject]) -> Census:
-    """Count objects."""
+    """Return the counts of some objects."""
     objects: Counter[tuple[str, ...]] = Counter()
     nodes: Counter[tuple[str, ...]] = Counter({(state,): 0 for state in NODE_STATES})
     readers = quarantined = 0
     for value in values:
         if isinstance(value, Node):
-            nodes[(_state(value),)] += 1
+            rows = value.status.conditions
+            is_ready, is_lost = is_true(rows, "Ready"), is_true(rows, "Lost")
+            nodes[("lost" if is_lost else "ready" if is_ready else "not-ready",)] += 1
         else:
-            objects[(kind_of(value).name, _phase(value))] += 1
+            objects[(kind_of(value).name, phase(value))] += 1
         if isinstance(value, SnapshotContent):
             readers += len(value.status.readers)
             quarantined += is_true(value.status.conditions, QUARANTINED)
     return Census(objects, nodes, readers, quarantined)
-
-
-NODE_STATES = ("ready", "not-ready", "lost")
-
-
-def _state(node: Node) -> str:
-    rows = node.status.conditions
-    if is_true(rows, "Lost"):
-        return "lost"
-    return "ready" if is_true(rows, "Ready") else "not-ready"
-
-
-def _phase(
-    value: DynamoCheckpoint | Snapshot | SnapshotContent | SnapshotRestore | Job | Pod,
-) -> str:
-    match value:
-        case DynamoCheckpoint() | Pod():
-            return value.status.phase
-        case SnapshotContent():
-            return value.status.capture.value
-        case SnapshotRestore():
-            return value.status.state.value
-        case Snapshot():
-            rows = value.status.conditions
-            return next((name for name in ("Failed", "Ready") if is_true(rows, name)), "Pending")
-        case Job(status=status):
-            if status.succeeded or status.failed:
-                return "Succeeded" if status.succeeded else "Failed"
-            return "Active" if status.active else "Pending"

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from contextlib import AbstractContextManager
 
-from snapshot_operator.core.mirror import mirrored
 from snapshot_operator.ports import Change
 from snapshot_shared import subjects
 from snapshot_shared.api import ObjectEvent
@@ -21,6 +20,7 @@ from snapshot_shared.permissions import User
 from snapshot_shared.spans import message_attributes
 from snapshot_shared.steps import message_span
 from snapshot_shared.telemetry import Telemetry
+from snapshot_shared.views import mirrored
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A local cluster of real processes: nats-server, the operator, and an agent and a GMS a node.
+"""A local cluster of real processes: nats-server, operator, page, and an agent and a GMS a node.
 
 Everything is recorded in `cluster.json` as it is started, so that another command can end it, and
 everything is ended again when a start does not come to its end.
@@ -152,13 +152,14 @@ class LocalCluster:
         self._say(f"nats-server listens at {self.record.url}")
         self._paths.page.unlink(missing_ok=True)
         self._start(plans.operator_program(self._settings()))
+        self._start(plans.page_program(self._settings()))
         for node in nodes:
             self._start_gms(node)
         for node in nodes:
             await self._start_agent(node)
         await self._ready("the nodes", self._nodes_ready(nodes, since), NODES_S)
         self._say("the operator answers")
-        # The operator serves its page before anything else, so the address is there.
+        await self._ready(plans.PAGE, inotify.appears(self._paths.page), SERVICE_S)
         self._save(replace(self.record, page=self._paths.page.read_text("ascii").strip()))
         for node in nodes:
             self._announce(node)

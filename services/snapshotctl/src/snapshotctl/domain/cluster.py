@@ -24,6 +24,7 @@ MAX_SOCKET_FOLDER = 60
 NATS = "nats-server"
 NATS_CONFIGURATION = "nats.conf"
 OPERATOR = "operator"
+PAGE = "page"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +49,7 @@ class ClusterRecord(
 ):
     """The contents of `cluster.json`. `owner` is the demo that will end this cluster, if one will.
 
-    `workdir` is the working directory of its workers, and `page` the address of the operator's
-    page.
+    `workdir` is the working directory of its workers, and `page` the address of its page.
     """
 
     name: str
@@ -129,8 +129,8 @@ class ClusterPaths(NamedTuple):
 
     @property
     def page(self) -> Path:
-        """The file into which the operator writes the address of its page."""
-        return self.state / OPERATOR / "page"
+        """Where the page writes its address."""
+        return self.state / PAGE / "address"
 
     @property
     def nats(self) -> Path:
@@ -207,14 +207,20 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
 
 
 def operator_program(settings: ClusterSettings) -> Program:
-    """Return the operator, with its page at a free port of the loopback address."""
-    environment = _service(settings, User("operator"), settings.paths.state / OPERATOR) | {
+    """Return the operator."""
+    environment = _service(settings, User("operator"), settings.paths.state / OPERATOR)
+    # -P: the working directory is the user's and may hold modules of any name.
+    return Program(OPERATOR, (settings.python, "-P", "-m", "snapshot_operator.main"), environment)
+
+
+def page_program(settings: ClusterSettings) -> Program:
+    """Return the page, at a free port of the loopback address."""
+    environment = _service(settings, User("viewer"), settings.paths.state / PAGE) | {
         "SNAPBACK_HTTP_ADDRESS": "127.0.0.1:0",
         "SNAPBACK_PAGE_FILE": str(settings.paths.page),
         "SNAPBACK_NATS_CONTEXT": CONTEXT_PREFIX + settings.name,
     }
-    # -P: the working directory is the user's and may hold modules of any name.
-    return Program(OPERATOR, (settings.python, "-P", "-m", "snapshot_operator.main"), environment)
+    return Program(PAGE, (settings.python, "-P", "-m", "snapshot_page.main"), environment)
 
 
 def node_programs(settings: ClusterSettings, node: NodeSpec) -> tuple[Program, Program]:
@@ -303,9 +309,9 @@ def stop_order(record: ClusterRecord) -> list[list[ProcessRecord]]:
 
     The operator is first, or it would answer the end of the others with new work; the bus is last.
     """
-    operator = [found for found in record.processes if found.name == OPERATOR]
+    operator = [found for found in record.processes if found.name in (OPERATOR, PAGE)]
     bus = [found for found in record.processes if found.name == NATS]
-    nodes = [found for found in record.processes if found.name not in (OPERATOR, NATS)]
+    nodes = [found for found in record.processes if found.name not in (OPERATOR, PAGE, NATS)]
     agents = [found for found in nodes if found.name.endswith("-agent")]
     rest = [found for found in nodes if found not in agents]
     return [operator, agents, rest, bus]

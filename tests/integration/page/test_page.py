@@ -1,4 +1,4 @@
-"""The page over HTTP: a real operator, a real nats-server with users, a real client."""
+"""The page over HTTP: a real page and operator, a real nats-server with users, a real client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,31 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
-from snapshot_operator.api.page.http import Page
-from snapshot_operator.api.page.live_view import TURN, LiveView
+from snapshot_operator.api.objects import Api
 from snapshot_operator.core.restore import restore_for
+from snapshot_operator.core.retention import Limits
 from snapshot_operator.local.controllers import INDEXES
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.cluster import Cluster
+from snapshot_operator.runtime.nats import Announcer
+from snapshot_operator.runtime.upkeep import Retention
+from snapshot_page.adapters.live_view import LiveView
+from snapshot_page.handlers import Page
+from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import Failure
 from snapshot_shared.http import http_port
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import AnyObject, Pod, SnapshotRestore
+from snapshot_shared.objects import (
+    AnyObject,
+    Condition,
+    DynamoCheckpoint,
+    Node,
+    NodeSpec,
+    ObjectMeta,
+    Pod,
+    SnapshotRestore,
+)
 from snapshot_shared.service import system_clocks
 from snapshot_shared.transitions import Restore
 from tests.support.nats_server import running_nats_server
@@ -53,40 +68,60 @@ async def http(world: PageWorld) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-class Counting(Cluster):
-    """The objects, which count how often they were listed."""
+class Served:
+    """A page, and what an operator publishes and answers of its objects."""
 
-    lists = 0
+    def __init__(self, cluster: Cluster, url: str) -> None:
+        self.cluster = cluster
+        self.bus = Bus(url, "operator")
+        self.view = LiveView(Bus(url, "page"), system_clocks(), "life", "")
+        self.url = ""
+        self.requests = 0
+        """How often objects were requested of the operator."""
 
-    def all(self, kind: str) -> Sequence[AnyObject]:
-        self.lists += 1
-        return super().all(kind)
+    async def endpoint(self, data: bytes, headers: Mapping[str, str]) -> bytes:
+        self.requests += 1
+        api = Api(self.cluster, Retention(self.cluster, Limits(), time.time), time.time, str)
+        return await api.endpoints()["get"](data, headers)
+
+    @contextlib.asynccontextmanager
+    async def running(self, **limits: Any) -> AsyncIterator[Served]:
+        await self.bus.connect()
+        await self.bus.ensure_assets()
+        await self.bus.serve("snap-operator", "0.1.0", {}, {subjects.api("get"): self.endpoint})
+        announcer = Announcer(self.bus, "one")
+        self.cluster.subscribe(announcer.watcher)
+        announcing = asyncio.create_task(announcer.run())
+        await self.view._bus.connect()
+        page = Page(self.view, ["ops.example"], beat_s=0.2, **limits)
+        try:
+            async with http_port("127.0.0.1:0", str, page.routes()) as port:
+                self.url = f"http://127.0.0.1:{port}"
+                yield self
+                page.close()
+        finally:
+            announcing.cancel()
+            await self.view._bus.close()
+            await self.bus.close()
 
 
-async def objects() -> Counting:
+async def objects() -> Cluster:
     store = SqliteStore(None, timestamp=lambda: "2026-01-01T00:00:00Z").open()
-    cluster = Counting(store, INDEXES)
+    cluster = Cluster(store, INDEXES)
     await cluster.sync()
     return cluster
 
 
 @pytest.fixture
-async def served(nats_url: str) -> AsyncIterator[tuple[Counting, LiveView, str]]:
-    cluster = await objects()
-    bus = await Bus(nats_url, "test").connect()
-    await bus.ensure_assets()
-    view = LiveView(cluster, bus, system_clocks(), "life", "")
-    page = Page(view, ["ops.example"], most_streams=3, patience_s=0.5, beat_s=0.2)
-    async with http_port("127.0.0.1:0", str, page.routes()) as port:
-        yield cluster, view, f"http://127.0.0.1:{port}"
-        page.close()
-    await bus.close()
+async def served(nats_url: str) -> AsyncIterator[Served]:
+    async with Served(await objects(), nats_url).running(max_streams=3, patience_s=0.5) as found:
+        yield found
 
 
 @pytest.fixture
-async def light(served: tuple[Counting, LiveView, str]) -> AsyncIterator[aiohttp.ClientSession]:
+async def light(served: Served) -> AsyncIterator[aiohttp.ClientSession]:
     """A page around no operator, for what is about requests alone."""
-    async with aiohttp.ClientSession(served[2]) as session:
+    async with aiohttp.ClientSession(served.url) as session:
         yield session
 
 
@@ -147,14 +182,13 @@ async def test_a_browser_sees_a_capture_grow_step_by_step(
         row = stream.sections["nodes"]["rows"][0]
         assert (row["phase"], row["slots"], row["agent"]) == ("Ready", 2, "0.1.0")
         assert row["gms"] == "0.1.0"
-        assert row["gpus"][0]["free"] == 73 * GIB
         assert row["gpus"][0]["sessions"] == 1
 
         await world.apply(checkpoint("llama-70b"))
         await world.run_worker()
         saves = await world.prepare(4 * GIB)
         await world.progress(saves[0], "write", GIB, 4 * GIB)
-        await stream.until(lambda s: row_of(s)["step"]["done"] == GIB)
+        await stream.until(lambda s: row_of(s)["step"]["done"] == GIB + 3 * 2**20)
         assert row_of(stream.sections)["step"]["what"] == "save gpu-0: write on node-1"
         assert stream.sections["about"]["follow"] == CHECKPOINT
 
@@ -192,7 +226,7 @@ async def test_nothing_that_is_served_has_a_spec_or_a_value_of_the_environment(
     world: PageWorld, http: aiohttp.ClientSession
 ) -> None:
     await be_busy(world)
-    await world.dead_letter("node-1", "snap.order.x", Failure(reason="Poison", message="bad"))
+    await world.dead_message("node-1", "snap.order.x", Failure(reason="Poison", message="bad"))
     async with reading(http) as stream:
         await stream.until(lambda s: s["problems"]["all"] == 1)
         texts = [json.dumps(stream.sections)]
@@ -206,7 +240,7 @@ async def test_nothing_that_is_served_has_a_spec_or_a_value_of_the_environment(
         assert '"spec"' not in text
 
 
-async def test_whoever_comes_back_gets_only_what_has_changed_since(
+async def test_a_reader_that_comes_back_gets_only_what_has_changed_since(
     world: PageWorld, http: aiohttp.ClientSession
 ) -> None:
     await world.join("node-1")
@@ -251,7 +285,7 @@ async def test_the_page_runs_nothing_but_its_own_script(light: aiohttp.ClientSes
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost.x"])
-async def test_a_name_that_was_rebound_to_us_is_refused(
+async def test_a_name_that_was_rebound_to_the_page_is_refused(
     light: aiohttp.ClientSession, host: str
 ) -> None:
     for path in ("/", "/events", "/api/state"):
@@ -262,7 +296,7 @@ async def test_a_name_that_was_rebound_to_us_is_refused(
 @pytest.mark.parametrize(
     "host", ["localhost:1", "127.0.0.1", "[::1]:80", "10.0.0.7:90", "Ops.example"]
 )
-async def test_addresses_localhost_and_names_of_ours_are_answered(
+async def test_addresses_localhost_and_known_names_are_answered(
     light: aiohttp.ClientSession, host: str
 ) -> None:
     async with light.get("/", headers={"Host": host}) as response:
@@ -287,39 +321,53 @@ async def test_the_data_is_not_given_to_another_site(light: aiohttp.ClientSessio
         assert response.status == 200
 
 
-async def test_the_operator_ends_at_once_although_somebody_looks(
+async def test_the_page_ends_at_once_although_it_has_readers(
     world: PageWorld, http: aiohttp.ClientSession
 ) -> None:
     async with reading(http) as stream:
         await stream.event()
         async with asyncio.timeout(PATIENCE_S):
-            assert await world.stop_operator() == 0
+            assert await world.stop("page") == 0
         with contextlib.suppress(aiohttp.ClientError):
             while await stream.event():
                 pass
 
 
-async def test_who_looks_before_the_operator_has_reached_nats_causes_no_traceback(
+async def test_a_reader_before_nats_is_reached_is_shown_why_and_causes_no_traceback(
     world: PageWorld,
 ) -> None:
-    await world.stop_operator()
-    await world.start_operator(SNAPBACK_NATS_URL="nats://127.0.0.1:1")
+    await world.stop("page")
+    await world.start_page(SNAPBACK_NATS_URL="nats://127.0.0.1:1")
     async with aiohttp.ClientSession(world.url) as http, reading(http) as stream:
-        await stream.event()
-        async with asyncio.timeout(PATIENCE_S):
-            while "has to look again" not in world.log:  # noqa: ASYNC110 - a file
-                await asyncio.sleep(0.05)
+        await stream.until(lambda s: s["problems"]["rows"][0]["reason"] == "BusUnavailable")
+        async with http.get("/readyz") as response:
+            assert response.status == 503
 
 
-async def test_the_page_goes_on_with_the_operator_that_comes_after(
+async def test_a_stopped_operator_is_a_problem_until_another_one_answers(
+    world: PageWorld, http: aiohttp.ClientSession
+) -> None:
+    await world.join("node-1")
+    async with reading(http) as stream:
+        await stream.until(lambda s: s["nodes"]["all"] == 1)
+        await world.stop("operator")
+        await stream.until(lambda s: s["problems"]["rows"][0]["what"] == "Operator")
+        assert stream.sections["nodes"]["all"] == 1
+        await world.start_operator()
+        await stream.until(lambda s: s["problems"]["all"] == 0)
+        await world.apply(checkpoint("llama-70b"))
+        await stream.until(lambda s: row_of(s)["kind"] == "DynamoCheckpoint")
+
+
+async def test_a_browser_goes_on_with_the_page_that_comes_after(
     world: PageWorld, http: aiohttp.ClientSession
 ) -> None:
     await world.join("node-1")
     async with reading(http) as stream:
         await stream.until(lambda s: s["nodes"]["all"] == 1)
         last = stream.last_id
-    await world.stop_operator()
-    await world.start_operator()
+    await world.stop("page")
+    await world.start_page()
     async with (
         aiohttp.ClientSession(world.url) as again,
         reading(again, **{"Last-Event-ID": last}) as stream,
@@ -330,55 +378,75 @@ async def test_the_page_goes_on_with_the_operator_that_comes_after(
 # What a program around a page can count: one reader, many, slow ones, none.
 
 
-def _store(number: int) -> AnyObject:
+def _stored(number: int) -> AnyObject:
     return stored_checkpoint(f"llm-{number}")
 
 
-async def test_nothing_is_read_and_nothing_kept_while_nobody_looks(
-    served: tuple[Counting, LiveView, str],
-) -> None:
-    cluster, view, url = served
-    await cluster.create(_store(1))
-    assert cluster.lists == 0
-    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
-        await stream.until(lambda s: s["objects"]["all"] == 1)
-        assert view._task is not None
+async def test_nothing_is_read_and_nothing_kept_without_readers(served: Served) -> None:
+    view = served.view
+    await served.cluster.create(_stored(1))
+    async with aiohttp.ClientSession(served.url) as http:
+        assert served.requests == 0
+        async with reading(http) as stream:
+            await stream.until(lambda s: s["objects"]["all"] == 1)
+            assert view._task is not None
     async with asyncio.timeout(PATIENCE_S):
-        while view._task is not None or view._entries:  # noqa: ASYNC110
+        while view._task is not None or view._facts.entries:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    before = cluster.lists
-    await cluster.create(_store(2))
-    assert cluster.lists == before
-    assert view._entries == {}
-    assert view.feed.since(0).sections == {}
+    before = served.requests
+    await served.cluster.create(_stored(2))
+    await served.bus.client.flush()
+    assert served.requests == before
+    assert view._facts.entries == {}
+    assert view.feed.since(0) == {}
 
 
-async def test_what_changes_while_the_objects_are_read_is_shown_as_it_is_then(
-    served: tuple[Counting, LiveView, str],
+async def test_what_changes_while_the_objects_are_listed_is_shown_as_it_is_then(
+    served: Served,
 ) -> None:
-    cluster, view, url = served
-    stored = [await cluster.create(_store(number)) for number in range(2 * TURN + 50)]
-    async with aiohttp.ClientSession(url) as http:
-        answer = asyncio.create_task(http.get("/api/state"))
+    cluster = served.cluster
+    stored = [await cluster.create(_stored(number)) for number in range(450)]
+    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
         async with asyncio.timeout(PATIENCE_S):
-            while not view._entries:  # noqa: ASYNC110 - the next turn of the loop
+            while not served.requests:  # noqa: ASYNC110 - the next turn of the loop
                 await asyncio.sleep(0)
-        assert len(view._entries) == TURN
         for gone in (stored[0], stored[-1]):
             await cluster.delete(gone)
-        await cluster.create(_store(1000))
-        async with await answer as response:
-            found = await response.json()
-    assert found["objects"]["all"] == 2 * TURN + 49
+        await cluster.create(_stored(1000))
+        await stream.until(lambda s: s["objects"]["all"] == 449)
 
 
-async def test_a_pod_follows_its_restore_although_the_pod_does_not_change(
-    served: tuple[Counting, LiveView, str],
-) -> None:
-    cluster, _view, url = served
+async def test_a_change_is_shown_without_another_request(served: Served) -> None:
+    found = await served.cluster.create(_stored(1))
+    assert isinstance(found, DynamoCheckpoint)
+    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+        await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Pending")
+        before = served.requests
+        status = replace(found.status, phase="Creating")
+        await served.cluster.update_status(replace(found, status=status))
+        await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Creating")
+        assert served.requests == before
+        async with http.get("/api/objects/dynamocheckpoints/default/llm-1") as response:
+            assert ["model", "example/llm-1"] in (await response.json())["facts"]
+
+
+async def test_a_cordoned_node_is_read_again_for_its_spec(served: Served) -> None:
+    node = await served.cluster.create(Node(metadata=ObjectMeta(name="node-1")))
+    assert isinstance(node, Node)
+    ready = Condition(type="Ready", status="True", reason="AgentPresent")
+    status = replace(node.status, conditions=[ready])
+    node = await served.cluster.update_status(replace(node, status=status))
+    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+        await stream.until(lambda s: s["nodes"]["rows"][0]["phase"] == "Ready")
+        await served.cluster.update_spec(replace(node, spec=NodeSpec(unschedulable=True)))
+        await stream.until(lambda s: s["nodes"]["rows"][0]["phase"] == "Ready,SchedulingDisabled")
+
+
+async def test_a_pod_follows_its_restore_although_the_pod_does_not_change(served: Served) -> None:
+    cluster = served.cluster
     pod = await cluster.create(parse(restore_document()))
     assert isinstance(pod, Pod)
-    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
+    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
         await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Pending")
         restore = await cluster.create(restore_for(pod))
         assert isinstance(restore, SnapshotRestore)
@@ -389,85 +457,71 @@ async def test_a_pod_follows_its_restore_although_the_pod_does_not_change(
     assert (row["kind"], below["kind"]) == ("Pod", "SnapshotRestore")
 
 
-async def test_many_who_look_share_one_observer_and_one_more_is_told_to_wait(
-    served: tuple[Counting, LiveView, str],
-) -> None:
-    cluster, _view, url = served
-    async with aiohttp.ClientSession(url) as http, contextlib.AsyncExitStack() as stack:
+async def test_readers_share_one_observer_and_one_too_many_is_refused(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http, contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(reading(http))
         await first.until(lambda s: "objects" in s)
-        lists = cluster.lists
+        requests = served.requests
         for _ in range(2):
             other = await stack.enter_async_context(reading(http))
             await other.until(lambda s: "objects" in s)
-        assert cluster.lists == lists
+        assert served.requests == requests
         async with http.get("/events") as refused:
             assert refused.status == 503
             assert int(refused.headers["Retry-After"]) > 0
 
 
-async def test_a_reader_hears_a_beat_when_there_is_nothing_to_tell(
-    served: tuple[Counting, LiveView, str],
-) -> None:
-    _cluster, _view, url = served
-    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
+async def test_a_reader_gets_a_beat_when_nothing_changes(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
         while await stream.event() != "beat":
             pass
         assert stream.sections["now"] > 0
 
 
-async def test_a_reader_that_takes_nothing_is_let_go_and_the_others_are_not_held_up(
-    served: tuple[Counting, LiveView, str],
+async def test_a_reader_that_takes_nothing_is_dropped_and_the_others_are_not_held_up(
+    served: Served,
 ) -> None:
-    cluster, view, url = served
     for number in range(150):
-        await cluster.create(_store(number))
-    host, port = url.removeprefix("http://").split(":")
+        await served.cluster.create(_stored(number))
+    host, port = served.url.removeprefix("http://").split(":")
     slow = socket.socket()
     # Before the connection, for its window is chosen with it: less has to be written to fill it.
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect((host, int(port)))
     slow.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    async with aiohttp.ClientSession(url) as http, reading(http) as stream:
+    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
         await stream.until(lambda s: s["objects"]["all"] == 150)
         async with asyncio.timeout(PATIENCE_S):
             number = 150
-            while view._lookers > 1 or number < 160:
-                await cluster.create(_store(number))
+            while served.view._readers > 1 or number < 160:
+                await served.cluster.create(_stored(number))
                 number += 1
                 await stream.until(lambda s, wanted=number: s["objects"]["all"] == wanted)
     slow.close()
 
 
-async def test_a_bus_that_is_gone_is_shown_until_it_is_back(tmp_path: Path) -> None:
-    async with running_nats_server(tmp_path / "nats") as server:
-        cluster = await objects()
-        bus = await Bus(server.url, "test").connect()
-        await bus.ensure_assets()
-        view = LiveView(cluster, bus, system_clocks(), "life", "")
-        page = Page(view, beat_s=0.2)
-        async with (
-            http_port("127.0.0.1:0", str, page.routes()) as port,
-            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
-            reading(http) as stream,
-        ):
-            await stream.until(lambda s: s["problems"]["all"] == 0)
-            await asyncio.to_thread(server.stop)
-            await stream.until(lambda s: s["problems"]["rows"][0]["reason"] == "BusUnavailable")
-            # What changes is shown meanwhile.
-            await cluster.create(_store(1))
-            await stream.until(lambda s: s["objects"]["all"] == 1)
-            await server.start_async()
-            await stream.until(lambda s: s["problems"]["all"] == 0)
-            page.close()
-        await bus.close()
+async def test_a_bus_that_is_gone_is_a_problem_and_what_changed_meanwhile_is_shown_afterwards(
+    tmp_path: Path,
+) -> None:
+    async with (
+        running_nats_server(tmp_path / "nats") as server,
+        Served(await objects(), server.url).running() as served,
+        aiohttp.ClientSession(served.url) as http,
+        reading(http) as stream,
+    ):
+        await stream.until(lambda s: s["problems"]["all"] == 0)
+        await asyncio.to_thread(server.stop)
+        await stream.until(lambda s: s["problems"]["rows"][0]["reason"] == "BusUnavailable")
+        await served.cluster.create(_stored(1))
+        await server.start_async()
+        await stream.until(lambda s: s["problems"]["all"] == 0)
+        await stream.until(lambda s: s["objects"]["all"] == 1)
 
 
-async def test_an_address_in_use_says_what_to_do(served: tuple[Counting, LiveView, str]) -> None:
+async def test_an_address_in_use_says_what_to_do(served: Served) -> None:
     from snapshot_shared.errors import AddressInUse
 
-    _cluster, _view, url = served
     routes: list[web.AbstractRouteDef] = []
     with pytest.raises(AddressInUse, match="cannot listen on"):
-        async with http_port(url.removeprefix("http://"), str, routes):
+        async with http_port(served.url.removeprefix("http://"), str, routes):
             pass

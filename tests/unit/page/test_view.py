@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_operator.api.page.flow import Known, details, flow, waterfall
-from snapshot_operator.api.page.live_view import read_entry
-from snapshot_operator.api.page.view import (
-    LETTER_SHOWN_S,
-    MOST_OBJECTS,
+from snapshot_operator.local.nodes import node_absent
+from snapshot_page.domain.details import details, flow, waterfall
+from snapshot_page.domain.view import (
+    DEAD_SHOWN_S,
+    MAX_OBJECTS,
     Entry,
     Facts,
     by_owner,
@@ -21,12 +21,11 @@ from snapshot_operator.api.page.view import (
     problems,
     revision,
     sections,
-    settled,
     traced,
+    without_progress,
 )
-from snapshot_operator.local.nodes import node_absent
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import Node, NodeSpec, OrderStatus, time_of
+from snapshot_shared.objects import Node, NodeSpec, OrderStatus, Pod, restore_name, time_of
 from snapshot_shared.orders import DeadLetter, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from tests.support.objects import checkpoint_document, presence, restore_document
@@ -38,8 +37,14 @@ RESTORED = "pods/default/restored"
 
 
 async def facts_of(world: World, **more: Any) -> Facts:
-    found = [read_entry(world.cluster, value) for value in await world.everything()]
-    entries = {entry.key: entry for entry in found}
+    entries: dict[str, Entry] = {}
+    for value in await world.everything():
+        restore = None
+        if isinstance(value, Pod):
+            name = restore_name(value.metadata.uid)
+            restore = world.cluster.get("SnapshotRestore", value.metadata.namespace, name)
+        entry = entry_of(value, restore)  # type: ignore[arg-type]
+        entries[entry.key] = entry
     return Facts(entries=entries, presence=world.present, now=world.now, **more)
 
 
@@ -104,7 +109,8 @@ async def test_an_object_stands_first_and_what_it_led_to_below_it() -> None:
         ("SnapshotContent", True),
         ("Pod", True),
     ]
-    assert {row["phase"] for row in found} == {"Ready"}
+    assert [row["phase"] for row in found] == ["Ready", "Ready", "Ready", "Running"]
+    assert {row["state"] for row in found} == {"ok"}
 
 
 async def test_an_empty_cluster_has_a_command_to_begin_with_and_no_problem() -> None:
@@ -144,7 +150,7 @@ async def test_a_pod_shows_the_state_of_its_restore_which_stands_below_it() -> N
         await world.answer_well(world.open()[0])
     assert seen == {"Pending", "Loading", "Committing", "Restoring"}
     phases = {row["key"]: row["phase"] for row in rows(await facts_of(world), "objects")}
-    assert phases[RESTORED] == "Ready"
+    assert phases[RESTORED] == "Running"
     assert phases[below["key"]] == "Restored"
 
 
@@ -158,7 +164,7 @@ async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore() ->
     values = [world.cluster.by_uid(one.uid) for one in family(entry, led_to)]
     restore = await world.restore("restored")
     assert values == [await world.get("Pod", "restored"), restore]
-    found = details(entry, Known([value for value in values if value], [], [], {}), "")
+    found = details(entry, [value for value in values if value], [], [], {})
     assert sorted(bar["label"] for bar in found["flow"]["bars"]) == [
         "commit gpu-0",
         "commit gpu-1",
@@ -225,10 +231,10 @@ async def test_a_part_that_has_ended_counts_whole_while_others_go_on() -> None:
     while len(saves := [o for o in world.open() if o.verb == "save"]) < 2:
         for item in world.open():
             await world.answer_well(item)
-    heard = {item.order: progress(item, 512, 1024) for item in saves}
-    before = rows(await facts_of(world, progress=heard), "objects")[0]["step"]
+    received = {item.order: progress(item, 512, 1024) for item in saves}
+    before = rows(await facts_of(world, progress=received), "objects")[0]["step"]
     await world.answer_well(saves[0])
-    after = rows(await facts_of(world, progress=heard), "objects")[0]["step"]
+    after = rows(await facts_of(world, progress=received), "objects")[0]["step"]
     assert (before["done"], before["total"]) == (1024, 2048)
     assert (after["done"], after["total"]) == (1536, 2048)
     assert "2 parts" in before["what"]
@@ -240,11 +246,12 @@ async def test_a_list_is_bounded_and_says_how_many_there_are() -> None:
     await world.apply(checkpoint_document())
     [one] = [e for e in map(entry_of, await world.everything()) if e.kind == "DynamoCheckpoint"]
     entries: dict[str, Entry] = {}
-    for number in range(MOST_OBJECTS + 50):
+    for number in range(MAX_OBJECTS + 50):
         key = f"dynamocheckpoints/default/llm-{number}"
-        entries[key] = replace(one, key=key, uid=str(number))
+        meta = replace(one.value.metadata, name=f"llm-{number}", uid=str(number))
+        entries[key] = replace(one, key=key, value=replace(one.value, metadata=meta))
     found = sections(Facts(entries=entries))["objects"]
-    assert (len(found["rows"]), found["all"]) == (MOST_OBJECTS, MOST_OBJECTS + 50)
+    assert (len(found["rows"]), found["all"]) == (MAX_OBJECTS, MAX_OBJECTS + 50)
 
 
 async def test_an_artifact_has_its_size_generation_and_verdict() -> None:
@@ -293,13 +300,13 @@ async def test_a_damaged_artifact_is_one_problem_and_everything_that_holds_it_is
     ]
 
 
-async def test_a_node_is_ready_closed_lost_or_not_heard_of() -> None:
+async def test_a_node_is_ready_cordoned_silent_or_lost() -> None:
     world = World()
     await world.join(presence("node-1"))
     [node] = [value for value in await world.everything() if isinstance(value, Node)]
     cases = {
         "Ready": node,
-        "SchedulingDisabled": replace(node, spec=NodeSpec(unschedulable=True)),
+        "Ready,SchedulingDisabled": replace(node, spec=NodeSpec(unschedulable=True)),
         "NotReady": node_absent(node, 20.0, world.now),
         "Lost": node_absent(node_absent(node, 20.0, world.now), 95.0, world.now),
     }
@@ -308,14 +315,14 @@ async def test_a_node_is_ready_closed_lost_or_not_heard_of() -> None:
         facts = Facts(entries={entry.key: entry})
         [row] = rows(facts, "nodes")
         assert row["phase"] == phase
-        assert row["heard"] is None
+        assert row["seen"] is None
         assert row["gms"] is None
         found = problems([entry], facts)
         assert bool(found) == (phase in ("NotReady", "Lost"))
 
 
-def test_a_dead_letter_is_a_problem_for_a_day_and_its_payload_is_never_shown() -> None:
-    letter = DeadLetter(
+def test_a_dead_message_is_a_problem_for_a_day_and_its_payload_is_never_shown() -> None:
+    newest = DeadLetter(
         subject="snap.order.x",
         node="node-1",
         service="agent",
@@ -324,11 +331,19 @@ def test_a_dead_letter_is_a_problem_for_a_day_and_its_payload_is_never_shown() -
         failure=Failure(reason="Poison", message="bad"),
         payload=b"secret",
     )
-    facts = Facts(entries={}, dead={"snap.dead.node-1": (3, letter)}, now=1000.0 + LETTER_SHOWN_S)
+    facts = Facts(entries={}, dead={"snap.dead.node-1": (3, newest)}, now=1000.0 + DEAD_SHOWN_S)
     [problem] = problems([], facts)
-    assert problem["what"] == "3 dead letters on node-1, the newest for its agent"
+    assert problem["what"] == "3 dead messages on node-1, the newest for its agent"
     assert "secret" not in json.dumps(problem)
-    assert problems([], facts._replace(now=facts.now + 1)) == []
+    assert problems([], replace(facts, now=facts.now + 1)) == []
+
+
+def test_an_operator_that_does_not_answer_is_a_problem_unless_the_bus_is_the_cause() -> None:
+    facts = Facts(operator="the operator does not answer: no service")
+    [problem] = problems([], facts)
+    assert (problem["what"], problem["message"]) == ("Operator", facts.operator)
+    [problem] = problems([], replace(facts, bus="not connected to NATS"))
+    assert problem["what"] == "NATS"
 
 
 def test_a_bus_that_cannot_be_used_is_a_problem() -> None:
@@ -336,19 +351,19 @@ def test_a_bus_that_cannot_be_used_is_a_problem() -> None:
     assert (problem["reason"], problem["message"]) == ("BusUnavailable", "not connected to NATS")
 
 
-async def test_a_revision_changes_with_the_object_what_it_led_to_and_what_is_heard() -> None:
+async def test_a_revision_changes_with_the_object_what_it_led_to_and_every_message() -> None:
     world = await captured()
     facts = await facts_of(world)
     led_to = by_owner(facts.entries.values())
     entry = traced(facts.entries[CHECKPOINT], led_to)
     before = revision(entry, facts, led_to)
     content = (await world.content()).metadata.uid
-    heard = revision(entry, facts._replace(marks={content: 1}), led_to)
-    spans = revision(entry, facts._replace(marks={entry.trace: 1}), led_to)
-    moved = revision(entry, facts._replace(marks={f"{content}/progress": 1}), led_to)
-    assert len({before, heard, spans, moved}) == 4
-    assert settled(before) == settled(moved)
-    assert settled(before) != settled(heard)
+    reports = revision(entry, replace(facts, marks={content: 1}), led_to)
+    spans = revision(entry, replace(facts, marks={entry.trace: 1}), led_to)
+    moved = revision(entry, replace(facts, marks={f"{content}/progress": 1}), led_to)
+    assert len({before, reports, spans, moved}) == 4
+    assert without_progress(before) == without_progress(moved)
+    assert without_progress(before) != without_progress(reports)
 
 
 async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
@@ -359,7 +374,7 @@ async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
     document["spec"]["containers"][0]["env"] = secret
     await world.apply(document)
     pod = await world.get("Pod", "restored")
-    found = json.dumps(details(entry_of(pod), Known([pod], [], [], {}), ""))
+    found = json.dumps(details(entry_of(pod), [pod], [], [], {}))
     assert "TOP-SECRET" not in found
     assert "API_KEY" not in found
 

@@ -1,4 +1,4 @@
-# The snapshot agent of one node, with what its example worker needs.
+# The image of any service, and of snapshotctl: SERVICE is its folder below services/.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS base
 COPY deploy/images/steps deploy/images/healthy deploy/images/keep-running /build/
@@ -11,23 +11,29 @@ WORKDIR /build
 COPY deploy/images/steps requirements.lock ./
 COPY deploy/images/wheels wheels
 RUN ./steps wheels
-COPY services/gms-client gms-client
+ARG SERVICE
+COPY services/gms-client services/gms-client
 COPY shared shared
-COPY services/snapshot-agent snapshot-agent
-RUN ./steps install gms-client shared snapshot-agent
+COPY services/${SERVICE} services/${SERVICE}
+RUN ./steps service "${SERVICE}"
 
 FROM base
 COPY --from=build /opt/snapback /opt/snapback
+COPY --from=build /build/service /usr/local/bin/service
 COPY deploy/examples deploy/examples
+ARG SERVICE
+# A folder for each user of NATS in docker-compose.yaml: volumes take their owner from here.
+RUN if [ "$SERVICE" = snapshotctl ]; then install -d -o 65532 -g 65532 -m 0700 /keys \
+    /keys/nats-server /keys/operator /keys/snapshotctl /keys/viewer /keys/agent-node-1 \
+    /keys/gms-node-1 /keys/agent-node-2 /keys/gms-node-2; fi
 ARG VERSION=0.1.0
 ARG REVISION=unknown
-LABEL org.opencontainers.image.title="snapback-snapshot-agent" \
-      org.opencontainers.image.description="The snapshot agent of one node, with what its example worker needs." \
+LABEL org.opencontainers.image.title="snapback-$SERVICE" \
+      org.opencontainers.image.description="The $SERVICE of Snapback." \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
 USER 65532:65532
-ENV SNAPBACK_HTTP_ADDRESS=0.0.0.0:9090 SNAPBACK_STATE_DIR=/var/lib/snapback/state
 EXPOSE 9090
 HEALTHCHECK --interval=5s --timeout=3s --start-period=30s --retries=3 CMD ["healthy"]
-ENTRYPOINT ["keep-running", "python", "-P", "-m", "snapshot_agent.main"]
+ENTRYPOINT ["service"]

@@ -1,0 +1,1 @@
+"""A web page of the objects, nodes and orders of a cluster. It is read-only."""

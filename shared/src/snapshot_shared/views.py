@@ -1,0 +1,219 @@
+"""What people see of an object: its phase, its state, its orders, and how far its parts are.
+
+The page, the metrics and the command line share these functions, so that an object has one phase
+wherever it is shown: the one in the STATUS or PHASE column of kubectl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from snapshot_shared.codec import encode_json
+from snapshot_shared.objects import (
+    AnyObject,
+    DynamoCheckpoint,
+    Job,
+    Node,
+    OrderStatus,
+    Pod,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRestore,
+    condition,
+    is_true,
+)
+from snapshot_shared.orders import LoadOrder, Progress, SaveOrder, order_in
+from snapshot_shared.transitions import Restore
+
+State = Literal["ok", "busy", "waiting", "bad", "off"]
+"""Well; under way; waiting for something else; failed or damaged; ended, or closed to new work."""
+
+RESTORE_ENDED = (Restore.RESTORED, Restore.FAILED)
+CORDONED = "SchedulingDisabled"
+BAD_ORDERS = ("failed", "rejected", "lost")
+
+_STATES: dict[str, State] = {
+    "Complete": "off",
+    "Failed": "bad",
+    "Lost": "bad",
+    "NotReady": "bad",
+    "Pending": "waiting",
+    "Ready": "ok",
+    f"Ready,{CORDONED}": "off",
+    "Restored": "ok",
+    "Succeeded": "off",
+    "Terminating": "waiting",
+    "Unknown": "waiting",
+}
+
+
+def phase(value: AnyObject, restore: SnapshotRestore | None = None) -> str:
+    """Return the phase of an object. A pod has that of `restore`, its own, until that has ended.
+
+    What was captured and is damaged keeps the phase Ready; its `state` is bad.
+    """
+    if value.metadata.deletion_timestamp:
+        return "Terminating"
+    match phase_holder(value, restore):
+        case DynamoCheckpoint() | Pod() as found:
+            return found.status.phase
+        case Snapshot() as found:
+            return _snapshot_phase(found)
+        case SnapshotContent() as found:
+            return found.status.capture.value
+        case SnapshotRestore() as found:
+            return found.status.state.value
+        case Job() as found:
+            rows = found.status.conditions
+            return next((name for name in ("Complete", "Failed") if is_true(rows, name)), "Running")
+        case Node() as found:
+            return _node_phase(found)
+
+
+def phase_holder(value: AnyObject, restore: SnapshotRestore | None = None) -> AnyObject:
+    """Return the object whose phase is shown: the restore of a pod while both are under way."""
+    is_over = not isinstance(value, Pod) or value.status.phase not in ("Pending", "Running")
+    if restore is None or is_over or restore.status.state in RESTORE_ENDED:
+        return value
+    return restore
+
+
+def _snapshot_phase(value: Snapshot) -> str:
+    rows, status = value.status.conditions, value.status
+    if is_true(rows, "Failed"):
+        return "Failed"
+    if is_true(rows, "Ready") or status.bytes:
+        return "Ready"
+    return "Capturing" if status.bound_snapshot_content_name else "Pending"
+
+
+def _node_phase(node: Node) -> str:
+    rows = node.status.conditions
+    if is_true(rows, "Lost"):
+        return "Lost"
+    ready = condition(rows, "Ready")
+    # As kubectl has it: a condition that is Unknown is NotReady, and one that is missing Unknown.
+    found = "Unknown" if ready is None else "Ready" if ready.status == "True" else "NotReady"
+    return f"{found},{CORDONED}" if node.spec.unschedulable else found
+
+
+def state(value: AnyObject, restore: SnapshotRestore | None = None) -> State:
+    """Return in one word how an object is; `restore` is that of a pod."""
+    found = phase(value, restore)
+    rows = value.status.conditions
+    if found != "Terminating" and any(is_true(rows, name) for name in ("Failed", "Quarantined")):
+        return "bad"
+    ready = condition(rows, "Ready")
+    if found == "Ready" and ready is not None and ready.status == "False":
+        return "bad"
+    if found == "Running":
+        is_ready = value.status.ready > 0 if isinstance(value, Job) else is_true(rows, "Ready")
+        return "ok" if is_ready else "busy"
+    return _STATES.get(found, "bad" if found.startswith("NotReady") else "busy")
+
+
+# Orders and parts.
+
+
+def orders_of(value: AnyObject) -> list[OrderStatus]:
+    """Return the orders that an object remembers; only some kinds have any."""
+    if isinstance(value, SnapshotContent | SnapshotRestore | Pod):
+        return value.status.orders
+    return []
+
+
+def is_answered(order: OrderStatus) -> bool:
+    """Whether no report can change an order any more: it ended, or its node is gone."""
+    return order.final is not None or order.state == "lost"
+
+
+def part_of(order: OrderStatus) -> str:
+    """Return the part that the id of an order names; empty when it names none."""
+    # `<verb>-<uid of 36 characters>[-<part>]`
+    return order.order[len(order.verb) + 38 :]
+
+
+class Part(NamedTuple):
+    """One part of an artifact: bytes done and in all (0: not known), and the step under way."""
+
+    part: str
+    done: int
+    total: int
+    state: State
+    step: str = ""
+
+
+def progress(values: Iterable[AnyObject], received: Mapping[str, Progress]) -> list[Part]:
+    """Return the parts that objects write or read together, the process part first.
+
+    `received` is the last message of each order; one of another attempt counts as none. A part
+    that is done counts whole.
+    """
+    parts: dict[str, Part] = {}
+    orders: list[OrderStatus] = []
+    for value in values:
+        if isinstance(value, SnapshotContent):
+            parts |= {part.part: part for part in _planned(value)}
+        orders += orders_of(value)
+    for order in orders:
+        found = _moved(order, received)
+        if found is not None:
+            known = parts.get(found.part)
+            parts[found.part] = found._replace(total=found.total or (known.total if known else 0))
+    return sorted(parts.values(), key=lambda part: (part.part != "process", part.part))
+
+
+def received_for(order: OrderStatus, received: Mapping[str, Progress]) -> Progress | None:
+    """Return the last progress of this attempt of an order."""
+    found = received.get(order.order)
+    return found if found is not None and found.attempt == order.attempt else None
+
+
+def _planned(content: SnapshotContent) -> list[Part]:
+    committed = content.status.committed
+    if committed is not None:
+        return [Part(part.part, part.bytes, part.bytes, "ok") for part in committed.parts]
+    return [
+        Part(entry.part, 0, entry.layout.bytes if entry.layout else 0, "waiting")
+        for entry in content.status.vector
+    ]
+
+
+def _moved(order: OrderStatus, received: Mapping[str, Progress]) -> Part | None:
+    """Return the part that an order moves, once something is known of it."""
+    match order.verb:
+        case "dump" | "restore":
+            part, size = "process", 0
+        case "save" | "load":
+            part, size = part_of(order), _size_in(order)
+        case _:
+            return None
+    if order.state in BAD_ORDERS:
+        return Part(part, 0, 0, "bad")
+    if order.final is not None:
+        size = (order.final.part.bytes if order.final.part else order.final.bytes) or size
+        return Part(part, size, size, "ok")
+    last = received_for(order, received)
+    if last is None:
+        return None
+    return Part(part, min(last.done, last.total), last.total, "busy", last.step)
+
+
+def _size_in(order: OrderStatus) -> int:
+    match order_in(order.payload):
+        case SaveOrder(layout=layout):
+            return layout.bytes
+        case LoadOrder(bytes=size):
+            return size
+        case _:
+            return 0
+
+
+def mirrored(value: AnyObject) -> dict[str, Any]:
+    """Return identity and status of an object, never a spec with its environment."""
+    shown: dict[str, Any] = msgspec.json.decode(encode_json(value))
+    identity = shown.pop("spec", {}).get("identity")
+    return shown | ({"identity": identity} if identity else {})
