@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -271,22 +271,26 @@ def read_records(path: Path) -> list[Record]:
 
     JournalCorrupt, UnsupportedVersion.
     """
-    return _read(path)[0]
+    return [record for records, _ in _lines(path) for record in records]
 
 
-def _read(path: Path) -> tuple[list[Record], int]:
-    """Return the records of a journal and the bytes that hold them."""
+def _lines(path: Path) -> Iterator[tuple[list[Record], int]]:
+    """Yield what each line of a journal holds, and the offset of its end.
+
+    One at a time: the records of a whole journal take many times the memory of its file.
+    """
     try:
-        lines = read_file(path).split(b"\n")
+        data = read_file(path)
     except FileNotFoundError:
-        return [], 0
-    records: list[Record] = []
-    size = 0
-    for number, line in enumerate(lines[:-1], start=1):
+        return
+    start = number = 0
+    while (end := data.find(b"\n", start)) >= 0:
+        number += 1
+        line, start = data[start:end], end + 1
         body = _checked(line)
         if body is None:
-            if number == len(lines) - 1 and lines[-1] == b"" and b"\0" in line:
-                break
+            if start == len(data) and b"\0" in line:
+                return
             raise JournalCorrupt(f"{path} is damaged at line {number}", file=str(path), line=number)
         try:
             found = _DECODER.decode(body)
@@ -297,9 +301,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
                 file=str(path),
                 line=number,
             ) from error
-        records += found if isinstance(found, list) else [found]
-        size += len(line) + 1
-    return records, size
+        yield found if isinstance(found, list) else [found], start
 
 
 def _compacted(folder: Path, older_than: float) -> Ledger:
@@ -307,10 +309,11 @@ def _compacted(folder: Path, older_than: float) -> Ledger:
 
     On a full disk it stays as it is, without its torn end: what makes room has to be journalled.
     """
-    ledger = Ledger()
-    records, size = _read(folder / "journal")
-    for record in records:
-        ledger.apply(record)
+    ledger, size = Ledger(), 0
+    for records, end in _lines(folder / "journal"):
+        size = end
+        for record in records:
+            ledger.apply(record)
     ledger.forget(older_than=older_than)
     data = b"".join(_line([_body(record)]) for record in ledger.records())
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,26 @@ async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
     assert set(again.ledger.entries) == {other}
     assert again.ledger.entries[other].open_step == "freeze"
     again.close()
+
+
+async def test_a_compaction_takes_little_more_memory_than_the_file_that_it_reads(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    await journal.append(accepted())
+    for number in range(100):
+        notes = (Noted(order=ORDER, attempt=1, key="pid", value=number) for _ in range(200))
+        await journal.append(*notes)
+    journal.close()
+    size = (tmp_path / "journal").stat().st_size
+    tracemalloc.start()
+    try:
+        Journal.open(tmp_path, wall=lambda: NOW).close()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "journal").stat().st_size < size / 100
+    assert peak < 2.5 * size, peak / size
 
 
 async def test_a_journal_opens_on_a_full_disk_and_only_its_torn_end_is_cut_off(
