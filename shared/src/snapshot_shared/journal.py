@@ -218,21 +218,21 @@ class Journal:
 
     async def _compact(self) -> None:
         """Make the file and the ledger smaller. It has doubled since, so that this is rare."""
-        older_than = self._wall() - KEEP_S
+        self.ledger.forget(older_than=self._wall() - KEEP_S)
         try:
-            await asyncio.to_thread(self._rewrite, older_than)
+            # Whatever is handed over meanwhile waits, so the ledger stays as it is.
+            await asyncio.to_thread(self._rewrite)
         except (OSError, SnapbackError) as error:
             self._break(f"the journal cannot be compacted: {error}", error)
             return
-        self.ledger.forget(older_than=older_than)
         self._size = os.fstat(self._fd).st_size
         self._compact_at = max(2 * self._size, MIN_BYTES)
 
-    def _rewrite(self, older_than: float) -> None:
+    def _rewrite(self) -> None:
         with self._in_use:
             if self._fd < 0:
                 return
-            _compacted(self._folder, older_than)
+            _replace(self._folder, self.ledger, self._size)
             os.close(self._fd)
             self._fd = _open(self._folder)
 
@@ -305,16 +305,22 @@ def _lines(path: Path) -> Iterator[tuple[list[Record], int]]:
 
 
 def _compacted(folder: Path, older_than: float) -> Ledger:
-    """Write a journal anew without what is too old, and return its fold.
-
-    On a full disk it stays as it is, without its torn end: what makes room has to be journalled.
-    """
+    """Write a journal anew without what is too old, and return its fold."""
     ledger, size = Ledger(), 0
     for records, end in _lines(folder / "journal"):
         size = end
         for record in records:
             ledger.apply(record)
     ledger.forget(older_than=older_than)
+    _replace(folder, ledger, size)
+    return ledger
+
+
+def _replace(folder: Path, ledger: Ledger, size: int) -> None:
+    """Replace a journal, whose whole lines have `size` bytes, by one of the same fold.
+
+    On a full disk it stays as it is, without its torn end: what makes room has to be journalled.
+    """
     data = b"".join(_line([_body(record)]) for record in ledger.records())
     try:
         with opened(open_root(folder)) as directory:
@@ -324,7 +330,6 @@ def _compacted(folder: Path, older_than: float) -> Ledger:
         with opened(_open(folder)) as fd:
             os.ftruncate(fd, size)
             os.fdatasync(fd)
-    return ledger
 
 
 def _open(folder: Path) -> int:
