@@ -209,6 +209,7 @@ def faults_of(seed: int) -> list[Fault]:
         found.append(Fault(at, kind, _target(kind, rng, settings), rng.random()))
     more = [*_unknowns(seed), *_stalls(seed, settings)]
     more += [*_crowds(seed, settings), *_cancellations(seed, settings), *_depths(seed, settings)]
+    more += _handovers(seed, settings)
     return sorted([*found, *more], key=lambda fault: fault.at)
 
 
@@ -237,6 +238,15 @@ def _cancellations(seed: int, settings: Settings) -> Iterator[Fault]:
         yield Fault(at, "cancel-again", target, rng.random())
         if rng.random() < 0.7:
             yield Fault(at + rng.random() * 10.0, "term", target)
+
+
+def _handovers(seed: int, settings: Settings) -> Iterator[Fault]:
+    """Have operators end when they are asked to, in one of eight worlds."""
+    rng = random.Random(f"handovers {seed}")
+    for _ in range(rng.choice((0,) * 7 + (2,))):
+        operator, at = f"operator-{rng.randrange(settings.operators)}", rng.random() * 20.0
+        yield Fault(at, "cancel-again", operator, rng.random())
+        yield Fault(at + rng.random() * 10.0, "term", operator)
 
 
 def _depths(seed: int, settings: Settings) -> Iterator[Fault]:

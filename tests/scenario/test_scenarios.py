@@ -255,6 +255,24 @@ def test_services_that_end_while_their_tasks_are_cancelled_thrice_leave_nothing_
     assert not [path for path in world.disk.tree() if path.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("moment", range(600, 2400, 120))
+def test_an_operator_that_ends_while_its_tasks_are_cancelled_thrice_leaves_work_to_the_next(
+    moment: int,
+) -> None:
+    settings = msgspec.structs.replace(CALM, operators=2, stale_s=0.2)
+    faults = [
+        fault
+        for index in range(2)
+        for fault in (
+            Fault(0.5, "cancel-again", f"operator-{index}", 1.0),
+            Fault(moment / 1000 + 0.4 * index, "term", f"operator-{index}"),
+        )
+    ]
+    world = World(moment, settings, faults)
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+
+
 @pytest.mark.parametrize("tenth", range(10, 40, 3))
 def test_answers_about_cleaning_that_are_lost_are_asked_for_again(tenth: int) -> None:
     losses = [Fault(tenth / 10 + i / 50, "truncate") for i in range(100)]

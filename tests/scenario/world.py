@@ -262,6 +262,7 @@ class World:
         )
         await bus.connect_and_ensure()
         async with Candidate(self, process).held() as lost:
+            process.on_term = lost.set
             cluster = Cluster(SimStore(self, process), INDEXES)
             await serve_operator(lost, cluster, environment)
 
