@@ -41,7 +41,7 @@ class _Task(asyncio.Task[Any]):
 
     def __init__(self, coro: Any, *, loop: VirtualLoop, context: Any, **options: Any) -> None:
         self.number = loop.next_number()
-        self.process: Process | None = (context or contextvars.copy_context()).get(CURRENT)
+        self.process = CURRENT.get() if context is None else context.get(CURRENT)
         super().__init__(coro, loop=loop, context=context, **options)
 
     def __hash__(self) -> int:

@@ -34,7 +34,7 @@ def begin_crowd(node: SimNode, hold_s: float) -> None:
     for _ in range(PROCESSES):
         process = node.process(HOSTILE)
         for index in range(SESSIONS):
-            process.spawn(_attached(node, index, hold_s))
+            process.spawn(_held(node, index, hold_s))
         node.loop.in_world(hold_s, process.kill, 0)
 
 
@@ -47,6 +47,11 @@ async def _sent(node: SimNode, index: int) -> None:
     with contextlib.suppress(SnapbackError):
         lease = await _attached(node, index, LOCK_S)
         await lease.call(*[ListAllocations()] * FRAMES)
+
+
+async def _held(node: SimNode, index: int, hold_s: float) -> None:
+    with contextlib.suppress(SnapbackError):
+        await _attached(node, index, hold_s)
 
 
 async def _attached(node: SimNode, index: int, deadline_s: float) -> SimLease:
