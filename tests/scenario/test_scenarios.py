@@ -20,12 +20,12 @@ from snapshot_shared import subjects
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import SnapshotContent
+from snapshot_shared.objects import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter
-from snapshot_shared.transitions import Capture
+from snapshot_shared.transitions import Capture, Restore
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of, together
 from tests.scenario.lease import LASTS_S
-from tests.scenario.loop import CURRENT
+from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SimDriver
 from tests.scenario.rules import FROZEN_S
 from tests.scenario.run import regressions, run_seed
@@ -345,6 +345,24 @@ def test_a_memory_service_killed_at_any_moment_of_a_capture_breaks_no_rule(momen
     crashes = [Fault(moment / 1000, "crash", f"node-{index}/gms") for index in range(2)]
     world = World(1, CALM, crashes)
     assert world.run() == []
+
+
+def test_a_restore_whose_memory_service_is_killed_before_the_commit_loads_again() -> None:
+    world = World(1, CALM, [])
+    killed: list[Process] = []
+
+    def kill(event: Event) -> None:
+        value = event.value
+        is_loaded = isinstance(value, SnapshotRestore) and value.status.state is Restore.COMMITTING
+        if is_loaded and not killed:
+            killed.extend(node.gms.process for node in world.nodes if node.gms)
+            for process in killed:
+                world.loop.in_world(0.0, process.kill)
+
+    world.store.subscribe(kill)
+    assert world.run() == []
+    assert len(killed) == 2
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
 
 
 @pytest.mark.parametrize("moment", range(1000, 1320, 8))

@@ -18,7 +18,8 @@ SnapbackError
 ├── DeviceError
 │   ├── OutOfDeviceMemory / DeviceTooSmall / UnknownDevice
 ├── LayoutError
-│   ├── StaleLayout / GenerationMismatch / LayoutConflict / Fenced / InvalidTransition
+│   ├── StaleLayout / GenerationMismatch / LayoutConflict / LoadLost / Fenced
+│   ├── InvalidTransition
 ├── ArtifactError
 │   ├── ArtifactCorrupt / ArtifactMissing / ArtifactExists / Incompatible
 ├── ArtifactRootEmpty         nothing at all lies below the artifact root of a node
@@ -238,6 +239,13 @@ class GenerationMismatch(LayoutError):
 
 class LayoutConflict(LayoutError):
     """An allocation id or a load token is already in use for something else."""
+
+
+class LoadLost(LayoutError):
+    """What a load left hidden is not there any more; it may be loaded again."""
+
+    retryable = True
+    default_next_step = "load it again"
 
 
 class Fenced(LayoutError):
