@@ -124,7 +124,7 @@ contract-servers: $(STAMP) ## The contract of the bus on each nats-server that i
 crash-points: $(STAMP) ## Kill real services at every step of every step table (REPEAT=3)
 	CRASH_REPEAT=$(REPEAT) $(BIN)/pytest tests/integration/crash
 
-chaos: $(STAMP) ## Kill and pause real processes at random (SECONDS=120, SEED=n)
+chaos: $(STAMP) ## Kill and pause real processes and hang their disks at random (SECONDS=120, SEED=n)
 	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(SEED),--seed $(SEED))
 
 soak: $(STAMP) ## Capture and delete a worker many times and see that nothing grows (CAPTURES=1000)

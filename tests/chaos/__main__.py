@@ -1,9 +1,9 @@
 """`make chaos SECONDS=120 SEED=n`: real processes, killed and paused at random; then the rules.
 
 Three nats-servers whose leader is killed every 5 s, two operators on one store of which one is
-paused now and then, four nodes whose services are killed and paused, and JetStream wiped once;
-meanwhile users capture, restore and delete. Then the faults stop. Exit status 1 when a rule of the
-product is broken.
+paused now and then, four nodes whose services are killed and paused and whose artifact root hangs
+for a while, and JetStream wiped once; meanwhile users capture, restore and delete. Then the faults
+stop. Exit status 1 when a rule of the product is broken.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
@@ -49,6 +50,7 @@ class Chaos:
         self._bus = bus
         self._seconds = seconds
         self._chance = random.Random(seed)
+        self._stalls = random.Random(f"stalls {seed}")
         self._began = time.monotonic()
         self._is_wiping = False
         self.traffic = Traffic(bus, seed, [node.name for node in found.nodes])
@@ -86,6 +88,7 @@ class Chaos:
             self._kill_leaders(),
             self._pause_operators(),
             self._break_nodes(),
+            self._stall_disks(),
             self._wipe_once(self._seconds / 2),
         ]
         tasks = [asyncio.ensure_future(fault) for fault in faults]
@@ -124,17 +127,19 @@ class Chaos:
             await self._machines.pause(name, self._chance.uniform(10, 20), "operator")
 
     async def _break_nodes(self) -> None:
-        mending: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                await asyncio.sleep(self._chance.uniform(2, 5))
-                mending = {task for task in mending if not task.done()}
-                name = self._chance.choice(self._machines.services)
-                mending.add(asyncio.ensure_future(self._break(name)))
-        finally:
-            for task in mending:
-                task.cancel()
-            await asyncio.gather(*mending, return_exceptions=True)
+        chance = self._chance
+        services = self._machines.services
+        await _overlapping(
+            lambda: chance.uniform(2, 5), lambda: self._break(chance.choice(services))
+        )
+
+    async def _stall_disks(self) -> None:
+        chance = self._stalls
+        nodes = [node.name for node in self._machines.nodes]
+        await _overlapping(
+            lambda: chance.uniform(3, 12),
+            lambda: self._machines.stall(chance.choice(nodes), chance.uniform(0.5, 30)),
+        )
 
     async def _break(self, name: str) -> None:
         service = name.rpartition("-")[2]
@@ -203,6 +208,22 @@ class Chaos:
         lines.append(f"  {len(orders):5} orders and attempts, {len(self.traffic.reports)} reports")
         lines.append(f"  {self.traffic.longest_s:5.1f} s the longest time without progress")
         return "\n".join(lines)
+
+
+async def _overlapping(
+    pause_s: Callable[[], float], begin: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Begin a fault after each pause, whether the last ones are over or not."""
+    under_way: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            await asyncio.sleep(pause_s())
+            under_way = {task for task in under_way if not task.done()}
+            under_way.add(asyncio.ensure_future(begin()))
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
 
 async def _ready(bus: Bus, nodes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from snapshotctl.adapters import folders, processes
 from snapshotctl.adapters.local_cluster import nats_server_binary
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterPaths, NodeSpec, ProcessRecord, Program
+from tests.support import hanging
 from tests.support.keyed_server import keyed_accounts, seed_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +91,23 @@ class Machines:
             environment = operator.environment | {"SNAPBACK_NATS_REPLICAS": "3"}
             yield operator._replace(name=name, environment=environment)
         for node in self.nodes:
-            yield from plans.node_programs(setting, node)
+            for program in plans.node_programs(setting, node):
+                environment = program.environment | self._hanging(node.name)
+                yield program._replace(environment=environment)
+
+    def _hanging(self, node: str) -> dict[str, str]:
+        """Return the settings with which the artifact root of a node hangs while `stall` says."""
+        lock = self._stalled(node)
+        lock.parent.mkdir(exist_ok=True)
+        lock.touch()
+        return {
+            "PYTHONPATH": f"{hanging.PRELOAD}:{ROOT}",
+            hanging.ROOT: str(self.places.artifacts),
+            hanging.LOCK: str(lock),
+        }
+
+    def _stalled(self, node: str) -> Path:
+        return self.places.state / "stalls" / node
 
     @property
     def root(self) -> str:
@@ -139,6 +157,14 @@ class Machines:
         finally:
             handle.send(signal.SIGCONT)
             handle.close()
+
+    async def stall(self, node: str, seconds: float) -> None:
+        """Have no call of a node below the artifact root return for a time."""
+        self.counts["disk stalls"] += 1
+        with self._stalled(node).open() as lock:
+            # A process that was stopped between two calls may keep it from us.
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+            await asyncio.sleep(seconds)
 
     async def wipe(self) -> None:
         """Lose JetStream as a whole: all servers, all stores."""

@@ -113,6 +113,8 @@ class SimDisk:
         """Is told each call that changed something or made it durable."""
         self.on_fsync: Callable[[], bool] | None = None
         """Says whether an fsync is to do anything."""
+        self.on_misuse: Callable[[int], None] | None = None
+        """Is told each descriptor that is used after its owner has closed it."""
         self._unsynced: dict[int, Effect] = {}
         self._faults: list[_Fault] = []
         self._numbers = itertools.count(max(self.image) + 1)
@@ -331,6 +333,10 @@ class SimDisk:
     def _left(self) -> int:
         room = 2**40 if self.capacity is None else max(0, self.capacity - self.used)
         return min(room, self.limits.get(self.owner()[0], room))
+
+    def tell_of_misuse(self, fd: int) -> None:
+        if self.on_misuse:
+            self.on_misuse(fd)
 
     def tell(self, operation: str) -> None:
         if self.after:

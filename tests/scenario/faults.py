@@ -19,6 +19,7 @@ from snapshot_shared import files, subjects
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
 from tests.scenario.builds import BUILDS
+from tests.scenario.peers import begin_crowd, begin_flood
 from tests.scenario.worker import Habits
 from tests.support.objects import checkpoint_document, pod_template, restore_document
 
@@ -207,6 +208,8 @@ def faults_of(seed: int) -> list[Fault]:
         at = rng.random() * rng.choice((6.0, 20.0, FAULT_S))
         found.append(Fault(at, kind, _target(kind, rng, settings), rng.random()))
     more = [*_unknowns(seed), *_stalls(seed, settings)]
+    more += [*_crowds(seed, settings), *_cancellations(seed, settings), *_depths(seed, settings)]
+    more += _handovers(seed, settings)
     return sorted([*found, *more], key=lambda fault: fault.at)
 
 
@@ -216,6 +219,42 @@ def _stalls(seed: int, settings: Settings) -> Iterator[Fault]:
     for _ in range(rng.choice((0, 0, 0, 2))):
         node = f"node-{rng.randrange(settings.nodes)}"
         yield Fault(rng.random() * 10.0, "stall", node, rng.random())
+
+
+def _crowds(seed: int, settings: Settings) -> Iterator[Fault]:
+    """Have clients take more than their share of a GPU memory service in one of four worlds."""
+    rng = random.Random(f"crowds {seed}")
+    for _ in range(rng.choice((0, 0, 0, 3))):
+        node = f"node-{rng.randrange(settings.nodes)}"
+        yield Fault(rng.random() * 20.0, rng.choice(("flood", "crowd")), node, rng.random())
+
+
+def _cancellations(seed: int, settings: Settings) -> Iterator[Fault]:
+    """Cancel tasks twice and three times in one of four worlds, also as their service ends."""
+    rng = random.Random(f"cancellations {seed}")
+    for _ in range(rng.choice((0, 0, 0, 2))):
+        target = f"node-{rng.randrange(settings.nodes)}/{rng.choice(('agent', 'agent', 'gms'))}"
+        at = rng.random() * rng.choice((4.0, 20.0))
+        yield Fault(at, "cancel-again", target, rng.random())
+        if rng.random() < 0.7:
+            yield Fault(at + rng.random() * 10.0, "term", target)
+
+
+def _handovers(seed: int, settings: Settings) -> Iterator[Fault]:
+    """Have operators end when they are asked to, in one of eight worlds."""
+    rng = random.Random(f"handovers {seed}")
+    for _ in range(rng.choice((0,) * 7 + (2,))):
+        operator, at = f"operator-{rng.randrange(settings.operators)}", rng.random() * 20.0
+        yield Fault(at, "cancel-again", operator, rng.random())
+        yield Fault(at + rng.random() * 10.0, "term", operator)
+
+
+def _depths(seed: int, settings: Settings) -> Iterator[Fault]:
+    """Have a node and a person send values that are nested deeply in one of eight worlds."""
+    rng = random.Random(f"depths {seed}")
+    for _ in range(rng.choice((0,) * 7 + (3,))):
+        node = f"node-{rng.randrange(settings.nodes)}"
+        yield Fault(rng.random() * FAULT_S, "deep", node, rng.random())
 
 
 def _unknowns(seed: int) -> Iterator[Fault]:
@@ -388,14 +427,37 @@ def _operator_clock(world: World, fault: Fault) -> None:
 
 def _hostile(world: World, fault: Fault) -> None:
     """Have a node report what nobody should believe about an order that it has."""
+    lie = _lie(world, fault.target, lambda: world.rng.choice(_LIES))
+    if lie is None:
+        return
+    subject, data = lie
+    data = world.rng.choice((data, data, data, data[:-9], b"[" * 100_000, b"\xff" * 64))
+    _publish(world, subject, data)
+
+
+def _deep(world: World, fault: Fault) -> None:
+    """Have a node and a person send values that are nested as deeply as a decoder may take them."""
+    depth = 1 + int(fault.amount * 1100)
+    nested = b"[" * depth + b"1" + b"]" * depth
+    manifest = _snapshot("deep", "deep")
+    manifest["spec"]["source"]["podRef"]["depth"] = "nested"
+    world.people.spawn(world.apply(manifest, nested=nested))
+    if lie := _lie(world, fault.target, lambda: {"depth": "nested"}):
+        _publish(world, lie[0], lie[1].replace(b'"nested"', nested))
+
+
+def _publish(world: World, subject: str, lie: bytes) -> None:
+    world.rules.lies.add(lie)
+    world.server.inject(subject, lie)
+
+
+def _lie(world: World, node: str, values: Callable[[], dict[str, Any]]) -> tuple[str, bytes] | None:
+    """Return a report about an order that a node has, and its subject; None when it has none."""
     orders = [
-        item
-        for value in world.rules.present()
-        for item in orders_of(value)
-        if item.node == fault.target
+        item for value in world.rules.present() for item in orders_of(value) if item.node == node
     ]
     if not orders:
-        return
+        return None
     item = world.rng.choice(orders)
     failure = {"reason": "Superseded", "message": "a lie", "retryable": True}
     report = {
@@ -408,12 +470,8 @@ def _hostile(world: World, fault: Fault) -> None:
         "service": item.service,
         "at": 0.0,
     }
-    values = world.rng.choice(_LIES)
-    data = json.dumps({**report, "failure": {**failure, "values": values}}).encode()
-    data = world.rng.choice((data, data, data, data[:-9], b"[" * 100_000, b"\xff" * 64))
-    subject = f"snap.report.{item.node}.{item.order}.failed"
-    world.rules.lies.add(data)
-    world.server.inject(subject, data)
+    data = json.dumps({**report, "failure": {**failure, "values": values()}}).encode()
+    return f"snap.report.{item.node}.{item.order}.failed", data
 
 
 _LIES: tuple[dict[str, Any], ...] = (
@@ -432,6 +490,29 @@ def _truncate(world: World, _: Fault) -> None:
         order = message.subject.split(".")[3]
         if order.partition("-")[0] in fold.CLEANING:
             stream.delete(message.sequence)  # type: ignore[union-attr]
+
+
+def _flood(world: World, fault: Fault) -> None:
+    node = world.node(fault.target)
+    if node.machine.is_on:
+        begin_flood(node, connections=1 + int(fault.amount * 12))
+
+
+def _crowd(world: World, fault: Fault) -> None:
+    node = world.node(fault.target)
+    if node.machine.is_on:
+        begin_crowd(node, hold_s=fault.amount * 5.0)
+
+
+def _cancel_again(world: World, fault: Fault) -> None:
+    """Have whatever a service cancels from here on be cancelled twice or three times."""
+    if process := _process(world, fault.target):
+        process.cancels_again = 1 + round(fault.amount)
+
+
+def _term(world: World, fault: Fault) -> None:
+    if process := _process(world, fault.target):
+        process.terminate()
 
 
 def _pause(world: World, fault: Fault) -> None:
@@ -590,4 +671,9 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "rewind": lambda world, fault: world.rewind(fault),
     "hostile": _hostile,
     "truncate": _truncate,
+    "flood": _flood,
+    "crowd": _crowd,
+    "cancel-again": _cancel_again,
+    "term": _term,
+    "deep": _deep,
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -57,6 +57,7 @@ from snapshot_shared.errors import (
 from snapshot_shared.files import open_dir, open_root, opened
 from snapshot_shared.frames import FenceRequest, StatusRequest, UnfenceRequest
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
+from tests.scenario.door import HOSTILE, Door
 from tests.scenario.loop import CURRENT, Process, ask
 
 if TYPE_CHECKING:
@@ -119,6 +120,28 @@ class SimGms:
         self.control = GmsControl(self.gms)
         self.sessions = LeaseSessions(self.gms)
         self.live: dict[int, tuple[Session, Process]] = {}
+        self.door = Door(node.world, process) if node.world.is_crowded else None
+
+    @contextlib.contextmanager
+    def entering(self, client: Process) -> Iterator[Peer]:
+        """Take note of a client; it does not count when the block fails."""
+        service = client.name.rpartition("/")[2]
+        pod = HOSTILE if service == HOSTILE else ""
+        peer = Peer(pid=client.pid, uid=0, pod=pod, is_ours=service == "transfer")
+        with self.door.entering(peer) if self.door else contextlib.nullcontext():
+            yield peer
+
+    def leave(self, session: Session) -> bool:
+        """Whether a session was live, which it is no more."""
+        was_live = self.live.pop(session.id, None) is not None
+        if was_live and self.door:
+            self.door.leave(session.peer)
+        return was_live
+
+    async def turn(self, session: Session) -> None:
+        """Wait until a client may have its next piece of work done."""
+        if self.door:
+            await self.door.turn(session.peer.owner)
 
     def memory(self, session: Session) -> dict[str, bytearray]:
         """Give the mapped bytes of a session's layout, by allocation."""
@@ -147,10 +170,11 @@ class SimLease:
             raise _lost()
 
         async def admit() -> tuple[Session, Attached]:
-            session = await server.sessions.attach(request, Peer(pid=client.pid, uid=0))
-            if not client.is_alive:
-                _end(server, session)
-                raise _lost()
+            with server.entering(client) as peer:
+                session = await server.sessions.attach(request, peer)
+                if not client.is_alive:
+                    _end(server, session)
+                    raise _lost()
             server.live[session.id] = (session, client)
             client.at_exit(session, lambda: _hang_up(server, session))
             return session, server.sessions.describe(session)
@@ -158,19 +182,27 @@ class SimLease:
         session, told = await ask(server.process, admit, _lost)
         return cls(server, client, session, told)
 
-    async def call(self, request: Any) -> list[Any]:
-        """Send a request and collect the frames of its answer."""
+    async def call(self, *requests: Any) -> list[Any]:
+        """Send requests and collect the frames of their answers."""
 
         async def answer() -> list[Any]:
-            if self.session.id not in self._server.live:
-                raise _lost()
-            if isinstance(request, AllocateMany):
-                found = await self._server.sessions.allocate(self.session, request)
-            else:
-                found = self._server.sessions.call(self.session, request)
-            return [message.frame for message in found if message is not None]
+            return [frame for request in requests async for frame in self._answers(request)]
 
         return await ask(self._server.process, answer, _lost)
+
+    async def _answers(self, request: Any) -> AsyncGenerator[Any, None]:
+        await self._server.turn(self.session)
+        if self.session.id not in self._server.live:
+            raise _lost()
+        if isinstance(request, AllocateMany):
+            found = await self._server.sessions.allocate(self.session, request)
+        else:
+            found = self._server.sessions.call(self.session, request)
+        for message in found:
+            if message is None:
+                await self._server.turn(self.session)
+            else:
+                yield message.frame
 
     async def allocations(self) -> list[AllocationInfo]:
         frames = await self.call(ListAllocations())
@@ -197,7 +229,7 @@ class SimLease:
 
     async def detach(self) -> None:
         async def leave() -> None:
-            if self._server.live.pop(self.session.id, None):
+            if self._server.leave(self.session):
                 self._server.sessions.end(self.session, unmapped=True)
 
         await ask(self._server.process, leave, _lost)
@@ -215,7 +247,7 @@ def _lost() -> Exception:
 
 def _hang_up(server: SimGms, session: Session) -> None:
     """Have the server notice that a client is gone."""
-    if server.process.is_alive and server.live.pop(session.id, None):
+    if server.process.is_alive and server.leave(session):
 
         async def notice() -> None:
             _end(server, session)

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import heapq
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ T = TypeVar("T")
 CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 """The process that runs now; None is the world around them all."""
 
+TERM_S = 30.0
+"""How long a process may take to end that is asked to, in seconds."""
 EXECUTOR_S = 0.004
 """The longest time that a call in an executor takes, in seconds."""
 
@@ -30,15 +33,30 @@ class Quiet(Exception):
     """Nothing is left that could ever happen."""
 
 
+_AT_A_DEADLINE = asyncio.Timeout._on_timeout.__code__  # type: ignore[attr-defined]
+
+
 class _Task(asyncio.Task[Any]):
     """A task whose place in a set is the same in every run of a seed."""
 
-    def __init__(self, coro: Any, *, loop: VirtualLoop, **options: Any) -> None:
+    def __init__(self, coro: Any, *, loop: VirtualLoop, context: Any, **options: Any) -> None:
         self.number = loop.next_number()
-        super().__init__(coro, loop=loop, **options)
+        self.process = CURRENT.get() if context is None else context.get(CURRENT)
+        super().__init__(coro, loop=loop, context=context, **options)
 
     def __hash__(self) -> int:
         return self.number
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Cancel it, and again while it ends, as often as its process says.
+
+        A deadline is not repeated: `asyncio.timeout` takes back the one cancellation it asks for.
+        """
+        is_asked = super().cancel(msg)
+        is_deadline = sys._getframe(1).f_code is _AT_A_DEADLINE
+        if is_asked and self.process is not None and not is_deadline:
+            self.process.cancel_again(self)
+        return is_asked
 
 
 class _Future(asyncio.Future[Any]):
@@ -76,7 +94,8 @@ class Machine:
 class Process:
     """One simulated process. Its tasks run until it is killed; `ended` tells its exit code.
 
-    With a `fuse` it runs that many callbacks more, and then `blow` is called.
+    With a `fuse` it runs that many callbacks more, and then `blow` is called. A task of it that is
+    cancelled is cancelled `cancels_again` times more, unless it has ended by then.
     """
 
     def __init__(self, loop: VirtualLoop, machine: Machine, name: str) -> None:
@@ -89,6 +108,10 @@ class Process:
         self.fuse: int | None = None
         self.blow: Callable[[], None] = self.kill
         self.stopped_at = 0.0
+        self.busy_until = 0.0
+        self.cancels_again = 0
+        self.is_ending = False
+        self.on_term: Callable[[], object] = self.kill
         self.ended: asyncio.Future[int] = loop.create_future()
         self.backlog: deque[asyncio.Handle] = deque()
         self._at_exit: dict[object, Callable[[], None]] = {}
@@ -126,16 +149,42 @@ class Process:
         while self._at_exit:
             self._at_exit.pop(next(iter(self._at_exit)))()
 
+    def terminate(self) -> None:
+        """Ask it to end, as SIGTERM does, and end it when that takes too long."""
+        if self.is_alive and not self.is_ending:
+            self.is_ending = True
+            self.on_term()
+            self.loop.in_world(TERM_S, self.kill)
+
+    def cancel_again(self, task: _Task) -> None:
+        """Have a task be cancelled again: in one of the next turns, or later."""
+        for _ in range(self.cancels_again):
+            self.loop.in_world(self.loop.moment(), self._cancel, task)
+
+    def _cancel(self, task: _Task) -> None:
+        if self.is_alive and not self.is_stopped and not task.done():
+            asyncio.Task.cancel(task)
+
+    def use(self, seconds: float) -> None:
+        """Use the processor for so long, during which nothing else of this process runs."""
+        self.busy_until = max(self.busy_until, self.loop.now) + seconds
+        self.loop.in_world(self.busy_until - self.loop.now, self._go_on)
+
+    def _go_on(self) -> None:
+        if not self.is_stopped and self.loop.now >= self.busy_until:
+            self.loop.requeue(self.backlog)
+
     def takes(self, handle: asyncio.Handle) -> bool:
-        """Whether a callback runs now; one that is stopped keeps it for later."""
+        """Whether a callback runs now; one that is stopped or busy keeps it for later."""
         if self.fuse is not None and self.is_alive and not self.is_stopped:
             self.fuse -= 1
             if self.fuse <= 0:
                 self.fuse = None
                 self.blow()
-        if self.is_stopped:
+        is_away = self.is_stopped or self.loop.now < self.busy_until
+        if is_away:
             self.backlog.append(handle)
-        return self.is_alive and not self.is_stopped
+        return self.is_alive and not is_away
 
     def stop(self) -> None:
         """Stop it, as SIGSTOP does."""
@@ -157,6 +206,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now = 0.0
         self.steps = 0
+        self.turns = 0
         self._rng = rng
         self._pids = 100
         self._numbers = 0
@@ -181,6 +231,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def create_future(self) -> Any:
         return _Future(loop=self)
+
+    def moment(self) -> float:
+        """Choose how long something waits that follows soon, in seconds."""
+        return self._rng.choice((0.0, 0.0, 0.01, 5.0)) * self._rng.random()
 
     def next_number(self) -> int:
         """Number the next task or future."""
@@ -245,6 +299,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        self.turns += 1
         if not ready:
             self._advance(ready)
         for _ in range(len(ready)):

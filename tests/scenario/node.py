@@ -246,8 +246,16 @@ async def _gms_main(node: SimNode, process: Process) -> None:
     node.gms = server
     node.gms_is_up.set()
     node.world.rules.watch_journal(f"gms@{node.name}", journal)
-    await bus.connect()
-    await courier.serve()
+    main = asyncio.current_task()
+    assert main is not None
+    process.on_term = functools.partial(asyncio.Task.cancel, main)
+    try:
+        await bus.connect()
+        await courier.serve()
+    except asyncio.CancelledError:
+        main.uncancel()
+        await book.drain()
+        await _close(node, process, journal)
 
 
 async def _agent_main(node: SimNode, process: Process) -> None:
@@ -310,9 +318,10 @@ async def _agent_main(node: SimNode, process: Process) -> None:
             at=clocks.wall(),
         )
 
+    stop = asyncio.Event()
+    process.on_term = stop.set
     await agent.recover()
     await bus.connect()
-    stop = asyncio.Event()
     await until_stopped(
         stop,
         courier.serve(),
@@ -320,6 +329,17 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         inventory.run(stop),
         pods.run(stop),
     )
+    if stop.is_set():
+        await book.drain()
+        await agent.close()
+        await _close(node, process, journal)
+
+
+async def _close(node: SimNode, process: Process, journal: Journal) -> None:
+    """End as the `main` of a service does, and leave nothing open."""
+    await journal.settled()
+    journal.close()
+    node.world.rules.closed(process)
 
 
 class SimLauncher:

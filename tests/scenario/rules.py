@@ -51,6 +51,7 @@ from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SHARED
+from tests.scenario.node import owner_of as disk_owner
 from tests.scenario.worker import Saved, SimWorker
 from tests.support.rules import names_a_newer_attempt
 
@@ -152,6 +153,16 @@ class Rules:
             self.fail("half", f"{worker.process} was given a state that nobody saved: {saved}")
         if weights != saved.weights:
             self.fail("half", f"{worker.process} has other weights than its state belongs to")
+
+    def misused(self, descriptor: int) -> None:
+        """A descriptor that is closed may be that of another file by now."""
+        self.fail("defect", f"{CURRENT.get()} used descriptor {descriptor}, which was closed")
+
+    def closed(self, process: Process) -> None:
+        """A service that has ended by itself has nothing open."""
+        if names := self._open_names(process):
+            self.fail("leaked", f"{process} ended and had {', '.join(sorted(names))} open")
+        self._world.note(f"{process} has nothing open")
 
     def published(self, subject: str, data: bytes) -> None:
         """Look at what a stream has taken: an order of the store, or one end of an attempt."""
@@ -573,6 +584,7 @@ class Rules:
                     yield "leaked", f"{name} is left of {owner.kind} {owner.name}, which is gone"
         yield from self._workers_left(pods)
         yield from self._memory_left(pods)
+        yield from self._descriptors_left()
         yield from self._artifacts_left(values)
         yield from self._unknown_left()
         retired = {node.name for node in self._world.nodes if node.is_retired}
@@ -598,6 +610,19 @@ class Rules:
             lives = any(worker.pod == pod.metadata.uid for worker in self._world.workers())
             if pod.status.phase == "Running" and not lives:
                 yield "lost", f"pod {pod.metadata.name} is Running without a process"
+
+    def _descriptors_left(self) -> Iterator[tuple[Kind, str]]:
+        """Nothing is open but the journals of the services and their locks."""
+        for node in self._world.nodes:
+            for process in node.running:
+                names = self._open_names(process)
+                if names - {"journal", "lock"}:
+                    yield "leaked", f"{process} has {', '.join(sorted(names))} open"
+
+    def _open_names(self, process: Process) -> set[str]:
+        disk = self._world.disk
+        found = disk.os.opened_by(disk_owner(process))
+        return {name for inode in found for name in disk.names_of(inode) or ("a removed file",)}
 
     def _memory_left(self, pods: dict[str, Pod]) -> Iterator[tuple[Kind, str]]:
         used = {

@@ -78,6 +78,8 @@ class SimOs:
         """Give the open file behind a descriptor. EBADF."""
         found = self._table.get(fd)
         if found is None:
+            if fd not in self._dead:
+                self._disk.tell_of_misuse(fd)
             raise _error(errno.EBADF)
         return found[0]
 
@@ -216,6 +218,10 @@ class SimOs:
     def open_descriptors(self) -> list[int]:
         """Give the descriptors that are open, for tests that look for leaks."""
         return sorted(self._table)
+
+    def opened_by(self, owner: Owner) -> list[int]:
+        """Return the inodes of what a process has open, one a descriptor."""
+        return [opened.inode for opened, found in self._table.values() if found == owner]
 
     # Bytes.
 

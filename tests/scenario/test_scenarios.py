@@ -20,12 +20,12 @@ from snapshot_shared import subjects
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import SnapshotContent
+from snapshot_shared.objects import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter
-from snapshot_shared.transitions import Capture
+from snapshot_shared.transitions import Capture, Restore
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of, together
 from tests.scenario.lease import LASTS_S
-from tests.scenario.loop import CURRENT
+from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SimDriver
 from tests.scenario.rules import FROZEN_S
 from tests.scenario.run import regressions, run_seed
@@ -212,6 +212,67 @@ def test_lies_of_a_node_end_no_operator_and_are_kept_for_people() -> None:
     assert refused <= {data[:MAX_COPY_BYTES] for data in world.rules.lies}
 
 
+def test_values_that_are_nested_deeply_end_no_operator_and_delay_nothing() -> None:
+    depths = [Fault(1.0 + i / 20, "deep", f"node-{i % 2}", i / 80) for i in range(80)]
+    world = World(1, CALM, depths)
+    assert world.run() == []
+    assert not any("operator-0" in note and "ended" in note for note in world.notes)
+    assert len(world.rules.lies) > 20
+    assert len([note for note in world.notes if "apply deep: Invalid" in note]) == len(depths)
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+
+
+@pytest.mark.parametrize("moment", [900, 1050, 1100, 1110, 19_900, 20_000, 20_030])
+def test_clients_that_flood_a_memory_service_keep_nobody_waiting(moment: int) -> None:
+    floods = [Fault(moment / 1000, "flood", f"node-{index}", 0.95) for index in range(2)]
+    world = World(1, CALM, floods)
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    assert sum(node.gms.door.pieces for node in world.nodes) > 1000  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("moment", [500, 1000, 1050, 19_900, 20_000])
+def test_clients_that_open_many_sessions_are_refused_and_nobody_else_is(moment: int) -> None:
+    crowds = [Fault(moment / 1000, "crowd", f"node-{index}", 0.5) for index in range(2)]
+    world = World(1, CALM, crowds)
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    assert world.refused > 0
+
+
+@pytest.mark.parametrize("stall", [0.0, 0.2])
+@pytest.mark.parametrize("moment", range(1000, 1320, 16))
+def test_services_that_end_while_their_tasks_are_cancelled_thrice_leave_nothing_open(
+    moment: int, stall: float
+) -> None:
+    services = [f"node-{index}/{service}" for index in range(2) for service in ("agent", "gms")]
+    faults = [Fault(0.9, "cancel-again", service, 1.0) for service in services]
+    faults += [Fault(moment / 1000, "stall", f"node-{index}", stall) for index in range(2)]
+    faults += [Fault(moment / 1000 + 0.01, "term", service) for service in services]
+    world = World(moment, CALM, faults)
+    assert world.run() == []
+    assert len([note for note in world.notes if "has nothing open" in note]) == len(services)
+    assert not [path for path in world.disk.tree() if path.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("moment", range(600, 2400, 120))
+def test_an_operator_that_ends_while_its_tasks_are_cancelled_thrice_leaves_work_to_the_next(
+    moment: int,
+) -> None:
+    settings = msgspec.structs.replace(CALM, operators=2, stale_s=0.2)
+    faults = [
+        fault
+        for index in range(2)
+        for fault in (
+            Fault(0.5, "cancel-again", f"operator-{index}", 1.0),
+            Fault(moment / 1000 + 0.4 * index, "term", f"operator-{index}"),
+        )
+    ]
+    world = World(moment, settings, faults)
+    assert world.run() == []
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
+
+
 @pytest.mark.parametrize("tenth", range(10, 40, 3))
 def test_answers_about_cleaning_that_are_lost_are_asked_for_again(tenth: int) -> None:
     losses = [Fault(tenth / 10 + i / 50, "truncate") for i in range(100)]
@@ -284,6 +345,24 @@ def test_a_memory_service_killed_at_any_moment_of_a_capture_breaks_no_rule(momen
     crashes = [Fault(moment / 1000, "crash", f"node-{index}/gms") for index in range(2)]
     world = World(1, CALM, crashes)
     assert world.run() == []
+
+
+def test_a_restore_whose_memory_service_is_killed_before_the_commit_loads_again() -> None:
+    world = World(1, CALM, [])
+    killed: list[Process] = []
+
+    def kill(event: Event) -> None:
+        value = event.value
+        is_loaded = isinstance(value, SnapshotRestore) and value.status.state is Restore.COMMITTING
+        if is_loaded and not killed:
+            killed.extend(node.gms.process for node in world.nodes if node.gms)
+            for process in killed:
+                world.loop.in_world(0.0, process.kill)
+
+    world.store.subscribe(kill)
+    assert world.run() == []
+    assert len(killed) == 2
+    assert (world.rules.captures, world.rules.restores) == (1, 1)
 
 
 @pytest.mark.parametrize("moment", range(1000, 1320, 8))

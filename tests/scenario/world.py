@@ -100,6 +100,7 @@ class World:
         self.disk = SimDisk(lambda: owner_of(CURRENT.get()), mount=str(MOUNT))
         self.disk.os.takes_direct = settings.direct
         self.rules = Rules(self)
+        self.disk.on_misuse = self.rules.misused
         self.notes: list[str] = []
         self.has_flipped_bits = False
         self.unknown: dict[str, bool] = {}
@@ -126,6 +127,9 @@ class World:
         self.is_rewound = False
         self.rewound_at = -IN_FLIGHT_S
         self.is_clock_wrong = False
+        self.is_crowded = any(fault.kind in ("flood", "crowd") for fault in faults)
+        self.refused = 0
+        """How many sessions were refused to clients that had more than their share."""
         self._copies: dict[Fault, bytes] = {}
         self.machines = [Machine(f"operator-{index}") for index in range(settings.operators)]
         self.operators: list[Process | None] = [None] * settings.operators
@@ -258,6 +262,7 @@ class World:
         )
         await bus.connect_and_ensure()
         async with Candidate(self, process).held() as lost:
+            process.on_term = lost.set
             cluster = Cluster(SimStore(self, process), INDEXES)
             await serve_operator(lost, cluster, environment)
 
@@ -298,10 +303,11 @@ class World:
                 return answer
             await asyncio.sleep(5.0)
 
-    async def apply(self, *documents: dict[str, Any]) -> None:
-        """Apply manifests together."""
+    async def apply(self, *documents: dict[str, Any], nested: bytes = b"") -> None:
+        """Apply manifests together; `nested` is what stands for each value "nested" in them."""
+        texts = [json.dumps(document).encode() for document in documents]
         request = ApplyRequest(
-            documents=[msgspec.Raw(json.dumps(document).encode()) for document in documents]
+            documents=[msgspec.Raw(text.replace(b'"nested"', nested)) for text in texts]
         )
         reply = await self.ask_for("apply", request, ApplyReply)
         if reply.failure is not None:

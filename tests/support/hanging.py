@@ -1,15 +1,21 @@
-"""A file system that hangs, as one over a network does whose server is away."""
+"""A file system that hangs, as one over a network does whose server is away.
+
+Within a test `HangingRoot` does it. A program whose `PYTHONPATH` begins with `PRELOAD` does it to
+itself, by the settings `ROOT` and `LOCK`: its calls below the one wait while the other is locked.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 CALLS = (
     "open",
@@ -25,11 +31,77 @@ CALLS = (
     "statvfs",
     "fstatvfs",
     "fsync",
+    "fdatasync",
+    "ftruncate",
     "read",
+    "pread",
     "preadv",
     "write",
 )
-SOURCES = "/src/snapshot_"
+SOURCES = ("/src/snapshot_", "/src/gms/")
+ROOT, LOCK = "HANGING_ROOT", "HANGING_LOCK"
+PRELOAD = str(Path(__file__).with_name("preload"))
+
+
+def gated(
+    root: Path,
+    gate: Callable[[str], None],
+    put: Callable[[Any, str, Any], None] = setattr,
+) -> None:
+    """Have `gate` be called before each call of the product that is about a path below `root`.
+
+    It is given the name of the call and of the function that makes it; `put` puts what does so
+    into the module `os`.
+    """
+    for name in CALLS:
+        put(os, name, _gated(root, gate, name, getattr(os, name)))
+
+
+def _gated(
+    root: Path, gate: Callable[[str], None], name: str, call: Callable[..., Any]
+) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        dir_fds = [value for key, value in kwargs.items() if key.endswith("dir_fd")]
+        is_below = any(_is_below(root, place) for place in (*args[:1], *dir_fds))
+        if is_below and (caller := _product()):
+            gate(f"{name} in {caller}")
+        return call(*args, **kwargs)
+
+    return called
+
+
+def _is_below(root: Path, place: Any) -> bool:
+    if isinstance(place, int):
+        try:
+            place = Path(f"/proc/self/fd/{place}").readlink()
+        except OSError:
+            return False
+    return place is not None and Path(os.fsdecode(place)).is_relative_to(root)
+
+
+def _product() -> str:
+    """Name the function of the product that is calling."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if any(source in frame.f_code.co_filename for source in SOURCES):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def hang_while_locked(root: Path, lock: Path) -> None:
+    """Have the product's calls below `root` wait while another process has locked a file."""
+    open_, close = os.open, os.close
+
+    def gate(_call: str) -> None:
+        # A lock of the kernel: it is waited for without a timer, and ends with its holder.
+        descriptor = open_(lock, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        finally:
+            close(descriptor)
+
+    gated(root, gate)
 
 
 class HangingRoot:
@@ -39,7 +111,6 @@ class HangingRoot:
     """
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._root = root
         self._loop = threading.get_ident()
         self._answers = threading.Event()
         self._answers.set()
@@ -47,8 +118,7 @@ class HangingRoot:
         self.in_the_loop: list[str] = []
         self.calls = 0
         self.waiting = 0
-        for name in CALLS:
-            monkeypatch.setattr(os, name, self._hanging(name, getattr(os, name)))
+        gated(root, self._gate, monkeypatch.setattr)
 
     def hang(self, *names: str) -> None:
         """Answer no call from here on, or none of those that are named."""
@@ -59,35 +129,11 @@ class HangingRoot:
         """Go on with all calls."""
         self._answers.set()
 
-    def _hanging(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            dir_fds = [value for key, value in kwargs.items() if key.endswith("dir_fd")]
-            if any(map(self._is_below, (*args[:1], *dir_fds))) and (caller := _product()):
-                self.calls += 1
-                if threading.get_ident() == self._loop:
-                    self.in_the_loop.append(f"{name} in {caller}")
-                elif name in self._hangs:
-                    self.waiting += 1
-                    self._answers.wait(120)
-                    self.waiting -= 1
-            return call(*args, **kwargs)
-
-        return called
-
-    def _is_below(self, place: Any) -> bool:
-        if isinstance(place, int):
-            try:
-                place = Path(f"/proc/self/fd/{place}").readlink()
-            except OSError:
-                return False
-        return place is not None and Path(os.fsdecode(place)).is_relative_to(self._root)
-
-
-def _product() -> str:
-    """Name the function of the product that is calling."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if SOURCES in frame.f_code.co_filename:
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    def _gate(self, call: str) -> None:
+        self.calls += 1
+        if threading.get_ident() == self._loop:
+            self.in_the_loop.append(call)
+        elif call.partition(" ")[0] in self._hangs:
+            self.waiting += 1
+            self._answers.wait(120)
+            self.waiting -= 1

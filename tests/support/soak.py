@@ -13,6 +13,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ HISTORIES = (
     subjects.DEAD,
     # That a key was removed is kept for an hour.
     subjects.stream_of_bucket(subjects.OBJECTS_BUCKET),
+    # The folder of nats-server: its files are blocks of the streams, each of which is counted.
+    "nats",
 )
 
 Counts = dict[tuple[str, str], float]
@@ -62,15 +65,21 @@ async def capture_and_delete(session: Session, name: str) -> None:
     await session.until(lambda values: len(values) == 1, f"the end of {name}")
 
 
+def resident(cluster: LiveCluster) -> Iterator[tuple[str, float]]:
+    """Yield the memory of each service in MiB."""
+    for service in cluster.record.processes:
+        status = Path(f"/proc/{service.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        yield service.name, int(line.split()[1]) * 1024 / MIB
+
+
 async def counted(cluster: LiveCluster, session: Session) -> Counts:
     """Count what may have grown."""
     counts: Counts = {}
     for service in cluster.record.processes:
-        folder = Path("/proc") / str(service.pid)
-        status = (folder / "status").read_text()
-        resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-        counts[service.name, "MiB"] = int(resident.split()[1]) * 1024 / MIB
-        counts[service.name, "descriptors"] = len(list((folder / "fd").iterdir()))
+        descriptors = Path(f"/proc/{service.pid}/fd")
+        counts[service.name, "descriptors"] = len(list(descriptors.iterdir()))
+    counts |= {(name, "MiB"): mib for name, mib in resident(cluster)}
     state = Path(cluster.record.state_dir)
     for folder in sorted(entry for entry in state.iterdir() if entry.is_dir()):
         counts[folder.name, "files"] = sum(1 for _ in folder.rglob("*"))
@@ -117,7 +126,8 @@ async def soak(home: Path, captures: int) -> int:
                     before = await counted(cluster, session)
                 if number % FIRST == 0:
                     rate = number / (time.monotonic() - began)
-                    print(f"{number} of {captures}, {rate:.1f} a second", flush=True)
+                    memory = ", ".join(f"{name} {mib:.0f}" for name, mib in resident(cluster))
+                    print(f"{number} of {captures}, {rate:.1f} a second; MiB: {memory}", flush=True)
             after = await counted(cluster, session)
     finally:
         left = await cluster.down()

@@ -18,7 +18,8 @@ SnapbackError
 ├── DeviceError
 │   ├── OutOfDeviceMemory / DeviceTooSmall / UnknownDevice
 ├── LayoutError
-│   ├── StaleLayout / GenerationMismatch / LayoutConflict / Fenced / InvalidTransition
+│   ├── StaleLayout / GenerationMismatch / LayoutConflict / LoadLost / Fenced
+│   ├── InvalidTransition
 ├── ArtifactError
 │   ├── ArtifactCorrupt / ArtifactMissing / ArtifactExists / Incompatible
 ├── ArtifactRootEmpty         nothing at all lies below the artifact root of a node
@@ -131,6 +132,13 @@ class DeviceTooSmall(DeviceError):
     """An artifact can never fit on this device; `values`: needed, capacity (bytes)."""
 
     default_next_step = "restore on a node whose GPUs have at least the memory of the source"
+
+
+class LoadLost(LayoutError):
+    """What a load left hidden is not there any more; it may be loaded again."""
+
+    retryable = True
+    default_next_step = "load it again"
 
 
 class ArtifactCorrupt(ArtifactError):

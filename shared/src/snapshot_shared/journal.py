@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -218,21 +218,21 @@ class Journal:
 
     async def _compact(self) -> None:
         """Make the file and the ledger smaller. It has doubled since, so that this is rare."""
-        older_than = self._wall() - KEEP_S
+        self.ledger.forget(older_than=self._wall() - KEEP_S)
         try:
-            await asyncio.to_thread(self._rewrite, older_than)
+            # Whatever is handed over meanwhile waits, so the ledger stays as it is.
+            await asyncio.to_thread(self._rewrite)
         except (OSError, SnapbackError) as error:
             self._break(f"the journal cannot be compacted: {error}", error)
             return
-        self.ledger.forget(older_than=older_than)
         self._size = os.fstat(self._fd).st_size
         self._compact_at = max(2 * self._size, MIN_BYTES)
 
-    def _rewrite(self, older_than: float) -> None:
+    def _rewrite(self) -> None:
         with self._in_use:
             if self._fd < 0:
                 return
-            _compacted(self._folder, older_than)
+            _replace(self._folder, self.ledger, self._size)
             os.close(self._fd)
             self._fd = _open(self._folder)
 
@@ -271,22 +271,26 @@ def read_records(path: Path) -> list[Record]:
 
     JournalCorrupt, UnsupportedVersion.
     """
-    return _read(path)[0]
+    return [record for records, _ in _lines(path) for record in records]
 
 
-def _read(path: Path) -> tuple[list[Record], int]:
-    """Return the records of a journal and the bytes that hold them."""
+def _lines(path: Path) -> Iterator[tuple[list[Record], int]]:
+    """Yield what each line of a journal holds, and the offset of its end.
+
+    One at a time: the records of a whole journal take many times the memory of its file.
+    """
     try:
-        lines = read_file(path).split(b"\n")
+        data = read_file(path)
     except FileNotFoundError:
-        return [], 0
-    records: list[Record] = []
-    size = 0
-    for number, line in enumerate(lines[:-1], start=1):
+        return
+    start = number = 0
+    while (end := data.find(b"\n", start)) >= 0:
+        number += 1
+        line, start = data[start:end], end + 1
         body = _checked(line)
         if body is None:
-            if number == len(lines) - 1 and lines[-1] == b"" and b"\0" in line:
-                break
+            if start == len(data) and b"\0" in line:
+                return
             raise JournalCorrupt(f"{path} is damaged at line {number}", file=str(path), line=number)
         try:
             found = _DECODER.decode(body)
@@ -297,21 +301,26 @@ def _read(path: Path) -> tuple[list[Record], int]:
                 file=str(path),
                 line=number,
             ) from error
-        records += found if isinstance(found, list) else [found]
-        size += len(line) + 1
-    return records, size
+        yield found if isinstance(found, list) else [found], start
 
 
 def _compacted(folder: Path, older_than: float) -> Ledger:
-    """Write a journal anew without what is too old, and return its fold.
+    """Write a journal anew without what is too old, and return its fold."""
+    ledger, size = Ledger(), 0
+    for records, end in _lines(folder / "journal"):
+        size = end
+        for record in records:
+            ledger.apply(record)
+    ledger.forget(older_than=older_than)
+    _replace(folder, ledger, size)
+    return ledger
+
+
+def _replace(folder: Path, ledger: Ledger, size: int) -> None:
+    """Replace a journal, whose whole lines have `size` bytes, by one of the same fold.
 
     On a full disk it stays as it is, without its torn end: what makes room has to be journalled.
     """
-    ledger = Ledger()
-    records, size = _read(folder / "journal")
-    for record in records:
-        ledger.apply(record)
-    ledger.forget(older_than=older_than)
     data = b"".join(_line([_body(record)]) for record in ledger.records())
     try:
         with opened(open_root(folder)) as directory:
@@ -321,7 +330,6 @@ def _compacted(folder: Path, older_than: float) -> Ledger:
         with opened(_open(folder)) as fd:
             os.ftruncate(fd, size)
             os.fdatasync(fd)
-    return ledger
 
 
 def _open(folder: Path) -> int:

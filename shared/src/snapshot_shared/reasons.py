@@ -497,6 +497,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The message says which state it is in.",
             "See the orders on that node: `snapshotctl explain pod/NAME`.",
         ),
+        "LoadLost": Reason(
+            "What a restore has loaded is not in GPU memory any more.",
+            "GMS was restarted before the restore could use it.",
+            "Wait, it is loaded again; `snapshotctl explain pod/NAME` shows the restore.",
+        ),
         "OutOfDeviceMemory": Reason(
             "An allocation does not fit on the GPU now.",
             "Others hold memory there; needed, free and capacity stand in the message.",

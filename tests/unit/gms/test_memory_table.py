@@ -39,6 +39,7 @@ from snapshot_shared.errors import (
     InvalidMessage,
     InvalidTransition,
     LayoutConflict,
+    LoadLost,
     NotEligible,
     NotFound,
     StaleLayout,
@@ -530,9 +531,10 @@ def test_publishing_twice_gives_the_same_generation(world: World) -> None:
     assert effects == []
 
 
-def test_publishing_what_was_never_loaded_is_refused(world: World) -> None:
-    with pytest.raises(NotFound):
+def test_publishing_what_is_not_loaded_is_refused_and_may_be_tried_again(world: World) -> None:
+    with pytest.raises(LoadLost) as caught:
         world.table.publish(A, "t")
+    assert caught.value.retryable
 
 
 def test_a_hidden_layout_is_published_only_over_what_it_was_loaded_for(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,44 @@ async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
     assert set(again.ledger.entries) == {other}
     assert again.ledger.entries[other].open_step == "freeze"
     again.close()
+
+
+async def written_over_and_over(journal: Journal, lines: int) -> None:
+    """Write down what the next line replaces."""
+    for _ in range(lines):
+        await journal.append(*(Noted(order=ORDER, attempt=1, key="pid", value=7),) * 200)
+
+
+async def test_a_journal_is_compacted_without_being_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("snapshot_shared.journal.MIN_BYTES", 2_000_000)
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    await journal.append(accepted())
+    tracemalloc.start()
+    try:
+        await written_over_and_over(journal, 120)
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "journal").stat().st_size < 1_000_000
+    journal.close()
+
+
+async def test_a_journal_is_opened_with_little_more_memory_than_its_file_takes(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    await journal.append(accepted())
+    await written_over_and_over(journal, 100)
+    journal.close()
+    size = (tmp_path / "journal").stat().st_size
+    tracemalloc.start()
+    try:
+        Journal.open(tmp_path, wall=lambda: NOW).close()
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * size
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_journal_opens_on_a_full_disk_and_only_its_torn_end_is_cut_off(

@@ -46,6 +46,7 @@ from snapshot_shared.errors import (
     Forbidden,
     InvalidMessage,
     LayoutConflict,
+    LoadLost,
     NotEligible,
     NotFound,
     StaleLayout,
@@ -237,7 +238,11 @@ class MemoryTable:
             return known, []
         hidden = device.hidden.get(load_token)
         if hidden is None:
-            raise NotFound("nothing was loaded under this token", device=uuid, token=load_token)
+            raise LoadLost(
+                f"nothing that was loaded waits on {uuid}: the GPU memory service was restarted",
+                device=uuid,
+                token=load_token,
+            )
         if self.fences.on(uuid):
             raise Fenced(f"a capture holds {uuid}", device=uuid)
         check_generation(hidden.base, device.weights.generation)
