@@ -497,7 +497,7 @@ async def test_a_worker_that_polls_learns_how_a_capture_ended_just_before_the_ne
     rig: Rig,
 ) -> None:
     async with rig.agent():
-        pod = await rig.running("--poll-s", "2")
+        pod = await rig.running("--poll-s", "5")
         await rig.staged(pod, content := fresh_uid())
         await rig.carry_out(rig.release_order(pod, content))
         # The worker has not looked yet, and the files of the capture before go.

@@ -1,6 +1,7 @@
 """The guard on its own: what it does when its agent is gone, late, back, or satisfied."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -308,6 +309,26 @@ async def test_a_guard_whose_worker_ended_while_it_was_replaced_does_what_was_le
     link.close()
     assert (guarded.folder / "ended").exists()
     assert guarded.was_freed()
+
+
+async def test_a_guard_that_reads_of_a_replacement_after_the_worker_has_ended_still_acts(
+    guarded: Guarded,
+) -> None:
+    link = await guarded.guards.start(guarded.spec())
+    (guard,) = guarded.running
+    # As on a busy machine: the message and the end of the worker are there at the same time.
+    os.kill(guard, signal.SIGSTOP)
+    await until(lambda: state_of(guard) == "T", "the stop of the guard")
+    link.release_by(Release(wrote(guarded.folder, "ended"), 5.0, ends=True, stays=True))
+    guarded.end()
+    await until(lambda: is_gone(guarded.child.pid), "the end of the worker")
+    os.kill(guard, signal.SIGCONT)
+    await asyncio.sleep(0.2)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(guard, signal.SIGTERM)
+    await link.lost()
+    link.close()
+    assert (guarded.folder / "ended").exists()
 
 
 async def test_a_guard_writes_for_the_owner_and_with_the_mode_of_the_container(

@@ -170,12 +170,15 @@ class _Watch:
                 return True
             # poll takes an int of milliseconds, so a deadline in the far future is cut.
             ready = {fd for fd, _ in self.poll.poll(math.ceil(min(left, 86400) * 1000))}
+            if self.link is not None and self.link.fileno() in ready:
+                if self._receive(self.link):
+                    return False
+                # What was sent before the worker ended decides what its end means.
+                continue
             if self.worker in ready:
                 return False
             if self.alarm.fileno() in ready:
                 return True
-            if self.link is not None and self.link.fileno() in ready and self._receive(self.link):
-                return False
             if self.listener.fileno() in ready:
                 self._welcome()
 
