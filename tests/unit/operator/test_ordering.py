@@ -11,10 +11,12 @@ from msgspec.structs import replace
 from snapshot_operator.core import ordering
 from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.plan import FINALIZER
-from snapshot_shared.objects import time_of
-from snapshot_shared.orders import DeviceRef, PodRef, RunOrder, StopOrder
+from snapshot_operator.core.restore import restore_for
+from snapshot_shared.manifests import parse
+from snapshot_shared.objects import Pod, time_of
+from snapshot_shared.orders import ArtifactRef, DeviceRef, PodRef, RunOrder, StopOrder
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload
+from tests.support.operator_world import DIGEST, World, payload
 
 UID = "00000000-0000-4000-8000-000000000001"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -100,6 +102,19 @@ def test_an_order_of_an_unknown_version_is_not_given_again() -> None:
     assert ordering.again(unknown, 500.0) is None
 
 
+@pytest.mark.parametrize(("namespace", "named"), [("team", "team"), (None, "default")])
+def test_an_order_names_the_pod_in_its_namespace(namespace: str | None, named: str) -> None:
+    pod = parse(restore_document())
+    assert isinstance(pod, Pod)
+    pod = replace(pod, metadata=replace(pod.metadata, namespace=namespace, uid=UID))
+    assert ordering.pod_ref(pod, "main").namespace == named
+    artifact = ArtifactRef(namespace="x", content_uid=UID, generation=1, root_digest=DIGEST)
+    value = restore_for(pod)
+    value = replace(value, metadata=replace(value.metadata, uid=UID))
+    value = replace(value, status=replace(value.status, attempt=1, node_name="node-1"))
+    assert payload(ordering.restore(value, artifact, "", 0.0))["pod"]["namespace"] == named
+
+
 def test_only_what_cleans_and_is_due_is_given_again() -> None:
     run = ordering.status_of(run_order(), "agent", 100.0)
     pod = PodRef(namespace="default", name="p", uid=UID, container="main")
@@ -131,6 +146,7 @@ async def test_a_child_that_comes_in_the_last_second_gets_one(world: World) -> N
     world.now += 999.5
     await world.answer_well(run)
     assert (await world.get("Snapshot", "llm")).spec.deadline_seconds == 1
+    assert (await world.content()).spec.deadline_seconds == 1
 
 
 @pytest.mark.parametrize(("policy", "limit"), [("Resume", None), ("Terminate", 1000)])
