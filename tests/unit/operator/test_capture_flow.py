@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core.capture import MAX_BYTES
 from snapshot_shared.objects import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
@@ -121,7 +120,7 @@ async def test_an_artifact_is_no_larger_than_its_limit(
     await capturing(world)
     await world.answer_well(world.open("prepare")[0])
     (dump,) = world.open("dump")
-    most = MAX_BYTES - 2 * 1024
+    most = 2**50 - 2 * 1024
     part = PartResult(part="process", bytes=most + more, digest=DIGEST)
     await world.report(dump, part=part)
     await world.answer_all()
@@ -428,9 +427,31 @@ async def test_a_delete_that_failed_is_tried_again_until_the_artifact_is_gone(
     assert not world.cluster.page("SnapshotContent")
 
 
+async def test_what_a_failed_capture_wrote_stays_until_its_worker_was_let_go(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    await world.answer_well(world.open("dump")[0])
+    first, second = world.open("save")
+    for save in (first, second):
+        await world.report(save, "leased")
+    await world.fail(world.open("release")[0], "NoSpace")
+    await world.advance(30.0)
+    (release,) = world.open("release")
+    await world.fail(first, "NoSpace")
+    for order in [second, *world.open("abort")]:
+        await world.answer_well(order)
+    assert (await world.content()).status.capture is Capture.FAILED
+    assert not world.open("delete")
+    await world.answer_well(release)
+    assert world.open("delete")
+
+
 async def deletion_waits(world: World) -> tuple[str, str]:
+    """Return reason and message of the condition Deleting while it is False."""
     found = condition((await world.content()).status.conditions, "Deleting")
-    return (found.reason, found.message) if found is not None else ("", "")
+    return (found.reason, found.message) if found and found.status == "False" else ("", "")
 
 
 async def test_an_artifact_stays_until_its_worker_was_let_go(world: World) -> None:

@@ -227,6 +227,23 @@ async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World)
     assert contents(world)[0].metadata.deletion_timestamp is None
 
 
+async def test_a_snapshot_with_the_name_of_a_sharer_does_not_concern_it(world: World) -> None:
+    await apply(world, "first", "second")
+    await world.answer_all()
+    pod = world.cluster.page("Pod")[0].metadata.name
+    await world.apply(
+        {
+            "apiVersion": "nvidia.com/v1alpha1",
+            "kind": "Snapshot",
+            "metadata": {"name": "second"},
+            "spec": {"source": {"podRef": {"name": pod}}},
+        }
+    )
+    await world.advance(1.0)
+    found = await status(world, "second")
+    assert (found.phase, found.shares) == ("Ready", "first")
+
+
 async def test_damage_of_the_artifact_is_shown_by_all_that_share_it(world: World) -> None:
     await apply(world, "first", "second")
     await world.answer_all()

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_shared.objects import Pod, condition
+from snapshot_operator.core.owning import owned_by
+from snapshot_operator.core.plan import SetStatus
+from snapshot_operator.core.snapshot import SnapshotView, reconcile
+from snapshot_shared.objects import Pod, condition, is_true
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
 
@@ -106,6 +109,19 @@ async def test_a_pod_that_never_gets_ready_is_waited_for_until_the_deadline(worl
     assert await said(world) == ("", "")
     await world.advance(1.0)
     assert (await said(world))[0] == "DeadlineExceeded"
+
+
+async def test_a_content_that_belongs_to_something_else_fails_the_snapshot(world: World) -> None:
+    await world.apply(snapshot(running(world).metadata.name))
+    other = await world.get("Snapshot", "llm")
+    value = await world.get("Snapshot", "s")
+    (content,) = [c for c in world.cluster.page("SnapshotContent") if owned_by(c, other)]
+    plan = reconcile(SnapshotView(value, None, content), world.now)
+    (write,) = plan.writes
+    assert isinstance(write, SetStatus)
+    rows = write.new.status.conditions
+    assert is_true(rows, "Failed")
+    assert rows[0].reason == "SnapshotContentNameConflict"
 
 
 async def test_a_job_that_is_deleted_under_its_checkpoint_fails_it(world: World) -> None:
