@@ -1,4 +1,4 @@
-"""Why a capture ends before it is done: its worker is gone while its process is still needed."""
+"""Why a capture or a restore ends before it is done: its pod has ended or is gone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_operator.core import capture, ordering
+from snapshot_operator.core import capture, ordering, restore
 from snapshot_operator.core.capture import ContentView
 from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.plan import SetStatus
+from snapshot_operator.core.restore import RestoreView, restore_for
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects import (
     ContentSource,
@@ -21,9 +23,10 @@ from snapshot_shared.objects import (
     SnapshotContentSpec,
     SnapshotContentStatus,
     SnapshotRef,
+    SnapshotRestore,
 )
 from snapshot_shared.orders import PartResult, Report
-from snapshot_shared.transitions import Capture
+from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import restore_document
 from tests.support.operator_world import DIGEST
 
@@ -95,3 +98,29 @@ def test_a_worker_may_end_once_its_process_is_staged() -> None:
     assert reason(Capture.SEALING, None) == ""
     assert reason(Capture.STAGING, None, dump("staged", part=PART)) == ""
     assert reason(Capture.STAGING, None, dump("failed")) == "SourcePodGone"
+
+
+@pytest.mark.parametrize("state", [Restore.PENDING, Restore.LOADING, Restore.RESTORING])
+@pytest.mark.parametrize(
+    ("reason", "expected", "message"),
+    [
+        ("", "SourceExited", "the waiting worker ended during the restore: m"),
+        ("Completed", "SourceExited", "the waiting worker ended during the restore: m"),
+        ("ContainerExited", "SourceExited", "the waiting worker ended during the restore: m"),
+        ("DeviceTooSmall", "DeviceTooSmall", "m"),
+    ],
+)
+def test_a_restore_ends_with_its_pod_and_with_the_reason_of_it_where_that_says_one(
+    state: Restore, reason: str, expected: str, message: str
+) -> None:
+    worker = pod("Failed", reason=reason, message="m")
+    value = restore_for(worker)
+    value = msgspec.structs.replace(
+        value, status=msgspec.structs.replace(value.status, state=state)
+    )
+    (write,) = restore.reconcile(RestoreView(value, worker), NOW).writes
+    assert isinstance(write, SetStatus)
+    assert isinstance(write.new, SnapshotRestore)
+    failure = write.new.status.failure
+    assert failure is not None
+    assert (failure.reason, failure.message) == (expected, message)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_operator.core.conditions import timestamp
-from snapshot_operator.core.controllers import CONTROLLERS
+from snapshot_operator.core.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.core.plan import (
     Adopt,
     Create,
@@ -168,6 +168,20 @@ async def test_what_is_bound_or_over_reads_what_it_depends_on_and_no_more(world:
     assert reads(world, await one(world, "SnapshotRestore")) == set()
     damaged = ("reading", f"{name}/damaged")
     assert reads(world, await one(world, "SnapshotContent")) == {("reading", name), damaged}
+
+
+async def test_a_restore_that_has_found_damage_is_found_under_that_too(world: World) -> None:
+    restore = await one(world, "SnapshotRestore")
+    (reading,) = [index for index in INDEXES if index.name == "reading"]
+    name = restore.status.content_name
+    assert reading.keys(restore) == [name]
+    order = next(item for item in restore.status.orders if item.verb == "load")
+    for reason, keys in (("NoSpace", [name]), ("ArtifactCorrupt", [name, f"{name}/damaged"])):
+        await world.fail(order, reason)
+        (folded,) = [item for item in world.stored if item.order == order.order]
+        damaged = with_status(restore, orders=[replace(order, final=folded)])
+        assert reading.keys(damaged) == keys
+        world.stored.clear()
 
 
 async def test_what_was_folded_in_is_written_once_with_or_without_a_decision(

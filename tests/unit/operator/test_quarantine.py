@@ -226,6 +226,19 @@ async def test_a_verification_that_finds_nothing_lifts_the_quarantine_everywhere
     assert (await row(world, "Quarantined")).status == "False"
 
 
+async def test_a_quarantine_that_was_lifted_stays_so_while_its_finder_is_still_being_dropped(
+    world: World,
+) -> None:
+    await world.apply(restore_document(node="node-2"))
+    await world.report(world.open("load")[0], "failed", failure=DAMAGE)
+    assert (await row(world, "Quarantined")).status == "True"
+    await ask(world)
+    await world.answer_well(world.open("verify")[0])
+    await world.advance(1.0)
+    assert (await world.restore("restored")).status.state is Restore.DROPPING
+    assert (await row(world, "Quarantined")).status == "False"
+
+
 async def test_damage_found_while_a_verification_reads_is_not_lifted_by_that_one(
     world: World,
 ) -> None:

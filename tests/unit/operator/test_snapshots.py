@@ -8,11 +8,19 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.owning import owned_by
-from snapshot_operator.core.plan import SetStatus
+from snapshot_operator.core.plan import Create, Plan, SetStatus
 from snapshot_operator.core.snapshot import SnapshotView, reconcile
-from snapshot_shared.objects import Pod, condition, is_true
+from snapshot_shared.objects import (
+    ArtifactSource,
+    Pod,
+    SnapshotContent,
+    SnapshotSource,
+    SnapshotStatus,
+    condition,
+    is_true,
+)
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import DIGEST, World
 
 UID = "00000000-0000-4000-8000-00000000abcd"
 
@@ -122,6 +130,35 @@ async def test_a_content_that_belongs_to_something_else_fails_the_snapshot(world
     rows = write.new.status.conditions
     assert is_true(rows, "Failed")
     assert rows[0].reason == "SnapshotContentNameConflict"
+
+
+@pytest.mark.parametrize(("namespace", "space"), [("team", "team"), (None, "default")])
+@pytest.mark.parametrize("is_import", [True, False])
+async def test_a_content_is_bound_in_the_namespace_of_its_snapshot(
+    world: World, namespace: str | None, space: str, is_import: bool
+) -> None:
+    value = await world.get("Snapshot", "llm")
+    if is_import:
+        artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=DIGEST)
+        value = replace(value, spec=replace(value.spec, source=SnapshotSource(artifact=artifact)))
+    bare = replace(value, status=SnapshotStatus())
+    bare = replace(bare, metadata=replace(value.metadata, namespace=namespace))
+    plan = reconcile(SnapshotView(bare, running(world), None), world.now)
+    (made,) = [write.value for write in plan.writes if isinstance(write, Create)]
+    assert isinstance(made, SnapshotContent)
+    assert (made.spec.source.namespace, made.spec.snapshot_ref.namespace) == (space, space)
+
+
+async def test_a_snapshot_that_has_failed_stays_so_whatever_becomes_of_its_pod(
+    world: World,
+) -> None:
+    pod = running(world)
+    await world.apply(snapshot(pod.metadata.name, containers=["engine"]))
+    failed = await world.get("Snapshot", "s")
+    assert is_true(failed.status.conditions, "Failed")
+    now = world.now + failed.spec.deadline_seconds
+    for found in (pod, None):
+        assert reconcile(SnapshotView(failed, found, None), now) == Plan()
 
 
 async def test_a_job_that_is_deleted_under_its_checkpoint_fails_it(world: World) -> None:
