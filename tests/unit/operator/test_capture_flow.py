@@ -8,6 +8,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.core.capture import ContentView
+from snapshot_operator.core.content import reconcile
+from snapshot_operator.core.plan import SetStatus
 from snapshot_shared.objects import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
@@ -422,7 +425,7 @@ async def test_a_delete_that_failed_is_tried_again_until_the_artifact_is_gone(
     assert not world.open("delete")
     await world.advance(1.0)
     (again,) = world.open("delete")
-    assert again.attempt == 2
+    assert (again.attempt, again.tries) == (2, 2)
     await world.answer_all()
     assert not world.cluster.page("SnapshotContent")
 
@@ -452,6 +455,24 @@ async def deletion_waits(world: World) -> tuple[str, str]:
     """Return reason and message of the condition Deleting while it is False."""
     found = condition((await world.content()).status.conditions, "Deleting")
     return (found.reason, found.message) if found and found.status == "False" else ("", "")
+
+
+@pytest.mark.parametrize("deleted_at", [None, "1970-01-12T13:46:40Z"])
+async def test_a_worker_that_is_held_is_let_go_first_even_if_its_content_is_deleted_by_then(
+    world: World, deleted_at: str | None
+) -> None:
+    await capturing(world, sourcePolicy="Terminate")
+    await world.answer_all()
+    found = await world.content()
+    kept = [item for item in found.status.orders if item.verb != "release"]
+    held = replace(
+        found,
+        metadata=replace(found.metadata, deletion_timestamp=deleted_at),
+        status=replace(found.status, orders=kept),
+    )
+    (write,) = reconcile(ContentView(held, None), world.now).writes
+    assert isinstance(write, SetStatus)
+    assert [item.verb for item in write.new.status.orders[len(kept) :]] == ["release"]
 
 
 async def test_an_artifact_stays_until_its_worker_was_let_go(world: World) -> None:

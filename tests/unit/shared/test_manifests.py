@@ -94,6 +94,8 @@ def test_a_pod_field_that_is_not_honoured_is_refused_by_its_path(
         ("backoffLimit", -1, "-1 is less than the minimum of 0"),
         ("targetContainerName", "A", "'A' does not match ^[a-z0-9]"),
         ("driver", "none", "'none' is not one of ['cooperative'"),
+        ("backoffLimit", "x" * 79, f"expected integer, found '{'x' * 76}..."),
+        ("backoffLimit", "x" * 78, f"expected integer, found '{'x' * 78}'"),
         ("extra", 1, "unknown or unsupported field (known here: activeDeadlineSeconds, "),
     ],
 )

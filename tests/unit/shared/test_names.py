@@ -71,7 +71,6 @@ ORDER = ids.order_id("dump", UID)
     ("made", "wanted"),
     [
         (subjects.order(NODE, "gms", ORDER), f"snap.order.node-1_rack.gms.{ORDER}"),
-        (subjects.family(subjects.order(NODE, "gms", ORDER)), "snap.order"),
         (subjects.orders_of(NODE, "agent"), "snap.order.node-1_rack.agent.*"),
         (subjects.order_template("gms", "save"), "snap.order.{node}.gms.save-{owner}"),
         (subjects.durable(NODE, "gms"), "gms-node-1_rack"),
