@@ -15,8 +15,10 @@ from snapshot_shared.frames import (
     MAX_ALLOCATIONS,
     MAX_METADATA_BYTES,
     AllocationSpec,
+    GenerationRef,
     MetadataItem,
 )
+from snapshot_shared.orders import LayoutRef
 
 ROWS = [("a", 10, "t"), ("b", 20, "")]
 META = [MetadataItem(key="k", allocation="a", offset=3, value=b"v")]
@@ -214,3 +216,12 @@ def test_metadata_is_what_was_put_last_about_what_is_left() -> None:
     ]
     assert sum(map(weight, entries)) == 64 * size == MAX_METADATA_BYTES
     layout.put(entries)
+
+
+def test_only_a_layout_that_is_committed_has_a_generation() -> None:
+    layout = Layout()
+    assert layout.generation is None
+    layout.ref = LayoutRef(
+        device="GPU-a", incarnation="i", generation=4, layout_id="l", structure_hash="h", bytes=0
+    )
+    assert layout.generation == GenerationRef(incarnation="i", generation=4)

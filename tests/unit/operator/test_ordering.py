@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core import ordering
+from snapshot_operator.core.checkpoint import CheckpointView, reconcile
 from snapshot_operator.core.fold import ANSWER_GRACE_S
-from snapshot_operator.core.plan import FINALIZER
+from snapshot_operator.core.plan import FINALIZER, Create
 from snapshot_operator.core.restore import restore_for
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects import Pod, time_of
@@ -138,6 +139,18 @@ async def test_a_child_gets_the_time_that_its_owner_has_left(world: World) -> No
     assert (await world.content()).spec.deadline_seconds == 600
     assert snapshot.metadata.finalizers == [FINALIZER]
     assert FINALIZER in (await world.content()).metadata.finalizers
+
+
+async def test_a_snapshot_that_a_checkpoint_makes_is_adopted_from_the_first_moment_on(
+    world: World,
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+    value, job = await world.get("DynamoCheckpoint", "llm"), await world.get("Job", "llm")
+    young = replace(value, status=replace(value.status, snapshot_name=""))
+    plan = reconcile(CheckpointView(young, job, world.cluster.page("Pod")[0]), world.now)
+    (made,) = [write.value for write in plan.writes if isinstance(write, Create)]
+    assert made.metadata.finalizers == [FINALIZER]
 
 
 async def test_a_child_that_comes_in_the_last_second_gets_one(world: World) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core import fold
+from snapshot_operator.core import content, fold
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.core.plan import (
@@ -168,6 +168,20 @@ async def test_what_is_bound_or_over_reads_what_it_depends_on_and_no_more(world:
     assert reads(world, await one(world, "SnapshotRestore")) == set()
     damaged = ("reading", f"{name}/damaged")
     assert reads(world, await one(world, "SnapshotContent")) == {("reading", name), damaged}
+
+
+async def test_a_capture_reads_the_pod_with_its_uid_and_no_other_of_the_name(
+    world: World,
+) -> None:
+    preparing = with_status(await one(world, "SnapshotContent"), capture=Capture.PREPARING)
+    source = preparing.spec.source
+    read = Tracker(world.cluster, is_full=False)
+    view = content.gather(read, preparing)
+    assert view.source is not None
+    assert view.source.metadata.uid == source.pod_ref.uid
+    other = replace(source.pod_ref, uid="00000000-0000-4000-8000-00000000abcd")
+    spec = replace(preparing.spec, source=replace(source, pod_ref=other))
+    assert content.gather(read, replace(preparing, spec=spec)).source is None
 
 
 async def test_a_restore_that_has_found_damage_is_found_under_that_too(world: World) -> None:
