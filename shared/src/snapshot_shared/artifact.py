@@ -183,14 +183,15 @@ def generation_path(namespace: str, content_uid: str, generation: int) -> tuple[
 
 def generation_of(namespace: str, content_uid: str, folder: str) -> int | None:
     """Return the number of a generation by its path; None when these are no names of one."""
-    digits = folder.removeprefix("gen-")
+    # Numbers have one spelling, and those of attempts an end.
+    found = re.fullmatch("gen-([1-9][0-9]{0,6})", folder)
+    if found is None or int(found[1]) > MAX_ATTEMPT:
+        return None
     try:
-        # Numbers have one spelling, and those of attempts an end.
-        number = int(digits) if re.fullmatch("[1-9][0-9]{0,6}", digits) else 0
-        path = generation_path(namespace, content_uid, number)
+        generation_path(namespace, content_uid, int(found[1]))
     except InvalidName:
         return None
-    return number if 0 < number <= MAX_ATTEMPT and path[-1] == folder else None
+    return int(found[1])
 
 
 def part_path(namespace: str, content_uid: str, generation: int, part: str) -> tuple[str, ...]:

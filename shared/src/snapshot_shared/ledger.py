@@ -147,8 +147,8 @@ class Ledger:
                 if known is None or record.attempt > known.attempt:
                     self.entries[record.order] = Entry(record)
             case Tombstoned():
-                highest = max(self.tombstones.get(record.subject, 0), record.attempt)
-                self.tombstones[record.subject] = highest
+                if not self.is_tombstoned(record.subject, record.attempt):
+                    self.tombstones[record.subject] = record.attempt
             case Reported():
                 if entry := self._entry(record.report.order, record.report.attempt):
                     entry.reports.append(record.report)

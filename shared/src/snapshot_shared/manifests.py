@@ -172,7 +172,7 @@ def _describe(error: jsonschema.ValidationError) -> Iterator[tuple[str, str]]:
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
         allowed = set(_keyword(error, "properties") or {})
         for name in sorted(set(error.instance) - allowed):
-            near = ", ".join(sorted(allowed)[:12])
+            near = ", ".join(sorted(allowed))
             yield _join(path, str(name)), f"unknown or unsupported field (known here: {near})"
     elif error.validator == "required":
         missing = re.match(r"'(.+)' is a required property", error.message)

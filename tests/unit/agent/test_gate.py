@@ -117,6 +117,7 @@ TARGET = Target(
             ("Simulated GPU", "Other"),
         ),
         (TARGET._replace(here=Facts()), "", None),
+        (TARGET._replace(source=Facts(driver="cooperative")), "", None),
     ],
 )
 def test_an_artifact_is_restored_only_where_it_fits_and_both_values_are_named(

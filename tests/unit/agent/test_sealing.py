@@ -78,6 +78,7 @@ def test_the_plan_the_staged_parts_and_the_disk_must_be_the_same() -> None:
         ({"kind": "gms"}, "kind"),
         ({"bytes": 5}, "bytes"),
         ({"vector": VECTOR[:1]}, "another vector"),
+        ({"vector": []}, "another vector"),
         ({"layout": GPU.layout}, "another layout"),
     ],
 )
@@ -100,6 +101,12 @@ def test_a_device_part_holds_the_layout_that_was_fenced() -> None:
         check_part(ORDER, ORDER.parts[1], replace(GPU, layout=later), D2)
     with pytest.raises(ArtifactCorrupt, match="another layout"):
         check_part(ORDER, ORDER.parts[1], replace(GPU, layout=None), D2)
+
+
+def test_a_device_part_that_carries_a_vector_carries_the_one_that_was_planned() -> None:
+    check_part(ORDER, ORDER.parts[1], replace(GPU, vector=VECTOR[::-1]), D2)
+    with pytest.raises(ArtifactCorrupt, match="another vector"):
+        check_part(ORDER, ORDER.parts[1], replace(GPU, vector=VECTOR[:1]), D2)
 
 
 def test_the_root_manifest_does_not_depend_on_the_order_of_the_parts() -> None:

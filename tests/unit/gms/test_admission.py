@@ -40,6 +40,16 @@ def test_a_user_who_is_neither_the_owner_nor_in_the_group_is_refused_and_not_cou
         admission.enter(sock, peer(1))
 
 
+def test_what_one_gives_back_of_several_leaves_the_others_counted(sock: socket.socket) -> None:
+    admission = Admission(LeasePolicy(max_of_process=3))
+    for _ in range(3):
+        admission.enter(sock, peer(1))
+    admission.leave(peer(1))
+    admission.enter(sock, peer(1))
+    with pytest.raises(TooManySessions):
+        admission.enter(sock, peer(1))
+
+
 def test_a_user_whose_group_is_the_shared_one_gets_in(sock: socket.socket) -> None:
     admission = Admission(LeasePolicy(group=os.getgid()))
     admission.enter(sock, peer(1, uid=UNUSED_ID))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gms.domain.containers import Settings, container_save, read_settings
+from gms.domain.containers import Settings, container_load, container_save, read_settings
 from gms.domain.tasks import SHARD_BYTES, TransferOptions
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.orders import LayoutRef, SaveOrder
+from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
 
 UID = "00000000-0000-4000-8000-000000000001"
+DIGEST = "sha256:" + "0" * 64
 NEEDED = {"GMS_SOCKET_DIR": "/run/gms", "GMS_CHECKPOINT_DIR": "/store"}
 PLAIN = {
     "socket_dir": "/run/gms",
@@ -95,6 +96,37 @@ def test_a_save_may_be_given_less_time_and_other_shards(lock_ms: str, deadline_s
     task = container_save(given, replace(save_order(), fence_token="f"))
     assert (task.deadline_s, task.shard_bytes, task.fence_token) == (deadline_s, 8192, "f")
     assert task.traceparent == "of the pod"
+
+
+@pytest.mark.parametrize(("trace", "expected"), [("", "of the order"), ("of the pod",) * 2])
+def test_a_load_is_what_its_order_and_the_environment_say(trace: str, expected: str) -> None:
+    order = LoadOrder(
+        order=f"load-{UID}-gpu-0",
+        attempt=5,
+        node="node-1",
+        owner=UID,
+        deadline_s=60.0,
+        traceparent="of the order",
+        artifact=ArtifactRef(
+            namespace="default", content_uid=UID, generation=2, root_digest=DIGEST
+        ),
+        part="gpu-0",
+        part_digest=DIGEST,
+        device="GPU-2",
+        layout_id="l",
+        structure_hash="h",
+        load_token="of the order",
+    )
+    task = container_load(settings(TRACEPARENT=trace), order, load_token="t")
+    assert (task.root, task.namespace, task.content_uid, task.generation) == (
+        "/store",
+        "default",
+        UID,
+        2,
+    )
+    assert (task.device, task.part, task.part_digest) == ("GPU-2", "gpu-0", DIGEST)
+    assert (task.layout_id, task.structure_hash, task.load_token) == ("l", "h", "t")
+    assert (task.deadline_s, task.threads, task.traceparent) == (60.0, 8, expected)
 
 
 def test_an_order_about_another_generation_is_refused() -> None:

@@ -39,14 +39,28 @@ def test_of_the_latest_there_are_as_many_as_are_asked_for(history: History) -> N
     assert history.latest(0) == []
 
 
-def test_an_event_has_only_the_fields_that_were_given() -> None:
-    made = History()
-    request = Attach(
+WAITER = Waiter(
+    ticket=7,
+    request=Attach(
         device="GPU-a", domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=1.0, client="c"
-    )
+    ),
+    peer=Peer(pid=9, uid=0),
+)
+
+
+def test_events_of_devices_and_of_clients_are_numbered_together_from_1_without_a_gap() -> None:
+    made = History()
+    for number in range(3):
+        made.add(EventKind.COMMIT, float(number), "GPU-a")
+        made.add_of(WAITER, EventKind.ATTACH, float(number))
+    assert [record.seq for record in made.latest(6)] == [1, 2, 3, 4, 5, 6]
+    assert made.last == 6
+
+
+def test_an_event_says_only_what_it_was_told() -> None:
+    made = History()
     made.add(EventKind.COMMIT, 1.0, "GPU-a")
-    waiter = Waiter(ticket=7, request=request, peer=Peer(pid=9, uid=0))
-    made.add_of(waiter, EventKind.ATTACH, 2.0)
+    made.add_of(WAITER, EventKind.ATTACH, 2.0)
     first, second = made.latest(2)
     assert (first.reason, first.generation, first.bytes, first.session) == ("", 0, 0, 0)
     assert (second.reason, second.generation, second.bytes) == ("", 0, 0)

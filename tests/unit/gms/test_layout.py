@@ -16,10 +16,12 @@ from snapback_client.frames import (
     MAX_ALLOCATIONS,
     MAX_METADATA_BYTES,
     AllocationSpec,
+    GenerationRef,
     MetadataItem,
     aligned,
 )
 from snapshot_shared.errors import LayoutConflict, NotFound
+from snapshot_shared.orders import LayoutRef
 
 ROWS = [("a", 10, "t"), ("b", 20, "")]
 META = [MetadataItem(key="k", allocation="a", offset=3, value=b"v")]
@@ -254,3 +256,12 @@ def test_a_layout_counts_the_bytes_of_its_allocations() -> None:
     whole = layout.charged
     layout.remove(["b"])
     assert (layout.bytes, layout.charged) == (4, whole - whole // 3)
+
+
+def test_only_a_layout_that_is_committed_has_a_generation() -> None:
+    layout = Layout()
+    assert layout.generation is None
+    layout.ref = LayoutRef(
+        device="GPU-a", incarnation="i", generation=4, layout_id="l", structure_hash="h", bytes=0
+    )
+    assert layout.generation == GenerationRef(incarnation="i", generation=4)

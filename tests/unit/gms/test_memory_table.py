@@ -854,6 +854,22 @@ def test_a_reader_of_a_lost_layout_waits_for_a_writer(world: World) -> None:
     assert world.granted(reader)
 
 
+@pytest.mark.parametrize("lock", [RW, EITHER])
+def test_a_reader_of_a_lost_layout_waits_for_a_writer_that_waits_itself(
+    world: World, lock: LockMode
+) -> None:
+    vanished_writer(world)
+    world.ask(lock=lock, peer=Peer(pid=8, uid=0))
+    assert world.granted(world.ask(lock=RO, incarnation="before")) is None
+    assert waiting(world) == 2
+
+
+def test_a_reader_that_waits_brings_no_lost_layout_back(world: World) -> None:
+    world.ask(lock=RO)
+    with pytest.raises(StaleLayout):
+        world.ask(lock=RO, incarnation="before")
+
+
 def test_a_reader_of_a_lost_layout_waits_for_a_load_that_is_not_published_yet(
     world: World,
 ) -> None:

@@ -93,6 +93,30 @@ def test_an_allocation_has_changed_when_a_chunk_of_it_has(digests: str, changed:
     )
 
 
+@pytest.mark.parametrize(
+    ("offset", "size", "touched"),
+    [
+        (0, PAGE, "1000"),
+        (0, PAGE + 1, "1100"),
+        (PAGE - 1, 2, "1100"),
+        (PAGE, 1, "0100"),
+        (2 * PAGE - 1, PAGE + 2, "0111"),
+    ],
+)
+def test_an_allocation_has_every_chunk_that_holds_a_byte_of_it_and_no_other(
+    offset: int, size: int, touched: str
+) -> None:
+    def one(digests: str) -> PartManifest:
+        found = part(digests=digests)
+        assert found.layout is not None
+        extents = [Extent(file=0, file_offset=offset, offset=0, size=size)]
+        entry = AllocationEntry(id="a", slot=0, size=size, extents=extents)
+        return replace(found, layout=replace(found.layout, allocations=[entry]))
+
+    changed = [difference(one("0123"), one(d)).changed for d in ("4123", "0423", "0143", "0124")]
+    assert changed == [["a"] * int(has) for has in touched]
+
+
 def test_allocations_come_go_and_grow() -> None:
     found = difference(OLD, part(("a", 0, 1), ("b", 2, 1), ("d", 3, 1), digests="0123"))
     assert found == replace(SAME, equal=False, added=["d"], removed=["c"], resized=["a"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -89,9 +91,10 @@ def test_a_status_shows_all_that_is_held_and_waited_for() -> None:
     assert status_text(reply).lower() == STATUS.lower()
 
 
-def test_a_status_of_little_is_short() -> None:
+@pytest.mark.parametrize("fields", [{}, {"events": EVENTS}, {"now_s": 100.0}, {"events": []}])
+def test_a_status_of_little_is_short(fields: dict[str, Any]) -> None:
     device = replace(DEVICE, domains=[], fence=None, loads=[], capabilities={})
-    reply = StatusReply(node="n", incarnation="i", devices=[device])
+    reply = StatusReply(node="n", incarnation="i", devices=[device], **fields)
     assert status_text(reply).splitlines()[2:] == [
         "device 0  GPU-a  sim",
         "  2 KiB of 1 GiB used, 0 B wait for importers",

@@ -39,6 +39,8 @@ def test_segments_are_numbered_in_the_order_in_which_they_are_taken() -> None:
         ((3, 5), (1, 3), 60),
         ((2, 2), (100, 1), 408),
         ((0, 9), (9, 1), 0),
+        ((9, 0), (9, 1), 0),
+        ((0, 2), (100, 1), 0),
     ],
 )
 def test_the_extent_of_a_tensor_reaches_from_its_first_to_its_last_element(
@@ -95,6 +97,13 @@ def test_what_another_process_wrote_is_not_believed(change: dict[str, object]) -
     changed = MetadataItem(**{**fields, "value": item.value, **change})  # type: ignore[arg-type]
     with pytest.raises(InvalidMessage):
         read_tensors(SIZES, [changed])
+
+
+def test_an_empty_tensor_needs_a_segment_that_is_there_too() -> None:
+    items = place_tensors(SEGMENTS, {"empty": view(0, (0,), (1,))})
+    assert list(read_tensors(SIZES, items)) == ["empty"]
+    with pytest.raises(InvalidMessage, match="segment-000000"):
+        read_tensors({}, items)
 
 
 @given(

@@ -6,7 +6,8 @@ import pytest
 
 from snapshot_operator.core.backpressure import is_full
 from snapshot_shared.api import VerifyRequest
-from snapshot_shared.objects import condition
+from snapshot_shared.errors import StoreBusy
+from snapshot_shared.objects import AnyObject, SnapshotContent, condition
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
@@ -81,6 +82,32 @@ async def test_a_restore_waits_without_a_side_effect(world: World) -> None:
     await fill(world, 0.0)
     await world.answer_all()
     assert (await world.restore("restored")).status.state is Restore.RESTORED
+
+
+async def test_a_restore_whose_pod_has_its_place_already_waits_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    update = world.store.update_status
+
+    async def unregistered(value: AnyObject) -> AnyObject:
+        if isinstance(value, SnapshotContent):
+            raise StoreBusy("another process has the object store open and writes")
+        found: AnyObject = await update(value)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.store, "update_status", unregistered)
+        await world.apply(restore_document(node="node-2"))
+    await fill(world, 0.8)
+    await world.advance(1.0)
+    restore = await world.restore("restored")
+    assert (await world.content()).status.readers == [restore.metadata.uid]
+    assert restore.status.conditions[0].reason == "BusFull"
+    assert not world.open("load")
+    await fill(world, 0.0)
+    assert len(world.open("load")) == 2
 
 
 async def test_a_verification_waits(world: World) -> None:

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core.capture import MAX_BYTES
+from snapshot_operator.core.capture import ContentView
+from snapshot_operator.core.content import reconcile
+from snapshot_operator.core.plan import SetStatus
 from snapshot_shared.objects import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
@@ -121,7 +123,7 @@ async def test_an_artifact_is_no_larger_than_its_limit(
     await capturing(world)
     await world.answer_well(world.open("prepare")[0])
     (dump,) = world.open("dump")
-    most = MAX_BYTES - 2 * 1024
+    most = 2**50 - 2 * 1024
     part = PartResult(part="process", bytes=most + more, digest=DIGEST)
     await world.report(dump, part=part)
     await world.answer_all()
@@ -423,14 +425,54 @@ async def test_a_delete_that_failed_is_tried_again_until_the_artifact_is_gone(
     assert not world.open("delete")
     await world.advance(1.0)
     (again,) = world.open("delete")
-    assert again.attempt == 2
+    assert (again.attempt, again.tries) == (2, 2)
     await world.answer_all()
     assert not world.cluster.page("SnapshotContent")
 
 
+async def test_what_a_failed_capture_wrote_stays_until_its_worker_was_let_go(
+    world: World,
+) -> None:
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    await world.answer_well(world.open("dump")[0])
+    first, second = world.open("save")
+    for save in (first, second):
+        await world.report(save, "leased")
+    await world.fail(world.open("release")[0], "NoSpace")
+    await world.advance(30.0)
+    (release,) = world.open("release")
+    await world.fail(first, "NoSpace")
+    for order in [second, *world.open("abort")]:
+        await world.answer_well(order)
+    assert (await world.content()).status.capture is Capture.FAILED
+    assert not world.open("delete")
+    await world.answer_well(release)
+    assert world.open("delete")
+
+
 async def deletion_waits(world: World) -> tuple[str, str]:
+    """Return reason and message of the condition Deleting while it is False."""
     found = condition((await world.content()).status.conditions, "Deleting")
-    return (found.reason, found.message) if found is not None else ("", "")
+    return (found.reason, found.message) if found and found.status == "False" else ("", "")
+
+
+@pytest.mark.parametrize("deleted_at", [None, "1970-01-12T13:46:40Z"])
+async def test_a_worker_that_is_held_is_let_go_first_even_if_its_content_is_deleted_by_then(
+    world: World, deleted_at: str | None
+) -> None:
+    await capturing(world, sourcePolicy="Terminate")
+    await world.answer_all()
+    found = await world.content()
+    kept = [item for item in found.status.orders if item.verb != "release"]
+    held = replace(
+        found,
+        metadata=replace(found.metadata, deletion_timestamp=deleted_at),
+        status=replace(found.status, orders=kept),
+    )
+    (write,) = reconcile(ContentView(held, None), world.now).writes
+    assert isinstance(write, SetStatus)
+    assert [item.verb for item in write.new.status.orders[len(kept) :]] == ["release"]
 
 
 async def test_an_artifact_stays_until_its_worker_was_let_go(world: World) -> None:

@@ -5,14 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from snapshot_operator.core.checkpoint import CheckpointView, reconcile
+from snapshot_operator.core.owning import child_meta
+from snapshot_operator.core.plan import Delete, SetStatus
 from snapshot_shared.api import RetentionRequest
-from snapshot_shared.objects import AnyObject, DynamoCheckpoint, SnapshotContent, condition, is_true
+from snapshot_shared.objects import (
+    AnyObject,
+    DynamoCheckpoint,
+    DynamoCheckpointStatus,
+    SnapshotContent,
+    condition,
+    is_true,
+)
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, pod_template, presence, restore_document
 from tests.support.operator_world import World
 
 MODEL = "example/shared"
+UID = "00000000-0000-4000-8000-00000000abcd"
 
 
 def document(name: str, *, gms: bool = True, **job: Any) -> dict[str, Any]:
@@ -227,6 +239,23 @@ async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World)
     assert contents(world)[0].metadata.deletion_timestamp is None
 
 
+async def test_a_snapshot_with_the_name_of_a_sharer_does_not_concern_it(world: World) -> None:
+    await apply(world, "first", "second")
+    await world.answer_all()
+    pod = world.cluster.page("Pod")[0].metadata.name
+    await world.apply(
+        {
+            "apiVersion": "nvidia.com/v1alpha1",
+            "kind": "Snapshot",
+            "metadata": {"name": "second"},
+            "spec": {"source": {"podRef": {"name": pod}}},
+        }
+    )
+    await world.advance(1.0)
+    found = await status(world, "second")
+    assert (found.phase, found.shares) == ("Ready", "first")
+
+
 async def test_damage_of_the_artifact_is_shown_by_all_that_share_it(world: World) -> None:
     await apply(world, "first", "second")
     await world.answer_all()
@@ -296,6 +325,25 @@ async def test_one_that_gave_up_captures_after_its_worker_has_ended_when_the_own
     await second.answer_all()
     found = await status(second, "second")
     assert (found.phase, found.shares) == ("Ready", "")
+
+
+@pytest.mark.parametrize(
+    ("job_name", "has_job", "gives_up"),
+    [("", False, False), ("second", False, True), ("", True, True), ("second", True, True)],
+)
+async def test_one_that_has_begun_gives_up_its_name_for_a_worker_and_the_worker_itself(
+    world: World, job_name: str, has_job: bool, gives_up: bool
+) -> None:
+    await apply(world, "first")
+    owner = await world.get("DynamoCheckpoint", "first")
+    metadata = replace(owner.metadata, name="second", uid=UID)
+    value = replace(owner, metadata=metadata, status=DynamoCheckpointStatus(job_name=job_name))
+    first = await world.get("Job", "first")
+    job = replace(first, metadata=child_meta(value, "second")) if has_job else None
+    plan = reconcile(CheckpointView(value, job, owner=owner), world.now)
+    assert [write.value for write in plan.writes if isinstance(write, Delete)] == [job] * has_job
+    (status,) = [write.new.status for write in plan.writes if isinstance(write, SetStatus)]
+    assert (status.job_name, bool(plan.relies_on)) == ("", gives_up)
 
 
 async def test_one_whose_capture_is_under_way_goes_on_beside_the_owner(world: World) -> None:

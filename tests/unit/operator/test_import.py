@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core.content import import_name
+from snapshot_operator.core.content import content_name, import_name
 from snapshot_operator.core.retention import Holdings, Limits, judged
 from snapshot_operator.local.store import SqliteStore
 from snapshot_shared.api import FoundGeneration, InventoryRequest, VerifyRequest
@@ -16,8 +16,13 @@ from snapshot_shared.errors import InvalidManifest, NotEligible
 from snapshot_shared.objects import (
     KINDS,
     AnyObject,
+    ArtifactSource,
+    ObjectMeta,
     OrderStatus,
+    Snapshot,
     SnapshotContent,
+    SnapshotSource,
+    SnapshotSpec,
     condition,
     is_true,
 )
@@ -25,7 +30,7 @@ from snapshot_shared.orders import Proven
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload
+from tests.support.operator_world import DIGEST, World, payload
 
 
 @pytest.fixture
@@ -338,6 +343,19 @@ async def test_a_snapshot_has_one_source(world: World, source: dict[str, Any], f
     document["spec"]["source"] = {k: v or artifact for k, v in source.items()}
     with pytest.raises(InvalidManifest, match=f"spec.source: exactly one.*{found}"):
         await world.apply(document)
+
+
+@pytest.mark.parametrize(("namespace", "space"), [("one", "one"), (None, "default")])
+def test_the_content_of_an_import_is_named_by_namespace_uid_and_generation(
+    namespace: str | None, space: str
+) -> None:
+    uid = "00000000-0000-4000-8000-000000000001"
+    artifact = ArtifactSource(content_uid=uid, generation=3, root_digest=DIGEST)
+    snapshot = Snapshot(
+        metadata=ObjectMeta(name="again", namespace=namespace),
+        spec=SnapshotSpec(source=SnapshotSource(artifact=artifact)),
+    )
+    assert content_name(snapshot) == import_name(space, uid, 3)
 
 
 def test_the_same_uid_in_another_namespace_is_another_artifact() -> None:

@@ -9,12 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core import ordering
+from snapshot_operator.core.checkpoint import CheckpointView, reconcile
 from snapshot_operator.core.fold import ANSWER_GRACE_S
-from snapshot_operator.core.plan import FINALIZER
-from snapshot_shared.objects import time_of
-from snapshot_shared.orders import DeviceRef, PodRef, RunOrder, StopOrder
+from snapshot_operator.core.plan import FINALIZER, Create
+from snapshot_operator.core.restore import restore_for
+from snapshot_shared.manifests import parse
+from snapshot_shared.objects import Pod, time_of
+from snapshot_shared.orders import ArtifactRef, DeviceRef, PodRef, RunOrder, StopOrder
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload
+from tests.support.operator_world import DIGEST, World, payload
 
 UID = "00000000-0000-4000-8000-000000000001"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -100,6 +103,19 @@ def test_an_order_of_an_unknown_version_is_not_given_again() -> None:
     assert ordering.again(unknown, 500.0) is None
 
 
+@pytest.mark.parametrize(("namespace", "named"), [("team", "team"), (None, "default")])
+def test_an_order_names_the_pod_in_its_namespace(namespace: str | None, named: str) -> None:
+    pod = parse(restore_document())
+    assert isinstance(pod, Pod)
+    pod = replace(pod, metadata=replace(pod.metadata, namespace=namespace, uid=UID))
+    assert ordering.pod_ref(pod, "main").namespace == named
+    artifact = ArtifactRef(namespace="x", content_uid=UID, generation=1, root_digest=DIGEST)
+    value = restore_for(pod)
+    value = replace(value, metadata=replace(value.metadata, uid=UID))
+    value = replace(value, status=replace(value.status, attempt=1, node_name="node-1"))
+    assert payload(ordering.restore(value, artifact, "", 0.0))["pod"]["namespace"] == named
+
+
 def test_only_what_cleans_and_is_due_is_given_again() -> None:
     run = ordering.status_of(run_order(), "agent", 100.0)
     pod = PodRef(namespace="default", name="p", uid=UID, container="main")
@@ -125,12 +141,25 @@ async def test_a_child_gets_the_time_that_its_owner_has_left(world: World) -> No
     assert FINALIZER in (await world.content()).metadata.finalizers
 
 
+async def test_a_snapshot_that_a_checkpoint_makes_is_adopted_from_the_first_moment_on(
+    world: World,
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+    value, job = await world.get("DynamoCheckpoint", "llm"), await world.get("Job", "llm")
+    young = replace(value, status=replace(value.status, snapshot_name=""))
+    plan = reconcile(CheckpointView(young, job, world.cluster.page("Pod")[0]), world.now)
+    (made,) = [write.value for write in plan.writes if isinstance(write, Create)]
+    assert made.metadata.finalizers == [FINALIZER]
+
+
 async def test_a_child_that_comes_in_the_last_second_gets_one(world: World) -> None:
     await world.apply(checkpoint_document(activeDeadlineSeconds=1000))
     (run,) = world.open("run")
     world.now += 999.5
     await world.answer_well(run)
     assert (await world.get("Snapshot", "llm")).spec.deadline_seconds == 1
+    assert (await world.content()).spec.deadline_seconds == 1
 
 
 @pytest.mark.parametrize(("policy", "limit"), [("Resume", None), ("Terminate", 1000)])

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core import fold
+from snapshot_operator.core import content, fold
+from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.core.plan import (
     Adopt,
     Create,
@@ -21,6 +23,7 @@ from snapshot_operator.core.plan import (
     rebased,
     status_plan,
 )
+from snapshot_operator.runtime.cluster import Key, Tracker
 from snapshot_shared.objects import Condition
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
@@ -122,6 +125,77 @@ async def test_what_deletes_forgets_starts_a_worker_or_takes_an_artifact_is_fina
         assert is_final(Plan((Adopt(job), write)))
     assert not is_final(Plan((Create(content),)))
     assert not is_final(Plan((Create(snapshot),)))
+
+
+def decided(world: World, value: Any, read: Tracker | None = None) -> Plan:
+    """Return what is decided about an object as if it were stored like this."""
+    (by,) = [each for each in CONTROLLERS if each.kind == type(value).__name__]
+    reader = read or Tracker(world.cluster, is_full=False)
+    return by.reconcile(by.gather(reader, value), world.now)
+
+
+def reads(world: World, value: Any) -> set[object]:
+    """Return what a decision about an object reads, whose changes wake it."""
+    read = Tracker(world.cluster, is_full=False)
+    decided(world, value, read)
+    return set(read.interests)
+
+
+@pytest.mark.parametrize("kind", [controller.kind for controller in CONTROLLERS])
+async def test_nothing_is_begun_for_an_object_before_it_is_adopted(world: World, kind: str) -> None:
+    value = await one(world, kind)
+    bare = replace(value, metadata=replace(value.metadata, finalizers=[]))
+    assert decided(world, bare) == Plan((Adopt(bare),))
+
+
+@pytest.mark.parametrize("kind", ["SnapshotContent", "SnapshotRestore"])
+async def test_what_is_deleted_before_it_is_adopted_is_left_alone(world: World, kind: str) -> None:
+    value = await one(world, kind)
+    going = replace(value.metadata, finalizers=[], deletion_timestamp=timestamp(world.now))
+    assert decided(world, replace(value, metadata=going)) == Plan()
+
+
+async def test_what_is_bound_or_over_reads_what_it_depends_on_and_no_more(world: World) -> None:
+    await world.apply(checkpoint_document("sharer", model="example/llm"))
+    name = (await world.content()).metadata.name
+    content, snapshot = Key("SnapshotContent", "", name), Key("Snapshot", "default", "llm")
+    pod, node = Key("Pod", "default", "restored"), Key("Node", "", "node-2")
+    assert reads(world, await one(world, "DynamoCheckpoint")) == {snapshot}
+    assert reads(world, await world.get("DynamoCheckpoint", "sharer")) == {content}
+    assert reads(world, await one(world, "Snapshot")) == {content}
+    assert reads(world, await one(world, "SnapshotRestore")) == {content, pod, node}
+    await world.answer_all()
+    assert reads(world, await one(world, "SnapshotRestore")) == set()
+    damaged = ("reading", f"{name}/damaged")
+    assert reads(world, await one(world, "SnapshotContent")) == {("reading", name), damaged}
+
+
+async def test_a_capture_reads_the_pod_with_its_uid_and_no_other_of_the_name(
+    world: World,
+) -> None:
+    preparing = with_status(await one(world, "SnapshotContent"), capture=Capture.PREPARING)
+    source = preparing.spec.source
+    read = Tracker(world.cluster, is_full=False)
+    view = content.gather(read, preparing)
+    assert view.source is not None
+    assert view.source.metadata.uid == source.pod_ref.uid
+    other = replace(source.pod_ref, uid="00000000-0000-4000-8000-00000000abcd")
+    spec = replace(preparing.spec, source=replace(source, pod_ref=other))
+    assert content.gather(read, replace(preparing, spec=spec)).source is None
+
+
+async def test_a_restore_that_has_found_damage_is_found_under_that_too(world: World) -> None:
+    restore = await one(world, "SnapshotRestore")
+    (reading,) = [index for index in INDEXES if index.name == "reading"]
+    name = restore.status.content_name
+    assert reading.keys(restore) == [name]
+    order = next(item for item in restore.status.orders if item.verb == "load")
+    for reason, keys in (("NoSpace", [name]), ("ArtifactCorrupt", [name, f"{name}/damaged"])):
+        await world.fail(order, reason)
+        (folded,) = [item for item in world.stored if item.order == order.order]
+        damaged = with_status(restore, orders=[replace(order, final=folded)])
+        assert reading.keys(damaged) == keys
+        world.stored.clear()
 
 
 async def test_what_was_folded_in_is_written_once_with_or_without_a_decision(

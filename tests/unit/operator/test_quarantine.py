@@ -111,6 +111,20 @@ async def test_a_new_restore_of_a_damaged_content_is_refused_before_any_side_eff
     assert (await world.content()).status.readers == []
 
 
+async def test_a_restore_that_waits_for_a_place_is_refused_once_damage_is_found(
+    world: World,
+) -> None:
+    await world.apply(restore_document(name="one", node="node-2"))
+    await world.apply(restore_document(name="two", node="node-2"))
+    waiting = await world.restore("two")
+    assert (waiting.status.state, waiting.status.node_name) == (Restore.PENDING, "")
+    assert waiting.status.conditions[0].reason == "WaitingForPod"
+    assert waiting.status.content_name == (await world.content()).metadata.name
+    await world.report(world.open("load")[0], "failed", failure=DAMAGE)
+    found = (await world.restore("two")).status
+    assert (found.state, found.failure.reason) == (Restore.FAILED, "Quarantined")
+
+
 async def test_quarantine_deletes_nothing_and_does_not_stand_in_the_way_of_a_deletion(
     world: World,
 ) -> None:
@@ -156,7 +170,8 @@ async def test_a_verification_reads_the_committed_generation_on_a_ready_node(
     assert payload(order)["artifact"]["root_digest"] == content.status.committed.root_digest
     assert (await row(world, "Verified")).reason == "Verifying"
     await world.answer_well(order)
-    assert (await row(world, "Verified")).status == "True"
+    found = await row(world, "Verified")
+    assert (found.status, found.message) == ("True", "node-1 read 2058 bytes")
     assert (await world.content()).status.verified == 1
 
 
@@ -208,6 +223,19 @@ async def test_a_verification_that_finds_nothing_lifts_the_quarantine_everywhere
     await world.answer_all()
     assert (await world.restore("again")).status.state is Restore.RESTORED
     await world.advance(60.0)
+    assert (await row(world, "Quarantined")).status == "False"
+
+
+async def test_a_quarantine_that_was_lifted_stays_so_while_its_finder_is_still_being_dropped(
+    world: World,
+) -> None:
+    await world.apply(restore_document(node="node-2"))
+    await world.report(world.open("load")[0], "failed", failure=DAMAGE)
+    assert (await row(world, "Quarantined")).status == "True"
+    await ask(world)
+    await world.answer_well(world.open("verify")[0])
+    await world.advance(1.0)
+    assert (await world.restore("restored")).status.state is Restore.DROPPING
     assert (await row(world, "Quarantined")).status == "False"
 
 

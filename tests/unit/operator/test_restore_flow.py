@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.core.fold import ANSWER_GRACE_S
+from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_shared.errors import StoreBusy
-from snapshot_shared.objects import AnyObject, SnapshotContent, is_true, time_of
+from snapshot_shared.objects import (
+    AnyObject,
+    ContainerStatus,
+    SnapshotContent,
+    is_true,
+    time_of,
+)
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
@@ -136,6 +144,54 @@ async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(
     assert len(world.open("load")) == 2
 
 
+async def test_a_worker_is_filled_only_when_it_stands_by(world: World) -> None:
+    await world.apply(restore_document(node="node-2"))
+    for verb in ("load", "commit"):
+        for order in world.open(verb):
+            await world.answer_well(order)
+    assert not world.open("restore")
+    pod = await world.get("Pod", "restored")
+    running = ContainerStatus(name="main", state="running")
+    for states in ([running, ContainerStatus(name="beside")], [running, running]):
+        assert not world.open("restore")
+        status = replace(pod.status, container_statuses=states)
+        await world.cluster.update_status(
+            replace(await world.get("Pod", "restored"), status=status)
+        )
+        await world.settle()
+    assert world.open("restore")
+
+
+async def test_a_failed_restore_that_is_deleted_stays_while_a_load_may_still_go_on(
+    world: World,
+) -> None:
+    await world.apply(restore_document(node="node-2"))
+    first, second = world.open("load")
+    await world.fail(first, "ArtifactCorrupt")
+    for drop in world.open("drop"):
+        await world.answer_well(drop)
+    await world.advance(BUDGET_S["load"] + ANSWER_GRACE_S)
+    restore = await world.restore("restored")
+    assert restore.status.state is Restore.FAILED
+    await world.cluster.delete(restore)
+    await world.settle()
+    assert await world.restore("restored") is not None
+    await world.answer_well(second)
+    assert await world.restore("restored") is None
+
+
+async def test_a_reader_whose_object_is_gone_keeps_the_artifact_no_longer(world: World) -> None:
+    await world.apply(restore_document(node="node-2"))
+    restore = await world.restore("restored")
+    assert (await world.content()).status.readers == [restore.metadata.uid]
+    for name in restore.metadata.finalizers:
+        restore = await world.store.remove_finalizer(restore, name) or restore
+    await world.cluster.delete(restore)
+    await world.advance(1.0)
+    readers = (await world.content()).status.readers
+    assert restore.metadata.uid not in readers
+
+
 async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: World) -> None:
     await world.apply(restore_document())
     await world.answer_well(world.open("run")[0])
@@ -247,6 +303,24 @@ async def test_a_pod_whose_snapshot_failed_before_it_had_a_content_ends_with_the
     pod = await world.get("Pod", "restored")
     assert (pod.status.phase, pod.status.reason) == ("Failed", "SnapshotFailed")
     assert "no-such-pod" in pod.status.message
+
+
+async def test_a_pod_waits_while_a_capture_is_being_aborted_and_ends_when_that_has_failed(
+    world: World,
+) -> None:
+    await world.join(presence("node-3"))
+    await world.apply(checkpoint_document("bad"))
+    await world.answer_well(world.open("run")[0])
+    await world.answer_well(world.open("prepare")[0])
+    await world.fail(world.open("dump")[0], "NoSpace")
+    await world.apply(restore_document(source="bad"))
+    found = (await world.restore("restored")).status
+    assert (found.state, found.conditions[0].reason) == (Restore.PENDING, "WaitingForSnapshot")
+    assert found.conditions[0].message == "bad is not captured yet"
+    await world.answer_all()
+    found = (await world.restore("restored")).status
+    assert (found.state, found.failure.reason) == (Restore.FAILED, "SnapshotFailed")
+    assert "NoSpace happened" in found.failure.message
 
 
 async def test_a_pod_deleted_during_its_restore_drops_what_was_loaded_and_frees_the_reader(

@@ -271,6 +271,15 @@ def test_a_checkpoint_goes_as_a_whole_and_not_before_its_worker_has_ended(
     assert all(isinstance(item.value, DynamoCheckpoint) for item in gone)
 
 
+def test_a_snapshot_with_the_name_of_a_checkpoint_that_is_not_its_own_goes_by_itself() -> None:
+    found = contents("a", "b")
+    stranger = checkpoint("a", model="example/one")
+    assert isinstance(stranger, DynamoCheckpoint)
+    snapshots = [snapshot_of(content) for content in found]
+    gone = let_go(Holdings([stranger], snapshots, found, []), Limits(count=1), NOW)
+    assert [item.value for item in gone] == [snapshots[0]]
+
+
 def test_an_artifact_stays_while_a_pod_asks_for_a_checkpoint_that_shares_it() -> None:
     found = contents("a", "b")
     pairs = [owned(content.spec.snapshot_ref.name, content) for content in found]

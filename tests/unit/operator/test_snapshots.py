@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_shared.objects import Pod, condition
+from snapshot_operator.core.owning import owned_by
+from snapshot_operator.core.plan import Create, Plan, SetStatus
+from snapshot_operator.core.snapshot import SnapshotView, reconcile
+from snapshot_shared.objects import (
+    ArtifactSource,
+    Pod,
+    SnapshotContent,
+    SnapshotSource,
+    SnapshotStatus,
+    condition,
+    is_true,
+)
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import DIGEST, World
 
 UID = "00000000-0000-4000-8000-00000000abcd"
 
@@ -106,6 +117,48 @@ async def test_a_pod_that_never_gets_ready_is_waited_for_until_the_deadline(worl
     assert await said(world) == ("", "")
     await world.advance(1.0)
     assert (await said(world))[0] == "DeadlineExceeded"
+
+
+async def test_a_content_that_belongs_to_something_else_fails_the_snapshot(world: World) -> None:
+    await world.apply(snapshot(running(world).metadata.name))
+    other = await world.get("Snapshot", "llm")
+    value = await world.get("Snapshot", "s")
+    (content,) = [c for c in world.cluster.page("SnapshotContent") if owned_by(c, other)]
+    plan = reconcile(SnapshotView(value, None, content), world.now)
+    (write,) = plan.writes
+    assert isinstance(write, SetStatus)
+    rows = write.new.status.conditions
+    assert is_true(rows, "Failed")
+    assert rows[0].reason == "SnapshotContentNameConflict"
+
+
+@pytest.mark.parametrize(("namespace", "space"), [("team", "team"), (None, "default")])
+@pytest.mark.parametrize("is_import", [True, False])
+async def test_a_content_is_bound_in_the_namespace_of_its_snapshot(
+    world: World, namespace: str | None, space: str, is_import: bool
+) -> None:
+    value = await world.get("Snapshot", "llm")
+    if is_import:
+        artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=DIGEST)
+        value = replace(value, spec=replace(value.spec, source=SnapshotSource(artifact=artifact)))
+    bare = replace(value, status=SnapshotStatus())
+    bare = replace(bare, metadata=replace(value.metadata, namespace=namespace))
+    plan = reconcile(SnapshotView(bare, running(world), None), world.now)
+    (made,) = [write.value for write in plan.writes if isinstance(write, Create)]
+    assert isinstance(made, SnapshotContent)
+    assert (made.spec.source.namespace, made.spec.snapshot_ref.namespace) == (space, space)
+
+
+async def test_a_snapshot_that_has_failed_stays_so_whatever_becomes_of_its_pod(
+    world: World,
+) -> None:
+    pod = running(world)
+    await world.apply(snapshot(pod.metadata.name, containers=["engine"]))
+    failed = await world.get("Snapshot", "s")
+    assert is_true(failed.status.conditions, "Failed")
+    now = world.now + failed.spec.deadline_seconds
+    for found in (pod, None):
+        assert reconcile(SnapshotView(failed, found, None), now) == Plan()
 
 
 async def test_a_job_that_is_deleted_under_its_checkpoint_fails_it(world: World) -> None:

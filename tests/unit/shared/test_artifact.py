@@ -88,6 +88,32 @@ def test_numbers_that_cannot_be_true_are_refused(bad: PartManifest) -> None:
         check_part_manifest(bad)
 
 
+def in_sizes(*sizes: int, overlap: int = 0) -> PartManifest:
+    """A part of one file with allocations of these sizes, the last a little before its place."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    starts[-1] -= overlap
+    allocations = [
+        AllocationEntry(
+            id=f"w{index}",
+            slot=index,
+            size=size,
+            extents=[Extent(file=0, file_offset=start, offset=0, size=size)],
+        )
+        for index, (size, start) in enumerate(zip(sizes, starts, strict=True))
+    ]
+    chunks = ["0" * 32] * (sum(sizes) // 4096)
+    file = FileEntry(name="shard-0", size=sum(sizes), chunk_bytes=4096, chunks=chunks)
+    layout = SavedLayout(source=SOURCE, allocations=allocations)
+    return manifest(files=[file], bytes=sum(sizes), layout=layout)
+
+
+def test_extents_may_touch_whatever_their_sizes_are_and_may_not_overlap_by_a_byte() -> None:
+    for sizes in ((8192, 4096), (4096, 8192), (4096, 4096, 12288)):
+        check_part_manifest(in_sizes(*sizes))
+        with pytest.raises(ArtifactCorrupt, match=rf"overlap \(found {sum(sizes[:-1]) - 1}\)"):
+            check_part_manifest(in_sizes(*sizes, overlap=1))
+
+
 def test_metadata_about_an_unknown_allocation_is_refused() -> None:
     base = manifest()
     assert base.layout is not None

@@ -140,6 +140,12 @@ def test_what_led_to_an_artifact_goes_with_it_unless_it_is_newer_or_under_way() 
     assert list(ledger.entries) == [seal, release, abort, delete]
 
 
+def test_a_deletion_without_a_tombstone_drops_nothing_of_the_capture() -> None:
+    delete = f"delete-{UID}-gen-1"
+    ledger = folded(*over(DUMP), accepted(delete), reported("deleted", delete))
+    assert list(ledger.entries) == [DUMP, delete]
+
+
 def test_what_is_older_is_forgotten_once_nothing_can_come_of_it() -> None:
     live = f"prepare-{OTHER}"
     ledger = folded(

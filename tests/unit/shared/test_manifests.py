@@ -87,6 +87,33 @@ def test_a_pod_field_that_is_not_honoured_is_refused_by_its_path(
     assert any(line.startswith(path) for line in problems(document)), problems(document)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("backoffLimit", "x", "expected integer, found 'x'"),
+        ("backoffLimit", -1, "-1 is less than the minimum of 0"),
+        ("targetContainerName", "A", "'A' does not match ^[a-z0-9]"),
+        ("driver", "none", "'none' is not one of ['cooperative'"),
+        ("backoffLimit", "x" * 79, f"expected integer, found '{'x' * 76}..."),
+        ("backoffLimit", "x" * 78, f"expected integer, found '{'x' * 78}'"),
+        ("extra", 1, "unknown or unsupported field (known here: activeDeadlineSeconds, "),
+    ],
+)
+def test_a_problem_says_what_was_expected_and_what_was_found(
+    field: str, value: object, problem: str
+) -> None:
+    (found,) = problems(checkpoint_document(**{field: value}))
+    assert found.startswith(f"spec.job.{field}: {problem}")
+
+
+def test_a_field_that_may_be_left_out_says_so() -> None:
+    document = checkpoint_document()
+    document["spec"]["identity"]["maxModelLen"] = "x"
+    assert problems(document) == ["spec.identity.maxModelLen: expected integer or null, found 'x'"]
+    del document["spec"]["identity"]
+    assert problems(document) == ["spec.identity: is required"]
+
+
 def test_a_target_container_that_does_not_exist_is_refused_with_those_that_do() -> None:
     document = checkpoint_document(targetContainerName="engine")
     assert problems(document) == [

@@ -142,9 +142,8 @@ def read_tensors(sizes: Mapping[str, int], items: Iterable[MetadataItem]) -> dic
             dtype=stored.dtype,
             itemsize=stored.itemsize,
         )
-        if place.offset % place.itemsize or place.offset + place.size > sizes.get(
-            place.segment, -1
-        ):
+        size = sizes.get(place.segment)
+        if size is None or place.offset % place.itemsize or place.offset + place.size > size:
             raise InvalidMessage(f"tensor {name!r} does not stand in {place.segment!r}")
         places[name] = place
     return places

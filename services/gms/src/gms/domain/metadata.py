@@ -41,9 +41,8 @@ class Metadata:
             )
         for entry in old:
             self._about[entry.allocation].discard(entry.key)
-        if len(old) < len(fresh):
-            self._keys += [key for key in fresh if key not in self._items]
-            self._keys.sort()
+        if added := fresh.keys() - self._items.keys():
+            self._keys = sorted([*self._keys, *added])
         self._items |= fresh
         for entry in fresh.values():
             self._about.setdefault(entry.allocation, set()).add(entry.key)

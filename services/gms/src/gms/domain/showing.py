@@ -23,12 +23,10 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def size_text(count: float) -> str:
     """Write bytes in binary units with three digits."""
-    value = float(count)
-    unit = _UNITS[0]
-    for unit in _UNITS:
-        if value < 1024 or unit == _UNITS[-1]:
-            break
-        value /= 1024
+    value, units = float(count), iter(_UNITS)
+    unit = next(units)
+    while value >= 1024 and (larger := next(units, "")):
+        value, unit = value / 1024, larger
     text = f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
     return f"{text} {unit}"
 
@@ -38,11 +36,9 @@ def status_text(reply: StatusReply) -> str:
     lines = [f"node {reply.node}, incarnation {reply.incarnation}"]
     for device in reply.devices:
         lines += ["", *_device_lines(device)]
-    events = reply.events or []
-    now = reply.now_s or 0.0
-    if events:
+    if reply.events and reply.now_s:
         lines += ["", "last events (seconds ago)"]
-        lines += [_event_line(event, now) for event in events]
+        lines += [_event_line(event, reply.now_s) for event in reply.events]
     return "\n".join(lines)
 
 

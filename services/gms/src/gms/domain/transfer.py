@@ -134,13 +134,11 @@ def without_memory(plan: FilePlan) -> FilePlan:
 def runs_of(chunks: Sequence[ChunkPlan], limit: int) -> list[list[ChunkPlan]]:
     """Cut the chunks of a file into runs of at most `limit` bytes each, or of one longer chunk."""
     runs: list[list[ChunkPlan]] = []
-    left = 0
     for chunk in chunks:
-        if not runs or chunk.size > left:
-            runs.append([])
-            left = limit
-        runs[-1].append(chunk)
-        left -= chunk.size
+        if runs and sum(one.size for one in runs[-1]) + chunk.size <= limit:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
     return runs
 
 

@@ -198,7 +198,7 @@ def _source_ended(view: ContentView, _now: float) -> Failure | None:
     source = content.spec.source.pod_ref
     if source is None:
         return None
-    if pod is None or pod.metadata.uid != source.uid:
+    if pod is None:
         return Failure(
             reason="SourcePodGone",
             message=f"pod {source.name} with uid {source.uid} is gone",

@@ -114,11 +114,9 @@ def failed(
 
 
 def captured(
-    conditions: list[Condition], owner: AnyObject, committed: Committed | None, now: float
+    conditions: list[Condition], owner: AnyObject, committed: Committed, now: float
 ) -> list[Condition]:
     """Return the conditions of an artifact that is committed and may be used."""
-    if committed is None:
-        return conditions
     size, digest = committed.bytes, committed.root_digest
     message = f"generation {committed.generation}, {size} bytes, {digest}"
     return ready(conditions, owner, now, "Captured", message)

@@ -31,10 +31,11 @@ from snapshot_operator.core.plan import (
     Reader,
     is_adopted,
 )
-from snapshot_shared.ids import derived_uid
+from snapshot_shared.ids import Uid, derived_uid, order_id
 from snapshot_shared.objects import (
     VERIFY,
     AnyObject,
+    Committed,
     DynamoCheckpoint,
     OrderStatus,
     Pod,
@@ -43,7 +44,6 @@ from snapshot_shared.objects import (
     SnapshotContentStatus,
     SnapshotRestore,
 )
-from snapshot_shared.orders import DeleteOrder, order_in
 from snapshot_shared.transitions import Capture, Restore
 
 _ENDED = (Restore.RESTORED, Restore.FAILED)
@@ -164,8 +164,8 @@ def reconcile(view: ContentView, now: float) -> Plan:
     match status.capture:
         case Capture.PENDING if artifact is not None:
             return importing.step(view, artifact, _reader(view), now)
-        case Capture.READY:
-            return _ready(view, now)
+        case Capture.READY if status.committed is not None:
+            return _ready(view, status.committed, now)
         case Capture.FAILED:
             return _clean(view, now)
         case _:
@@ -187,9 +187,10 @@ def _registered(view: ContentView, now: float) -> SnapshotContentStatus:
         if restore.metadata.uid in status.readers and _is_over(restore)
     }
     for restore in view.readers:
-        if restore.metadata.uid in ended and (item := quarantine.damage_in(restore.status.orders)):
+        damage = quarantine.damage_in(restore.status.orders)
+        if restore.metadata.uid in ended and damage is not None:
             finder = f"pod {restore.metadata.namespace}/{restore.spec.pod_ref.name}"
-            status = quarantine.quarantined(replace(content, status=status), item, finder, now)
+            status = quarantine.quarantined(replace(content, status=status), damage, finder, now)
     left = [uid for uid in status.readers if uid not in ended | view.gone]
     marked = replace(content, status=status)
     if may_be_read(marked):
@@ -219,13 +220,13 @@ def may_be_read(content: SnapshotContent) -> bool:
 # What follows a capture.
 
 
-def _ready(view: ContentView, now: float) -> Plan:
+def _ready(view: ContentView, committed: Committed, now: float) -> Plan:
     """Order the release first, then the verifications that were asked for."""
     content, status = view.content, view.content.status
     if _is_held(content):
         order = ordering.release(content, status.traceparent, now)
         return content_plan(content, replace(status, orders=[*status.orders, order]), now)
-    checked = quarantine.verification(quarantine.asked(content), _reader(view), now)
+    checked = quarantine.verification(quarantine.asked(content), committed, _reader(view), now)
     return content_plan(content, checked, now)
 
 
@@ -351,11 +352,8 @@ def _remove(view: ContentView, generation: int, now: float) -> Plan:
 
 
 def _delete_of(content: SnapshotContent, generation: int) -> OrderStatus | None:
-    for item in fold.find(content.status.orders, "delete"):
-        order = order_in(item.payload)
-        if isinstance(order, DeleteOrder) and order.generation == generation:
-            return item
-    return None
+    name = order_id("delete", Uid(content.metadata.uid), f"gen-{generation}")
+    return next((item for item in content.status.orders if item.order == name), None)
 
 
 def content_name(snapshot: Snapshot) -> str:

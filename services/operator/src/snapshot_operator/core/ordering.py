@@ -90,9 +90,8 @@ def again(item: OrderStatus, now: float) -> OrderStatus | None:
     if order is None:
         return None
     attempt = fold.next_attempt(item)
-    trace = parse_traceparent(order.traceparent)
-    context = derived_context(trace.trace_id, "order", item.order, str(attempt)) if trace else None
-    changed = replace(order, attempt=attempt, traceparent=context.traceparent if context else "")
+    span = order_span(order.traceparent, item.order, attempt)
+    changed = replace(order, attempt=attempt, traceparent=span)
     return status_of(changed, item.service, now, tries=item.tries + 1)
 
 
@@ -361,11 +360,11 @@ def verify(
     return status_of(order, "agent", now)
 
 
-def load(value: SnapshotRestore, committed: Committed, trace: str, now: float) -> list[OrderStatus]:
+def load(
+    value: SnapshotRestore, artifact: ArtifactRef, committed: Committed, trace: str, now: float
+) -> list[OrderStatus]:
     """Load every device part of the artifact, hidden."""
     status = value.status
-    if status.artifact is None:
-        return []
     digests = {part.part: part for part in committed.parts}
     devices = {device.ordinal: device.uuid for device in status.devices}
     found = []
@@ -373,7 +372,7 @@ def load(value: SnapshotRestore, committed: Committed, trace: str, now: float) -
         if entry.layout is None or entry.ordinal not in devices or entry.part not in digests:
             continue
         order = LoadOrder(
-            artifact=status.artifact,
+            artifact=artifact,
             part=entry.part,
             part_digest=digests[entry.part].digest,
             device=devices[entry.ordinal],

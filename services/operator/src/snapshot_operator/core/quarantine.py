@@ -8,6 +8,7 @@ after the last damage was found, and that found none, lifts the quarantine.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -16,6 +17,7 @@ from snapshot_operator.core.conditions import Wait
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects import (
     VERIFY,
+    Committed,
     Condition,
     OrderStatus,
     SnapshotContent,
@@ -39,23 +41,28 @@ def is_quarantined(content: SnapshotContent) -> bool:
     return is_true(content.status.conditions, QUARANTINED)
 
 
-def damage_in(orders: Iterable[OrderStatus]) -> OrderStatus | None:
+class Damage(NamedTuple):
+    """What was found damaged, and the order that found it."""
+
+    order: OrderStatus
+    failure: Failure
+
+
+def damage_in(orders: Iterable[OrderStatus]) -> Damage | None:
     """Find the first order that failed because what it read is damaged."""
     for item in orders:
         failure = item.final.failure if item.final is not None else None
         if item.verb in _READING and failure is not None and failure.reason in DAMAGE:
-            return item
+            return Damage(item, failure)
     return None
 
 
 def quarantined(
-    content: SnapshotContent, item: OrderStatus, finder: str, now: float
+    content: SnapshotContent, damage: Damage, finder: str, now: float
 ) -> SnapshotContentStatus:
-    """Return the status of a content whose damage `finder` has found with an order."""
-    failure = item.final.failure if item.final is not None else None
-    if failure is None:
-        return content.status
-    message = _finding(item, failure, finder)
+    """Return the status of a content whose damage `finder` has found."""
+    failure = damage.failure
+    message = _finding(damage, finder)
     rows = conditions.with_conditions(
         content.status.conditions,
         content,
@@ -66,7 +73,8 @@ def quarantined(
     return replace(content.status, conditions=rows, doubted=content.status.verifications)
 
 
-def _finding(item: OrderStatus, failure: Failure, finder: str) -> str:
+def _finding(damage: Damage, finder: str) -> str:
+    item, failure = damage
     order = order_in(item.payload)
     part = failure.values.get("part") or getattr(order, "part", "")
     where = f"part {part}: " if part else ""
@@ -97,7 +105,9 @@ def asked(content: SnapshotContent) -> SnapshotContent:
     return replace(content, status=obeyed)
 
 
-def verification(content: SnapshotContent, node: str | Wait, now: float) -> SnapshotContentStatus:
+def verification(
+    content: SnapshotContent, committed: Committed, node: str | Wait, now: float
+) -> SnapshotContentStatus:
     """Return the status after the next step of a verification.
 
     `node` is one that can read now, or why there is none.
@@ -105,11 +115,10 @@ def verification(content: SnapshotContent, node: str | Wait, now: float) -> Snap
     status = content.status
     last = _last(status)
     if last is not None and not _is_judged(status, last):
-        return _judged(content, last, now)
-    committed = status.committed
-    is_wanted = status.verifications > status.verified
-    is_ordered = last is not None and last.attempt == status.verifications
-    if committed is None or not is_wanted or is_ordered:
+        return _judged(content, committed, last, now)
+    if status.verifications <= status.verified:
+        return status
+    if last is not None and last.attempt == status.verifications:
         return status
     if isinstance(node, Wait):
         return _shown(content, "Unknown", node.reason, node.message, now)
@@ -131,40 +140,43 @@ def _is_judged(status: SnapshotContentStatus, item: OrderStatus) -> bool:
     return not came_late
 
 
-def _judged(content: SnapshotContent, item: OrderStatus, now: float) -> SnapshotContentStatus:
+def _judged(
+    content: SnapshotContent, committed: Committed, item: OrderStatus, now: float
+) -> SnapshotContentStatus:
     """Return the status after an answer to a verification; unchanged while there is none."""
     status = content.status
     failure = fold.failure_in([item], now)
     if failure is None and not fold.succeeded(item):
         return status
     if failure is None:
-        return _passed(content, item, now)
+        return _passed(content, committed, item, now)
     if attempt := fold.superseding(item):
         return replace(status, verifications=attempt + 1, verified=attempt)
     if failure.reason not in DAMAGE:
         shown = _shown(content, "Unknown", failure.reason, failure.message, now)
         return replace(shown, verified=item.attempt)
-    finder = "a verification"
-    marked = replace(content, status=quarantined(content, item, finder, now))
-    message = _finding(item, failure, finder)
-    shown = _shown(marked, "False", failure.reason, message, now)
+    damage, finder = Damage(item, failure), "a verification"
+    marked = replace(content, status=quarantined(content, damage, finder, now))
+    shown = _shown(marked, "False", failure.reason, _finding(damage, finder), now)
     return replace(shown, verified=item.attempt)
 
 
-def _passed(content: SnapshotContent, item: OrderStatus, now: float) -> SnapshotContentStatus:
+def _passed(
+    content: SnapshotContent, committed: Committed, item: OrderStatus, now: float
+) -> SnapshotContentStatus:
     status = content.status
     if is_quarantined(content) and item.attempt <= status.doubted:
         # Damage was found while this one read: what it says may be of before.
         return replace(status, verifications=item.attempt + 1, verified=item.attempt)
-    size = status.committed.bytes if status.committed is not None else 0
-    shown = _shown(content, "True", "DigestsMatch", f"{item.node} read {size} bytes", now)
+    message = f"{item.node} read {committed.bytes} bytes"
+    shown = _shown(content, "True", "DigestsMatch", message, now)
     done = replace(shown, verified=item.attempt)
     if not is_quarantined(content):
         return done
     lifted = conditions.with_conditions(
         done.conditions, content, now, (QUARANTINED, False, "DigestsMatch", "")
     )
-    return replace(done, conditions=conditions.captured(lifted, content, status.committed, now))
+    return replace(done, conditions=conditions.captured(lifted, content, committed, now))
 
 
 def _shown(

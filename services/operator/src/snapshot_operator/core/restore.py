@@ -31,6 +31,7 @@ from snapshot_shared.objects import (
     RESTORE_FROM,
     TRACEPARENT,
     AnyObject,
+    Committed,
     Condition,
     DynamoCheckpoint,
     ObjectMeta,
@@ -46,6 +47,7 @@ from snapshot_shared.objects import (
     condition,
     time_of,
 )
+from snapshot_shared.orders import ArtifactRef
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
 
@@ -80,7 +82,7 @@ def source_of(pod: Pod) -> str:
 
 def restore_name(pod: Pod) -> str:
     """Return the name of the restore of a pod: derived from its uid, so that it is made once."""
-    return f"restore-{pod.metadata.uid}"[:63]
+    return f"restore-{pod.metadata.uid}"
 
 
 def restore_for(pod: Pod) -> SnapshotRestore:
@@ -326,12 +328,14 @@ def _pending(view: RestoreView, now: float) -> Plan:
         return _waits(restore, "WaitingForPod", "the pod is not placed on a node yet", now)
     if status.node_name != pod.status.node_name:
         return _plan(restore, replace(status, node_name=pod.status.node_name), now)
-    if content is None or not is_registered:
+    committed = content.status.committed if content is not None else None
+    if content is None or committed is None or not is_registered:
         message = f"{status.content_name} has not registered this restore as a reader yet"
         return _waits(restore, "WaitingForSnapshot", message, now)
     if view.is_full:
         return _waits(restore, backpressure.REASON, backpressure.MESSAGE, now)
-    return _begin(restore, pod, content, now)
+    artifact = ordering.artifact_ref(content, committed)
+    return _begin(restore, pod, artifact, committed, now)
 
 
 def _unreadable(view: RestoreView, now: float) -> Plan | None:
@@ -345,17 +349,16 @@ def _unreadable(view: RestoreView, now: float) -> Plan | None:
     return None
 
 
-def _begin(restore: SnapshotRestore, pod: Pod, content: SnapshotContent, now: float) -> Plan:
-    committed = content.status.committed
-    if committed is None:
-        return NOTHING
+def _begin(
+    restore: SnapshotRestore, pod: Pod, artifact: ArtifactRef, committed: Committed, now: float
+) -> Plan:
     status = restore.status
     attempt = max([status.attempt, *(item.attempt for item in status.orders)]) + 1
     trace = restoration_span(restore)
     begun = replace(
         status,
         attempt=attempt,
-        artifact=ordering.artifact_ref(content, committed),
+        artifact=artifact,
         driver=committed.driver,
         node_name=pod.status.node_name,
         devices=pod.status.devices,
@@ -364,7 +367,7 @@ def _begin(restore: SnapshotRestore, pod: Pod, content: SnapshotContent, now: fl
         failure=None,
         orders=[item for item in status.orders if not fold.is_answered(item)],
     )
-    loads = ordering.load(replace(restore, status=begun), committed, trace, now)
+    loads = ordering.load(replace(restore, status=begun), artifact, committed, trace, now)
     message = f"attempt {attempt} is under way"
     rows = conditions.pending(status.conditions, restore, now, "Restoring", message)
     return _plan(restore, _moved(begun, RestoreEvent.BEGIN, *loads, conditions=rows), now)
@@ -382,8 +385,6 @@ def _loading(view: RestoreView, now: float) -> Plan:
         return _plan(restore, status, now)
     commits = ordering.commit(restore, loads, status.traceparent, now)
     committing = _moved(status, RestoreEvent.LOADED, *commits)
-    if commits:
-        return _plan(restore, committing, now)
     # Without devices there is nothing to publish: one write takes both steps.
     return _committing(view._replace(restore=replace(restore, status=committing)), now, restore)
 

@@ -21,7 +21,6 @@ from snapshot_shared.objects import (
     SnapshotContent,
     SnapshotRestore,
 )
-from snapshot_shared.transitions import Capture
 
 DAY_S = 86400.0
 FINISHED = ("Succeeded", "Failed")
@@ -79,17 +78,13 @@ class _Artifact(NamedTuple):
     value: DynamoCheckpoint | Snapshot
     snapshot: Snapshot
     content: SnapshotContent
+    bytes: int
     identity: str
     names: frozenset[str]
 
     @property
     def namespace(self) -> str:
         return self.snapshot.metadata.namespace or "default"
-
-    @property
-    def bytes(self) -> int:
-        committed = self.content.status.committed
-        return committed.bytes if committed is not None else 0
 
     @property
     def age_key(self) -> tuple[str, str]:
@@ -169,14 +164,17 @@ def _artifacts(holdings: Holdings) -> Iterable[_Artifact]:
             named.add(checkpoint.metadata.name)
     for snapshot in holdings.snapshots:
         content = content_behind(lambda _kind, _space, name: contents.get(name), snapshot)
-        if content is None or not _is_kept(snapshot, content):
+        committed = content.status.committed if content is not None else None
+        if content is None or committed is None or _is_going(snapshot, content):
             continue
         names = frozenset({snapshot.metadata.name, *sharers.get(content.metadata.name, ())})
         owner = checkpoints.get((snapshot.metadata.namespace, snapshot.metadata.name))
         if owner is None or not owned_by(snapshot, owner):
-            yield _Artifact(snapshot, snapshot, content, _source_of(snapshot), names)
+            source = _source_of(snapshot)
+            yield _Artifact(snapshot, snapshot, content, committed.bytes, source, names)
         elif not owner.metadata.deletion_timestamp:
-            yield _Artifact(owner, snapshot, content, identity_hash(owner), names)
+            identity = identity_hash(owner)
+            yield _Artifact(owner, snapshot, content, committed.bytes, identity, names)
 
 
 def _source_of(snapshot: Snapshot) -> str:
@@ -187,9 +185,8 @@ def _source_of(snapshot: Snapshot) -> str:
     return f"artifact/{source.artifact.content_uid if source.artifact else ''}"
 
 
-def _is_kept(snapshot: Snapshot, content: SnapshotContent) -> bool:
-    is_going = snapshot.metadata.deletion_timestamp or content.metadata.deletion_timestamp
-    return content.status.capture is Capture.READY and not is_going
+def _is_going(snapshot: Snapshot, content: SnapshotContent) -> bool:
+    return bool(snapshot.metadata.deletion_timestamp or content.metadata.deletion_timestamp)
 
 
 def _is_usable(artifact: _Artifact) -> bool:
