@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from snapshot_shared.manifests import message_schemas
-from snapshot_shared.objects import KINDS, Kind
+from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.orders import TERMINAL, AgentOrder, AnyOrder, GmsOrder
 from snapshot_shared.steps import OWN_STEPS, STEPS
 

@@ -32,7 +32,8 @@ from snapshot_operator.runtime.manager import Manager
 from snapshot_operator.runtime.spans import Spans
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import KINDS, DeviceRef
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.orders import DeviceRef
 from snapshot_shared.telemetry import Telemetry
 from tests.bench.machine import Watch, describe
 from tests.bench.results import with_section

@@ -29,7 +29,10 @@ from gms.domain.tasks import LOAD_THREADS
 from gms.domain.transfer import CHUNK_BYTES
 from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared.files import opened
-from snapshot_shared.objects import AnyObject, Pod, is_true, restore_name
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import is_true
+from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters import worker_socket
 from tests.bench.gms import huge_pages, raw_transfer

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event, Store
 from snapshot_shared.errors import AlreadyExists, Conflict, NotFound
-from snapshot_shared.objects import Node, NodeSpec, NodeStatus, ObjectMeta
+from snapshot_shared.objects.kubernetes import Node, NodeSpec, NodeStatus
+from snapshot_shared.objects.meta import ObjectMeta
 from tests.support.objects import checkpoint
 
 NOW = "2026-01-01T00:00:00Z"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from snapshot_shared.identity import canonical_json, identity_hash
-from snapshot_shared.objects import IdentitySpec
+from snapshot_shared.objects.snapback import IdentitySpec
 
 VECTORS: list[dict[str, Any]] = msgspec.json.decode(
     (Path(__file__).with_name("data") / "identity.json").read_bytes()

@@ -32,19 +32,15 @@ from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.errors import InvalidMessage
 from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import Journal
-from snapshot_shared.objects import (
-    AnyObject,
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.meta import OrderStatus, condition, is_true
+from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
-    Node,
-    OrderStatus,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotContentStatus,
     SnapshotRestore,
-    condition,
-    is_true,
-    kind_of,
 )
 from snapshot_shared.orders import AnyOrder, Order, Report, StopOrder
 from snapshot_shared.subjects import parse_order

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from snapshot_operator.local.pods import holds_devices
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import Conflict, StoreBusy
-from snapshot_shared.objects import AnyObject, Pod, kind_of
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Pod
 from tests.scenario.loop import CURRENT
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from snapshot_shared import subjects
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import SnapshotContent, SnapshotRestore
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter
 from snapshot_shared.transitions import Capture, Restore
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of, together

@@ -48,7 +48,9 @@ from snapshot_shared.bus import REQUEST_S, Handler
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotContent
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
 from tests.scenario.bus import SeededFaults, SimBus, SimServer

@@ -31,7 +31,7 @@ from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.journal import read_records
 from snapshot_shared.ledger import Noted
-from snapshot_shared.objects import PodSpec
+from snapshot_shared.objects.kubernetes import PodSpec
 from snapshot_shared.orders import (
     ArtifactRef,
     DeviceRef,

@@ -7,7 +7,7 @@ from typing import Any
 
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event
-from snapshot_shared.objects import AnyObject, kind_of
+from snapshot_shared.objects.kinds import AnyObject, kind_of
 
 
 class BlindStore:

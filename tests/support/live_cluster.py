@@ -20,7 +20,8 @@ from snapshot_shared.api import Fault, FaultAction
 from snapshot_shared.bus import Delivery
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import BusUnavailable, RemoteFailure
-from snapshot_shared.objects import HOSTNAME_LABEL, KINDS, AnyObject, Node, kind_of
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Node
 from snapshot_shared.orders import Report
 from snapshot_shared.steps import Place
 from snapshotctl.adapters import processes, worker_socket

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import AnyObject
+from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.orders import Presence, PresenceDevice
 
 GIB = 1024**3

@@ -28,7 +28,8 @@ from snapshot_operator.runtime.sweep import Sweep
 from snapshot_operator.runtime.upkeep import Retention
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.errors import BusUnavailable, Failure
-from snapshot_shared.objects import KINDS, AnyObject, OrderStatus
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import (
     TERMINAL,
     LayoutRef,

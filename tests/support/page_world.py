@@ -26,7 +26,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure, NotFound
 from snapshot_shared.ids import NodeName, OrderId, token
-from snapshot_shared.objects import Node
+from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import (
     TERMINAL,
     DeadLetter,

@@ -17,16 +17,14 @@ from snapshot_agent.ports import GenerationRef
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.codec import digest
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects import (
-    AnyObject,
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import condition, is_true
+from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,
-    condition,
-    is_true,
-    kind_of,
 )
 from snapshot_shared.orders import ArtifactRef, Report
 from snapshot_shared.transitions import Capture, Restore

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from snapshot_shared import subjects
-from snapshot_shared.objects import AnyObject, is_true
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import is_true
 from tests.support.live_cluster import LiveCluster, Session, find, pod
 
 NODE, WORKER = "node-0", "worker"

@@ -11,19 +11,13 @@ from msgspec.structs import replace
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
+from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
+from snapshot_shared.objects.snapback import (
     RESTORE_FROM,
     Committed,
-    Condition,
-    Container,
     ContentSource,
-    ObjectMeta,
-    OrderStatus,
-    OwnerReference,
-    Pod,
     PodSource,
-    PodSpec,
-    PodStatus,
     RestoreTarget,
     Snapshot,
     SnapshotContent,
@@ -37,7 +31,6 @@ from snapshot_shared.objects import (
     SnapshotSpec,
     SnapshotStatus,
     restore_name,
-    time_of,
 )
 from snapshot_shared.orders import PartResult, Report
 

@@ -11,18 +11,10 @@ import msgspec
 
 from snapshot_shared import api
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.objects import (
-    KINDS,
-    AnyObject,
-    DynamoCheckpoint,
-    IdentitySpec,
-    Job,
-    Kind,
-    ObjectMeta,
-    Pod,
-    Snapshot,
-    gpus_wanted,
-)
+from snapshot_shared.objects.kinds import KINDS, AnyObject, Kind
+from snapshot_shared.objects.kubernetes import Job, Pod, gpus_wanted
+from snapshot_shared.objects.meta import ObjectMeta
+from snapshot_shared.objects.snapback import DynamoCheckpoint, IdentitySpec, Snapshot
 from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 

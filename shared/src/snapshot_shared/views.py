@@ -12,18 +12,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from snapshot_shared.codec import encode_json
-from snapshot_shared.objects import (
-    AnyObject,
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Job, Node, Pod
+from snapshot_shared.objects.meta import OrderStatus, condition, is_true
+from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
-    Job,
-    Node,
-    OrderStatus,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,
-    condition,
-    is_true,
 )
 from snapshot_shared.orders import LoadOrder, Progress, SaveOrder, order_in
 from snapshot_shared.transitions import Restore

@@ -6,7 +6,10 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from snapshot_operator.local.pods import holds_devices
-from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotContent, is_true
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import is_true
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.steps import STEPS, VERBS_OF, Place
 from snapshotctl.domain.targets import Target
 from tests.support import live_cluster as live

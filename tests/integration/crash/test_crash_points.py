@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_shared.objects import SnapshotContent
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.steps import STEPS, Place
 from tests.integration.crash.crash_cases import CAPTURE, NODE, PLACES, STORIES, SUBJECT
 from tests.integration.crash.outcome import case, everything_settles_well, workers_are_free

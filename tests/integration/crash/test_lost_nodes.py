@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_shared.objects import Pod, condition
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import condition
 from snapshot_shared.steps import Place
 from tests.integration.crash.crash_cases import CAPTURE, NODE, SUBJECT
 from tests.integration.crash.outcome import case, everything_settles_well

@@ -32,16 +32,10 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.errors import Failure
 from snapshot_shared.http import http_port
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import (
-    AnyObject,
-    Condition,
-    DynamoCheckpoint,
-    Node,
-    NodeSpec,
-    ObjectMeta,
-    Pod,
-    SnapshotRestore,
-)
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
+from snapshot_shared.objects.meta import Condition, ObjectMeta
+from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotRestore
 from snapshot_shared.service import system_clocks
 from snapshot_shared.transitions import Restore
 from tests.support.nats_server import running_nats_server

@@ -12,7 +12,7 @@ import pytest
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, InvalidMessage
-from snapshot_shared.objects import KINDS
+from snapshot_shared.objects.kinds import KINDS
 from snapshotctl.adapters.operator_client import SAFETY_S, connected
 from snapshotctl.domain.servers import Server
 from snapshotctl.domain.targets import Target

@@ -11,7 +11,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import RemoteFailure
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import KINDS, AnyObject
+from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshotctl.adapters.operator_client import OperatorClient
 from snapshotctl.adapters.terminal import Terminal
 from snapshotctl.commands.cordon import set_unschedulable

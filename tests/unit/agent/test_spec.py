@@ -15,7 +15,7 @@ from snapshot_agent.domain.spec import (
     shared_out,
 )
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.objects import Container
+from snapshot_shared.objects.kubernetes import Container
 from snapshot_shared.orders import DeviceRef, PodRef
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")

@@ -8,14 +8,10 @@ import pytest
 
 from snapshot_operator.core import fold
 from snapshot_operator.core.plan import orders_of
-from snapshot_shared.objects import (
-    KINDS,
-    AnyObject,
-    DynamoCheckpoint,
-    Pod,
-    SnapshotContent,
-    is_true,
-)
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import is_true
+from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World

@@ -7,7 +7,9 @@ import pytest
 from snapshot_operator.core.backpressure import is_full
 from snapshot_shared.api import VerifyRequest
 from snapshot_shared.errors import StoreBusy
-from snapshot_shared.objects import AnyObject, SnapshotContent, condition
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import condition
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World

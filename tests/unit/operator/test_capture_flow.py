@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from snapshot_operator.core.capture import ContentView
 from snapshot_operator.core.content import reconcile
 from snapshot_operator.core.plan import SetStatus
-from snapshot_shared.objects import Condition, condition, is_true
+from snapshot_shared.objects.meta import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence

@@ -8,7 +8,7 @@ import pytest
 
 from snapshot_operator.core import conditions
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import Condition
+from snapshot_shared.objects.meta import Condition
 from tests.support.objects import checkpoint
 
 OWNER = checkpoint()

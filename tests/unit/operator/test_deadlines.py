@@ -16,16 +16,12 @@ from snapshot_operator.core.owning import child_meta
 from snapshot_operator.core.plan import FINALIZER, Plan, SetStatus
 from snapshot_operator.core.snapshot import SnapshotView
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Job, JobSpec, Node, NodeSpec, Pod
+from snapshot_shared.objects.meta import ObjectMeta, is_true
+from snapshot_shared.objects.snapback import (
     ArtifactSource,
     ContentSource,
     DynamoCheckpoint,
-    Job,
-    JobSpec,
-    Node,
-    NodeSpec,
-    ObjectMeta,
-    Pod,
     PodSource,
     Snapshot,
     SnapshotContent,
@@ -33,7 +29,6 @@ from snapshot_shared.objects import (
     SnapshotRef,
     SnapshotSource,
     SnapshotSpec,
-    is_true,
 )
 from tests.support.objects import checkpoint_document, restore_document
 from tests.support.operator_world import DIGEST

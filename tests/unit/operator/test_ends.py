@@ -13,11 +13,10 @@ from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.plan import SetStatus
 from snapshot_operator.core.restore import RestoreView, restore_for
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import ObjectMeta, OrderStatus
+from snapshot_shared.objects.snapback import (
     ContentSource,
-    ObjectMeta,
-    OrderStatus,
-    Pod,
     PodSource,
     SnapshotContent,
     SnapshotContentSpec,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import OrderStatus, time_of
+from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import PartResult, Report
 
 UID = "00000000-0000-4000-8000-000000000001"

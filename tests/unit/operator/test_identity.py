@@ -11,13 +11,12 @@ from snapshot_operator.core.checkpoint import CheckpointView, reconcile
 from snapshot_operator.core.owning import child_meta
 from snapshot_operator.core.plan import Delete, SetStatus
 from snapshot_shared.api import RetentionRequest
-from snapshot_shared.objects import (
-    AnyObject,
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import condition, is_true
+from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
     DynamoCheckpointStatus,
     SnapshotContent,
-    condition,
-    is_true,
 )
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, pod_template, presence, restore_document

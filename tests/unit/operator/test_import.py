@@ -13,18 +13,14 @@ from snapshot_operator.core.retention import Holdings, Limits, judged
 from snapshot_operator.local.store import SqliteStore
 from snapshot_shared.api import FoundGeneration, InventoryRequest, VerifyRequest
 from snapshot_shared.errors import InvalidManifest, NotEligible
-from snapshot_shared.objects import (
-    KINDS,
-    AnyObject,
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.meta import ObjectMeta, OrderStatus, condition, is_true
+from snapshot_shared.objects.snapback import (
     ArtifactSource,
-    ObjectMeta,
-    OrderStatus,
     Snapshot,
     SnapshotContent,
     SnapshotSource,
     SnapshotSpec,
-    condition,
-    is_true,
 )
 from snapshot_shared.orders import Proven
 from snapshot_shared.transitions import Capture, Restore

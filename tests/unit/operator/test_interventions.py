@@ -20,7 +20,9 @@ from snapshot_shared.api import (
     VerifyRequest,
 )
 from snapshot_shared.codec import encode_json
-from snapshot_shared.objects import ABORT, Pod, condition, is_true
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import condition, is_true
+from snapshot_shared.objects.snapback import ABORT
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload

@@ -19,16 +19,15 @@ from snapshot_shared.bus import ASKED
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import (
-    UNKNOWN_ARTIFACTS,
+from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS
+from snapshot_shared.objects.meta import ObjectMeta, condition
+from snapshot_shared.objects.snapback import (
     ContentSource,
-    ObjectMeta,
     PodSource,
     SnapshotContent,
     SnapshotContentSpec,
     SnapshotContentStatus,
     SnapshotRef,
-    condition,
 )
 from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture

@@ -7,7 +7,7 @@ import msgspec
 from snapshot_operator.runtime.cluster import key_of
 from snapshot_operator.runtime.manager import Input
 from snapshot_shared.api import PodsRequest, TemplateRequest
-from snapshot_shared.objects import Pod
+from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.orders import Report
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence

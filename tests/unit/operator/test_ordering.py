@@ -14,7 +14,8 @@ from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.plan import FINALIZER, Create
 from snapshot_operator.core.restore import restore_for
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import Pod, time_of
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import time_of
 from snapshot_shared.orders import ArtifactRef, DeviceRef, PodRef, RunOrder, StopOrder
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import DIGEST, World, payload

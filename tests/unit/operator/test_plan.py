@@ -24,7 +24,7 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_operator.runtime.cluster import Key, Tracker
-from snapshot_shared.objects import Condition
+from snapshot_shared.objects.meta import Condition
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World

@@ -14,7 +14,8 @@ from snapshot_shared.bus import Delivery
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable
-from snapshot_shared.objects import Node, is_true
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import is_true
 from tests.support.brokers import VirtualLoop
 from tests.support.objects import presence
 from tests.support.operator_world import World

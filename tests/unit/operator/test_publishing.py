@@ -9,7 +9,7 @@ import msgspec
 from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
 from snapshot_shared.ids import NodeName, OrderId
-from snapshot_shared.objects import OrderStatus, time_of
+from snapshot_shared.objects.meta import OrderStatus, time_of
 from tests.scenario.bus import SimBus, SimServer
 from tests.support.brokers import VirtualLoop
 

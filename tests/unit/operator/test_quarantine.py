@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.api import VerifyReply, VerifyRequest
 from snapshot_shared.errors import Failure, NotEligible, NotFound
-from snapshot_shared.objects import Condition, condition, is_true
+from snapshot_shared.objects.meta import Condition, condition, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload

@@ -15,7 +15,7 @@ from snapshot_shared import subjects
 from snapshot_shared.api import VerifyRequest
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
-from snapshot_shared.objects import OrderStatus
+from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import TERMINAL, DeadLetter, Report
 from tests.scenario.bus import SimBus, SimServer
 from tests.support.brokers import VirtualLoop

@@ -8,13 +8,10 @@ from msgspec.structs import replace
 from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_shared.errors import StoreBusy
-from snapshot_shared.objects import (
-    AnyObject,
-    ContainerStatus,
-    SnapshotContent,
-    is_true,
-    time_of,
-)
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import ContainerStatus
+from snapshot_shared.objects.meta import is_true, time_of
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload

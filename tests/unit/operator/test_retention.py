@@ -15,15 +15,12 @@ from snapshot_operator.core.retention import DAY_S, Decision, Holdings, Limits, 
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared.api import RetentionRequest
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
+from snapshot_shared.objects.snapback import (
     Committed,
-    Condition,
     ContentSource,
     DynamoCheckpoint,
-    ObjectMeta,
-    OrderStatus,
-    OwnerReference,
-    Pod,
     PodSource,
     Snapshot,
     SnapshotContent,
@@ -34,7 +31,6 @@ from snapshot_shared.objects import (
     SnapshotSource,
     SnapshotSpec,
     SnapshotStatus,
-    time_of,
 )
 from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture, Restore

@@ -10,14 +10,13 @@ from msgspec.structs import replace
 from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.plan import Create, Plan, SetStatus
 from snapshot_operator.core.snapshot import SnapshotView, reconcile
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import condition, is_true
+from snapshot_shared.objects.snapback import (
     ArtifactSource,
-    Pod,
     SnapshotContent,
     SnapshotSource,
     SnapshotStatus,
-    condition,
-    is_true,
 )
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import DIGEST, World

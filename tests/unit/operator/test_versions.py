@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from snapshot_shared.objects import condition
+from snapshot_shared.objects.meta import condition
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
 

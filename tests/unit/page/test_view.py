@@ -25,7 +25,9 @@ from snapshot_page.domain.view import (
     without_progress,
 )
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import Node, NodeSpec, OrderStatus, Pod, restore_name, time_of
+from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
+from snapshot_shared.objects.meta import OrderStatus, time_of
+from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.orders import DeadLetter, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from tests.support.objects import checkpoint_document, presence, restore_document

@@ -17,7 +17,7 @@ import snapshot_operator
 import snapshot_shared
 import snapshotctl
 from snapshot_shared.errors import RemoteFailure, SnapbackError
-from snapshot_shared.objects import KINDS
+from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.reasons import REASONS, explained
 
 ROOT = Path(__file__).resolve().parents[3]

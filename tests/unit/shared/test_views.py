@@ -9,13 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_shared.codec import encode_json
-from snapshot_shared.objects import (
-    AnyObject,
-    OrderStatus,
-    SnapshotContent,
-    SnapshotRestore,
-    time_of,
-)
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import OrderStatus, time_of
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import LayoutRef, PartResult, Progress, Report, VectorEntry
 from snapshot_shared.transitions import Capture, Restore
 from snapshot_shared.views import (

@@ -14,7 +14,7 @@ from snapshot_shared.artifact import (
     SavedLayout,
 )
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import Node, NodeStatus
+from snapshot_shared.objects.kubernetes import Node, NodeStatus
 from snapshot_shared.orders import LayoutRef, PodRef
 from snapshotctl.views import artifact_tables
 from snapshotctl.views.artifact_tables import Manifests

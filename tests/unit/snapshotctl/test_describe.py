@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import AnyObject, time_of
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import time_of
 from snapshot_shared.orders import VectorEntry
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.commands import describe

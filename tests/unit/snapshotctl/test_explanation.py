@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, derived_uid
-from snapshot_shared.objects import AnyObject, Node, NodeStatus
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Node, NodeStatus
 from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.views import explanation

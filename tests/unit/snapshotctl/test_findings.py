@@ -10,7 +10,8 @@ import pytest
 from snapshot_shared.api import HealthReply
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, FenceStatus, StatusReply
-from snapshot_shared.objects import Node, SnapshotContent
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshotctl.views import findings
 from snapshotctl.views.findings import (

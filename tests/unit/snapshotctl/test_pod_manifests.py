@@ -11,7 +11,8 @@ from snapshot_shared.errors import InvalidManifest, NotEligible, SnapbackError
 from snapshot_shared.identity import identity_hash
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import HOSTNAME_LABEL, RESTORE_FROM, DynamoCheckpoint
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL
+from snapshot_shared.objects.snapback import RESTORE_FROM, DynamoCheckpoint
 from snapshotctl.domain import pod_manifests
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import WrongArguments

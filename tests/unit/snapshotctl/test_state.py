@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from snapshot_operator.core import ordering
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects import OrderStatus, time_of
+from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import DeviceRef, LayoutRef, PartResult, VectorEntry
 from snapshot_shared.transitions import Restore
 from snapshotctl.views import state

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_shared.objects import KINDS, AnyObject, Node
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshotctl.views import tables
 from snapshotctl.views.tables import Table

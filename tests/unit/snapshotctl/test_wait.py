@@ -3,16 +3,12 @@
 import pytest
 
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
-    AnyObject,
-    Condition,
-    Container,
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
+from snapshot_shared.objects.meta import Condition, ObjectMeta
+from snapshot_shared.objects.snapback import (
     ContentSource,
-    ObjectMeta,
-    Pod,
     PodSource,
-    PodSpec,
-    PodStatus,
     SnapshotContent,
     SnapshotContentSpec,
     SnapshotContentStatus,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, NamedTuple, Protocol
 
-from snapshot_shared.objects import AnyObject, OrderStatus
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import OrderStatus
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
 

@@ -17,7 +17,8 @@ from snapshot_shared.errors import (
     NotFound,
     RemoteFailure,
 )
-from snapshot_shared.objects import KINDS, AnyObject, Node, kind_of
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.targets import Target

@@ -19,7 +19,7 @@ from snapshot_shared.api import (
 )
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import AnyObject, Kind
+from snapshot_shared.objects.kinds import AnyObject, Kind
 from snapshot_shared.orders import Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.cluster import ClusterAccess, NodeSpec

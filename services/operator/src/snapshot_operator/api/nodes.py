@@ -28,7 +28,9 @@ from snapshot_shared.api import (
 from snapshot_shared.bus import ASKED
 from snapshot_shared.errors import Forbidden, StalePodReference
 from snapshot_shared.ids import NodeName, check_node
-from snapshot_shared.objects import AnyObject, Pod, SnapshotContent
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.snapback import SnapshotContent
 
 log = logging.getLogger(__name__)
 

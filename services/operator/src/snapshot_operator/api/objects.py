@@ -39,17 +39,10 @@ from snapshot_shared.errors import (
     NotFound,
 )
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects import (
-    TRACEPARENT,
-    VERIFY,
-    AnyObject,
-    Kind,
-    Node,
-    SnapshotContent,
-    find_kind,
-    is_true,
-    kind_of,
-)
+from snapshot_shared.objects.kinds import AnyObject, Kind, find_kind, kind_of
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import TRACEPARENT, is_true
+from snapshot_shared.objects.snapback import VERIFY, SnapshotContent
 from snapshot_shared.redaction import redacted
 
 log = logging.getLogger(__name__)

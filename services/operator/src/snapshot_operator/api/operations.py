@@ -25,17 +25,9 @@ from snapshot_shared.api import (
 )
 from snapshot_shared.errors import Conflict, NotEligible
 from snapshot_shared.ids import check_node, check_order_id, owner_of
-from snapshot_shared.objects import (
-    ABORT,
-    KINDS,
-    AnyObject,
-    DynamoCheckpoint,
-    Node,
-    Snapshot,
-    SnapshotContent,
-    find_kind,
-    kind_of,
-)
+from snapshot_shared.objects.kinds import KINDS, AnyObject, find_kind, kind_of
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.snapback import ABORT, DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshot_shared.service import VERSION
 
 log = logging.getLogger(__name__)

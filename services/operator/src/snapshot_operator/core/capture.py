@@ -16,17 +16,14 @@ from snapshot_operator.core import backpressure, conditions, fold, ordering, qua
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.plan import Plan, status_plan
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus, time_of
+from snapshot_shared.objects.snapback import (
     ABORT,
-    TRACEPARENT,
     Committed,
-    Node,
-    OrderStatus,
-    Pod,
     SnapshotContent,
     SnapshotContentStatus,
     SnapshotRestore,
-    time_of,
 )
 from snapshot_shared.orders import ArtifactRef, PartResult, VectorEntry, version_gap
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent

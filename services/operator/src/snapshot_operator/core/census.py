@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from snapshot_operator.core.quarantine import QUARANTINED
-from snapshot_shared.objects import AnyObject, Node, SnapshotContent, is_true, kind_of
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import is_true
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.views import phase
 
 NODE_STATES = ("ready", "not-ready", "lost")

@@ -31,19 +31,16 @@ from snapshot_operator.core.sharing import (
     owner_for,
 )
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Job, JobSpec, Pod
+from snapshot_shared.objects.meta import condition, is_true
+from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
     DynamoCheckpointStatus,
-    Job,
-    JobSpec,
-    Pod,
     PodSource,
     Snapshot,
     SnapshotContent,
     SnapshotSource,
     SnapshotSpec,
-    condition,
-    is_true,
 )
 
 

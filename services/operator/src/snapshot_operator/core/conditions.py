@@ -6,7 +6,9 @@ from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import AnyObject, Committed, Condition, set_condition
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import Condition, set_condition
+from snapshot_shared.objects.snapback import Committed
 
 Truth = Literal["True", "False", "Unknown"]
 

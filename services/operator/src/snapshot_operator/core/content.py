@@ -32,13 +32,13 @@ from snapshot_operator.core.plan import (
     is_adopted,
 )
 from snapshot_shared.ids import Uid, derived_uid, order_id
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.snapback import (
     VERIFY,
-    AnyObject,
     Committed,
     DynamoCheckpoint,
-    OrderStatus,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotContentStatus,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from snapshot_operator.core import capture, checkpoint, content, restore, sharing, snapshot
 from snapshot_operator.core.plan import Plan, Reader
-from snapshot_shared.objects import Pod, SnapshotContent, SnapshotRestore
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 
 
 class Controller(NamedTuple):

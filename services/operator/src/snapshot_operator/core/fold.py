@@ -12,7 +12,7 @@ from datetime import datetime
 from msgspec.structs import replace
 
 from snapshot_shared.errors import Failure, UnsupportedVersion
-from snapshot_shared.objects import OrderStatus, time_of
+from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
 
 _END = "any terminal report"

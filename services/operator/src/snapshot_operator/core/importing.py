@@ -12,13 +12,8 @@ from snapshot_operator.core.capture import ContentView, content_plan
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.plan import Plan
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
-    ArtifactSource,
-    Committed,
-    OrderStatus,
-    SnapshotContent,
-    time_of,
-)
+from snapshot_shared.objects.meta import OrderStatus, time_of
+from snapshot_shared.objects.snapback import ArtifactSource, Committed, SnapshotContent
 from snapshot_shared.transitions import CaptureEvent
 
 

@@ -11,13 +11,10 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_shared.errors import NotEligible
-from snapshot_shared.objects import (
-    AnyObject,
-    Node,
-    OrderStatus,
-    SnapshotContent,
-    kind_of,
-)
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from snapshot_shared.api import FoundGeneration, InventoryReply, Verdict
-from snapshot_shared.objects import SnapshotContent
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture
 
 _OVER = (Capture.READY, Capture.FAILED)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from snapshot_operator.core.plan import Reader
-from snapshot_shared.objects import Node, is_true
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import is_true
 from snapshot_shared.orders import version_gap
 
 

@@ -12,14 +12,13 @@ from snapshot_operator.core import fold
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.errors import Internal
 from snapshot_shared.ids import Uid, order_id
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import OrderStatus, time_of
+from snapshot_shared.objects.snapback import (
     ArtifactSource,
     Committed,
-    OrderStatus,
-    Pod,
     SnapshotContent,
     SnapshotRestore,
-    time_of,
 )
 from snapshot_shared.orders import (
     SCHEMA_VERSION,

@@ -6,15 +6,9 @@ from collections.abc import Sequence
 
 from snapshot_operator.core.plan import FINALIZER, Delete, Finalize, Plan
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
-    KINDS,
-    TRACEPARENT,
-    AnyObject,
-    ObjectMeta,
-    OwnerReference,
-    Snapshot,
-    SnapshotContent,
-)
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.meta import TRACEPARENT, ObjectMeta, OwnerReference
+from snapshot_shared.objects.snapback import Snapshot, SnapshotContent
 
 
 def child_meta(

@@ -12,16 +12,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from snapshot_operator.core import fold
-from snapshot_shared.objects import (
-    AnyObject,
-    DynamoCheckpoint,
-    Job,
-    OrderStatus,
-    Pod,
-    SnapshotContent,
-    SnapshotRestore,
-    is_true,
-)
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Job, Pod
+from snapshot_shared.objects.meta import OrderStatus, is_true
+from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
 from snapshot_shared.transitions import Capture, Restore
 
 

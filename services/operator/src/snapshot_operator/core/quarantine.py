@@ -15,15 +15,12 @@ from msgspec.structs import replace
 from snapshot_operator.core import conditions, fold, ordering
 from snapshot_operator.core.conditions import Wait
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
+from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
+from snapshot_shared.objects.snapback import (
     VERIFY,
     Committed,
-    Condition,
-    OrderStatus,
     SnapshotContent,
     SnapshotContentStatus,
-    condition,
-    is_true,
 )
 from snapshot_shared.orders import order_in
 

@@ -26,26 +26,27 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
-    KINDS,
-    RESTORE_FROM,
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import (
     TRACEPARENT,
-    AnyObject,
-    Committed,
     Condition,
-    DynamoCheckpoint,
     ObjectMeta,
     OrderStatus,
     OwnerReference,
-    Pod,
+    condition,
+    time_of,
+)
+from snapshot_shared.objects.snapback import (
+    RESTORE_FROM,
+    Committed,
+    DynamoCheckpoint,
     RestoreTarget,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,
     SnapshotRestoreSpec,
     SnapshotRestoreStatus,
-    condition,
-    time_of,
 )
 from snapshot_shared.orders import ArtifactRef
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent

@@ -13,10 +13,10 @@ from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.restore import ENDED, source_of
 from snapshot_operator.core.sharing import identity_hash
-from snapshot_shared.objects import (
-    AnyObject,
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,

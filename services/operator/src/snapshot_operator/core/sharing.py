@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from snapshot_operator.core.plan import Reader
 from snapshot_shared.errors import Failure
 from snapshot_shared.identity import identity_hash as hash_of
-from snapshot_shared.objects import DynamoCheckpoint, SnapshotContent
+from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
 
 
 def identity_hash(checkpoint: DynamoCheckpoint) -> str:

@@ -21,18 +21,16 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_shared.errors import Failure, Internal
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import ObjectMeta, condition, is_true
+from snapshot_shared.objects.snapback import (
     SNAPSHOT_UID,
     ContentSource,
-    ObjectMeta,
-    Pod,
     PodSource,
     Snapshot,
     SnapshotContent,
     SnapshotContentSpec,
     SnapshotRef,
-    condition,
-    is_true,
 )
 
 _FINISHED = ("Succeeded", "Failed")

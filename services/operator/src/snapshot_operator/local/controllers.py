@@ -6,7 +6,7 @@ from snapshot_operator.core import controllers
 from snapshot_operator.core.controllers import Controller, Index
 from snapshot_operator.local import jobs, pods
 from snapshot_operator.local.scheduler import shape
-from snapshot_shared.objects import Pod
+from snapshot_shared.objects.kubernetes import Pod
 
 
 def _unplaced(pod: Pod) -> list[str]:

@@ -10,7 +10,7 @@ import logging
 
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.errors import Conflict, NoSpace, NotFound, StoreBusy
-from snapshot_shared.objects import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_shared.ids import short_hash
-from snapshot_shared.objects import Job, Pod, is_true
+from snapshot_shared.objects.kubernetes import Job, Pod
+from snapshot_shared.objects.meta import is_true
 
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 

@@ -13,15 +13,8 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.conditions import with_conditions
 from snapshot_shared.artifact import QUARANTINE
-from snapshot_shared.objects import (
-    UNKNOWN_ARTIFACTS,
-    Condition,
-    Node,
-    NodeStatus,
-    ObjectMeta,
-    condition,
-    is_true,
-)
+from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS, Node, NodeStatus
+from snapshot_shared.objects.meta import Condition, ObjectMeta, condition, is_true
 from snapshot_shared.orders import Presence
 
 LOST_AFTER_S = 90.0

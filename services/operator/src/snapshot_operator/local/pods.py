@@ -38,19 +38,9 @@ from snapshot_operator.core.restore import (
 )
 from snapshot_operator.local.scheduler import Placement, Waiting, admits, place, shape
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
-    TRACEPARENT,
-    Condition,
-    ContainerStatus,
-    Node,
-    OrderStatus,
-    Pod,
-    PodStatus,
-    SnapshotContent,
-    SnapshotRestore,
-    condition,
-    is_true,
-)
+from snapshot_shared.objects.kubernetes import ContainerStatus, Node, Pod, PodStatus
+from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeviceRef, DropOrder, VectorEntry, order_in
 from snapshot_shared.transitions import Restore
 

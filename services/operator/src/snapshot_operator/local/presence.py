@@ -23,7 +23,7 @@ from snapshot_shared.errors import (
     StoreBusy,
 )
 from snapshot_shared.ids import token
-from snapshot_shared.objects import Node
+from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import Presence
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from snapshot_operator.core.nodes import unusable_for_new_work
 from snapshot_operator.core.restore import source_of
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import HOSTNAME_LABEL, Node, Pod, gpus_wanted
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Node, Pod, gpus_wanted
 from snapshot_shared.orders import DeviceRef, VectorEntry, version_gap
 
 

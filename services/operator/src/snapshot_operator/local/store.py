@@ -27,7 +27,8 @@ from snapshot_shared.errors import (
     StorageFailed,
     StoreBusy,
 )
-from snapshot_shared.objects import KINDS, AnyObject, ObjectMeta, kind_of
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.meta import ObjectMeta
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS objects (

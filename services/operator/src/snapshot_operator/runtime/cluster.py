@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from snapshot_operator.core.controllers import Index
 from snapshot_operator.ports import Change, Event, Store
-from snapshot_shared.objects import KINDS, AnyObject
+from snapshot_shared.objects.kinds import KINDS, AnyObject
 
 MAX_REMEMBERED = 10_000
 """How many deleted uids are remembered, so that a late event cannot bring one back."""

@@ -26,7 +26,8 @@ from snapshot_operator.runtime.spans import Spans
 from snapshot_shared import instruments
 from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects import AnyObject, OrderStatus, kind_of
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import envelope_of
 from snapshot_shared.telemetry import working_on
 

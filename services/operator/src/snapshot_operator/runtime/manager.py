@@ -38,7 +38,8 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects import AnyObject, OrderStatus
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import Report
 from snapshot_shared.tasks import end_all, yield_turn
 

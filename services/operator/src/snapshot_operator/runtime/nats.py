@@ -14,7 +14,8 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Conflict, SnapbackError
 from snapshot_shared.ids import NodeName, OrderId, check_order_id
-from snapshot_shared.objects import AnyObject, OrderStatus, kind_of
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import envelope_of
 from snapshot_shared.permissions import User
 from snapshot_shared.spans import message_attributes

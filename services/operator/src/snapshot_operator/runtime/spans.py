@@ -13,14 +13,10 @@ from snapshot_operator.core.restore import ENDED
 from snapshot_shared import instruments
 from snapshot_shared.errors import Failure
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects import (
-    TRACEPARENT,
-    AnyObject,
-    OrderStatus,
-    Pod,
-    SnapshotContent,
-    SnapshotRestore,
-)
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.steps import order_span
 from snapshot_shared.telemetry import Telemetry

@@ -20,7 +20,8 @@ from snapshot_shared import instruments, subjects
 from snapshot_shared.errors import BusUnavailable, Conflict, InvalidName, StoreBusy
 from snapshot_shared.ids import check_order_id, owner_of
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects import KINDS, OrderStatus
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared import instruments
 from snapshot_shared.errors import Conflict, NoSpace, NotFound, StoreBusy
 from snapshot_shared.metrics import Metrics
-from snapshot_shared.objects import KINDS, kind_of
+from snapshot_shared.objects.kinds import KINDS, kind_of
 from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)

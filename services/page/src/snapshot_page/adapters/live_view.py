@@ -34,16 +34,10 @@ from snapshot_shared.errors import (
     NotFound,
 )
 from snapshot_shared.ids import NodeName, OrderId, check_node, owner_of
-from snapshot_shared.objects import (
-    KINDS,
-    AnyObject,
-    Kind,
-    Node,
-    ObjectMeta,
-    Pod,
-    SnapshotRestore,
-    restore_name,
-)
+from snapshot_shared.objects.kinds import KINDS, AnyObject, Kind
+from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.meta import ObjectMeta
+from snapshot_shared.objects.snapback import SnapshotRestore, restore_name
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import end_all

@@ -11,14 +11,10 @@ from typing import Any, NamedTuple
 
 from snapshot_page.domain.view import Entry
 from snapshot_shared import views
-from snapshot_shared.objects import (
-    AnyObject,
-    DynamoCheckpoint,
-    OrderStatus,
-    Pod,
-    SnapshotContent,
-    SnapshotRestore,
-)
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import Progress, Report
 from snapshot_shared.spans import SpanRecord, layout
 

@@ -16,20 +16,14 @@ from msgspec.structs import replace
 from snapshot_shared import subjects, views
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
-from snapshot_shared.objects import (
-    TRACEPARENT,
-    AnyObject,
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
+from snapshot_shared.objects.snapback import (
     Committed,
-    Condition,
-    Node,
-    OrderStatus,
-    Pod,
     SnapshotContent,
     SnapshotContentStatus,
     SnapshotRestore,
-    condition,
-    is_true,
-    kind_of,
 )
 from snapshot_shared.orders import DeadLetter, Presence, PresenceDevice, Progress
 from snapshot_shared.spans import parse_traceparent

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from snapshot_agent.domain import control
 from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.objects import GPU_RESOURCE, Container
+from snapshot_shared.objects.kubernetes import GPU_RESOURCE, Container
 from snapshot_shared.orders import DeviceRef, PodRef
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")

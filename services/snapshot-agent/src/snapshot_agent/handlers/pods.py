@@ -37,7 +37,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import OrderId, Uid, check_label, check_uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry, Noted
-from snapshot_shared.objects import PodSpec
+from snapshot_shared.objects.kubernetes import PodSpec
 from snapshot_shared.orders import PodRef, RunOrder, StopOrder
 from snapshot_shared.runner import Step
 from snapshot_shared.telemetry import current_traceparent

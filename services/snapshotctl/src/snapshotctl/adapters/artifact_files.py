@@ -15,7 +15,7 @@ from snapshot_shared.artifact import (
 )
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
-from snapshot_shared.objects import Committed
+from snapshot_shared.objects.snapback import Committed
 from snapshotctl.views.artifact_tables import CapturedArtifact, Manifests
 
 _NEXT = "have all of it read, which brings it into quarantine: snapshotctl verify NAME"

@@ -32,7 +32,9 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.frames import StatusReply
 from snapshot_shared.ids import check_node, name_of
-from snapshot_shared.objects import KINDS, Node, SnapshotContent
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import Presence
 from snapshot_shared.service import VERSION
 from snapshot_shared.spans import SpanRecord

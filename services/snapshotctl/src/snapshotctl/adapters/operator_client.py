@@ -24,7 +24,9 @@ from snapshot_shared.errors import (
     RemoteFailure,
 )
 from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of, token
-from snapshot_shared.objects import KINDS, AnyObject, Kind, Node, ObjectMeta, find_kind, is_true
+from snapshot_shared.objects.kinds import KINDS, AnyObject, Kind, find_kind
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import ObjectMeta, is_true
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import heeding

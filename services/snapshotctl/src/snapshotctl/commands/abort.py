@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from snapshot_shared.objects import KINDS, AnyObject, SnapshotContent
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture
 from snapshotctl import objects
 from snapshotctl.adapters import machine

@@ -9,15 +9,10 @@ import msgspec
 import typer
 
 from snapshot_shared.errors import NotEligible
-from snapshot_shared.objects import (
-    KINDS,
-    AnyObject,
-    DynamoCheckpoint,
-    Node,
-    Snapshot,
-    SnapshotContent,
-    condition,
-)
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import condition
+from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshotctl import objects
 from snapshotctl.adapters.artifact_files import manifests_of
 from snapshotctl.command import AllNamespaces, Captured, Namespace, command, new_app

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects import KINDS
+from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.redaction import redacted
 from snapshotctl.adapters import archive
 from snapshotctl.command import command, new_app

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from snapshot_shared.errors import NotEligible
-from snapshot_shared.objects import Framework, Pod
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.snapback import Framework
 from snapshotctl import objects
 from snapshotctl.command import Container, Manifest, MaybeNamespace, Timeout, command, new_app
 from snapshotctl.commands.watch import create_and_watch

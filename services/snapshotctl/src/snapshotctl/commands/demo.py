@@ -13,16 +13,10 @@ import typer
 
 from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import check_uid
-from snapshot_shared.objects import (
-    KINDS,
-    AnyObject,
-    DynamoCheckpoint,
-    Job,
-    Pod,
-    SnapshotContent,
-    is_true,
-    restore_name,
-)
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.kubernetes import Job, Pod
+from snapshot_shared.objects.meta import is_true
+from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import end_all
 from snapshotctl import objects

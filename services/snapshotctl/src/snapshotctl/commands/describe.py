@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from snapshot_shared.objects import KINDS, AnyObject, Pod, SnapshotContent, SnapshotRestore, kind_of
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshotctl import objects
 from snapshotctl.command import KindAndName, Namespace, command, new_app
 from snapshotctl.domain import formats, targets

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects import KINDS, AnyObject
+from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.command import command, complete_nodes, new_app
 from snapshotctl.domain import formats, targets

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from snapshot_shared.errors import NotEligible, NotFound
-from snapshot_shared.objects import KINDS, DynamoCheckpoint, Pod, Snapshot, SnapshotContent
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshotctl.command import Container, Manifest, MaybeNamespace, Timeout, command, new_app
 from snapshotctl.commands.watch import create_and_watch
 from snapshotctl.domain import formats, pod_manifests, targets

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects import AnyObject, Pod
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.spans import Bar, SpanRecord, Waterfall, layout
 from snapshotctl.command import Namespace, Traced, command, new_app
 from snapshotctl.domain import formats, targets

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from snapshot_shared.objects import KINDS, AnyObject, Condition, SnapshotContent, condition
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.meta import Condition, condition
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshotctl import objects
 from snapshotctl.command import Captured, Namespace, Timeout, command, new_app
 from snapshotctl.domain import formats, targets

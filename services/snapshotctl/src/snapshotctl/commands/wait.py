@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from snapshot_shared.errors import DeadlineExceeded
-from snapshot_shared.objects import AnyObject
+from snapshot_shared.objects.kinds import AnyObject
 from snapshotctl import objects
 from snapshotctl.command import KindAndName, Namespace, Timeout, command, new_app
 from snapshotctl.domain import formats, targets

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from snapshot_shared.errors import BusUnavailable, DeadlineExceeded
-from snapshot_shared.objects import KINDS, Job, Node, Pod, SnapshotRestore
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.kubernetes import Job, Node, Pod
+from snapshot_shared.objects.snapback import SnapshotRestore
 from snapshot_shared.tasks import end_all
 from snapshotctl import objects
 from snapshotctl.command import Namespace, Timeout, Traced, command, new_app

@@ -11,13 +11,12 @@ import msgspec
 
 from snapshot_shared.errors import InvalidManifest, NotEligible
 from snapshot_shared.ids import short_hash
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Pod
+from snapshot_shared.objects.snapback import (
     GROUP,
-    HOSTNAME_LABEL,
     RESTORE_FROM,
     DynamoCheckpoint,
     Framework,
-    Pod,
     Snapshot,
     SnapshotContent,
 )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from snapshot_shared.errors import InvalidName, NotFound
 from snapshot_shared.ids import NodeName, check_label, check_name
-from snapshot_shared.objects import KINDS, Kind, find_kind
+from snapshot_shared.objects.kinds import KINDS, Kind, find_kind
 from snapshotctl.domain.exits import WrongArguments
 
 VERIFIABLE = ("DynamoCheckpoint", "Snapshot", "SnapshotContent")

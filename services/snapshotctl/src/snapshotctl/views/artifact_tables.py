@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot_shared.artifact import FileEntry, PartManifest, RootManifest
-from snapshot_shared.objects import DynamoCheckpoint, Node, SnapshotContent, condition
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import condition
+from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
 from snapshotctl.domain import formats
 from snapshotctl.views.state import artifact_state
 from snapshotctl.views.tables import Table

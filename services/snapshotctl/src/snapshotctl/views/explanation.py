@@ -9,21 +9,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Job, Node, Pod, gpus_wanted
+from snapshot_shared.objects.meta import OrderStatus, is_true
+from snapshot_shared.objects.snapback import (
     RESTORE_FROM,
-    AnyObject,
     ArtifactSource,
     DynamoCheckpoint,
-    Job,
-    Node,
-    OrderStatus,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,
-    gpus_wanted,
-    is_true,
-    kind_of,
 )
 from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.reasons import REASONS

@@ -17,7 +17,9 @@ from snapshot_shared.api import HealthReply
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import StatusReply
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import Node, SnapshotContent, condition, is_true
+from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.meta import condition, is_true
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import SCHEMA_VERSION, Presence
 from snapshotctl.domain import formats
 from snapshotctl.views.state import state_text

@@ -13,13 +13,9 @@ import msgspec
 from snapshot_shared import subjects
 from snapshot_shared.errors import InvalidName
 from snapshot_shared.ids import check_order_id
-from snapshot_shared.objects import (
-    AnyObject,
-    OrderStatus,
-    SnapshotContent,
-    SnapshotRestore,
-    kind_of,
-)
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter, Progress, Report, driver_of, envelope_of, order_in
 from snapshot_shared.spans import SpanRecord, order_context, parse_traceparent
 from snapshot_shared.steps import STEPS, table

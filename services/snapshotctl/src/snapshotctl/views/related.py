@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from snapshot_shared.objects import (
-    KINDS,
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Job, Node, Pod
+from snapshot_shared.objects.meta import TRACEPARENT, ObjectMeta, OrderStatus
+from snapshot_shared.objects.snapback import (
     RESTORE_FROM,
     SNAPSHOT_UID,
-    TRACEPARENT,
-    AnyObject,
     DynamoCheckpoint,
-    Job,
-    Node,
-    ObjectMeta,
-    OrderStatus,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,
-    kind_of,
     restore_name,
 )
 from snapshot_shared.spans import parse_traceparent

@@ -6,20 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects import (
-    UNKNOWN_ARTIFACTS,
-    AnyObject,
-    Condition,
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS, Job, Node, Pod
+from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
+from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
-    Job,
-    Node,
-    OrderStatus,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,
-    condition,
-    is_true,
 )
 from snapshot_shared.orders import TERMINAL, LoadOrder, order_in
 from snapshot_shared.transitions import Capture, Restore

@@ -6,19 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects import (
+from snapshot_shared.objects.kinds import AnyObject, Kind
+from snapshot_shared.objects.kubernetes import Job, Node, Pod, gpus_wanted
+from snapshot_shared.objects.meta import is_true
+from snapshot_shared.objects.snapback import (
     RESTORE_FROM,
-    AnyObject,
     DynamoCheckpoint,
-    Job,
-    Kind,
-    Node,
-    Pod,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,
-    gpus_wanted,
-    is_true,
 )
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshotctl.domain import formats

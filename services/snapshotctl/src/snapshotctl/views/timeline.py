@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from snapshot_shared.ids import OrderId, owner_of, verb_of
-from snapshot_shared.objects import AnyObject, Condition, OrderStatus, condition
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.meta import Condition, OrderStatus, condition
 from snapshot_shared.orders import Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import STEPS, names

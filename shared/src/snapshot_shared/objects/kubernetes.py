@@ -1,0 +1,181 @@
+"""Pod, Job and Node: the fields of Kubernetes that are honoured.
+
+They are observed facts: standalone mode writes them itself, in Kubernetes the kubelet and its
+controllers do. `manifests` refuses any other field of a Job or Pod by its path.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from snapshot_shared.objects.meta import (
+    Amount,
+    AnnotationValue,
+    Argument,
+    Condition,
+    EnvName,
+    LabelKey,
+    LabelValue,
+    ObjectMeta,
+    OrderStatus,
+    Quantity,
+)
+from snapshot_shared.orders import DeviceRef, Label, Name, PresenceDevice
+
+UNKNOWN_ARTIFACTS = "UnknownArtifacts"
+"""Condition of a Node: something below its artifact root has no owner."""
+
+
+GPU_RESOURCE = "nvidia.com/gpu"
+
+
+HOSTNAME_LABEL = "kubernetes.io/hostname"
+
+
+class TemplateMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Labels and annotations for the pods of a template."""
+
+    labels: dict[LabelKey, LabelValue] = {}
+    annotations: dict[LabelKey, AnnotationValue] = {}
+
+
+class EnvVar(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment variable; values that come from elsewhere are not honoured standalone."""
+
+    name: EnvName
+    value: Argument = ""
+
+
+class ResourceRequirements(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Limits and requests; `nvidia.com/gpu` takes whole devices, the rest is informational."""
+
+    limits: dict[LabelKey, Quantity | Amount] = {}
+    requests: dict[LabelKey, Quantity | Amount] = {}
+
+
+class Container(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """One container. Standalone it is a local process; `image` is recorded, not pulled."""
+
+    name: Label
+    image: Annotated[str, Meta(max_length=512)] = ""
+    command: Annotated[list[Argument], Meta(max_length=256)] = []
+    args: Annotated[list[Argument], Meta(max_length=256)] = []
+    env: Annotated[list[EnvVar], Meta(max_length=512)] = []
+    working_dir: Annotated[str, Meta(max_length=4096)] = ""
+    resources: ResourceRequirements = ResourceRequirements()
+
+
+class PodSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The honoured subset of a pod's spec."""
+
+    containers: Annotated[list[Container], Meta(min_length=1, max_length=8)]
+    restart_policy: Literal["Never"] = "Never"
+    node_name: Name | None = None
+    node_selector: dict[LabelKey, LabelValue] = {}
+    termination_grace_period_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
+    active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
+
+
+class PodTemplateSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """How the pods of a Job look."""
+
+    metadata: TemplateMeta = TemplateMeta()
+    spec: PodSpec
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """One pod, started again when it fails, `backoff_limit` times at most."""
+
+    template: PodTemplateSpec
+    active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
+    backoff_limit: Annotated[int, Meta(ge=0, le=100)] = 0
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """How the pod of a Job stands."""
+
+    active: int = 0
+    ready: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    conditions: list[Condition] = []
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="kind", tag="Job"):
+    """A batch/v1 Job of one pod."""
+
+    api_version: Literal["batch/v1"] = "batch/v1"
+    metadata: ObjectMeta
+    spec: JobSpec
+    status: JobStatus = JobStatus()
+
+
+class ContainerStatus(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """A container's process: `state` is waiting, running or terminated."""
+
+    name: str
+    state: Literal["waiting", "running", "terminated"] = "waiting"
+    ready: bool = False
+    exit_code: int | None = None
+
+
+class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Where a pod runs and how it is."""
+
+    phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
+    node_name: str = ""
+    devices: list[DeviceRef] = []
+    message: str = ""
+    reason: str = ""
+    container_statuses: list[ContainerStatus] = []
+    orders: list[OrderStatus] = []
+    obligations: list[str] = []
+    traceparent: str = ""
+    conditions: list[Condition] = []
+
+
+class Pod(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="kind", tag="Pod"):
+    """A v1 Pod; standalone its containers are local processes of its node."""
+
+    api_version: Literal["v1"] = "v1"
+    metadata: ObjectMeta
+    spec: PodSpec
+    status: PodStatus = PodStatus()
+
+
+class NodeSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What people want of a node; nothing new begins on one that is `unschedulable` (cordoned)."""
+
+    unschedulable: bool = False
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What the node's agent last said of it."""
+
+    boot_id: str = field(name="bootID", default="")
+    version: str = ""
+    schemas: list[int] = []
+    devices: list[PresenceDevice] = []
+    drivers: list[str] = []
+    artifact_root: str = ""
+    slots: int = 1
+    conditions: list[Condition] = []
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="kind", tag="Node"):
+    """A machine with an agent; the operator creates it from the agent's presence."""
+
+    api_version: Literal["v1"] = "v1"
+    metadata: ObjectMeta
+    spec: NodeSpec = NodeSpec()
+    status: NodeStatus = NodeStatus()
+
+
+def gpus_wanted(spec: PodSpec) -> int:
+    """Return the number of whole devices that a pod's containers ask for together."""
+    return sum(int(c.resources.limits.get(GPU_RESOURCE, 0)) for c in spec.containers)

@@ -1,0 +1,348 @@
+"""Our own kinds, which the operator alone writes.
+
+A spec is what a user wants and never changes after creation.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects.kubernetes import PodTemplateSpec
+from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus
+from snapshot_shared.orders import (
+    ArtifactRef,
+    Attempt,
+    Bytes,
+    DeviceRef,
+    Digest,
+    Driver,
+    Label,
+    Name,
+    PartResult,
+    SourcePolicy,
+    UidStr,
+    VectorEntry,
+)
+from snapshot_shared.transitions import Capture, Restore
+
+GROUP = "nvidia.com/v1alpha1"
+
+
+RESTORE_FROM = "nvidia.com/restore-from"
+"""Annotation of a Pod: `<snapshot or checkpoint>` in the same namespace to restore from."""
+
+
+SNAPSHOT_UID = "nvidia.com/snapshot-uid"
+"""Label of a SnapshotContent, which is in no namespace and so has no owner: whose it is."""
+
+
+ABORT = "nvidia.com/abort"
+"""Annotation of a SnapshotContent: who wants its capture to end now."""
+
+
+VERIFY = "nvidia.com/verify"
+"""Annotation of a SnapshotContent: each new value asks for one verification of its artifact."""
+
+
+Framework = Literal["vllm", "sglang", "trtllm"]
+"""The inference engines that Dynamo knows."""
+
+
+class IdentitySpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What makes two checkpoints interchangeable; `snapshot_shared.identity` hashes it."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    backend_framework: Framework
+    dynamo_version: Annotated[str, Meta(max_length=64)] = ""
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    dtype: Annotated[str, Meta(max_length=64)] = ""
+    max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    extra_parameters: dict[str, str] = {}
+
+
+class GpuMemoryServiceSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whether the worker keeps its weights in the GPU memory service."""
+
+    enabled: bool = True
+
+
+class CheckpointJobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The worker to start and capture."""
+
+    pod_template_spec: PodTemplateSpec
+    target_container_name: Label = "main"
+    active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
+    backoff_limit: Annotated[int, Meta(ge=0, le=100)] = 0
+    source_policy: SourcePolicy = "Terminate"
+    driver: Driver = "cooperative"
+
+
+class DynamoCheckpointSpec(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """A warm worker of this identity shall exist as an artifact."""
+
+    identity: IdentitySpec
+    job: CheckpointJobSpec
+    gpu_memory_service: GpuMemoryServiceSpec = GpuMemoryServiceSpec()
+    deletion_policy: Literal["Delete", "Retain"] = "Delete"
+
+
+class DynamoCheckpointStatus(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """What became of it. `phase` is only a column; the conditions decide.
+
+    `shares` names the checkpoint of the same identity whose artifact this is, if not its own.
+    """
+
+    phase: Literal["Pending", "Creating", "Ready", "Failed"] = "Pending"
+    checkpoint_id: str = field(name="checkpointID", default="")
+    job_name: str = ""
+    snapshot_name: str = ""
+    content_name: str = ""
+    shares: str = ""
+    created_at: str = ""
+    message: str = ""
+    bytes: Bytes = 0
+    conditions: list[Condition] = []
+
+
+class DynamoCheckpoint(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename="camel",
+    tag_field="kind",
+    tag="DynamoCheckpoint",
+):
+    """Asks for a checkpoint of a worker; leads to a Job, a Pod, a Snapshot and its content."""
+
+    api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
+    metadata: ObjectMeta
+    spec: DynamoCheckpointSpec
+    status: DynamoCheckpointStatus = DynamoCheckpointStatus()
+
+
+class PodSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The pod to capture: one incarnation of it, one container."""
+
+    name: Name
+    uid: UidStr | None = None
+    containers: Annotated[list[Label], Meta(min_length=1, max_length=1)] = field(
+        default_factory=lambda: ["main"]
+    )
+
+
+class ArtifactSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """An artifact that was retained: no content has its files below the artifact root any more.
+
+    It lies in `<namespace>/<contentUID>/gen-<generation>`; `root_digest` is the SHA-256 of the root
+    manifest there.
+    """
+
+    content_uid: UidStr = field(name="contentUID")
+    generation: Attempt
+    root_digest: Digest
+
+
+class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Where a snapshot comes from: a running pod, or an artifact that exists. One of them."""
+
+    pod_ref: PodSource | None = None
+    artifact: ArtifactSource | None = None
+
+
+class SnapshotSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Capture one pod once, within `deadline_seconds` of the snapshot's creation."""
+
+    source: SnapshotSource
+    source_policy: SourcePolicy = "Resume"
+    driver: Driver = "cooperative"
+    deletion_policy: Literal["Delete", "Retain"] = "Delete"
+    deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
+
+
+class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Which content holds it, and how it stands."""
+
+    bound_snapshot_content_name: str | None = None
+    bytes: Bytes = 0
+    conditions: list[Condition] = []
+
+
+class Snapshot(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="kind", tag="Snapshot"
+):
+    """Asks for one capture of one running pod."""
+
+    api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
+    metadata: ObjectMeta
+    spec: SnapshotSpec
+    status: SnapshotStatus = SnapshotStatus()
+
+
+class SnapshotRef(msgspec.Struct, frozen=True, kw_only=True):
+    """The snapshot that a content belongs to."""
+
+    namespace: Label
+    name: Name
+    uid: UidStr
+
+
+class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The captured pod, its node and its devices, fixed at binding; or an artifact that exists."""
+
+    namespace: Label
+    pod_ref: PodSource | None = None
+    node_name: Name | None = None
+    devices: list[DeviceRef] = []
+    artifact: ArtifactSource | None = None
+
+
+class SnapshotContentSpec(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """The durable side of a snapshot."""
+
+    snapshot_ref: SnapshotRef
+    source: ContentSource
+    source_policy: SourcePolicy = "Resume"
+    driver: Driver = "cooperative"
+    deletion_policy: Literal["Delete", "Retain"] = "Delete"
+    deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The generation that readers may use: written by compare-and-swap, once."""
+
+    generation: int
+    root_digest: Digest
+    bytes: Bytes
+    parts: list[PartResult]
+    vector: list[VectorEntry]
+    driver: Driver = "cooperative"
+
+
+class SnapshotContentStatus(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """A capture's progress and its result.
+
+    `attempt` is the fencing token, `retries` counts the attempts after the first. `generations`
+    are the attempts that may have left files below the artifact root. `orders` holds those of the
+    current attempt and what is unanswered; `obligations` are the verbs that still have to be
+    answered before this object is settled. `readers` are uids of the SnapshotRestores that read
+    the artifact. `verify_request` is the value of the annotation that was last obeyed,
+    `verifications` counts the requests and `verified` those that have ended; `doubted` is the
+    number that had been asked for when damage was last found.
+    """
+
+    capture: Capture = Capture.PENDING
+    attempt: int = 0
+    retries: int = 0
+    generations: list[int] = []
+    started_at: datetime | None = None
+    vector: list[VectorEntry] = []
+    orders: list[OrderStatus] = []
+    obligations: list[str] = []
+    committed: Committed | None = None
+    readers: list[str] = []
+    verifications: int = 0
+    verified: int = 0
+    doubted: int = 0
+    verify_request: str = ""
+    failure: Failure | None = None
+    traceparent: str = ""
+    conditions: list[Condition] = []
+
+
+class SnapshotContent(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename="camel",
+    tag_field="kind",
+    tag="SnapshotContent",
+):
+    """The record of one artifact; cluster-scoped."""
+
+    api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
+    metadata: ObjectMeta
+    spec: SnapshotContentSpec
+    status: SnapshotContentStatus = SnapshotContentStatus()
+
+    @property
+    def artifact_uid(self) -> str:
+        """The uid that its files lie under: its own, or that of the content that made them."""
+        artifact = self.spec.source.artifact
+        return self.metadata.uid if artifact is None else artifact.content_uid
+
+
+class RestoreTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """The container to restore into: one incarnation of a pod, and which of its containers."""
+
+    name: Name
+    uid: UidStr
+    container: Label = "main"
+
+
+class SnapshotRestoreSpec(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """Restore one container from a snapshot. `source` names a Snapshot or DynamoCheckpoint."""
+
+    pod_ref: RestoreTarget
+    source: Name
+
+
+class SnapshotRestoreStatus(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """A restore's progress. `attempt` is its fencing token, `retries` counts those after the first.
+
+    `content_name` asks that content to register this restore as a reader; `artifact`, `driver`,
+    `node_name` and `devices` are fixed when an attempt begins.
+    """
+
+    state: Restore = Restore.PENDING
+    attempt: int = 0
+    retries: int = 0
+    content_name: str = ""
+    artifact: ArtifactRef | None = None
+    driver: Driver = "cooperative"
+    node_name: str = ""
+    devices: list[DeviceRef] = []
+    started_at: datetime | None = None
+    orders: list[OrderStatus] = []
+    obligations: list[str] = []
+    failure: Failure | None = None
+    traceparent: str = ""
+    conditions: list[Condition] = []
+
+
+class SnapshotRestore(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename="camel",
+    tag_field="kind",
+    tag="SnapshotRestore",
+):
+    """The restore of one container of one pod, made by the operator for its annotation."""
+
+    api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
+    metadata: ObjectMeta
+    spec: SnapshotRestoreSpec
+    status: SnapshotRestoreStatus = SnapshotRestoreStatus()
+
+
+def restore_name(pod_uid: str) -> str:
+    """Return the name of the restore of a pod, which follows from the pod's uid."""
+    return f"restore-{pod_uid}"[:63]
