@@ -265,7 +265,7 @@ class Server:
         self.events.register(listener, selectors.EVENT_READ, lambda: self.accept(listener))
 
     def serve(self, warmup_requests: int, warmup_s: float) -> None:
-        """Serve for ever. Ready for a capture after so many requests, or so many quiet seconds."""
+        """Serve. Ready for a capture after so many requests, or so many quiet seconds."""
         while self.served < warmup_requests and self.turn(warmup_s):
             pass
         self.worker.become_ready()

@@ -15,7 +15,7 @@ _HEAD = """\
 
 With `SNAPBACK_HTTP_ADDRESS` set a service shows its metrics to Prometheus on `/metrics`, beside
 `/healthz` and `/readyz`; with `SNAPBACK_OTLP_ENDPOINT` set it sends them every 15 s to a collector
-as well. With neither it records nothing. Nothing ever waits for whoever reads. In a cluster of
+as well. With neither it records nothing. No service ever waits for a reader. In a cluster of
 `snapshotctl up` write `SNAPBACK_HTTP_ADDRESS=127.0.0.1:0`: each service takes a free port and says
 which in its log.
 

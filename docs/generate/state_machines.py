@@ -68,7 +68,7 @@ MACHINES: tuple[tuple[str, TransitionTable[Any, Any], Any, str, str], ...] = (
         FencePhase.PENDING,
         "services/gms/src/gms/domain/fence.py",
         (
-            "While it is pending or held nobody attaches or commits; once every saver has its "
+            "While it is pending or held no client attaches or commits; once every saver has its "
             "lease, readers may."
         ),
     ),

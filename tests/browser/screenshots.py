@@ -27,7 +27,7 @@ async def empty(world: PageWorld) -> None:
 STORIES: dict[str, tuple[Story, str, bool]] = {
     "empty": (empty, "Nothing is captured or running", False),
     "busy": (be_busy, "save gpu-1: write 4", False),
-    "broken": (break_things, "A dead message", True),
+    "broken": (break_things, "A dead letter", True),
 }
 
 

@@ -92,7 +92,7 @@ async def test_what_is_wrong_stands_first_with_what_to_do(tmp_path: Path) -> Non
             "Node node-4 is Lost",
             "DynamoCheckpoint mistral-7b is damaged",
             "DynamoCheckpoint qwen-32b failed",
-            "A dead message on node-2",
+            "A dead letter on node-2",
             "read the worker's log",
             "Quarantined",
         ):
@@ -145,7 +145,7 @@ async def test_a_phone_shows_everything_without_sideways_scrolling(tmp_path: Pat
     await lose_node(tmp_path)
     async with page_world(tmp_path) as world, opened(world, tmp_path, width=360) as driver:
         await break_things(world)
-        await shows(driver, "A dead message on node-2")
+        await shows(driver, "A dead letter on node-2")
         await shows(driver, "Orders and reports")
         assert await rests(driver, "document.documentElement.scrollWidth") == 360
         wide = """[...document.querySelectorAll('main *')].filter(e =>
@@ -169,7 +169,7 @@ async def test_markup_from_the_cluster_is_shown_as_text(tmp_path: Path) -> None:
         for _ in range(2):
             await world.done(await world.order("abort"))
         await world.dead_message("node-1", MARKUP, failure)
-        await shows(driver, "A dead message on node-1")
+        await shows(driver, "A dead letter on node-1")
         await shows(driver, f"GMS {MARKUP}")
         await shows(driver, f"GPU 0 {MARKUP}")
         await shows(driver, "team=<b>bold</b>")

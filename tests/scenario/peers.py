@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from snapback_client.frames import Attach, ListAllocations, LockMode, MemoryDomain
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.frames import Attach, ListAllocations, LockMode, MemoryDomain
 from tests.scenario.door import HOSTILE
 from tests.scenario.gpu import SimLease
 

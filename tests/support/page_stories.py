@@ -61,7 +61,7 @@ async def be_busy(world: PageWorld) -> None:
 
 
 async def break_things(world: PageWorld) -> None:
-    """A failed checkpoint, a damaged artifact and a dead message; a lost node was there before."""
+    """A failed checkpoint, a damaged artifact and a dead letter; a lost node was there before."""
     await begin(world)
     await world.join("node-3", gpus=4)
     await world.apply(restored("mistral-7b-2", "mistral-7b", "node-3"))

@@ -140,7 +140,7 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One session. `state` is active, or lingering: the socket ended and imports may remain.
 
-    `fence` says what tells that its process has ended: a `pidfd`, or where the kernel gave none
+    `fence` says how the end of its process is seen: a `pidfd`, or where the kernel gave none
     the end of its socket alone (`socket-only`).
     """
 

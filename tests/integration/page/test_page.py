@@ -23,7 +23,7 @@ from snapshot_operator.core.retention import Limits
 from snapshot_operator.local.controllers import INDEXES
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.cluster import Cluster
-from snapshot_operator.runtime.nats import Announcer
+from snapshot_operator.runtime.nats import ChangePublisher
 from snapshot_operator.runtime.upkeep import Retention
 from snapshot_page.adapters.live_view import LiveView
 from snapshot_page.handlers import Page
@@ -83,7 +83,7 @@ class Served:
         await self.bus.connect()
         await self.bus.ensure_assets()
         await self.bus.serve("snap-operator", "0.1.0", {}, {subjects.api("get"): self.endpoint})
-        announcer = Announcer(self.bus, "one")
+        announcer = ChangePublisher(self.bus, "one")
         self.cluster.subscribe(announcer.watcher)
         announcing = asyncio.create_task(announcer.run())
         await self.view._bus.connect()

@@ -163,7 +163,7 @@ def test_a_committed_capture_is_not_aborted(one_node: Cli) -> None:
 
 
 def test_a_dead_message_is_listed_shown_and_its_order_sent_again(one_node: Cli) -> None:
-    assert one_node.ok("dead", "ls").err == "no dead messages\n"
+    assert one_node.ok("dead", "ls").err == "no dead letters\n"
     _kill(one_node, "node-1-agent")
     one_node.ok("apply", "-f", "-", stdin=POD.format(name="poisoned"))
     one_node.ok("wait", "pod/poisoned", "--for", "condition=PodScheduled", "--timeout", "30s")
@@ -280,7 +280,7 @@ def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
     restart = "snapshotctl sim restart node-1 --service gms --name default"
     assert f"fail  local cluster default: node-1-gms ended  → {restart}\n" in ill.out
     assert f"fail  the GMS of node-1 does not answer  → {restart}\n" in ill.out
-    assert "warn  1 dead message  → snapshotctl dead ls\n" in ill.out
+    assert "warn  1 dead letter  → snapshotctl dead ls\n" in ill.out
     assert "warn  node-1 is cordoned  → snapshotctl uncordon node-1\n" in ill.out
     one_node.ok(*restart.split()[1:])
     one_node.ok("uncordon", "node-1")

@@ -335,7 +335,7 @@ def test_a_dead_message_is_a_problem_for_a_day_and_its_payload_is_never_shown() 
     )
     facts = Facts(entries={}, dead={"snap.dead.node-1": (3, newest)}, now=1000.0 + DEAD_SHOWN_S)
     [problem] = problems([], facts)
-    assert problem["what"] == "3 dead messages on node-1, the newest for its agent"
+    assert problem["what"] == "3 dead letters on node-1, the newest for its agent"
     assert "secret" not in json.dumps(problem)
     assert problems([], replace(facts, now=facts.now + 1)) == []
 

@@ -267,7 +267,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             "artifact of snapshot ns/snap is quarantined: ArtifactCorrupt",
             "snapshotctl verify snapshotcontent/content-1",
         ),
-        (of(dead=2), "warn", "2 dead messages", "snapshotctl dead ls"),
+        (of(dead=2), "warn", "2 dead letters", "snapshotctl dead ls"),
     ],
 )
 def test_each_trouble_is_named_with_its_fix(

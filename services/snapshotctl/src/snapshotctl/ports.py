@@ -82,7 +82,7 @@ class Operator(Protocol):
         """Read the stream of orders, of one node or of all, oldest first."""
 
     async def dead(self, node: NodeName | None) -> list[DeadMessage]:
-        """Read the stream of dead messages, oldest first."""
+        """Read the stream of dead letters, oldest first."""
 
     async def reports(self, orders: Collection[str] | None = None) -> list[Report]:
         """Read the reports that are kept of some orders, or of all."""

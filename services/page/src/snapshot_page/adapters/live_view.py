@@ -349,7 +349,7 @@ class LiveView:
             self._list_again()
 
     async def _read_dead(self) -> None:
-        """Read the newest dead message of each node, whenever there is one more."""
+        """Read the newest dead letter of each node, whenever there is one more."""
         while True:
             await self._dead_due.wait()
             self._dead_due.clear()
@@ -360,7 +360,7 @@ class LiveView:
                         message = decode_json(found[1], DeadLetter, limit=MAX_EVENT_BYTES)
                         self._facts.dead[subject] = (count, message)
             except (BusUnavailable, InvalidMessage) as error:
-                log.info("the dead messages are not shown: %s", error)
+                log.info("the dead letters are not shown: %s", error)
             self._view_due.set()
 
     def _ask_soon(self, node: str) -> None:

@@ -40,7 +40,7 @@ MAX_OWNERS = 8
 """A chain of owners that is longer goes in a circle."""
 
 DEAD_SHOWN_S = 86400.0
-"""How long a dead message counts as a problem, in seconds; the stream keeps it longer."""
+"""How long a dead letter counts as a problem, in seconds; the stream keeps it longer."""
 
 SHOWN_KINDS = ("DynamoCheckpoint", "Snapshot", "SnapshotContent", "Pod", "SnapshotRestore")
 SLOT_VERBS = frozenset({"dump", "verify"})
@@ -106,7 +106,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 class Facts(msgspec.Struct, kw_only=True):
     """All that a view is made of.
 
-    `gms` has None for a service that did not answer. `dead` has, by subject, how many dead messages
+    `gms` has None for a service that did not answer. `dead` has, by subject, how many dead letters
     there are and the newest. `bus` and `operator` say why NATS or the operator cannot be used.
     `marks` counts the messages about an owner's uid or a trace. `now` is seconds since the epoch.
     """
@@ -499,7 +499,7 @@ def _object_problem(entry: Entry) -> dict[str, Any]:
 
 
 def _dead_problem(count: int, newest: DeadLetter) -> dict[str, Any]:
-    messages = f"{count} dead messages" if count > 1 else "A dead message"
+    messages = f"{count} dead letters" if count > 1 else "A dead letter"
     return _problem(
         f"dead-{newest.node}",
         f"{messages} on {newest.node}, the newest for its {newest.service}",

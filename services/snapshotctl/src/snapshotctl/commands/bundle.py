@@ -41,7 +41,7 @@ async def bundle(
 ) -> None:
     """Collect what a bug report needs into one archive.
 
-    Versions, the doctor's findings, all objects, nodes, orders, reports, dead messages, traces,
+    Versions, the doctor's findings, all objects, nodes, orders, reports, dead letters, traces,
     settings, and the ends of a local cluster's logs. Values of environment variables, keys and
     passwords are taken out. What cannot be had is named, and the rest is taken.
     """
@@ -121,7 +121,7 @@ def _add_findings(collection: Collection, seen: Observed) -> None:
 
 
 async def _add_cluster(collection: Collection, operator: Operator, *, last: int) -> None:
-    """Take all objects, orders, dead messages, the last reports and the newest spans."""
+    """Take all objects, orders, dead letters, the last reports and the newest spans."""
     for kind in KINDS.values():
         await collection.take(f"objects/{kind.plural}.json", operator.all_of(kind, None))
 

@@ -40,7 +40,7 @@ app = new_app(
 
 @command(app, "snapshotctl dead ls", "snapshotctl dead ls node-1 -o json", name="ls")
 async def list_(tools: Tools, node: MaybeNode = None) -> None:
-    """List the dead messages: copies of what was no order."""
+    """List the dead letters: copies of what was no order."""
     wanted = targets.node_named(node) if node else None
     async with tools.operator() as operator:
         found = await operator.dead(wanted)
@@ -51,12 +51,12 @@ async def list_(tools: Tools, node: MaybeNode = None) -> None:
         tools.screen.line()
         tools.screen.line(f"look at one: snapshotctl dead show {found[-1].number}")
     else:
-        tools.screen.note(f"no dead messages{f' of {node}' if node else ''}")
+        tools.screen.note(f"no dead letters{f' of {node}' if node else ''}")
 
 
 @command(app, "snapshotctl dead show 3", "snapshotctl dead show 3 -o yaml")
 async def show(tools: Tools, number: Number) -> None:
-    """Show one dead message, and why it was refused."""
+    """Show one dead letter, and why it was refused."""
     screen = tools.screen
     async with tools.operator() as operator:
         found = await _message(operator, number)
@@ -66,7 +66,7 @@ async def show(tools: Tools, number: Number) -> None:
         return
     content, order = found.content, value["order"]
     age = formats.age(tools.now() - content.at)
-    screen.line(f"dead message {number} of {content.service} on {content.node}", strong=True)
+    screen.line(f"dead letter {number} of {content.service} on {content.node}", strong=True)
     screen.line(f"  came     {age} ago on {formats.plain(content.subject)}")
     screen.line(f"  refused  {formats.plain(str(content.failure))}")
     for line in json.dumps(value["payload"], indent=2).splitlines():
@@ -79,7 +79,7 @@ async def show(tools: Tools, number: Number) -> None:
 
 @command(app, "snapshotctl dead requeue 3")
 async def requeue(tools: Tools, number: Number) -> None:
-    """Have the order of a dead message sent again.
+    """Have the order of a dead letter sent again.
 
     The operator publishes its own current order, never the contents of the message, and refuses
     when it waits for no answer to that order.
@@ -89,7 +89,7 @@ async def requeue(tools: Tools, number: Number) -> None:
         order = queue.order_of(found.content.subject)
         if not order:
             raise NotEligible(
-                f"dead message {number} came on {formats.plain(found.content.subject)[:200]!r}, "
+                f"dead letter {number} came on {formats.plain(found.content.subject)[:200]!r}, "
                 "which names no order",
                 next_step=f"look at it: snapshotctl dead show {number}",
             )
@@ -108,7 +108,7 @@ async def _message(operator: Operator, number: int) -> DeadMessage:
     found = {message.number: message for message in await operator.dead(None)}
     if number not in found:
         raise NotFound(
-            f"there is no dead message {number}",
+            f"there is no dead letter {number}",
             next_step="list those that there are: snapshotctl dead ls",
         )
     return found[number]

@@ -79,7 +79,7 @@ class ObservedCluster(NamedTuple):
     """The bus and the operator. `health` is None when no operator answered.
 
     `refused` is why this user may not request it, `unstored` why what was written to a stream was
-    not there afterwards. `dead` counts the dead messages.
+    not there afterwards. `dead` counts the dead letters.
     """
 
     server: str
@@ -196,10 +196,10 @@ def _cluster(seen: Observed, cluster: ObservedCluster) -> Iterator[Finding]:
         yield warn("there are no nodes", "start an agent and a GMS, or: snapshotctl up")
     yield from _artifacts(cluster)
     if cluster.dead:
-        noun = "dead message" if cluster.dead == 1 else "dead messages"
+        noun = "dead letter" if cluster.dead == 1 else "dead letters"
         yield warn(f"{cluster.dead} {noun}", "snapshotctl dead ls")
     else:
-        yield ok("no dead messages")
+        yield ok("no dead letters")
 
 
 def _server(cluster: ObservedCluster) -> Finding:

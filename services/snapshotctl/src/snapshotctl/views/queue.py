@@ -1,4 +1,4 @@
-"""The queue of each service, the history of one order, and the dead messages.
+"""The queue of each service, the history of one order, and the dead letters.
 
 They are made of three sources: the stream of orders, the objects that own them, and progress.
 """
@@ -194,7 +194,7 @@ class OrderHistory(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """All that is known of one order: its payload, and every report.
 
     `sequence` is that of its message in the stream ORDERS, where there still is one. `dead` are the
-    numbers of its dead messages.
+    numbers of its dead letters.
     """
 
     order: str
@@ -285,7 +285,7 @@ def _details(report: Report) -> Iterable[str]:
         yield report.message
 
 
-# Dead messages.
+# Dead letters.
 
 
 def order_of(subject: str) -> str:
@@ -309,7 +309,7 @@ def order_id(text: str) -> str:
 
 
 def table_of_dead(dead: Sequence[DeadMessage], now: float) -> Table:
-    """Return dead messages as a table. `now` is seconds since the epoch."""
+    """Return dead letters as a table. `now` is seconds since the epoch."""
     head = ("NUMBER", "NODE", "SERVICE", "REASON", "SUBJECT", "AGE")
     rows = [
         (
@@ -334,7 +334,7 @@ def readable(payload: bytes) -> Any:
 
 
 def dead_value(found: DeadMessage) -> dict[str, Any]:
-    """Return a dead message as `-o json` prints it."""
+    """Return a dead letter as `-o json` prints it."""
     value: dict[str, Any] = msgspec.to_builtins(found.content)
     order = order_of(found.content.subject)
     return (
