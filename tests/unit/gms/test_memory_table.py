@@ -790,6 +790,18 @@ def test_a_save_without_its_fence_is_refused(world: World) -> None:
         world.ask(lock=RO, fence_token="f")
 
 
+def test_a_fence_ends_when_its_part_is_written_though_the_save_was_killed(world: World) -> None:
+    world.committed()
+    world.fence()
+    save = world.attach(lock=RO, fence_token="f")
+    world.take(world.table.saved(A, "f"))
+    assert world.table.fences.phase(A) is Phase.LEASED
+    world.end(save, unmapped=False)
+    assert world.table.fences.phase(A) is Phase.LEASED
+    world.take(world.table.saved(A, "f"))
+    assert world.table.fences.on(A) is None
+
+
 def test_nothing_is_published_or_dropped_under_a_fence(world: World) -> None:
     first = world.committed()
     _load(world, if_match=first)

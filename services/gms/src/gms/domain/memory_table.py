@@ -405,6 +405,19 @@ class MemoryTable:
         fence.move(device.uuid, FenceEvent.SAVED if finished else FenceEvent.SAVE_LOST)
         return [FenceEnded(fence.token)] if self.fences.finish(fence) else []
 
+    def saved(self, uuid: str, token: str) -> list[Effect]:
+        """End the fence of a device whose part is written, also when no session has done that.
+
+        A save that was killed after its last byte is not done again, so no other session comes.
+        """
+        device, fence = self.device(uuid), self.fences.active.get(token)
+        is_left = fence is not None and fence.phases.get(uuid) is Phase.LEASED
+        if fence is None or not is_left or uuid in fence.savers:
+            return []
+        fence.move(uuid, FenceEvent.SAVED)
+        ended: list[Effect] = [FenceEnded(token)] if self.fences.settle(fence) else []
+        return [*ended, *self._settle(device)]
+
     def _check_commit(
         self, device: DeviceTable, session: Session, layout: Layout, request: Commit
     ) -> None:

@@ -271,6 +271,10 @@ class MemoryServer:
         self._apply(self.table.end_fence(token))
         return is_active
 
+    def saved(self, device: str, token: str) -> None:
+        """End the fence of a device whose part is written."""
+        self._apply(self.table.saved(device, token))
+
     def _stop_waiting(self, token: str, wait_s: float) -> None:
         fence = self.table.fences.active.get(token)
         if fence is None or not fence.is_pending:

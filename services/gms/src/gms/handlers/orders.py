@@ -115,6 +115,7 @@ class GmsOrders:
         with self._metrics.moving("save") as moved, self._tracer.span("transfer"):
             await context.steps("save", table)
             moved(transfer.result().bytes)
+        self._gms.saved(order.layout.device, order.fence_token)
         done = transfer.result()
         _log_moved("save", order.part, done)
         return {"part": PartResult(part=order.part, bytes=done.bytes, digest=done.digest)}
