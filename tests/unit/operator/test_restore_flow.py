@@ -7,11 +7,13 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.ordering import BUDGET_S
+from snapshot_operator.core.plan import Finalize, Plan, SetStatus
+from snapshot_operator.core.restore import RestoreView, reconcile
 from snapshot_shared.errors import StoreBusy
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import ContainerStatus
 from snapshot_shared.objects.meta import is_true, time_of
-from snapshot_shared.objects.snapback import SnapshotContent
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestoreStatus
 from snapshot_shared.transitions import Restore
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
@@ -77,6 +79,63 @@ async def test_a_pod_waits_for_its_source_only_until_it_has_a_place(
     restore = await world.restore("restored")
     assert restore.status.state is Restore.FAILED
     assert restore.status.failure.reason == "SnapshotGone"
+
+
+async def test_a_pod_that_has_its_place_waits_for_a_snapshot_that_may_be_taken_yet(
+    world: World,
+) -> None:
+    source = {"podRef": {"name": "no-such-pod"}}
+    await world.apply(
+        {
+            "apiVersion": "nvidia.com/v1alpha1",
+            "kind": "Snapshot",
+            "metadata": {"name": "open"},
+            "spec": {"source": source},
+        }
+    )
+    await world.apply(restore_document(source="open"))
+    pod = await world.get("Pod", "restored")
+    placed = replace(pod, status=replace(pod.status, node_name="node-2"))
+    await world.cluster.update_status(placed)
+    await world.settle()
+    found = (await world.restore("restored")).status
+    assert (found.state, found.conditions[0].message) == (
+        Restore.PENDING,
+        "open has no content yet",
+    )
+
+
+async def test_a_deleted_restore_goes_once_its_content_has_taken_it_off_the_readers(
+    world: World,
+) -> None:
+    await world.apply(restore_document())
+    await world.answer_all()
+    value, content = await world.restore("restored"), await world.content()
+    going = replace(value, metadata=replace(value.metadata, deletion_timestamp="2026-01-01"))
+    reading = replace(content, status=replace(content.status, readers=[value.metadata.uid]))
+    for found, plan in (
+        (reading, Plan()),
+        (content, Plan((Finalize(going),))),
+        (None, Plan((Finalize(going),))),
+    ):
+        assert reconcile(RestoreView(going, None, found), world.now) == plan
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_restore_looks_again_when_the_content_that_it_has_named_takes_no_readers(
+    world: World, is_there: bool
+) -> None:
+    await world.apply(restore_document(node="node-2"))
+    value, content = await world.restore("restored"), await world.content()
+    status = SnapshotRestoreStatus(content_name=content.metadata.name)
+    named, pod = replace(value, status=status), await world.get("Pod", "restored")
+    bare = replace(content, status=replace(content.status, readers=[]))
+    going = replace(bare, metadata=replace(bare.metadata, deletion_timestamp="2026-01-01"))
+    young = replace(bare, status=replace(bare.status, committed=None))
+    for found in (going, young) if is_there else (None,):
+        (write,) = reconcile(RestoreView(named, pod, found), world.now).writes
+        assert isinstance(write, SetStatus)
+        assert write.new.status == SnapshotRestoreStatus()
 
 
 async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:

@@ -114,6 +114,11 @@ def test_extents_may_touch_whatever_their_sizes_are_and_may_not_overlap_by_a_byt
             check_part_manifest(in_sizes(*sizes, overlap=1))
 
 
+def test_an_extent_ends_with_its_file_at_the_latest() -> None:
+    with pytest.raises(ArtifactCorrupt, match="past the end of its file"):
+        check_part_manifest(in_sizes(4096, 4096, overlap=-1))
+
+
 def test_metadata_about_an_unknown_allocation_is_refused() -> None:
     base = manifest()
     assert base.layout is not None

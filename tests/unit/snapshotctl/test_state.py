@@ -96,7 +96,7 @@ def _loads() -> list[OrderStatus]:
     )
     artifact = ordering.artifact_ref(stories.content(), whole)
     pending = stories.restore(attempt=1, artifact=artifact, node_name="node-1", devices=[device])
-    return ordering.load(pending, whole, NOW)
+    return ordering.load(pending, artifact, whole, "", NOW)
 
 
 def test_the_capture_of_a_pod_that_was_restored_shows_nothing_of_that_restore() -> None:
