@@ -25,13 +25,20 @@ async def yield_turn() -> None:
 
 async def any_set(within_s: float, *events: asyncio.Event) -> bool:
     """Wait until an event is set, or for `within_s` seconds. Return whether one was set in time."""
-    waiters = [asyncio.ensure_future(event.wait()) for event in events or (asyncio.Event(),)]
+    if len(events) > 1:
+        waiters = [asyncio.ensure_future(event.wait()) for event in events]
+        try:
+            ended = asyncio.FIRST_COMPLETED
+            return bool((await asyncio.wait(waiters, timeout=within_s, return_when=ended))[0])
+        finally:
+            for waiter in waiters:
+                waiter.cancel()
     try:
-        done, _ = await asyncio.wait(waiters, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for waiter in waiters:
-            waiter.cancel()
-    return bool(done)
+        async with asyncio.timeout(within_s):
+            await next(iter(events), asyncio.Event()).wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:

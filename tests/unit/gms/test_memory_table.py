@@ -795,9 +795,9 @@ def test_a_fence_ends_when_its_part_is_written_though_the_save_was_killed(world:
     world.fence()
     save = world.attach(lock=RO, fence_token="f")
     world.take(world.table.saved(A, "f"))
-    assert world.table.fences.phase(A) is Phase.LEASED
+    assert world.table.fences.phase(A) is FencePhase.LEASED
     world.end(save, unmapped=False)
-    assert world.table.fences.phase(A) is Phase.LEASED
+    assert world.table.fences.phase(A) is FencePhase.LEASED
     world.take(world.table.saved(A, "f"))
     assert world.table.fences.on(A) is None
 

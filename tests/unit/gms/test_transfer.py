@@ -275,13 +275,13 @@ def test_runs_are_as_long_as_a_window_allows(limit: int, expected: list[int]) ->
     assert [chunk for run in runs for chunk in run] == list(plan.chunks)
 
 
-def test_a_chunk_that_fits_a_window_is_one_window_with_number_0() -> None:
+def test_a_chunk_that_fits_the_buffer_is_one_piece_of_work_with_number_0() -> None:
     info = AllocationInfo(id="a", size=3 * CHUNK, aligned=3 * CHUNK, tag="", slot=0)
     entries, lengths = place([info], shard_bytes=3 * CHUNK)
     (plan,) = plan_files(entries, lengths, chunk_bytes=[CHUNK])
     for chunk in plan.chunks:
-        (window,) = windows(chunk, CHUNK)
-        assert (window.index, window.offset, window.pieces) == (0, chunk.offset, chunk.pieces)
+        (cut,) = cut_chunk(chunk, CHUNK)
+        assert (cut.index, cut.offset, cut.pieces) == (0, chunk.offset, chunk.pieces)
 
 
 def test_a_file_that_is_only_read_has_its_chunks_and_no_allocation() -> None:

@@ -411,7 +411,7 @@ class MemoryTable:
         A save that was killed after its last byte is not done again, so no other session comes.
         """
         device, fence = self.device(uuid), self.fences.active.get(token)
-        is_left = fence is not None and fence.phases.get(uuid) is Phase.LEASED
+        is_left = fence is not None and fence.phases.get(uuid) is FencePhase.LEASED
         if fence is None or not is_left or uuid in fence.savers:
             return []
         fence.move(uuid, FenceEvent.SAVED)
