@@ -415,8 +415,8 @@ class MemoryTable:
         if fence is None or not is_left or uuid in fence.savers:
             return []
         fence.move(uuid, FenceEvent.SAVED)
-        ended: list[Effect] = [FenceEnded(token)] if self.fences.settle(fence) else []
-        return [*ended, *self._settle(device)]
+        ended: list[Effect] = [FenceEnded(token)] if self.fences.finish(fence) else []
+        return [*ended, *self._advance(device)]
 
     def _check_commit(
         self, device: DeviceTable, session: Session, layout: Layout, request: Commit
