@@ -303,7 +303,7 @@ async def test_a_commit_of_what_was_not_loaded_fails_and_a_drop_of_it_is_done(
     commit = CommitOrder(device=DEVICE, load_token="t", layout_id="l", **common("commit", owner))
     report = await operator.carry_out(commit)
     assert report.failure is not None
-    assert report.failure.reason == "NotFound"
+    assert report.failure.reason == "LoadLost"
     drop = DropOrder(device=DEVICE, load_token="t", **common("drop", owner))
     assert (await operator.carry_out(drop)).kind == "dropped"
 
