@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from snapshot_operator.core import fold
-from snapshot_operator.core.plan import orders_of
 from snapshot_shared import files, subjects
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
+from snapshot_shared.views import orders_of
 from tests.scenario.builds import BUILDS
 from tests.scenario.peers import begin_crowd, begin_flood
 from tests.scenario.worker import Habits

@@ -16,7 +16,6 @@ from snapshot_agent.handlers.captures import SLACK_S
 from snapshot_agent.ports import Worker
 from snapshot_operator.core import fold
 from snapshot_operator.core.ordering import BUDGET_S
-from snapshot_operator.core.plan import orders_of
 from snapshot_operator.core.quarantine import damage_in
 from snapshot_operator.core.restore import ENDED
 from snapshot_operator.local.pods import holds_devices
@@ -45,6 +44,7 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import AnyOrder, Order, Report, StopOrder
 from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
+from snapshot_shared.views import is_answered, orders_of
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SHARED
 from tests.scenario.node import owner_of as disk_owner
@@ -518,7 +518,7 @@ class Rules:
             name = f"{kind_of(value).name} {value.metadata.name}"
             if value.metadata.deletion_timestamp:
                 found.append(f"{name} is being deleted")
-            unanswered = [item for item in orders_of(value) if not fold.is_answered(item)]
+            unanswered = [item for item in orders_of(value) if not is_answered(item)]
             forgotten = {item.verb for item in unanswered if self._is_forgotten(item)}
             found += [
                 f"{name} awaits {item.order} attempt {item.attempt}"

@@ -114,7 +114,7 @@ def state(value: AnyObject, restore: SnapshotRestore | None = None) -> State:
 # Orders and parts.
 
 
-def orders_of(value: AnyObject) -> list[OrderStatus]:
+def orders_of(value: AnyObject | None) -> list[OrderStatus]:
     """Return the orders that an object remembers; only some kinds have any."""
     if isinstance(value, SnapshotContent | SnapshotRestore | Pod):
         return value.status.orders
@@ -126,10 +126,10 @@ def is_answered(order: OrderStatus) -> bool:
     return order.final is not None or order.state == "lost"
 
 
-def part_of(order: OrderStatus) -> str:
+def part_of(order_id: str) -> str:
     """Return the part that the id of an order names; empty when it names none."""
     # `<verb>-<uid of 36 characters>[-<part>]`
-    return order.order[len(order.verb) + 38 :]
+    return order_id.partition("-")[2][37:]
 
 
 class Part(NamedTuple):
@@ -184,7 +184,7 @@ def _moved(order: OrderStatus, received: Mapping[str, Progress]) -> Part | None:
         case "dump" | "restore":
             part, size = "process", 0
         case "save" | "load":
-            part, size = part_of(order), _size_in(order)
+            part, size = part_of(order.order), _size_in(order)
         case _:
             return None
     if order.state in BAD_ORDERS:

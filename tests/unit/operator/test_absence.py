@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from snapshot_operator.core import fold
-from snapshot_operator.core.plan import orders_of
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import is_true
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
+from snapshot_shared.views import orders_of
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World

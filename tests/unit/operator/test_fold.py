@@ -12,6 +12,7 @@ from snapshot_operator.core import fold
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import PartResult, Report
+from snapshot_shared.views import is_answered
 
 UID = "00000000-0000-4000-8000-000000000001"
 FAILURE = Failure(reason="NoSpace", message="full")
@@ -209,7 +210,7 @@ def test_only_what_is_not_answered_is_lost_with_its_node() -> None:
     kept, lost = fold.mark_lost([done, waiting], 160.0, set())
     assert kept == done
     assert (lost.state, lost.ended_at) == (fold.LOST, time_of(160.0))
-    assert fold.is_answered(lost)
+    assert is_answered(lost)
     assert fold.is_done(lost)
     assert not fold.succeeded(lost)
 

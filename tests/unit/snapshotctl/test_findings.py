@@ -241,7 +241,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
         (
             of_node(presence=None, node=node(Ready="False", Lost="True")),
             "fail",
-            "node-1 is lost (NotReady)",
+            "node-1 is not there (Lost)",
             "snapshotctl delete node node-1",
         ),
         (of_node(node=node(unschedulable=True)), "warn", "cordoned", "snapshotctl uncordon node-1"),

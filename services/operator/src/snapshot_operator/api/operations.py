@@ -10,7 +10,6 @@ from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.api.objects import check_uid, named
 from snapshot_operator.core import interventions
 from snapshot_operator.core.content import content_behind
-from snapshot_operator.core.plan import orders_of
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.api import (
@@ -29,6 +28,7 @@ from snapshot_shared.objects.kinds import KINDS, AnyObject, find_kind, kind_of
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.snapback import ABORT, DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshot_shared.service import VERSION
+from snapshot_shared.views import orders_of
 
 log = logging.getLogger(__name__)
 

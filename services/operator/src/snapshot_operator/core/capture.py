@@ -28,6 +28,7 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import ArtifactRef, PartResult, VectorEntry, version_gap
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
+from snapshot_shared.views import is_answered
 
 MAX_RETRIES = 2
 MAX_BYTES = 2**50
@@ -88,9 +89,7 @@ def current(content: SnapshotContent, verb: str | None = None) -> list[OrderStat
 def is_settled(content: SnapshotContent) -> bool:
     """Whether the capture is over and the worker no longer held for it."""
     return content.status.capture in _SETTLED and all(
-        fold.is_answered(item)
-        for item in content.status.orders
-        if item.verb not in ("delete", "verify")
+        is_answered(item) for item in content.status.orders if item.verb not in ("delete", "verify")
     )
 
 
@@ -102,7 +101,7 @@ def content_plan(
     wake_at: float | None = None,
 ) -> Plan:
     """Plan a status with its obligations, and wake when an order is late or to be given again."""
-    obligations = sorted({item.verb for item in status.orders if not fold.is_answered(item)})
+    obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
     new = replace(content, status=replace(status, obligations=obligations))
     due = fold.renewal_at(status.orders)
     at = fold.earliest(wake_at, fold.next_deadline(status.orders, now), due)
@@ -272,7 +271,7 @@ def _begin(view: ContentView, now: float) -> Plan:
         return content_plan(content, waiting, now, wake_at=deadline_of(content))
     attempt = max([status.attempt, *(item.attempt for item in status.orders)]) + 1
     trace = capture_span(content, attempt)
-    left = [item for item in status.orders if not fold.is_answered(item)]
+    left = [item for item in status.orders if not is_answered(item)]
     begun = moved(
         content,
         CaptureEvent.BEGIN,
@@ -450,9 +449,7 @@ def aborting(view: ContentView, end: Failure | None, now: float) -> Plan:
     content = view.content
     status = content.status
     attempt = current(content)
-    waiting = [
-        item for item in attempt if not fold.is_answered(item) and not fold.is_late(item, now)
-    ]
+    waiting = [item for item in attempt if not is_answered(item) and not fold.is_late(item, now)]
     if waiting:
         return content_plan(content, status, now)
     failure = end or status.failure or Failure(reason="Aborted", message="the capture was aborted")
@@ -479,7 +476,7 @@ def _may_retry(content: SnapshotContent, attempt: Sequence[OrderStatus], failure
     An attempt that the node knows a higher one of has not begun, whatever else its failure says.
     """
     was_frozen = any(item.verb == "dump" for item in attempt)
-    all_answered = all(fold.is_answered(item) for item in attempt)
+    all_answered = all(is_answered(item) for item in attempt)
     is_old = any(fold.superseding(item) for item in attempt)
     may = failure.retryable or is_old
     return may and not was_frozen and all_answered and content.status.retries < MAX_RETRIES

@@ -45,6 +45,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestore,
 )
 from snapshot_shared.transitions import Capture, Restore
+from snapshot_shared.views import is_answered
 
 _ENDED = (Restore.RESTORED, Restore.FAILED)
 
@@ -52,7 +53,7 @@ _ENDED = (Restore.RESTORED, Restore.FAILED)
 def gather(reader: Reader, content: SnapshotContent) -> ContentView:
     """Read what a decision about a content depends on, and no more: each read wakes it later."""
     status, source = content.status, content.spec.source
-    unanswered = [item.node for item in status.orders if not fold.is_answered(item)]
+    unanswered = [item.node for item in status.orders if not is_answered(item)]
     is_pending = status.capture is Capture.PENDING
     chooses = _may_choose_a_node(content)
     name = content.metadata.name
@@ -257,7 +258,7 @@ def _clean(view: ContentView, now: float) -> Plan:
 def _is_owed(content: SnapshotContent, now: float) -> bool:
     """Whether something of the attempt may still be writing."""
     return any(
-        not fold.is_answered(item) and not fold.is_late(item, now)
+        not is_answered(item) and not fold.is_late(item, now)
         for item in content.status.orders
         if item.verb not in ("verify", "delete")
     )
@@ -338,7 +339,7 @@ def _remove(view: ContentView, generation: int, now: float) -> Plan:
         return content_plan(content, replace(status, generations=left, orders=orders), now)
     due = fold.due_at(last) if last is not None and last.state != fold.LOST else now
     if last is not None and due is not None and now < due:
-        if not fold.is_answered(last):
+        if not is_answered(last):
             return content_plan(content, status, now)
         cause = last.final.failure if last.final else None
         return _deletion_waits(

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from snapshot_shared.errors import Failure, UnsupportedVersion
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
+from snapshot_shared.views import is_answered
 
 _END = "any terminal report"
 _AFTER = ("ready", "exited")
@@ -117,11 +118,6 @@ def _whole(item: OrderStatus, report: Report) -> Report:
         next_step="upgrade the older of the two programs",
     )
     return replace(report, failure=failure)
-
-
-def is_answered(item: OrderStatus) -> bool:
-    """Whether nothing more is owed for an order: it ended, or its node is gone."""
-    return item.final is not None or item.state == LOST
 
 
 def succeeded(item: OrderStatus) -> bool:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from snapshot_operator.core import fold
 from snapshot_shared.errors import NotEligible
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture
+from snapshot_shared.views import is_answered
 
 
 def cordoned(node: Node, *, unschedulable: bool) -> Node:
@@ -66,7 +66,7 @@ def sent_again(
             next_step="nothing waits for it; leave the dead letter as it is",
         )
     current = max(mine, key=lambda item: item.attempt)
-    if fold.is_answered(current):
+    if is_answered(current):
         why = f" ({current.final.failure})" if current.final and current.final.failure else ""
         raise NotEligible(
             f"order {order_id} of {name} is not wanted any more: attempt {current.attempt} "

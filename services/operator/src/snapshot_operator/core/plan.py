@@ -17,6 +17,7 @@ from snapshot_shared.objects.kubernetes import Job, Pod
 from snapshot_shared.objects.meta import OrderStatus, is_true
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
 from snapshot_shared.transitions import Capture, Restore
+from snapshot_shared.views import orders_of
 
 
 class Reader(Protocol):
@@ -139,11 +140,6 @@ def new_orders(old: AnyObject | None, new: AnyObject) -> list[OrderStatus]:
     """Return the orders that `new` has and `old` has not."""
     known = {(item.order, item.attempt) for item in orders_of(old)} if old else set()
     return [item for item in orders_of(new) if (item.order, item.attempt) not in known]
-
-
-def orders_of(value: AnyObject | None) -> list[OrderStatus]:
-    """Return the orders on an object; most kinds have none."""
-    return getattr(value.status, "orders", []) if value is not None else []
 
 
 def is_final(plan: Plan) -> bool:

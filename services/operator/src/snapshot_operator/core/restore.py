@@ -51,6 +51,7 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import ArtifactRef
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
+from snapshot_shared.views import is_answered
 
 MAX_RETRIES = 2
 RESTORED = "nvidia.com/Restored"
@@ -115,7 +116,7 @@ def restore_for(pod: Pod) -> SnapshotRestore:
 def gather(reader: Reader, restore: SnapshotRestore) -> RestoreView:
     """Read what a decision about a restore depends on."""
     status, target = restore.status, restore.spec.pod_ref
-    unanswered = [item.node for item in status.orders if not fold.is_answered(item)]
+    unanswered = [item.node for item in status.orders if not is_answered(item)]
     nodes = known(reader, unanswered)
     if status.state in ENDED and not restore.metadata.deletion_timestamp:
         return RestoreView(restore, None, known=nodes)
@@ -202,7 +203,7 @@ def has_found_damage(restore: SnapshotRestore) -> bool:
 def is_reading(restore: SnapshotRestore) -> bool:
     """Whether a restore may still load, or hold what it has loaded hidden."""
     return restore.status.state not in ENDED or any(
-        not fold.is_answered(item) for item in restore.status.orders
+        not is_answered(item) for item in restore.status.orders
     )
 
 
@@ -232,7 +233,7 @@ def _plan(
     status: SnapshotRestoreStatus,
     now: float,
 ) -> Plan:
-    obligations = sorted({item.verb for item in status.orders if not fold.is_answered(item)})
+    obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
     due = fold.renewal_at(status.orders)
     at = fold.earliest(fold.next_deadline(status.orders, now), due)
     new = replace(restore, status=replace(status, obligations=obligations))
@@ -366,7 +367,7 @@ def _begin(
         started_at=status.started_at or time_of(now),
         traceparent=trace,
         failure=None,
-        orders=[item for item in status.orders if not fold.is_answered(item)],
+        orders=[item for item in status.orders if not is_answered(item)],
     )
     loads = ordering.load(replace(restore, status=begun), artifact, committed, trace, now)
     message = f"attempt {attempt} is under way"
@@ -430,9 +431,7 @@ def _dropping(view: RestoreView, now: float) -> Plan:
     owed = [
         item
         for item in status.orders
-        if item.verb in ("load", "drop")
-        and not fold.is_answered(item)
-        and not fold.is_late(item, now)
+        if item.verb in ("load", "drop") and not is_answered(item) and not fold.is_late(item, now)
     ]
     if owed:
         return _plan(restore, status, now)
@@ -457,7 +456,7 @@ def _may_retry(view: RestoreView, failure: Failure, now: float) -> bool:
     """Only what failed without touching the worker, and is dropped everywhere, is tried again."""
     status = view.restore.status
     was_touched = any(item.verb == "restore" for item in _attempted(view.restore))
-    is_dropped = all(fold.is_answered(item) for item in status.orders)
+    is_dropped = all(is_answered(item) for item in status.orders)
     is_wanted = not any(check(view, now) for check in (_deleted, _pod_ended))
     may = failure.retryable or any(fold.superseding(item) for item in status.orders)
     return may and is_wanted and is_dropped and not was_touched and status.retries < MAX_RETRIES

@@ -43,6 +43,7 @@ from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, co
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeviceRef, DropOrder, VectorEntry, order_in
 from snapshot_shared.transitions import Restore
+from snapshot_shared.views import is_answered
 
 FINISHED = ("Succeeded", "Failed")
 
@@ -136,7 +137,7 @@ def _made(view: PodView) -> Plan | None:
 def _plan(
     pod: Pod, status: PodStatus, now: float, *before: Write, wake_at: float | None = None
 ) -> Plan:
-    obligations = sorted({item.verb for item in status.orders if not fold.is_answered(item)})
+    obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
     due = fold.renewal_at(status.orders)
     at = fold.earliest(wake_at, fold.next_deadline(status.orders, now), due)
     new = replace(pod, status=replace(status, obligations=obligations))
@@ -175,7 +176,7 @@ def _run_failed(view: PodView, now: float) -> Failure | None:
     """A run that is late on a silent node is not over: the node may return with the worker."""
     runs = fold.find(view.pod.status.orders, "run")
     if is_silent(view.home):
-        runs = [item for item in runs if fold.is_answered(item)]
+        runs = [item for item in runs if is_answered(item)]
     return fold.failure_in(runs, now)
 
 

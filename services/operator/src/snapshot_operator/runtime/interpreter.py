@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from snapshot_operator.core import fold
 from snapshot_operator.core.plan import (
     FINALIZER,
     Adopt,
@@ -18,7 +17,6 @@ from snapshot_operator.core.plan import (
     Write,
     is_final,
     new_orders,
-    orders_of,
 )
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster, Key, Tracker, key_of
@@ -30,6 +28,7 @@ from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import envelope_of
 from snapshot_shared.telemetry import working_on
+from snapshot_shared.views import is_answered, orders_of
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +121,9 @@ class Interpreter:
 
     def _tidy(self, old: AnyObject, new: AnyObject) -> None:
         """Withdraw what has been answered from the stream; the work does not wait for that."""
-        open_ = {(i.order, i.attempt) for i in orders_of(old) if not fold.is_answered(i)}
+        open_ = {(i.order, i.attempt) for i in orders_of(old) if not is_answered(i)}
         for item in orders_of(new):
-            if fold.is_answered(item) and (item.order, item.attempt) in open_:
+            if is_answered(item) and (item.order, item.attempt) in open_:
                 task = asyncio.create_task(self._withdraw(item))
                 self._tidying.add(task)
                 task.add_done_callback(self._tidying.discard)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_operator.core.controllers import Controller
-from snapshot_operator.core.plan import Plan, orders_of, rebased
+from snapshot_operator.core.plan import Plan, rebased
 from snapshot_operator.runtime.cluster import (
     FULL,
     Cluster,
@@ -42,6 +42,7 @@ from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import Report
 from snapshot_shared.tasks import end_all, yield_turn
+from snapshot_shared.views import orders_of
 
 log = logging.getLogger(__name__)
 

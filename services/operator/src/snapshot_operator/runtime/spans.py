@@ -8,7 +8,6 @@ from datetime import datetime
 from snapshot_operator.core import fold
 from snapshot_operator.core.capture import capture_span, trace_parent
 from snapshot_operator.core.ordering import order_span as order_context
-from snapshot_operator.core.plan import orders_of
 from snapshot_operator.core.restore import ENDED
 from snapshot_shared import instruments
 from snapshot_shared.errors import Failure
@@ -21,6 +20,7 @@ from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.steps import order_span
 from snapshot_shared.telemetry import Telemetry
 from snapshot_shared.transitions import Capture
+from snapshot_shared.views import is_answered, orders_of
 
 _CAPTURED = (Capture.READY, Capture.FAILED)
 
@@ -41,7 +41,7 @@ class Spans:
         before = {(item.order, item.attempt): item for item in orders_of(old)}
         for item in orders_of(new):
             known = before.get((item.order, item.attempt))
-            if fold.is_answered(item) and (known is None or not fold.is_answered(known)):
+            if is_answered(item) and (known is None or not is_answered(known)):
                 self._order(new, item)
         match old, new:
             case SnapshotContent(), SnapshotContent():

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from snapshot_operator.core import backpressure, fold
-from snapshot_operator.core.plan import orders_of
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.manager import Manager
@@ -23,6 +22,7 @@ from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.tasks import any_set
+from snapshot_shared.views import is_answered, orders_of
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Sweep:
             for kind in KINDS
             for owner in self._cluster.all(kind)
             for order in orders_of(owner)
-            if not fold.is_answered(order)
+            if not is_answered(order)
         ]
         awaited = {order.order for order in unanswered}
         for order_id, subject in published.items():
@@ -106,13 +106,13 @@ class Sweep:
         except InvalidName:
             return True
         mine = [item for item in orders_of(owner) if item.order == order_id]
-        return all(fold.is_answered(item) for item in mine)
+        return all(is_answered(item) for item in mine)
 
     def _is_awaited(self, order: OrderStatus) -> bool:
         """Whether an order is unanswered still; the sweep itself takes its time."""
         key = (order.order, order.attempt)
         mine = orders_of(self._cluster.by_uid(owner_of(check_order_id(order.order))))
-        return any((i.order, i.attempt) == key and not fold.is_answered(i) for i in mine)
+        return any((i.order, i.attempt) == key and not is_answered(i) for i in mine)
 
     async def _measure(self) -> None:
         self.fill = await self._orders.fill()

@@ -123,7 +123,7 @@ def _drawn(arrow: Arrow, lanes: Sequence[str], began: float) -> dict[str, Any]:
 def label(order: OrderStatus) -> str:
     """Return the name of an order for people: verb, part, and its attempt after the first."""
     again = f" #{order.attempt}" if order.attempt > 1 else ""
-    return f"{order.verb} {views.part_of(order)}".rstrip() + again
+    return f"{order.verb} {views.part_of(order.order)}".rstrip() + again
 
 
 def _state(order: OrderStatus, kind: str) -> views.State:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
+from snapshot_shared.views import orders_of
 from snapshotctl import objects
 from snapshotctl.command import KindAndName, Namespace, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.ports import Operator, Screen
 from snapshotctl.tools import Tools
 from snapshotctl.views import timeline
-from snapshotctl.views.related import orders_of
 from snapshotctl.views.tables import Table
 
 INDENT = "  "

@@ -298,13 +298,12 @@ def _operator(seen: Observed, cluster: ObservedCluster) -> Iterator[Finding]:
 def _node(seen: Observed, cluster: ObservedCluster, it: ObservedNode) -> Iterator[Finding]:
     state = state_text(it.node) if it.node is not None else "unknown to the operator"
     if it.presence is None:
-        lost = it.node is not None and is_true(it.node.status.conditions, "Lost")
         fix = (
             f"snapshotctl sim restart {it.name}"
             if seen.local.cluster
             else f"start its agent; if it is gone for good: snapshotctl delete node {it.name}"
         )
-        yield fail(f"{it.name} is {'lost' if lost else 'not there'} ({state})", fix)
+        yield fail(f"{it.name} is not there ({state})", fix)
         return
     if it.node is not None and it.node.spec.unschedulable:
         yield warn(f"{it.name} is cordoned", f"snapshotctl uncordon {it.name}")

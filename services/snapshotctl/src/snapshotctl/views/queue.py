@@ -19,9 +19,10 @@ from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter, Progress, Report, driver_of, envelope_of, order_in
 from snapshot_shared.spans import SpanRecord, order_context, parse_traceparent
 from snapshot_shared.steps import STEPS, table
+from snapshot_shared.views import is_answered
 from snapshotctl.domain import formats
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.views.state import is_answered, order_state
+from snapshotctl.views.state import order_state
 from snapshotctl.views.tables import Table
 
 

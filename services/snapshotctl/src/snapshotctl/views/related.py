@@ -18,6 +18,7 @@ from snapshot_shared.objects.snapback import (
     restore_name,
 )
 from snapshot_shared.spans import parse_traceparent
+from snapshot_shared.views import orders_of
 from snapshotctl.domain.targets import Target, place
 
 
@@ -112,13 +113,6 @@ def trace_of(value: AnyObject) -> str:
 def is_in(value: AnyObject, namespace: str | None) -> bool:
     """Whether an object is in a namespace. All are in None, and nodes in each."""
     return namespace is None or _namespace_of(value) in (None, namespace)
-
-
-def orders_of(value: AnyObject) -> list[OrderStatus]:
-    """Return the orders that serve an object."""
-    if isinstance(value, SnapshotContent | SnapshotRestore | Pod):
-        return value.status.orders
-    return []
 
 
 def owns(owner: AnyObject, value: AnyObject) -> bool:

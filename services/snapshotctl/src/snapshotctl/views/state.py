@@ -1,10 +1,11 @@
-"""The state of an object, its phases and its parts: the only module that decides them."""
+"""The state of an object with its reasons, the phases of its work, and its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from snapshot_shared import views
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS, Job, Node, Pod
@@ -17,6 +18,7 @@ from snapshot_shared.objects.snapback import (
 )
 from snapshot_shared.orders import TERMINAL, LoadOrder, order_in
 from snapshot_shared.transitions import Capture, Restore
+from snapshot_shared.views import is_answered, part_of
 from snapshotctl.domain import formats
 from snapshotctl.views.related import RelatedObjects, is_restored
 
@@ -26,7 +28,6 @@ _RESTORED = "nvidia.com/Restored"
 """Condition of a Pod: how the restore into it has ended."""
 _FORGET_ATTEMPT = 1000
 """From here on attempts number the ways to end a pod, not tries."""
-_NODE_STATES = {"True": "Ready", "False": "NotReady"}
 _CAPTURING = (Capture.PREPARING, Capture.STAGING, Capture.SEALING, Capture.ABORTING)
 """States of a capture that goes on by itself, also while no order is out."""
 _RESTORING = (Restore.LOADING, Restore.COMMITTING, Restore.RESTORING, Restore.DROPPING)
@@ -52,19 +53,22 @@ WARM = "the worker warms up"
 
 def state_text(value: DynamoCheckpoint | SnapshotContent | SnapshotRestore | Pod | Node) -> str:
     """Return the state of an object in a word, with its reason where it has one."""
+    if isinstance(value, Node):
+        is_unknown = is_true(value.status.conditions, UNKNOWN_ARTIFACTS)
+        return ",".join([views.phase(value), *([UNKNOWN_ARTIFACTS] if is_unknown else ())])
+    return _with_reason(views.phase(value), _reason(value))
+
+
+def _reason(value: DynamoCheckpoint | SnapshotContent | SnapshotRestore | Pod) -> str:
     match value:
         case DynamoCheckpoint():
-            return _with_reason(value.status.phase, _checkpoint_reason(value))
+            return _checkpoint_reason(value)
         case SnapshotContent():
-            is_quarantined = is_true(value.status.conditions, "Quarantined")
-            return _with_reason(value.status.capture.value, "Quarantined" if is_quarantined else "")
+            return "Quarantined" if is_true(value.status.conditions, "Quarantined") else ""
         case SnapshotRestore():
-            failure = value.status.failure
-            return _with_reason(value.status.state.value, failure.reason if failure else "")
+            return value.status.failure.reason if value.status.failure else ""
         case Pod():
-            return _with_reason(value.status.phase, value.status.reason)
-        case Node():
-            return _node_text(value)
+            return value.status.reason
 
 
 def _with_reason(state: str, reason: str) -> str:
@@ -79,17 +83,6 @@ def _checkpoint_reason(checkpoint: DynamoCheckpoint) -> str:
     if is_ended and ready is not None and ready.status == "False" and ready.reason:
         return ready.reason
     return f"shares {status.shares}" if status.shares else ""
-
-
-def _node_text(node: Node) -> str:
-    """Return what `kubectl get nodes` shows: `Ready`, or `Ready,SchedulingDisabled`."""
-    held = condition(node.status.conditions, "Ready")
-    words = [_NODE_STATES.get(held.status, "Unknown") if held else "Unknown"]
-    if node.spec.unschedulable:
-        words.append("SchedulingDisabled")
-    if is_true(node.status.conditions, UNKNOWN_ARTIFACTS):
-        words.append(UNKNOWN_ARTIFACTS)
-    return ",".join(words)
 
 
 def artifact_state(content: SnapshotContent) -> str:
@@ -143,11 +136,6 @@ def _pod_failure(pod: Pod) -> str:
 def reason_of(held: Condition) -> str:
     """Return the reason of a condition, with its message where it has one."""
     return f"{held.reason}: {held.message}" if held.message else held.reason
-
-
-def is_answered(item: OrderStatus) -> bool:
-    """Whether the operator waits for nothing more of an order."""
-    return item.final is not None or item.state == "lost"
 
 
 def order_state(item: OrderStatus, step: str, now: float, *, is_on_stream: bool) -> str:
@@ -371,11 +359,6 @@ def _order(item: OrderStatus) -> TimedPhase:
     return TimedPhase(
         (item.order, item.attempt), name + again(item.attempt), where, began, ended, why
     )
-
-
-def part_of(order: str) -> str:
-    """Return the part that the id of an order names, or an empty string."""
-    return order.partition("-")[2][37:]
 
 
 def again(attempt: int) -> str:

@@ -17,9 +17,10 @@ from snapshot_shared.objects.meta import Condition, OrderStatus, condition
 from snapshot_shared.orders import Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import STEPS, names
+from snapshot_shared.views import orders_of, part_of
 from snapshotctl.domain import formats
-from snapshotctl.views.related import orders_of, reference
-from snapshotctl.views.state import again, part_of
+from snapshotctl.views.related import reference
+from snapshotctl.views.state import again
 from snapshotctl.views.tables import Table
 
 _STEPS = frozenset(step for verb in STEPS for step in names(verb))
