@@ -116,6 +116,21 @@ async def test_an_attempt_that_begins_again_keeps_no_order_that_was_answered(wor
     assert [(item.verb, item.attempt) for item in status.orders] == [("prepare", 2)]
 
 
+async def test_no_attempt_begins_while_an_abort_that_was_given_again_is_not_answered(
+    world: World,
+) -> None:
+    await capturing(world)
+    (prepare,) = world.open("prepare")
+    await world.fail(prepare, "QuiesceTimeout", retryable=True)
+    aborts = world.open("abort")
+    await world.answer_well(aborts[0])
+    await world.advance(max(abort.deadline.timestamp() for abort in aborts) - world.now)
+    assert world.open("abort")[-1].attempt == 2
+    content = await world.content()
+    assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 1)
+    assert not world.open("prepare")
+
+
 @pytest.mark.parametrize(("more", "end"), [(0, Capture.READY), (1, Capture.FAILED)])
 async def test_an_artifact_is_no_larger_than_its_limit(
     world: World, more: int, end: Capture

@@ -476,7 +476,9 @@ def _may_retry(content: SnapshotContent, attempt: Sequence[OrderStatus], failure
     An attempt that the node knows a higher one of has not begun, whatever else its failure says.
     """
     was_frozen = any(item.verb == "dump" for item in attempt)
-    all_answered = all(is_answered(item) for item in attempt)
+    # What cleans up after an attempt has a higher number once it was given again.
+    number = content.status.attempt
+    all_answered = all(is_answered(i) for i in content.status.orders if i.attempt >= number)
     is_old = any(fold.superseding(item) for item in attempt)
     may = failure.retryable or is_old
     return may and not was_frozen and all_answered and content.status.retries < MAX_RETRIES
