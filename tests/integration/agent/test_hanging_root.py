@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -291,7 +292,7 @@ GRACE_S = 10.0
 
 @pytest.fixture
 async def process(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> asyncio.subprocess.Process:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
     arguments = (AN_AGENT_WITH_A_ROOT_THAT_HANGS, str(rig.root), str(hangs(rig)))
     return await rig.process("-c", *arguments)
 
