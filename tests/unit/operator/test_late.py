@@ -108,6 +108,27 @@ async def test_a_pod_that_the_store_does_not_know_or_has_given_up_is_named_to_it
     assert (await world.nodes.pods(request)).unknown == [pod.metadata.uid, stray]
 
 
+async def test_a_pod_that_is_placed_nowhere_or_elsewhere_is_named_to_the_node_that_runs_it() -> (
+    None
+):
+    first = World()
+    await first.apply(checkpoint_document())
+    blind = BlindStore(first.store, ())
+    second = World(store=blind)
+    await second.cluster.sync()
+    blind.hidden.add("Pod")
+    (pod,) = first.cluster.page("Pod")
+    uid = pod.metadata.uid
+
+    async def unknown(node: str) -> list[str]:
+        return (await second.nodes.pods(PodsRequest(node=node, pods=[uid]))).unknown
+
+    assert await unknown("node-1") == [uid]
+    await first.join(presence("node-1"))
+    assert await unknown("node-1") == []
+    assert await unknown("node-2") == [uid]
+
+
 async def restarted(world: World) -> World:
     """Return another operator on the same store, which has just started."""
     other = World(store=BlindStore(world.store, ()), orders=world.orders)

@@ -62,11 +62,9 @@ class NodeApi:
 
         A refusal ends the pod, and so is never given on what memory may not have seen yet.
         """
-        value = self._cluster.by_uid(request.uid)
-        if not isinstance(value, Pod) or value.status.node_name != request.node:
-            value = await self._cluster.find(request.uid)
+        value = await self._seen(request.uid, request.node)
         named = (request.namespace, request.name)
-        if not isinstance(value, Pod) or (value.metadata.namespace, value.metadata.name) != named:
+        if value is None or (value.metadata.namespace, value.metadata.name) != named:
             raise StalePodReference(f"pod {request.name} with uid {request.uid} is gone")
         if value.status.node_name != request.node:
             raise Forbidden(f"pod {request.name} is not placed on {request.node}")
@@ -90,16 +88,24 @@ class NodeApi:
         return inventory.reply(request.generations, contents, self._policy)
 
     async def pods(self, request: PodsRequest) -> PodsReply:
-        """Return which of an agent's pods are not to run there: no object wants them any more.
+        """Return which of an agent's pods are not to run there: no object places them there.
 
-        The agent has listed them before, and the store is read only now.
+        The agent has listed them before, and the store is read only now: a placement is stored
+        before its order goes out. In a store restored from a backup a pod may be without a node.
         """
         unknown = []
         for uid in request.pods:
-            value = self._cluster.by_uid(uid) or await self._cluster.find(uid)
-            if not isinstance(value, Pod) or _is_given_up(value):
+            pod = await self._seen(uid, request.node)
+            if pod is None or pod.status.node_name != request.node or _is_given_up(pod):
                 unknown.append(uid)
         return PodsReply(unknown=unknown)
+
+    async def _seen(self, uid: str, node: str) -> Pod | None:
+        """Return a pod, as it is stored where memory does not have it on the node."""
+        value = self._cluster.by_uid(uid)
+        if not isinstance(value, Pod) or value.status.node_name != node:
+            value = await self._cluster.find(uid)
+        return value if isinstance(value, Pod) else None
 
 
 def _is_given_up(pod: Pod) -> bool:
