@@ -74,7 +74,6 @@ class Tombstoned(msgspec.Struct, frozen=True, kw_only=True, tag="tombstoned"):
 
 Record = Accepted | Began | Ended | Noted | Reported | Delivered | Tombstoned
 
-
 _OF_CAPTURES = ("prepare", "dump", "seal", "release", "abort")
 
 

@@ -56,7 +56,6 @@ _ALL_KINDS = (
     Kind("Node", "v1", "nodes", "no", Node, namespaced=False, appliable=False),
 )
 
-
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL_KINDS}
 
 

@@ -28,9 +28,7 @@ from snapshot_shared.orders import DeviceRef, Label, Name, PresenceDevice
 UNKNOWN_ARTIFACTS = "UnknownArtifacts"
 """Condition of a Node: something below its artifact root has no owner."""
 
-
 GPU_RESOURCE = "nvidia.com/gpu"
-
 
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 

@@ -16,24 +16,17 @@ from snapshot_shared.orders import Label, Name, Report, UidStr
 TRACEPARENT = "nvidia.com/traceparent"
 """Annotation that carries the trace in which an object was applied."""
 
-
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?\Z")]
-
 
 Amount = Annotated[int, Meta(ge=0, le=2**50)]
 
-
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z")]
-
 
 Argument = Annotated[str, Meta(max_length=32768, pattern=r"^[^\x00]*\Z")]
 
-
 LabelKey = Annotated[str, Meta(max_length=316, pattern=r"^[A-Za-z0-9./_-]+\Z")]
 
-
 LabelValue = Annotated[str, Meta(max_length=63)]
-
 
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
 

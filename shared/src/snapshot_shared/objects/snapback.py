@@ -32,22 +32,17 @@ from snapshot_shared.transitions import Capture, Restore
 
 GROUP = "nvidia.com/v1alpha1"
 
-
 RESTORE_FROM = "nvidia.com/restore-from"
 """Annotation of a Pod: `<snapshot or checkpoint>` in the same namespace to restore from."""
-
 
 SNAPSHOT_UID = "nvidia.com/snapshot-uid"
 """Label of a SnapshotContent, which is in no namespace and so has no owner: whose it is."""
 
-
 ABORT = "nvidia.com/abort"
 """Annotation of a SnapshotContent: who wants its capture to end now."""
 
-
 VERIFY = "nvidia.com/verify"
 """Annotation of a SnapshotContent: each new value asks for one verification of its artifact."""
-
 
 Framework = Literal["vllm", "sglang", "trtllm"]
 """The inference engines that Dynamo knows."""

@@ -19,7 +19,6 @@ _OURS: dict[str, TransferBackend] = {
     "pinned-host": Posix(direct=True, pages=page_locked, name="pinned-host"),
 }
 
-
 _IN_PLACE: dict[str, TransferBackend] = {"posix-direct": Posix(direct=True, in_place=True)}
 """Those that gain from memory in huge pages."""
 

@@ -43,7 +43,6 @@ from snapshot_shared.telemetry import current_traceparent
 _FIRST_EVENT_S = 5.0
 """How long a transfer that holds its lock may take until its next event, in seconds."""
 
-
 SAVES_AGAIN = 2
 """How many times a save is resumed after its process was killed."""
 

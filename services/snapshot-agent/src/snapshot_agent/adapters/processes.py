@@ -35,7 +35,6 @@ KILLED_WITHIN_S = 10.0
 _STARTS = Threads(8, "start")
 """Threads that start processes: a working directory may be on a file system that hangs."""
 
-
 LOOK_AGAIN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 """Seconds between two reads of the state of a process that was sent SIGSTOP."""
 

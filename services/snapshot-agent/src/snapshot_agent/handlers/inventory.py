@@ -26,7 +26,6 @@ EVERY_S = 3600.0
 AGAIN_S = 30.0
 """How long to wait after a comparison of the root that failed, in seconds."""
 
-
 PODS_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """The same for the pods; the last value repeats. It is short, for until the first answer the node
 offers no device."""
