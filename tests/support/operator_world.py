@@ -53,11 +53,11 @@ class MemoryOrders:
         self.taken = 0.0
         """The share of the room that orders of others take."""
 
-    async def publish(self, order: OrderStatus) -> None:
+    async def publish(self, order: OrderStatus, *, again: bool = False) -> None:
         known = self.stream.get(order.order)
         if known is None and len(self.stream) >= self.most:
             raise BusUnavailable("maximum messages exceeded")
-        if known is None or known.attempt < order.attempt:
+        if known is None or known.attempt < order.attempt + again:
             self.stream[order.order] = order
             self.history.append(order)
 
@@ -156,11 +156,12 @@ class World:
         await self.settle()
 
     def open(self, verb: str | None = None) -> list[OrderStatus]:
-        """Give the published orders that the test has not answered, oldest first."""
+        """Return the published orders that the test has not answered, oldest first, each once."""
+        published = {(order.order, order.attempt): order for order in self.orders.history}
         return [
             order
-            for order in self.orders.history
-            if (order.order, order.attempt) not in self.answered and verb in (None, order.verb)
+            for key, order in published.items()
+            if key not in self.answered and verb in (None, order.verb)
         ]
 
     async def report(self, order: OrderStatus, kind: str | None = None, **fields: Any) -> None:

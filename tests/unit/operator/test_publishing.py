@@ -30,22 +30,22 @@ def order(attempt: int) -> OrderStatus:
     )
 
 
-async def attempts_left_by(*published: int) -> tuple[int, int]:
+async def attempts_left_by(*published: int, again: bool = False) -> tuple[int, int]:
     """Publish attempts one after another; the one on the stream, and how many were stored."""
     bus = await SimBus(SimServer(), "operator").connect()
     await bus.ensure_assets()
     orders = NatsOrders(bus)  # type: ignore[arg-type]
     for attempt in published:
-        await orders.publish(order(attempt))
+        await orders.publish(order(attempt), again=again)
     found = await bus.last(subjects.ORDERS, SUBJECT)
     assert found is not None
     sequence, data = found
     return msgspec.json.decode(data)["attempt"], sequence
 
 
-def run(*published: int) -> tuple[int, int]:
+def run(*published: int, again: bool = False) -> tuple[int, int]:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(attempts_left_by(*published))
+        return runner.run(attempts_left_by(*published, again=again))
 
 
 def test_an_older_attempt_that_is_published_late_does_not_replace_the_newer() -> None:
@@ -58,6 +58,14 @@ def test_a_newer_attempt_replaces_the_older() -> None:
 
 def test_the_same_attempt_is_stored_once() -> None:
     assert run(1, 1) == (1, 1)
+
+
+def test_the_same_attempt_is_stored_again_where_it_is_to_be_delivered_again() -> None:
+    assert run(1, 1, again=True) == (1, 2)
+
+
+def test_an_older_attempt_does_not_replace_the_newer_where_it_is_to_be_delivered_again() -> None:
+    assert run(2, 1, again=True) == (2, 1)
 
 
 def test_replacing_puts_an_order_in_place_of_whatever_stands_there() -> None:

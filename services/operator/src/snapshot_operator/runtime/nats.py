@@ -37,10 +37,11 @@ class NatsOrders:
         self._bus = bus
         self._telemetry = telemetry
 
-    async def publish(self, order: OrderStatus) -> None:
+    async def publish(self, order: OrderStatus, *, again: bool = False) -> None:
         """Publish with the expected last sequence; on conflict compare attempts and decide."""
+        settled = order.attempt + 1 if again else order.attempt
         with self._span(order) as trace:
-            await self._publish(order, trace)
+            await self._publish(order, trace, settled)
 
     def _span(self, order: OrderStatus) -> AbstractContextManager[str]:
         trace = envelope_of(order.payload).traceparent
@@ -60,7 +61,8 @@ class NatsOrders:
             attributes={**attributes, "snapback.verb": order.verb},
         )
 
-    async def _publish(self, order: OrderStatus, trace: str) -> None:
+    async def _publish(self, order: OrderStatus, trace: str, settled: int) -> None:
+        """Publish one order unless its subject has attempt `settled` or a later one."""
         subject = _subject(order)
         expected = 0
         for _ in range(MAX_TRIES):
@@ -72,7 +74,7 @@ class NatsOrders:
                     expected = 0
                     continue
                 expected, data = found
-                if envelope_of(data).attempt >= order.attempt:
+                if envelope_of(data).attempt >= settled:
                     return
             else:
                 return
