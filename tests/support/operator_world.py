@@ -53,12 +53,17 @@ class MemoryOrders:
         self.taken = 0.0
         """The share of the room that orders of others take."""
 
-    async def publish(self, order: OrderStatus, *, again: bool = False) -> None:
+    async def publish(self, order: OrderStatus) -> None:
         known = self.stream.get(order.order)
         if known is None and len(self.stream) >= self.most:
             raise BusUnavailable("maximum messages exceeded")
-        if known is None or known.attempt < order.attempt + again:
+        if known is None or known.attempt < order.attempt:
             self.stream[order.order] = order
+            self.history.append(order)
+
+    async def repeat(self, order: OrderStatus) -> None:
+        known = self.stream.get(order.order)
+        if known is not None and known.attempt == order.attempt:
             self.history.append(order)
 
     async def replace(self, order: OrderStatus) -> None:

@@ -23,10 +23,10 @@ async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
     await world.join(presence("node-1"))
     publish, failures = world.orders.publish, [BusUnavailable("no leader"), BusUnavailable("yet")]
 
-    async def unreliably(order: Any, *, again: bool = False) -> None:
+    async def unreliably(order: Any) -> None:
         if failures:
             raise failures.pop()
-        await publish(order, again=again)
+        await publish(order)
 
     monkeypatch.setattr(world.orders, "publish", unreliably)
     sweep = asyncio.ensure_future(world.sweep.run(asyncio.Event(), world.retention.run))

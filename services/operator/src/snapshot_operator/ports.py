@@ -72,11 +72,11 @@ class Store(Protocol):
 class OrderBus(Protocol):
     """Where orders go."""
 
-    async def publish(self, order: OrderStatus, *, again: bool = False) -> None:
-        """Publish one order; a higher attempt replaces a lower.
+    async def publish(self, order: OrderStatus) -> None:
+        """Publish one order; a higher attempt replaces a lower, an equal one is left alone."""
 
-        An equal one is left alone, or with `again` replaced, too, so that it is delivered again.
-        """
+    async def repeat(self, order: OrderStatus) -> None:
+        """Have one order delivered again, if the stream has this attempt of it."""
 
     async def replace(self, order: OrderStatus) -> None:
         """Publish one order in place of whatever stands on its subject. BusUnavailable."""

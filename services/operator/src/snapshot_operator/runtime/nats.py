@@ -37,11 +37,10 @@ class NatsOrders:
         self._bus = bus
         self._telemetry = telemetry
 
-    async def publish(self, order: OrderStatus, *, again: bool = False) -> None:
+    async def publish(self, order: OrderStatus) -> None:
         """Publish with the expected last sequence; on conflict compare attempts and decide."""
-        settled = order.attempt + 1 if again else order.attempt
         with self._span(order) as trace:
-            await self._publish(order, trace, settled)
+            await self._publish(order, trace)
 
     def _span(self, order: OrderStatus) -> AbstractContextManager[str]:
         trace = envelope_of(order.payload).traceparent
@@ -61,8 +60,7 @@ class NatsOrders:
             attributes={**attributes, "snapback.verb": order.verb},
         )
 
-    async def _publish(self, order: OrderStatus, trace: str, settled: int) -> None:
-        """Publish one order unless its subject has attempt `settled` or a later one."""
+    async def _publish(self, order: OrderStatus, trace: str) -> None:
         subject = _subject(order)
         expected = 0
         for _ in range(MAX_TRIES):
@@ -74,11 +72,19 @@ class NatsOrders:
                     expected = 0
                     continue
                 expected, data = found
-                if envelope_of(data).attempt >= settled:
+                if envelope_of(data).attempt >= order.attempt:
                     return
             else:
                 return
         raise Conflict(f"order {order.order} keeps changing on the stream")
+
+    async def repeat(self, order: OrderStatus) -> None:
+        """Publish in place of the same attempt; one that is answered meanwhile stays withdrawn."""
+        subject = _subject(order)
+        found = await self._bus.last(subjects.ORDERS, subject)
+        if found is not None and envelope_of(found[1]).attempt == order.attempt:
+            with self._span(order) as trace, contextlib.suppress(Conflict):
+                await self._send(subject, order, found[0], trace)
 
     async def replace(self, order: OrderStatus) -> None:
         """Publish whatever stands there. The sweep puts back a later attempt that this hides."""

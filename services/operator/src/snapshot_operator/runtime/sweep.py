@@ -3,7 +3,7 @@
 NATS can lose everything it holds; what it lacks is published again, and what it holds although
 nothing awaits it is removed. Never in reaction to a report.
 
-The first sweep publishes every unanswered order again. A store that was restored from a backup
+The first sweep has every unanswered order delivered again. A store that was restored from a backup
 awaits answers that were reported and acknowledged before; only a new delivery has them repeated.
 """
 
@@ -100,7 +100,7 @@ class Sweep:
         if self._repeats:
             for order in unanswered:
                 if order.order in published and self._is_awaited(order):
-                    await self._publish(order, again=True)
+                    await self._orders.repeat(order)
             self._repeats = False
         for order in sorted(unanswered, key=lambda order: order.verb not in fold.CLEANING):
             if self._is_awaited(order):
@@ -138,10 +138,7 @@ class Sweep:
         """
         if order.order in published and order.attempt == 1 and order.state != "ordered":
             return
-        await self._publish(order)
-
-    async def _publish(self, order: OrderStatus, *, again: bool = False) -> None:
         try:
-            await self._orders.publish(order, again=again)
+            await self._orders.publish(order)
         except Conflict as error:
             log.warning("sweep: %s", error)
