@@ -18,11 +18,11 @@ from snapshot_operator.core.inventory import Policy
 from snapshot_operator.core.restore import restore_name
 from snapshot_operator.core.retention import Limits
 from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
-from snapshot_operator.local.presence import fold_presence
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.cluster import Cluster, key_of
 from snapshot_operator.runtime.interpreter import Interpreter
 from snapshot_operator.runtime.manager import Input, Manager, owner_uid
+from snapshot_operator.runtime.presence import fold_presence
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.sweep import Sweep
 from snapshot_operator.runtime.upkeep import Retention
