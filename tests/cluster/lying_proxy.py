@@ -108,8 +108,10 @@ class LyingProxy:
         await response.prepare(request)
 
         async def pass_on() -> None:
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
+            # The client may go in the middle.
+            with contextlib.suppress(ConnectionError):
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
 
         watch = asyncio.ensure_future(pass_on())
         self._watches.add(watch)

@@ -7,11 +7,13 @@ confirmed by a live read before a plan that cannot be taken back is carried out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from snapshot_operator.core import fold
+from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Pod
 from snapshot_shared.objects.meta import OrderStatus, is_true
@@ -90,12 +92,14 @@ class Plan(NamedTuple):
     """The writes in their order, and the time (seconds since the epoch) of the next decision.
 
     `relies_on` are other objects that have to be stored still as they were read: what is known of
-    them may be late.
+    them may be late. `refused` returns the plan instead where the first write is of an object that
+    the store does not accept, such as a Job with a template that Kubernetes finds wrong.
     """
 
     writes: tuple[Write, ...] = ()
     wake_at: float | None = None
     relies_on: tuple[AnyObject, ...] = ()
+    refused: Callable[[Failure], Plan] | None = None
 
 
 NOTHING = Plan()

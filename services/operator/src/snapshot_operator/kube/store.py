@@ -23,7 +23,8 @@ from snapshot_operator.kube.client import (
     ResourceExpired,
     error_status,
 )
-from snapshot_operator.kube.wire import OURS, job_in, node_in, pod_in
+from snapshot_operator.kube.shaping import job_manifest
+from snapshot_operator.kube.wire import OURS, job_in, new_meta, node_in, pod_in
 from snapshot_operator.ports import Change, Event
 from snapshot_shared.errors import (
     Conflict,
@@ -34,7 +35,7 @@ from snapshot_shared.errors import (
     StoreBusy,
 )
 from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.kubernetes import Job, Node, Pod
 from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.tasks import any_set
 
@@ -199,10 +200,23 @@ class KubeStore:
         if isinstance(value, Node):
             raise NotFound(f"no Node is called {value.metadata.name}", kind="Node")
         resource = RESOURCES[kind_of(value).name]
+        body: Any = replace(value, metadata=new_meta(value.metadata, {}))
+        if isinstance(value, Job):
+            body = job_manifest(value, await self._owner_of(value))
         path = resource.path(value.metadata.namespace)
-        return self._written(
-            resource, await self._client.request("POST", path, body=_without_identity(value))
-        )
+        return self._written(resource, await self._client.request("POST", path, body=body))
+
+    async def _owner_of(self, job: Job) -> dict[str, Any]:
+        """Return the document of the checkpoint that a Job belongs to, its whole template in it.
+
+        It is read for this alone: in memory there are only the fields that decisions need.
+        """
+        (owner,) = job.metadata.owner_references
+        path = RESOURCES["DynamoCheckpoint"].path(job.metadata.namespace, owner.name)
+        document: dict[str, Any] = msgspec.json.decode(await self._client.request("GET", path))
+        if document["metadata"]["uid"] != owner.uid:
+            raise NotFound(f"DynamoCheckpoint {owner.name} is gone", kind="DynamoCheckpoint")
+        return document
 
     async def update_status(self, value: AnyObject) -> AnyObject:
         """Replace the status. That of a Node stays in memory; of a pod, our condition is set."""
@@ -496,17 +510,3 @@ def _place_of(value: AnyObject) -> Place:
 def _as_read(meta: ObjectMeta) -> dict[str, str]:
     """Return what makes the API server refuse a change of another version or incarnation."""
     return {"uid": meta.uid, "resourceVersion": meta.resource_version}
-
-
-def _without_identity(value: AnyObject) -> AnyObject:
-    """Return an object as it is sent to be created: the server sets the rest of its metadata."""
-    meta = ObjectMeta(
-        name=value.metadata.name,
-        namespace=value.metadata.namespace,
-        labels=value.metadata.labels,
-        annotations=value.metadata.annotations,
-        finalizers=value.metadata.finalizers,
-        owner_references=value.metadata.owner_references,
-    )
-    changed: Any = replace(value, metadata=meta)
-    return changed  # type: ignore[no-any-return]

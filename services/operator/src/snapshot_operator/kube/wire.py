@@ -6,7 +6,7 @@ have been checked by the API server, so that names and values are taken as they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -208,6 +208,18 @@ def node_in(data: bytes | msgspec.Raw) -> Node:
     """Return what Kubernetes says of a Node; the rest is said by its agent."""
     wire = _NODE.decode(data)
     return Node(metadata=_meta(wire.metadata), spec=NodeSpec(unschedulable=wire.spec.unschedulable))
+
+
+def new_meta(meta: ObjectMeta, labels: Mapping[str, str]) -> ObjectMeta:
+    """Return the metadata of an object that is to be created: the API server sets the rest."""
+    return ObjectMeta(
+        name=meta.name,
+        namespace=meta.namespace,
+        labels={**meta.labels, **labels},
+        annotations=meta.annotations,
+        finalizers=meta.finalizers,
+        owner_references=meta.owner_references,
+    )
 
 
 def _meta(wire: WireMeta) -> ObjectMeta:
