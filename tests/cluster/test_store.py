@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from snapshot_operator.core.conditions import with_conditions
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
-from snapshot_operator.kube.store import KubeStore
+from snapshot_operator.kube.store import KubeStore, StoreRewound
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import AlreadyExists, StoreBusy
 from snapshot_shared.objects.kinds import KINDS
@@ -215,3 +215,20 @@ async def test_a_watch_that_the_server_ends_goes_on_without_a_list(rig: Rig) -> 
     rig.proxy.cut_watches()
     await until(lambda: rig.proxy.requests["WATCH", "pods"] > 0, "the next watch", 30.0)
     assert rig.proxy.requests["GET", "pods"] == 0
+
+
+async def test_an_operator_ends_when_the_history_of_the_api_server_has_gone_back(
+    rig: Rig, kubeconfig: str
+) -> None:
+    async with KubeClient(rig.proxy.configuration) as client:
+        store = KubeStore(client, random.random)
+        for kind in KINDS:
+            await store.list(kind)
+        # As an API server whose etcd was restored from a backup: all that it has is older.
+        store._versions["Pod"] = str(2**62)
+        with (
+            rig.proxy.lying(Lie(500, "GET", "pods", times=1)),
+            pytest.raises(StoreRewound, match="pods are at version"),
+        ):
+            async with asyncio.timeout(30.0):
+                await store.run()

@@ -37,6 +37,7 @@ from snapshot_shared.errors import (
 from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Job, Node, Pod
 from snapshot_shared.objects.meta import ObjectMeta
+from snapshot_shared.service import until_stopped
 from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,12 @@ def _resource(name: str) -> Resource:
 
 
 RESOURCES = {name: _resource(name) for name in KINDS}
+
+
+class StoreRewound(SnapbackError):
+    """The API server's history is older than what this operator has seen of it."""
+
+    default_next_step = "nothing: the operator starts again and reads what there is"
 
 
 class Place(NamedTuple):
@@ -310,18 +317,20 @@ class KubeStore:
     # How memory is filled.
 
     async def run(self) -> None:
-        """Follow every kind that was listed, until it is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for resource in RESOURCES.values():
-                group.create_task(self._follow(resource))
+        """Follow every kind that was listed, until it is cancelled. StoreRewound."""
+        await until_stopped(asyncio.Event(), *(self._follow(kind) for kind in RESOURCES.values()))
 
     async def _follow(self, resource: Resource) -> None:
         """Watch a kind, again and again; list it where the server has no history any more."""
         failures = 0
         while True:
             try:
+                if failures:
+                    await self._require_history(resource)
                 await self._watch(resource)
                 failures = 0
+            except StoreRewound:
+                raise
             except ResourceExpired as error:
                 log.info("%s are listed again: %s", resource.plural, error)
                 failures = 0 if await self._list_again(resource) else failures + 1
@@ -331,6 +340,17 @@ class KubeStore:
             if failures:
                 longest = min(MAX_RETRY_S, 2.0**failures)
                 await any_set(longest * (1 + self._jitter()) / 2)
+
+    async def _require_history(self, resource: Resource) -> None:
+        """Raise StoreRewound when etcd was restored from an older backup while a watch was broken.
+
+        A watch from a version that is yet to come is silent, and versions that are given again mean
+        other values: what is in memory is of no use then.
+        """
+        answer = await self._client.request("GET", resource.path(), params={"limit": "1"})
+        now, seen = _LIST.decode(answer).metadata.resource_version, self._versions[resource.kind]
+        if int(now) < int(seen):
+            raise StoreRewound(f"{resource.plural} are at version {now} and were at {seen}")
 
     async def _watch(self, resource: Resource) -> None:
         """Report the changes after the version that was seen last, until the server ends it."""
