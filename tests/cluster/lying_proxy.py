@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from http import HTTPStatus
 from typing import Literal, NamedTuple
 
 import aiohttp
@@ -29,13 +30,15 @@ class Lie(NamedTuple):
 
 
 class LyingProxy:
-    """Forwards to an API server, with its credentials; counts what it is asked."""
+    """Forwards to an API server, with credentials where a client has none; counts requests."""
 
     def __init__(self, behind: ApiClient) -> None:
         self._behind = behind
         self._lies: list[Lie] = []
         self._watches: set[asyncio.Task[object]] = set()
         self.requests: Counter[tuple[str, str]] = Counter()
+        self.refused: list[str] = []
+        """What the API server did not allow."""
         self.url = ""
 
     @property
@@ -81,10 +84,10 @@ class LyingProxy:
             return web.Response(
                 status=lie.answer, body=json.dumps(status), content_type="application/json"
             )
-        headers = {"Accept": request.headers["Accept"]}
-        if "Content-Type" in request.headers:
-            headers["Content-Type"] = request.headers["Content-Type"]
-        await self._behind.update_params_for_auth(headers, [], ["BearerToken"])
+        kept = ("Accept", "Authorization", "Content-Type")
+        headers = {name: request.headers[name] for name in kept if name in request.headers}
+        if "Authorization" not in headers:
+            await self._behind.update_params_for_auth(headers, [], ["BearerToken"])
         async with self._behind.rest_client.pool_manager.request(
             request.method,
             self._behind.configuration.host + request.path_qs,
@@ -92,6 +95,8 @@ class LyingProxy:
             data=await request.read() or None,
             timeout=aiohttp.ClientTimeout(),
         ) as answer:
+            if answer.status == HTTPStatus.FORBIDDEN:
+                self.refused.append(f"{request.method} {request.path}")
             if not is_watch:
                 body = await answer.read()
                 if lie is not None:

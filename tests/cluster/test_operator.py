@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import pytest
 
+from snapshot_operator.kube import rbac
 from snapshot_operator.kube.client import KubeClient, load_configuration
 from snapshot_operator.kube.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.kube.store import KubeStore
@@ -23,7 +24,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import NotFound
+from snapshot_shared.errors import AlreadyExists, NotFound
 from snapshot_shared.orders import Presence
 from snapshot_shared.telemetry import Telemetry
 from tests.cluster.lying_proxy import LyingProxy, lying_proxy
@@ -106,9 +107,12 @@ async def rig(kubeconfig: str, nats_url: str) -> AsyncIterator[Rig]:
     async with contextlib.AsyncExitStack() as stack:
         direct = await stack.enter_async_context(KubeClient(configuration))
         proxy = await stack.enter_async_context(lying_proxy(configuration))
-        client = await stack.enter_async_context(KubeClient(proxy.configuration))
         body = {"metadata": {"name": namespace}}
         await direct.request("POST", "/api/v1/namespaces", body=body)
+        with_rights = proxy.configuration
+        with_rights.api_key["BearerToken"] = await operator_token(direct, namespace)
+        with_rights.api_key_prefix["BearerToken"] = "Bearer"
+        client = await stack.enter_async_context(KubeClient(with_rights))
         bus = Bus(nats_url, "test")
         await bus.connect_and_ensure()
         stack.push_async_callback(bus.close)
@@ -122,7 +126,34 @@ async def rig(kubeconfig: str, nats_url: str) -> AsyncIterator[Rig]:
             stop.set()
             await serving
             await _without_finalizers(direct, namespace)
+            bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"
+            await direct.request("DELETE", f"{bindings}/{rbac.NAME}-{namespace}")
             await direct.request("DELETE", f"/api/v1/namespaces/{namespace}")
+            # A refused request is a right that is missing from the role.
+            assert not proxy.refused
+
+
+async def operator_token(direct: KubeClient, namespace: str) -> str:
+    """Return a token of a service account that has the rights of the operator and no others."""
+    rbac_api = "/apis/rbac.authorization.k8s.io/v1"
+    accounts = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+    subject = {"kind": "ServiceAccount", "name": rbac.NAME, "namespace": namespace}
+    await direct.request("POST", accounts, body={"metadata": {"name": rbac.NAME}})
+    with contextlib.suppress(AlreadyExists):
+        await direct.request("POST", f"{rbac_api}/clusterroles", body=rbac.cluster_role())
+    binding = {
+        "metadata": {"name": f"{rbac.NAME}-{namespace}"},
+        "roleRef": {
+            "apiGroup": "rbac.authorization.k8s.io",
+            "kind": "ClusterRole",
+            "name": rbac.NAME,
+        },
+        "subjects": [subject],
+    }
+    await direct.request("POST", f"{rbac_api}/clusterrolebindings", body=binding)
+    request = {"spec": {"expirationSeconds": 3600}}
+    answer = await direct.request("POST", f"{accounts}/{rbac.NAME}/token", body=request)
+    return str(msgspec.json.decode(answer)["status"]["token"])
 
 
 async def _operator(stop: asyncio.Event, client: KubeClient, nats_url: str) -> None:
@@ -227,3 +258,28 @@ async def test_objects_that_do_not_change_cost_no_request(rig: Rig) -> None:
     rig.proxy.requests.clear()
     await asyncio.sleep(5.0)
     assert not [key for key in rig.proxy.requests if key[0] != "WATCH"]
+
+
+async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(rig: Rig) -> None:
+    pod = {"metadata": {"name": "again", "annotations": {"nvidia.com/restore-from": "later"}}}
+    pod["spec"] = worker("sleep 600")["spec"]
+    created = msgspec.json.decode(await rig.direct.request("POST", rig.path("pods"), body=pod))
+    name = f"restore-{created['metadata']['uid']}"
+
+    async def waits() -> str:
+        with contextlib.suppress(NotFound):
+            return str((await rig.condition("snapshotrestores", name, "Ready", "False"))["reason"])
+        return ""
+
+    assert await polled(waits) == "WaitingForSnapshot"
+    body = {"gracePeriodSeconds": 0}
+    await rig.direct.request("DELETE", rig.path("pods", "again"), body=body)
+
+    async def is_gone() -> bool:
+        try:
+            await rig.get("snapshotrestores", name)
+        except NotFound:
+            return True
+        return False
+
+    assert await polled(is_gone)
