@@ -1,6 +1,8 @@
 """Our own kinds, which the operator alone writes.
 
-A spec is what a user wants and never changes after creation.
+A spec is what a user wants and never changes after creation. In a status `phase`, `progress` and
+`size` are columns for people, which `views.with_columns` fills in and no decision reads; of a
+DynamoCheckpoint the phase decides, too.
 """
 
 from __future__ import annotations
@@ -164,13 +166,13 @@ class DynamoCheckpointSpec(
 class DynamoCheckpointStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """What became of it. `phase` is only a column; the conditions decide.
+    """What became of it.
 
     `shares` names the checkpoint of the same identity whose artifact this is, if not its own.
     `location` and `storage_type` are read in what Dynamo wrote, and never written.
     """
 
-    phase: Literal["Pending", "Creating", "Ready", "Failed"] = "Pending"
+    phase: Literal["Pending", "Creating", "Ready", "Failed", "Terminating"] = "Pending"
     checkpoint_id: str = field(name="checkpointID", default="")
     job_name: str = ""
     snapshot_name: str = ""
@@ -179,6 +181,7 @@ class DynamoCheckpointStatus(
     created_at: str = ""
     message: str = ""
     bytes: Bytes = 0
+    size: str = ""
     location: str = ""
     storage_type: Literal["pvc", "s3", "oci"] | None = None
     conditions: list[Condition] = []
@@ -242,8 +245,10 @@ class SnapshotSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Which content holds it, and how it stands."""
 
+    phase: str = ""
     bound_snapshot_content_name: str | None = None
     bytes: Bytes = 0
+    size: str = ""
     conditions: list[Condition] = []
 
 
@@ -314,6 +319,9 @@ class SnapshotContentStatus(
     number that had been asked for when damage was last found.
     """
 
+    phase: str = ""
+    progress: str = ""
+    size: str = ""
     capture: Capture = Capture.PENDING
     attempt: int = 0
     retries: int = 0
@@ -381,6 +389,8 @@ class SnapshotRestoreStatus(
     `node_name` and `devices` are fixed when an attempt begins.
     """
 
+    phase: str = ""
+    progress: str = ""
     state: Restore = Restore.PENDING
     attempt: int = 0
     retries: int = 0
