@@ -246,7 +246,9 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", 
     """Which content holds it, and how it stands."""
 
     phase: str = ""
-    bound_snapshot_content_name: str | None = None
+    bound_snapshot_content_name: Annotated[
+        str | None, Meta(extra_json_schema={"maxLength": 253})
+    ] = None
     bytes: Bytes = 0
     size: str = ""
     conditions: list[Condition] = []
@@ -277,7 +279,7 @@ class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", o
     namespace: Label
     pod_ref: PodSource | None = None
     node_name: Name | None = None
-    devices: list[DeviceRef] = []
+    devices: Annotated[list[DeviceRef], Meta(extra_json_schema={"maxItems": 64})] = []
     artifact: ArtifactSource | None = None
 
 
@@ -300,8 +302,8 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     generation: int
     root_digest: Digest
     bytes: Bytes
-    parts: list[PartResult]
-    vector: list[VectorEntry]
+    parts: Annotated[list[PartResult], Meta(extra_json_schema={"maxItems": 65})]
+    vector: Annotated[list[VectorEntry], Meta(extra_json_schema={"maxItems": 65})]
     driver: Driver = "cooperative"
 
 

@@ -1,0 +1,1 @@
+"""The cluster world: the same objects over the Kubernetes API."""
