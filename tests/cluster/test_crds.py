@@ -111,7 +111,7 @@ def kube() -> Iterator[Kube]:
         found.run("delete", kind, *(scope or ["--all"]), "--wait=false")
     found.run("delete", "namespace", found.namespace, "--wait=false")
     if not items:
-        found.run("delete", "crd", *NAMES, "--wait=false")
+        found.run("delete", "crd", *NAMES, "--timeout=30s")
 
 
 @pytest.fixture(scope="module")

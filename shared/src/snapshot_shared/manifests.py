@@ -17,8 +17,6 @@ from snapshot_shared.objects.snapback import (
     LOADER_REFUSED,
     DynamoCheckpoint,
     DynamoCheckpointSpec,
-    GmsCheckpointSpec,
-    GmsClientSpec,
     IdentitySpec,
     Snapshot,
 )
@@ -239,14 +237,13 @@ def _rule_problems(value: AnyObject) -> Iterator[tuple[str, str]]:
 def _cluster_problems(spec: DynamoCheckpointSpec) -> Iterator[tuple[str, str]]:
     """Refuse what only Kubernetes can honour: pods whose containers standalone mode never makes."""
     memory, job = spec.gpu_memory_service, spec.job
-    clients = memory.checkpoint or GmsCheckpointSpec()
-    if clients.loader is not None:
+    if memory.checkpoint is not None and memory.checkpoint.loader is not None:
         yield "spec.gpuMemoryService.checkpoint.loader", LOADER_REFUSED
     found = {
         "spec.gpuMemoryService.mode": memory.mode != "intraPod",
         "spec.gpuMemoryService.deviceClassName": memory.device_class_name != "gpu.nvidia.com",
         "spec.gpuMemoryService.extraClientContainers": memory.extra_client_containers,
-        "spec.gpuMemoryService.checkpoint.saver": clients.saver not in (None, GmsClientSpec()),
+        "spec.gpuMemoryService.checkpoint.saver": memory.saver is not None,
         "spec.job.sharedMemory": job.shared_memory is not None,
         "spec.job.ttlSecondsAfterFinished": job.ttl_seconds_after_finished is not None,
     }

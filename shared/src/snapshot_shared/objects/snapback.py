@@ -129,6 +129,12 @@ class GpuMemoryServiceSpec(
     ] = []
     checkpoint: GmsCheckpointSpec | None = None
 
+    @property
+    def saver(self) -> GmsClientSpec | None:
+        """What the saver has beside or instead of its defaults; None where that is nothing."""
+        found = self.checkpoint.saver if self.checkpoint is not None else None
+        return found if found != GmsClientSpec() else None
+
 
 class SharedMemorySpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The tmpfs at /dev/shm of a worker in a cluster."""
