@@ -19,7 +19,7 @@ from snapshot_shared.objects.kubernetes import Job, Pod
 from snapshot_shared.objects.meta import OrderStatus, is_true
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
 from snapshot_shared.transitions import Capture, Restore
-from snapshot_shared.views import orders_of
+from snapshot_shared.views import orders_of, with_columns
 
 
 class Reader(Protocol):
@@ -109,7 +109,8 @@ FINALIZER = "nvidia.com/snapback"
 def status_plan(
     old: AnyObject, new: AnyObject, *before: Write, wake_at: float | None = None
 ) -> Plan:
-    """Plan `before` and then the status, if it differs."""
+    """Plan `before` and then the status with its columns, if it differs."""
+    new = with_columns(new)
     changed = (SetStatus(old, new),) if old != new else ()
     return Plan((*before, *changed), wake_at)
 
@@ -122,8 +123,9 @@ def rebased(plan: Plan, stored: AnyObject, folded: AnyObject) -> Plan:
     """
     if folded is stored:
         return plan
+    shown = SetStatus(stored, with_columns(folded))
     if any(isinstance(write, Adopt | Finalize) for write in plan.writes):
-        return Plan((SetStatus(stored, folded),))
+        return Plan((shown,))
     writes = tuple(
         SetStatus(stored, write.new)
         if isinstance(write, SetStatus) and write.old is folded
@@ -131,7 +133,7 @@ def rebased(plan: Plan, stored: AnyObject, folded: AnyObject) -> Plan:
         for write in plan.writes
     )
     if not any(isinstance(write, SetStatus) and write.old is stored for write in writes):
-        writes = (SetStatus(stored, folded), *writes)
+        writes = (shown, *writes)
     return plan._replace(writes=writes)
 
 
