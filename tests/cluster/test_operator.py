@@ -241,15 +241,6 @@ async def test_a_template_that_kubernetes_refuses_fails_the_checkpoint_with_the_
     assert "containers[0].image" in failed["message"]
 
 
-async def test_a_target_that_is_no_container_fails_the_checkpoint_with_those_that_are(
-    rig: Rig,
-) -> None:
-    await rig.apply("target", worker(), targetContainerName="engine")
-    failed = await rig.condition("dynamocheckpoints", "target", "Failed", "True")
-    assert failed["reason"] == "PodTemplateInvalid"
-    assert "found main" in failed["message"]
-
-
 async def test_objects_that_do_not_change_cost_no_request(rig: Rig) -> None:
     await rig.apply("still", worker("sleep 600"))
     await rig.condition("dynamocheckpoints", "still", "Ready", "False")

@@ -170,11 +170,12 @@ async def test_an_annotation_is_set_beside_the_others_and_needs_the_newest_versi
     store: Store,
 ) -> None:
     first = await store.create(checkpoint())
-    second = await store.annotate(first, "a", "1")
-    third = await store.annotate(second, "b", "2")
-    assert {"a": "1", "b": "2"}.items() <= third.metadata.annotations.items()
+    second = await store.annotate(first, "nvidia.com/a", "1")
+    third = await store.annotate(second, "nvidia.com/b", "2")
+    wanted = {"nvidia.com/a": "1", "nvidia.com/b": "2"}
+    assert wanted.items() <= third.metadata.annotations.items()
     with pytest.raises(Conflict):
-        await store.annotate(first, "a", "3")
+        await store.annotate(first, "nvidia.com/a", "3")
 
 
 async def test_a_finalizer_keeps_a_deleted_object_until_it_is_taken_off(store: Store) -> None:

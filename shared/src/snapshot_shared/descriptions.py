@@ -258,6 +258,9 @@ EXACT = {
     "SnapshotRestoreSpec.source": "the Snapshot or DynamoCheckpoint, in the same namespace",
     "SnapshotRestoreStatus.artifact": "the artifact that is read, fixed when an attempt begins",
     "SnapshotRestoreStatus.attempt": "the current attempt; it fences all orders and never falls",
+    "SnapshotRestoreStatus.source_lost": (
+        "whether a content that the source led to was gone before this restore could read it"
+    ),
     "SnapshotRestoreStatus.content_name": (
         "the SnapshotContent that is to register this as a reader"
     ),

@@ -83,7 +83,7 @@ SECONDS: tuple[float, ...] = (
 VERB, STEP, OUTCOME = "snapback.verb", "snapback.step", "snapback.outcome"
 KIND, PHASE, STATE = "snapback.kind", "snapback.phase", "snapback.state"
 DEVICE, DOMAIN, LOCK = "snapback.device", "snapback.domain", "snapback.lock"
-METHOD, RESOURCE, STATUS = "http.request.method", "k8s.resource", "http.response.status_code"
+METHOD, RESOURCE, STATUS = "http.request.method", "snapback.resource", "http.response.status_code"
 ERROR = "error.type"
 DESTINATION = "messaging.destination.name"
 

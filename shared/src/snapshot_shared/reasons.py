@@ -310,6 +310,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "An order of the restore ended badly.",
             "See which one: `snapshotctl explain pod/NAME`; then delete the pod and restore again.",
         ),
+        "PodTemplateInvalid": Reason(
+            "Kubernetes refuses the pod template of the checkpoint.",
+            "The message is that of the API server and names the field; or no container has the "
+            "name in `spec.job.targetContainerName`.",
+            "Correct `spec.job.podTemplateSpec`, delete the checkpoint and apply it again.",
+        ),
         "SnapshotGone": Reason(
             "What the pod shall be restored from was deleted while its worker waited for it.",
             "A user deleted the snapshot or checkpoint after the pod had got its place.",
@@ -415,6 +421,16 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The disk does not read or write any more.",
             "The kernel answered with an input/output error, or the file system is read-only.",
             "Look at the kernel's log on that node: `dmesg | tail`, and replace the disk.",
+        ),
+        "ResourceExpired": Reason(
+            "The API server has forgotten the changes that a watch was to continue with.",
+            "The operator was cut off for longer than etcd keeps history, some minutes.",
+            "Nothing: it lists the objects again.",
+        ),
+        "StoreRewound": Reason(
+            "The objects of the API server are older than what the operator has seen of them.",
+            "etcd was restored from a backup.",
+            "Nothing: the operator ends, starts again and has every unanswered order repeated.",
         ),
         "TransferKilled": Reason(
             "The process that moved the bytes was killed.",

@@ -73,6 +73,10 @@ async def test_a_pod_waits_for_its_source_only_until_it_has_a_place(
     await world.apply(restore_document(source=source))
     assert (await world.restore("restored")).status.state is Restore.PENDING
     # Its source was there when it was placed, and was deleted before the restore was a reader.
+    value = await world.restore("restored")
+    await world.cluster.update_status(
+        replace(value, status=replace(value.status, source_lost=True))
+    )
     pod = await world.get("Pod", "restored")
     placed = replace(pod, status=replace(pod.status, node_name="node-2"))
     await world.cluster.update_status(placed)
@@ -80,6 +84,17 @@ async def test_a_pod_waits_for_its_source_only_until_it_has_a_place(
     restore = await world.restore("restored")
     assert restore.status.state is Restore.FAILED
     assert restore.status.failure.reason == "SnapshotGone"
+
+
+async def test_a_pod_that_another_scheduler_has_placed_waits_for_a_source_that_never_was(
+    world: World,
+) -> None:
+    await world.apply(restore_document(source="to-come"))
+    pod = await world.get("Pod", "restored")
+    placed = replace(pod, status=replace(pod.status, node_name="node-2"))
+    await world.cluster.update_status(placed)
+    await world.settle()
+    assert (await world.restore("restored")).status.state is Restore.PENDING
 
 
 async def test_a_pod_that_has_its_place_waits_for_a_snapshot_that_may_be_taken_yet(
@@ -137,7 +152,7 @@ async def test_a_restore_looks_again_when_the_content_that_it_has_named_takes_no
     for found in (going, young) if is_there else (None,):
         (write,) = reconcile(RestoreView(named, pod, found), world.now).writes
         assert isinstance(write, SetStatus)
-        assert write.new.status == SnapshotRestoreStatus(phase="Pending")
+        assert write.new.status == SnapshotRestoreStatus(phase="Pending", source_lost=True)
 
 
 async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from snapshot_operator.kube.client import path_kind
-from snapshot_operator.kube.wire import job_in, node_in, pod_in
+from snapshot_operator.kube.wire import decoder, job_in, node_in, pod_in
+from snapshot_shared.objects.snapback import DynamoCheckpoint
+from tests.support.objects import checkpoint_document
 
 META = {
     "name": "worker-x",
@@ -86,3 +88,30 @@ def test_a_node_is_cordoned_or_not() -> None:
 )
 def test_a_request_is_counted_by_what_it_is_about(path: str, kind: str) -> None:
     assert path_kind(path) == kind
+
+
+def checkpoint(template: Any, **meta: Any) -> Any:
+    document = checkpoint_document()
+    document["metadata"] = {**META, **meta}
+    document["spec"]["job"]["podTemplateSpec"] = template
+    return decoder(DynamoCheckpoint)(json.dumps(document).encode())
+
+
+def template(**container: Any) -> dict[str, Any]:
+    main = {"name": "main", "env": [{"name": "a.b"}], **container}
+    return {"spec": {"containers": [main], "restartPolicy": "Always", "hostNetwork": True}}
+
+
+def test_a_checkpoint_is_decoded_whatever_kubernetes_allows_in_its_template() -> None:
+    long = {"kubectl.kubernetes.io/last-applied-configuration": "x" * 100_000}
+    found = checkpoint(template(), annotations=long)
+    assert [container.name for container in found.spec.job.pod_template_spec.spec.containers] == [
+        "main"
+    ]
+    assert found.metadata.annotations == {}
+
+
+def test_templates_that_differ_in_a_field_that_is_not_kept_differ_here_too() -> None:
+    one, other = checkpoint(template(image="a")), checkpoint(template(image="a", tty=True))
+    assert one.spec.job != other.spec.job
+    assert one.spec == checkpoint(template(image="a")).spec

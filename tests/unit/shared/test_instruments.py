@@ -30,6 +30,7 @@ ATTRIBUTES = (
     "opentelemetry.semconv._incubating.attributes.messaging_attributes",
     "opentelemetry.semconv._incubating.attributes.cpu_attributes",
     "opentelemetry.semconv.attributes.error_attributes",
+    "opentelemetry.semconv.attributes.http_attributes",
 )
 
 

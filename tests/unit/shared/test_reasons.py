@@ -39,7 +39,7 @@ DECIDING = (
 """Where every word of two humps is taken for a reason, wherever it stands."""
 
 NO_REASONS = frozenset(KINDS) | {
-    *("CustomResourceDefinition", "PodScheduled"),
+    *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
     *("FieldValueForbidden", "FieldValueInvalid"),
 }
 """Words of that form which name kinds, types of conditions and, in schemas, kinds of errors."""

@@ -393,8 +393,9 @@ class SnapshotRestoreStatus(
 ):
     """A restore's progress. `attempt` is its fencing token, `retries` counts those after the first.
 
-    `content_name` asks that content to register this restore as a reader; `artifact`, `driver`,
-    `node_name` and `devices` are fixed when an attempt begins.
+    `content_name` asks that content to register this restore as a reader; `source_lost` is set when
+    it was gone before it did. `artifact`, `driver`, `node_name` and `devices` are fixed when an
+    attempt begins.
     """
 
     phase: str = ""
@@ -403,6 +404,7 @@ class SnapshotRestoreStatus(
     attempt: int = 0
     retries: int = 0
     content_name: str = ""
+    source_lost: bool = False
     artifact: ArtifactRef | None = None
     driver: Driver = "cooperative"
     node_name: str = ""

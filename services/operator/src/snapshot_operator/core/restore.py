@@ -153,9 +153,9 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
                 next_step="take a new snapshot or start the worker cold",
             )
         )
-    has_place = pod is not None and pod.status.node_name
-    if content is None and has_place and not _may_be_captured(snapshot, checkpoint):
-        # It was captured when the pod got its place. It would hold that for nothing.
+    holds_place = pod is not None and pod.status.node_name and restore.status.source_lost
+    if content is None and holds_place and not _may_be_captured(snapshot, checkpoint):
+        # The pod would hold its devices for what is not coming back.
         return view._replace(
             refusal=Failure(
                 reason="SnapshotGone",
@@ -346,7 +346,8 @@ def _unreadable(view: RestoreView, now: float) -> Plan | None:
     restore, content = view.restore, view.content
     # A content that is named is captured, unless it is another one of the same name.
     if content is None or content.metadata.deletion_timestamp or not content.status.committed:
-        return _plan(restore, replace(restore.status, content_name=""), now)
+        lost = replace(restore.status, content_name="", source_lost=True)
+        return _plan(restore, lost, now)
     if refusal := quarantine.refusal(content, restore.spec.source):
         return _fail(restore, refusal, now)
     return None

@@ -24,7 +24,7 @@ from snapshot_operator.kube.client import (
     error_status,
 )
 from snapshot_operator.kube.shaping import job_manifest
-from snapshot_operator.kube.wire import OURS, job_in, new_meta, node_in, pod_in
+from snapshot_operator.kube.wire import OURS, decoder, job_in, new_meta, node_in, pod_in
 from snapshot_operator.ports import Change, Event
 from snapshot_shared.errors import (
     Conflict,
@@ -83,7 +83,7 @@ _FACTS: dict[str, Callable[[bytes | msgspec.Raw], AnyObject]] = {
 def _resource(name: str) -> Resource:
     kind = KINDS[name]
     group = kind.api_version
-    decode = _FACTS.get(name) or msgspec.json.Decoder(kind.type).decode
+    decode = _FACTS.get(name) or decoder(kind.type)
     base = f"/apis/{group}" if "/" in group else f"/api/{group}"
     return Resource(name, base, kind.plural, kind.namespaced, decode)
 

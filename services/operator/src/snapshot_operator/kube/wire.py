@@ -6,11 +6,13 @@ have been checked by the API server, so that names and values are taken as they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import asdict
 
+from snapshot_shared.codec import digest
 from snapshot_shared.objects.kubernetes import (
     GPU_RESOURCE,
     Container,
@@ -25,11 +27,23 @@ from snapshot_shared.objects.kubernetes import (
     PodStatus,
     PodTemplateSpec,
     ResourceRequirements,
+    TemplateMeta,
 )
 from snapshot_shared.objects.meta import Condition, ObjectMeta, OwnerReference
+from snapshot_shared.objects.snapback import (
+    CheckpointJobSpec,
+    DynamoCheckpoint,
+    DynamoCheckpointSpec,
+)
 
 OURS = "nvidia.com/"
 """Labels and annotations with this prefix are kept; a pod has many others that nothing reads."""
+
+TEMPLATE_DIGEST = f"{OURS}template-digest"
+"""Annotation of a template in memory: the digest of what the API server has, in its own order.
+
+Two checkpoints of one identity share an artifact only where their templates are the same.
+"""
 
 _Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
@@ -164,9 +178,28 @@ class WireNode(_Wire, frozen=True):
     spec: WireNodeSpec = WireNodeSpec()
 
 
+class _WireTemplate(_Wire, frozen=True):
+    """A pod template, of which decisions need the containers."""
+
+    spec: WirePodSpec
+
+
+class _WireJobSpec(CheckpointJobSpec, frozen=True, kw_only=True):
+    """The worker of a checkpoint with its template as it was sent."""
+
+    pod_template_spec: msgspec.Raw  # type: ignore[assignment]
+
+
+class _WireCheckpointSpec(DynamoCheckpointSpec, frozen=True, kw_only=True):
+    """The spec of a checkpoint with its template as it was sent."""
+
+    job: _WireJobSpec
+
+
 _POD = msgspec.json.Decoder(WirePod)
 _JOB = msgspec.json.Decoder(WireJob)
 _NODE = msgspec.json.Decoder(WireNode)
+_TEMPLATE = msgspec.json.Decoder(_WireTemplate)
 
 
 def pod_in(data: bytes | msgspec.Raw) -> Pod:
@@ -208,6 +241,38 @@ def node_in(data: bytes | msgspec.Raw) -> Node:
     """Return what Kubernetes says of a Node; the rest is said by its agent."""
     wire = _NODE.decode(data)
     return Node(metadata=_meta(wire.metadata), spec=NodeSpec(unschedulable=wire.spec.unschedulable))
+
+
+def decoder(kind: type[Any]) -> Callable[[bytes | msgspec.Raw], Any]:
+    """Return how an object of one of our kinds is decoded.
+
+    Its metadata may have what standalone mode refuses, such as the long annotation of kubectl.
+    """
+    is_checkpoint = kind is DynamoCheckpoint
+    fields: list[tuple[str, Any]] = [("metadata", WireMeta)]
+    if is_checkpoint:
+        fields.append(("spec", _WireCheckpointSpec))
+    wire = msgspec.defstruct(f"Wire{kind.__name__}", fields, bases=(kind,), frozen=True)
+    decode = msgspec.json.Decoder(wire).decode
+
+    def decoded(data: bytes | msgspec.Raw) -> Any:
+        found: Any = decode(data)
+        spec = _checkpoint_spec(found.spec) if is_checkpoint else found.spec
+        return kind(metadata=_meta(found.metadata), spec=spec, status=found.status)
+
+    return decoded
+
+
+def _checkpoint_spec(found: _WireCheckpointSpec) -> DynamoCheckpointSpec:
+    """Return a spec with what is needed of its template: its containers, and a digest of it all."""
+    raw = bytes(found.job.pod_template_spec)
+    wire = _TEMPLATE.decode(raw)
+    template = PodTemplateSpec(
+        metadata=TemplateMeta(annotations={TEMPLATE_DIGEST: digest(raw)}),
+        spec=PodSpec(containers=[_container(each) for each in wire.spec.containers]),
+    )
+    job = CheckpointJobSpec(**{**asdict(found.job), "pod_template_spec": template})
+    return DynamoCheckpointSpec(**{**asdict(found), "job": job})
 
 
 def new_meta(meta: ObjectMeta, labels: Mapping[str, str]) -> ObjectMeta:
