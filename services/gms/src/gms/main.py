@@ -220,7 +220,7 @@ async def _serve_device_plugin(
 ) -> None:
     folder = plugin_folder(settings.kubelet_dir, DRIVER) / "devices"
     for device in devices:
-        await sockets.open(folder / device.uuid, device)
+        await sockets.serve(folder / device.uuid, device)
     async with KubeletPlugin(settings.kubelet_dir, DevicePlugin(devices, folder)):
         await asyncio.Event().wait()
 

@@ -425,7 +425,7 @@ class ClaimStore(Protocol):
 class MemorySockets(Protocol):
     """Serves the memory of devices in folders that containers get."""
 
-    async def open(self, folder: Path, device: ClaimableDevice) -> None:
+    async def serve(self, folder: Path, device: ClaimableDevice) -> None:
         """Describe a device in a folder and serve its memory there. A repeat does nothing."""
         ...
 

@@ -96,7 +96,7 @@ class DeviceSockets:
         self._served: dict[Path, asyncio.Task[None]] = {}
         self._inbox = Inbox()
 
-    async def open(self, folder: Path, device: ClaimableDevice) -> None:
+    async def serve(self, folder: Path, device: ClaimableDevice) -> None:
         """Describe a device in a folder and serve its memory there. A repeat does nothing."""
         if folder in self._served:
             return

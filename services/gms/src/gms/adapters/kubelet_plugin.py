@@ -1,7 +1,7 @@
 """The sockets of a kubelet plugin: its registration, and one of the two services for devices.
 
 The kubelet watches its folder `plugins_registry`, asks what appears there for the name and the
-socket of a plugin, and calls that. Both folders are root's, and so is whoever connects.
+socket of a plugin, and calls that. Both folders are root's, and so are the clients.
 """
 
 from __future__ import annotations

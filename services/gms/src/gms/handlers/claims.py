@@ -125,7 +125,7 @@ class Claims:
             if device is None:
                 raise NotEligible(f"{each.device} is not served on this node any more")
             folder = self._store.folder(claim.uid) / str(each.ordinal)
-            await self._sockets.open(folder, device)
+            await self._sockets.serve(folder, device)
         await in_thread(self._store.publish, claim)
 
     def _forget(self, uid: str) -> None:
