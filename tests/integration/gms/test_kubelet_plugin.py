@@ -7,7 +7,10 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
+import snapback_client as client
 from gms.adapters.claim_files import ClaimFiles
 from gms.adapters.device_memory import ClaimedDevice, DeviceSockets, claimed_devices
 from gms.adapters.kubelet_messages import decode, encode
@@ -374,3 +378,94 @@ async def test_the_slice_is_published_once_the_api_server_answers(node: Node) ->
         await until(lambda: len(node.api.calls) > 2)
         node.api.is_away = False
         await until(lambda: len(node.api.stored) == 1)
+
+
+def gms_process(folder: Path, **settings: str) -> subprocess.Popen[bytes]:
+    """Start `python -m gms.main` and return when it serves."""
+    folder.mkdir()
+    sockets = folder / "sockets"
+    common = {
+        "SNAPBACK_NODE": "n1",
+        "SNAPBACK_STATE_DIR": str(folder / "state"),
+        "SNAPBACK_ARTIFACT_ROOT": str(folder / "artifacts"),
+        "SNAPBACK_SOCKET_DIR": str(sockets),
+        "SNAPBACK_NATS_URL": "nats://127.0.0.1:9",
+        "SNAPBACK_DEVICES": "1",
+        "SNAPBACK_DEVICE_BYTES": str(64 * MIB),
+    }
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gms.main"], env=os.environ | common | settings, stderr=log
+        )
+    while not (sockets / "gms-grpc.sock").exists() and process.poll() is None:
+        threading.Event().wait(0.01)
+    return process
+
+
+async def test_a_worker_has_memory_of_the_node_through_the_memory_server_of_its_pod(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = node.kubelet.parent
+    plugin = {"SNAPBACK_KUBELET_PLUGIN": "device-plugin", "SNAPBACK_KUBELET_DIR": str(node.kubelet)}
+    devices = plugin_folder(node.kubelet, DRIVER) / "devices"
+    with contextlib.ExitStack() as running:
+        for_node = running.enter_context(gms_process(home / "node", **plugin))
+        running.callback(for_node.terminate)
+        registry = node.kubelet / "plugins_registry"
+        await until(lambda: any(registry.iterdir()))
+        # What the device plugin mounts, at its place in the container.
+        (home / "gpu").mkdir()
+        (home / "gpu/0").symlink_to(devices / node.claimable[0].uuid)
+        claimed = {"SNAPBACK_GMS_DEVICE": "claimed", "SNAPBACK_DEVICE_DIR": str(home / "gpu")}
+        for_pod = running.enter_context(gms_process(home / "pod", **claimed))
+        running.callback(for_pod.terminate)
+        for name, value in (*claimed.items(), ("NVIDIA_VISIBLE_DEVICES", "void")):
+            monkeypatch.setenv(name, value)
+        await asyncio.to_thread(writes_and_reads, str(home / "pod/sockets"), for_node.pid)
+
+
+def writes_and_reads(sockets: str, node_pid: int) -> None:
+    before = memfds(node_pid)
+    with client.connect(0, lock="RW", socket_dir=sockets) as pool:
+        pool.allocate("a", 8 * MIB, "u1")[:] = 7
+        assert memfds(node_pid) == before + 1
+        pool.commit()
+    with client.connect(0, lock="RO", socket_dir=sockets) as pool:
+        assert int(pool["a"][-1]) == 7
+    # More than the device of the node has.
+    with (
+        client.connect(0, lock="RW", domain="kv", socket_dir=sockets) as pool,
+        pytest.raises(client.OutOfDeviceMemory),
+    ):
+        pool.allocate("b", 60 * MIB, "u1")
+
+
+def memfds(pid: int) -> int:
+    """Return how many allocations of devices a process holds."""
+    return sum("snapback-gpu" in str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"SNAPBACK_KUBELET_PLUGIN": "dra", "SNAPBACK_KUBECONFIG": "/nowhere"},
+            "SNAPBACK_KUBECONFIG='/nowhere' cannot be used",
+        ),
+        ({"SNAPBACK_KUBELET_PLUGIN": "dra"}, "KUBERNETES_SERVICE_HOST is not set"),
+        (
+            {"SNAPBACK_GMS_DEVICE": "claimed", "SNAPBACK_DEVICE_DIR": "/nowhere"},
+            "there are 0 simulated devices in /nowhere",
+        ),
+        ({"SNAPBACK_DEVICE_PRODUCT": "x" * 65}, "SNAPBACK_DEVICE_PRODUCT"),
+    ],
+)
+def test_a_service_that_cannot_offer_its_devices_ends_with_the_reason(
+    node: Node, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], message: str
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    folder = node.kubelet.parent / "gms"
+    settings = {"SNAPBACK_KUBELET_DIR": str(node.kubelet), **settings}
+    with gms_process(folder, **settings) as process:
+        assert process.wait(20) == 1
+    assert message in (folder / "log").read_text()

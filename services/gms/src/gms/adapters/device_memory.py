@@ -41,8 +41,8 @@ from snapshot_shared.tasks import any_set, end_all, in_thread
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 30.0
-"""How long the node's GMS may take to make memory, in seconds."""
+ANSWER_S = 120.0
+"""How long the node's GMS may take to make memory, in seconds: the host clears every page."""
 MAX_CONNECTIONS = 16
 """How many processes may use one device of a claim at a time."""
 MAX_FILE_BYTES = 4096
@@ -98,7 +98,7 @@ class DeviceSockets:
 
     async def serve(self, folder: Path, device: ClaimableDevice) -> None:
         """Describe a device in a folder and serve its memory there. A repeat does nothing."""
-        if folder in self._served:
+        if (earlier := self._served.get(folder)) is not None and not earlier.done():
             return
         found = self._devices[device.uuid]
         listener = await in_thread(_listen, folder, found)
@@ -326,10 +326,13 @@ class ClaimedMemory:
         if not data:
             self._hang_up()
             raise self._disconnected("it hung up")
-        reply = decode_msgpack(data, _REPLY)
-        if isinstance(reply, Refused):
+        try:
+            reply = decode_msgpack(data, _REPLY)
+            if isinstance(reply, Refused):
+                raise _error_of(reply.failure)
+        except SnapbackError:
             close_all(descriptors)
-            raise _error_of(reply.failure)
+            raise
         return reply.id, descriptors
 
     def _hang_up(self) -> None:
