@@ -252,6 +252,35 @@ async def test_a_device_that_stays_held_is_refused_with_the_claim_that_holds_it(
         assert (await node.prepare(monitor))[monitor[1]]["error"] == ""
 
 
+async def test_a_claim_that_is_unprepared_while_it_is_prepared_leaves_nothing(node: Node) -> None:
+    node.api.allocate("c", FIRST, "gpu-0")
+    async with node.driver() as claims:
+        async with claims._turn:
+            unpreparing = asyncio.create_task(claims.unprepare(FIRST))
+            preparing = asyncio.create_task(node.prepare(("c", FIRST)))
+            await until(lambda: FIRST in claims._prepared)
+        await unpreparing
+        assert "unprepared meanwhile" in (await preparing)[FIRST]["error"]
+    assert list(node.claims_folder.iterdir()) == []
+    assert not node.cdi.exists()
+
+
+async def test_a_claim_keeps_its_device_after_a_failure_until_it_is_unprepared(
+    node: Node,
+) -> None:
+    node.api.allocate("c", FIRST, "gpu-0")
+    node.api.allocate("other", SECOND, "gpu-0")
+    # No folder can be made there.
+    node.cdi.write_bytes(b"")
+    async with node.driver(patience_s=0.1):
+        assert str(node.cdi) in (await node.prepare(("c", FIRST)))[FIRST]["error"]
+        node.cdi.unlink()
+        assert "still held" in (await node.prepare(("other", SECOND)))[SECOND]["error"]
+        assert (await node.prepare(("c", FIRST)))[FIRST]["error"] == ""
+        await node.unprepare(("c", FIRST))
+        assert (await node.prepare(("other", SECOND)))[SECOND]["error"] == ""
+
+
 async def test_a_driver_that_starts_again_serves_what_was_prepared(node: Node) -> None:
     node.api.allocate("c", FIRST, "gpu-0")
     async with node.driver():
@@ -306,7 +335,7 @@ async def test_memory_of_a_pod_outlives_the_driver_and_is_counted_by_the_next(no
     await asyncio.to_thread(claimed.close)
 
 
-def test_a_container_without_devices_is_told_to_claim_one(tmp_path: Path) -> None:
+def test_a_container_without_devices_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UnknownDevice) as caught:
         claimed_devices(tmp_path / "gpu")
     assert "resources.claims" in caught.value.next_step

@@ -74,18 +74,12 @@ class Claims:
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim:
         """Return what a claim is given, once all of it is there."""
-        claim = self._prepared.get(ref.uid)
-        is_new = claim is None
-        if claim is None:
-            claim = await self._take(ref)
+        claim = self._prepared.get(ref.uid) or await self._take(ref)
         async with self._turn:
-            try:
-                await self._serve(claim)
-            except BaseException:
-                if is_new:
-                    # The kubelet asks again, or unprepares: until then no device is held.
-                    self._forget(ref.uid)
-                raise
+            if self._prepared.get(ref.uid) is not claim:
+                raise NotEligible(f"claim {ref.uid} was unprepared meanwhile")
+            # After a failure it keeps its devices: the kubelet asks again, or unprepares it.
+            await self._serve(claim)
             return claim
 
     async def unprepare(self, uid: str) -> None:
@@ -111,7 +105,9 @@ class Claims:
                 raise NotEligible(
                     f"{device} is still held by claim {other.namespace}/{other.name} "
                     f"({other.uid}), which the kubelet has not unprepared yet",
-                    next_step="wait; it does so within minutes of the end of the pod",
+                    next_step="wait; it does so within minutes of the end of the pod. If no such "
+                    f"pod is left on the node, remove {self._store.folder(other.uid)} and start "
+                    "the GPU memory service again",
                 )
         # In the table before anything is awaited: another claim on the device sees it.
         return self._prepared.setdefault(claim.uid, claim)
