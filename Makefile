@@ -92,7 +92,7 @@ types: $(STAMP) ## Mypy, strict, over all packages
 imports: $(STAMP) ## Import contracts between the packages and their layers
 	$(BIN)/lint-imports --no-logo
 
-docs-check: $(STAMP) ## Whether the generated pages of docs/ are what the code says
+docs-check: $(STAMP) ## Whether what is made from the code is what the code says
 	$(BIN)/python -m docs.generate --check
 
 format: $(STAMP) ## Rewrite the sources in the house format
@@ -193,7 +193,7 @@ bench-pause: $(STAMP) ## Measure a worker's pause and its restore (SIZES_MIB="25
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
-docs: $(STAMP) ## Write the pages of docs/ that are made from the code
+docs: $(STAMP) ## Write what is made from the code: pages of docs/, files of deploy/crds
 	$(BIN)/python -m docs.generate
 
 screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)

@@ -1,4 +1,4 @@
-"""Writes every generated page (`make docs`); with --check says which differ, and exits 1."""
+"""Writes every generated page and file (`make docs`); with --check names those that differ."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ from pathlib import Path
 
 from docs import generate
 
-DOCS = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Give each generated page and what it has to say."""
+    """Return the path of each generated page of docs/, and of each other file, with its text."""
     for found in pkgutil.iter_modules(generate.__path__):
-        if not found.name.startswith("_"):
-            module = importlib.import_module(f"docs.generate.{found.name}")
-            yield DOCS / module.PAGE, module.page()
+        if found.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"docs.generate.{found.name}")
+        if hasattr(module, "files"):
+            yield from ((ROOT / path, text) for path, text in module.files())
+        else:
+            yield ROOT / "docs" / module.PAGE, module.page()
 
 
 def main(words: list[str]) -> int:
-    """Write or compare all pages."""
+    """Write or compare all pages and files."""
     stale = [
         (path, text) for path, text in pages() if not path.exists() or path.read_text() != text
     ]
     if words == ["--check"]:
         for path, _ in stale:
-            sys.stderr.write(f"docs/{path.name} is not what the code says; run: make docs\n")
+            name = path.relative_to(ROOT)
+            sys.stderr.write(f"{name} is not what the code says; run: make docs\n")
         return 1 if stale else 0
     for path, text in stale:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        print(f"wrote docs/{path.name}")
+        print(f"wrote {path.relative_to(ROOT)}")
     return 0
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
+from snapshot_shared.descriptions import description
 from snapshot_shared.manifests import message_schemas
 from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.orders import TERMINAL, AgentOrder, AnyOrder, GmsOrder
@@ -45,115 +46,6 @@ for how many seconds its client waits (`Snapback-Within`). One that would change
 later than that is refused as `RequestExpired`. With a `uid` or a `resource_version` it concerns
 only what its sender has read, and is refused as `Conflict` when that has changed.
 """
-
-MEANINGS = {
-    "artifact": "the committed artifact that is read",
-    "artifact_root": "the folder of the artifacts on this node",
-    "at": "when, in seconds since the epoch on the sender's clock; for people only",
-    "attempt": "fences the order: a higher one always wins",
-    "attributes": "facts about the work",
-    "boot_id": "the boot of the machine; a new one means that all processes are gone",
-    "bytes": "how many bytes it has",
-    "capacity_bytes": "the memory of the device",
-    "container": "the container that is meant",
-    "content_uid": "the SnapshotContent that the capture serves",
-    "criu": "the version of CRIU; empty when there is none",
-    "deadline_s": "the budget; it begins when the receiver accepts",
-    "device": "the UUID of the device",
-    "devices": "the devices, in the worker's own order",
-    "digest": "SHA-256 of the part manifest",
-    "done": "bytes done so far",
-    "driver": "the process driver",
-    "drivers": "the process drivers that this node has",
-    "end_ns": "when it ended, in nanoseconds since the epoch",
-    "error": "the reason, when it failed",
-    "exit_code": "how the pod ended (`exited`)",
-    "exit_codes": "how each container ended, by its name (`exited`)",
-    "failure": "why it failed or was refused",
-    "fence_token": "names the fence on the devices",
-    "free_bytes": "free space below the artifact root",
-    "generation": "the attempt whose directory it is",
-    "grace_s": "how long after SIGTERM comes SIGKILL",
-    "hold_s": "how long the worker may stay quiesced in all; then the agent releases it alone",
-    "incarnation": "the life of the GMS that holds the layout",
-    "index": "its number on this node",
-    "kind": "what happened; the last word of the subject",
-    "layout": "the layout of the device, as the fence found it",
-    "layout_id": "names the layout; the same after a restore",
-    "links": "spans of other traces that this one belongs to",
-    "load_token": "names the load, and the layout that it leaves hidden",
-    "message": "what happened, for people",
-    "n": "counts the reports of one (order, attempt) from 1",
-    "name": "the name",
-    "namespace": "the namespace",
-    "next_step": "what to do about it",
-    "node": "the node",
-    "not_after": "no start later than this, in seconds since the epoch",
-    "on_failure": "what becomes of the worker when the capture fails",
-    "order": "the id: `<verb>-<owner uid>[-<part>]`",
-    "ordinal": "the worker's own number of the device",
-    "outcome": "how the capture ended",
-    "owner": "the uid of the object that the order serves",
-    "parent": "an artifact of the same layout: files that did not change are shared",
-    "parent_id": "the span above it; empty for the first of a trace",
-    "part": "the part: `process` or `gpu-<ordinal>`",
-    "part_digest": "SHA-256 of the part manifest, as the root manifest has it",
-    "parts": "all staged parts, with their digests",
-    "payload": "a copy of the message, as base64",
-    "pod": "the pod",
-    "policy": "what becomes of the worker after its capture",
-    "product": "the model of the device",
-    "proven": "what a verified artifact holds: its parts, the vector and the process driver",
-    "quarantined": "how many unknown directories it has moved into quarantine",
-    "quiesce_s": "how long the worker may take to become quiet",
-    "ready_s": "how long to wait for the worker to be ready",
-    "reason": "what went wrong, in CamelCase; stable",
-    "retryable": "whether the same may be tried again before any side effect",
-    "root_digest": "SHA-256 of the root manifest",
-    "schema": "the version of the schema",
-    "schemas": "the versions of orders that the node understands",
-    "seconds": "how long it took",
-    "sequence": "its place in the stream",
-    "service": "the service that sent it",
-    "slots": "how many parts are moved at a time",
-    "span_id": "the span",
-    "standby": "start the worker waiting, to be restored",
-    "start_ns": "when it began, in nanoseconds since the epoch",
-    "step": "the step, one of those of its verb",
-    "steps": "how long each step took",
-    "structure_hash": "hash of allocations and metadata, not of contents",
-    "subject": "the subject it came on",
-    "template_digest": "SHA-256 of the pod's spec, which the agent asks for",
-    "total": "bytes in all",
-    "trace_id": "the trace",
-    "traceparent": "where it belongs in its trace (W3C)",
-    "type": "names the message",
-    "uid": "the uid; a pod of the same name that came later has another one",
-    "unknown": "how many entries of the artifact root belong to no content",
-    "unconfirmed": "the hold ran out and the agent let the worker go on alone",
-    "uuid": "the UUID of the device",
-    "values": "the facts involved",
-    "vector": "what each part will hold: the plan",
-    "version": "the version of the product",
-    "why": "the reason, for people",
-}
-"""What fields mean, by name. A field that is missing here fails `make docs`."""
-
-EXACT = {
-    "LayoutRef.generation": "rises with each commit on the device",
-    "Report.generation": "the generation that was committed or removed",
-    "LoadOrder.bytes": "how many bytes will be read; 0 when unknown",
-    "Report.bytes": "how many bytes were moved",
-    "DropOrder.load_token": "the load; empty: everything that no session holds",
-    "SpanRecord.kind": "its role; `producer` and `consumer` are of a message",
-    "SpanRecord.name": "a verb or a step",
-    "AbortOrder.devices": "the UUIDs of the devices whose fence or load ends",
-    "Presence.devices": "the devices of the node",
-    "RunOrder.devices": "the devices that the pod gets",
-    "Report.part": "the part that was staged",
-    "Progress.part": "the part that is moved",
-}
-"""Where a name alone says too little, by struct and field."""
 
 
 def page() -> str:
@@ -272,7 +164,7 @@ def _table(title: str, definition: Mapping[str, Any], names: list[str] | None = 
         else:
             kind = _type(schema)
         rows.append(
-            f"| `{name}` | {kind} | {_default(definition, name)} | {_meaning(title, name)} |"
+            f"| `{name}` | {kind} | {_default(definition, name)} | {description(title, name)} |"
         )
     return "\n".join(rows) + "\n"
 
@@ -281,13 +173,6 @@ def _default(definition: Mapping[str, Any], name: str) -> str:
     if name in definition.get("required", ()):
         return "required"
     return _value(definition["properties"][name].get("default"))
-
-
-def _meaning(title: str, name: str) -> str:
-    found = EXACT.get(f"{title}.{name}") or MEANINGS.get(name)
-    if found is None:
-        raise LookupError(f"say in docs/generate/messages.py what {title}.{name} means")
-    return found
 
 
 def _type(schema: Mapping[str, Any], *, link: bool = True) -> str:

@@ -20,10 +20,12 @@ import msgspec
 from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.inventory import Policy
-from snapshot_operator.local.controllers import INDEXES
+from snapshot_operator.local import garbage
+from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event
 from snapshot_operator.runtime.cluster import Cluster
+from snapshot_operator.runtime.world import World as OperatorWorld
 from snapshot_operator.wiring import Environment, encoded_schemas
 from snapshot_operator.wiring import serve as serve_operator
 from snapshot_shared import subjects
@@ -266,7 +268,9 @@ class World:
         async with Candidate(self, process).held() as lost:
             process.on_term = lost.set
             cluster = Cluster(SimStore(self, process), INDEXES)
-            await serve_operator(lost, cluster, environment)
+            await serve_operator(
+                lost, cluster, OperatorWorld(CONTROLLERS, garbage.collect), environment
+            )
 
     def copy_store(self, fault: Fault) -> None:
         """Copy the store, for a fault that brings it back later."""

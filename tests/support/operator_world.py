@@ -18,11 +18,11 @@ from snapshot_operator.core.inventory import Policy
 from snapshot_operator.core.restore import restore_name
 from snapshot_operator.core.retention import Limits
 from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
-from snapshot_operator.local.presence import fold_presence
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.cluster import Cluster, key_of
 from snapshot_operator.runtime.interpreter import Interpreter
 from snapshot_operator.runtime.manager import Input, Manager, owner_uid
+from snapshot_operator.runtime.presence import fold_presence
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.sweep import Sweep
 from snapshot_operator.runtime.upkeep import Retention
@@ -59,6 +59,11 @@ class MemoryOrders:
             raise BusUnavailable("maximum messages exceeded")
         if known is None or known.attempt < order.attempt:
             self.stream[order.order] = order
+            self.history.append(order)
+
+    async def repeat(self, order: OrderStatus) -> None:
+        known = self.stream.get(order.order)
+        if known is not None and known.attempt == order.attempt:
             self.history.append(order)
 
     async def replace(self, order: OrderStatus) -> None:
@@ -156,11 +161,12 @@ class World:
         await self.settle()
 
     def open(self, verb: str | None = None) -> list[OrderStatus]:
-        """Give the published orders that the test has not answered, oldest first."""
+        """Return the published orders that the test has not answered, oldest first, each once."""
+        published = {(order.order, order.attempt): order for order in self.orders.history}
         return [
             order
-            for order in self.orders.history
-            if (order.order, order.attempt) not in self.answered and verb in (None, order.verb)
+            for key, order in published.items()
+            if key not in self.answered and verb in (None, order.verb)
         ]
 
     async def report(self, order: OrderStatus, kind: str | None = None, **fields: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from snapshot_operator.core.conditions import timestamp
-from snapshot_operator.local.nodes import node_absent, node_from
+from snapshot_operator.core.presence import node_absent, node_from
 from snapshot_operator.local.store import SqliteStore
 from snapshot_shared import subjects
 from snapshot_shared.api import ApplyReply, ApplyRequest

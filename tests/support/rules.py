@@ -28,6 +28,7 @@ from snapshot_shared.objects.snapback import (
 )
 from snapshot_shared.orders import ArtifactRef, Report
 from snapshot_shared.transitions import Capture, Restore
+from snapshot_shared.views import with_columns
 from snapshotctl.adapters import processes
 from tests.support.agent_rig import state_of
 
@@ -36,7 +37,14 @@ WORKER = "worker.py"
 
 def unsettled(values: Iterable[AnyObject]) -> list[str]:
     """Name the objects that are neither Ready nor Failed with a reason, or still owe something."""
-    return [f"{_named(value)}: {why}" for value in values if (why := _why_unsettled(value))]
+    found = ((value, _why_unsettled(value) or _wrong_columns(value)) for value in values)
+    return [f"{_named(value)}: {why}" for value, why in found if why]
+
+
+def _wrong_columns(value: AnyObject) -> str:
+    """Return what kubectl shows of an object that is not what snapshotctl shows."""
+    shown = with_columns(value).status
+    return "" if shown == value.status else f"has columns of {value.status}, not of {shown}"
 
 
 def _named(value: AnyObject) -> str:

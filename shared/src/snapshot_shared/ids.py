@@ -18,8 +18,10 @@ Uid = NewType("Uid", str)
 OrderId = NewType("OrderId", str)
 PartName = NewType("PartName", str)
 
-# `$` alone would let a final newline through.
-NAME_PATTERN = r"^(?!.*\.\.)[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?\Z"
+# `$` alone would let a final newline through. None looks ahead: the schemas of Kubernetes have
+# these patterns, too, and Go's regular expressions know no such thing.
+MAX_NAME = 63
+NAME_PATTERN = r"^[a-z0-9]((\.?[-a-z0-9])*\.?[a-z0-9])?\Z"
 LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"
 UID_PATTERN = r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z"
 PART_PATTERN = r"^(process|gpu-[0-9]{1,2})\Z"
@@ -36,11 +38,11 @@ _ORDER = re.compile(ORDER_PATTERN)
 _PART = re.compile(PART_PATTERN)
 
 
-def _checked(pattern: re.Pattern[str], what: str, value: str) -> str:
-    if not pattern.fullmatch(value) or ".." in value:
+def _checked(pattern: re.Pattern[str], what: str, value: str, longest: int = 128) -> str:
+    if len(value) > longest or not pattern.fullmatch(value):
         shown = value if len(value) <= 80 else value[:77] + "..."
         raise InvalidName(
-            f"{what} {shown!r} must match {pattern.pattern} and hold no '..'",
+            f"{what} {shown!r} must match {pattern.pattern} in at most {longest} characters",
             next_step="use lower-case letters, digits and '-'",
             value=shown,
         )
@@ -49,12 +51,12 @@ def _checked(pattern: re.Pattern[str], what: str, value: str) -> str:
 
 def check_name(value: str) -> str:
     """Return an object's or node's name: a DNS name of at most 63 characters. InvalidName else."""
-    return _checked(_NAME, "name", value)
+    return _checked(_NAME, "name", value, MAX_NAME)
 
 
 def check_node(value: str) -> NodeName:
     """Return the node name. InvalidName else."""
-    return NodeName(_checked(_NAME, "node name", value))
+    return NodeName(_checked(_NAME, "node name", value, MAX_NAME))
 
 
 def check_label(value: str) -> str:

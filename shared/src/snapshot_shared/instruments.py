@@ -83,6 +83,7 @@ SECONDS: tuple[float, ...] = (
 VERB, STEP, OUTCOME = "snapback.verb", "snapback.step", "snapback.outcome"
 KIND, PHASE, STATE = "snapback.kind", "snapback.phase", "snapback.state"
 DEVICE, DOMAIN, LOCK = "snapback.device", "snapback.domain", "snapback.lock"
+METHOD, RESOURCE, STATUS = "http.request.method", "k8s.resource", "http.response.status_code"
 ERROR = "error.type"
 DESTINATION = "messaging.destination.name"
 
@@ -260,6 +261,15 @@ RECONCILE_DURATION = Instrument(
     "time of one look at an object: `changed`, `unchanged`, `conflict`, `waits` or `failed`",
     "objects do not move: many conflicts are two operators, many `waits` a bus or a full disk",
     (KIND, OUTCOME),
+)
+API_REQUEST_DURATION = Instrument(
+    "snapback.kubernetes.request.duration",
+    Shape.HISTOGRAM,
+    "s",
+    Of.OPERATOR,
+    "time of one request to the Kubernetes API, by method, resource and HTTP status",
+    "objects do not move in a cluster: 409 are two writers, 429 and 5xx an API server in need",
+    (METHOD, RESOURCE, STATUS),
 )
 WORK_QUEUE = Instrument(
     "snapback.workqueue.depth",

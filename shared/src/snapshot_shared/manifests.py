@@ -13,8 +13,13 @@ from snapshot_shared import api
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects.kinds import KINDS, AnyObject, Kind
 from snapshot_shared.objects.kubernetes import Job, Pod, gpus_wanted
-from snapshot_shared.objects.meta import ObjectMeta
-from snapshot_shared.objects.snapback import DynamoCheckpoint, IdentitySpec, Snapshot
+from snapshot_shared.objects.snapback import (
+    LOADER_REFUSED,
+    DynamoCheckpoint,
+    DynamoCheckpointSpec,
+    IdentitySpec,
+    Snapshot,
+)
 from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 
@@ -203,7 +208,6 @@ def _short(value: Any) -> str:
 
 def _rule_problems(value: AnyObject) -> Iterator[tuple[str, str]]:
     """Check what a schema cannot say."""
-    yield from _meta_problems(value.metadata)
     match value:
         case Pod():
             yield from _pod_problems("spec", value.spec)
@@ -213,6 +217,7 @@ def _rule_problems(value: AnyObject) -> Iterator[tuple[str, str]]:
             where = "spec.job.podTemplateSpec.spec"
             pod = value.spec.job.pod_template_spec.spec
             yield from _pod_problems(where, pod)
+            yield from _cluster_problems(value.spec)
             target = value.spec.job.target_container_name
             names = [container.name for container in pod.containers]
             if target not in names:
@@ -229,9 +234,22 @@ def _rule_problems(value: AnyObject) -> Iterator[tuple[str, str]]:
             return
 
 
-def _meta_problems(meta: ObjectMeta) -> Iterator[tuple[str, str]]:
-    if ".." in meta.name:
-        yield "metadata.name", f"{meta.name!r} holds '..'"
+def _cluster_problems(spec: DynamoCheckpointSpec) -> Iterator[tuple[str, str]]:
+    """Refuse what only Kubernetes can honour: pods whose containers standalone mode never makes."""
+    memory, job = spec.gpu_memory_service, spec.job
+    if memory.checkpoint is not None and memory.checkpoint.loader is not None:
+        yield "spec.gpuMemoryService.checkpoint.loader", LOADER_REFUSED
+    found = {
+        "spec.gpuMemoryService.mode": memory.mode != "intraPod",
+        "spec.gpuMemoryService.deviceClassName": memory.device_class_name != "gpu.nvidia.com",
+        "spec.gpuMemoryService.extraClientContainers": memory.extra_client_containers,
+        "spec.gpuMemoryService.checkpoint.saver": memory.saver is not None,
+        "spec.job.sharedMemory": job.shared_memory is not None,
+        "spec.job.ttlSecondsAfterFinished": job.ttl_seconds_after_finished is not None,
+    }
+    for path, is_set in found.items():
+        if is_set:
+            yield path, "is honoured on Kubernetes alone; remove it, or apply this to a cluster"
 
 
 def _pod_problems(where: str, pod: Any) -> Iterator[tuple[str, str]]:

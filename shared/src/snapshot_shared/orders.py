@@ -18,6 +18,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.ids import (
     DIGEST_PATTERN,
     LABEL_PATTERN,
+    MAX_NAME,
     NAME_PATTERN,
     ORDER_PATTERN,
     PART_PATTERN,
@@ -30,12 +31,12 @@ SCHEMA_VERSION = SCHEMAS[-1]
 FIRST_SCHEMA = 1
 """What a message means that names no version, in every program."""
 
-Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=63)]
+Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=MAX_NAME)]
 Label = Annotated[str, Meta(pattern=LABEL_PATTERN, max_length=63)]
-UidStr = Annotated[str, Meta(pattern=UID_PATTERN)]
+UidStr = Annotated[str, Meta(pattern=UID_PATTERN, max_length=36)]
 OrderIdStr = Annotated[str, Meta(pattern=ORDER_PATTERN, max_length=128)]
-PartStr = Annotated[str, Meta(pattern=PART_PATTERN)]
-Digest = Annotated[str, Meta(pattern=DIGEST_PATTERN)]
+PartStr = Annotated[str, Meta(pattern=PART_PATTERN, max_length=7)]
+Digest = Annotated[str, Meta(pattern=DIGEST_PATTERN, max_length=71)]
 MAX_ATTEMPT = 1_000_000
 Attempt = Annotated[int, Meta(ge=1, le=MAX_ATTEMPT)]
 Bytes = Annotated[int, Meta(ge=0, le=2**50)]

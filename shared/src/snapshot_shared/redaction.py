@@ -35,7 +35,7 @@ def redacted(value: Any) -> Any:
 
 
 def _redacted_field(key: str, item: Any) -> Any:
-    if key == "env" and isinstance(item, list):
+    if key in ("env", "envs") and isinstance(item, list):
         return [v | {"value": REDACTED} if isinstance(v, dict) else REDACTED for v in item]
     if key in ("args", "command") and isinstance(item, list):
         return list(_redacted_arguments(item))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from snapshot_shared.codec import encode_json
 from snapshot_shared.objects.kinds import AnyObject
@@ -19,10 +20,12 @@ from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
     Snapshot,
     SnapshotContent,
+    SnapshotContentStatus,
     SnapshotRestore,
 )
 from snapshot_shared.orders import LoadOrder, Progress, SaveOrder, order_in
 from snapshot_shared.transitions import Restore
+from snapshot_shared.units import size
 
 State = Literal["ok", "busy", "waiting", "bad", "off"]
 """Well; under way; waiting for something else; failed or damaged; ended, or closed to new work."""
@@ -206,6 +209,46 @@ def _size_in(order: OrderStatus) -> int:
             return size
         case _:
             return 0
+
+
+# Columns.
+
+
+def with_columns(value: AnyObject) -> AnyObject:
+    """Return an object of ours with the columns of its status: its phase, progress and size."""
+    match value:
+        case DynamoCheckpoint(status=status) | Snapshot(status=status):
+            columns = {"size": size(status.bytes) if status.bytes else ""}
+        case SnapshotContent(status=status):
+            held = status.committed
+            columns = {"size": size(held.bytes) if held else "", "progress": _done_of(value)}
+        case SnapshotRestore(status=status):
+            columns = {"progress": _done_of(value)}
+        case _:
+            return value
+    columns["phase"] = phase(value)
+    if all(getattr(status, name) == text for name, text in columns.items()):
+        return value
+    changed: Any = replace(value, status=replace(status, **columns))
+    return changed  # type: ignore[no-any-return]
+
+
+def _done_of(value: SnapshotContent | SnapshotRestore) -> str:
+    """Return how many parts of an attempt are complete, and of how many: `1/3`."""
+    status = value.status
+    if isinstance(status, SnapshotContentStatus) and status.committed is not None:
+        total = len(status.committed.parts)
+        return f"{total}/{total}"
+    moving = [
+        order
+        for order in status.orders
+        if order.verb in ("dump", "save", "load", "restore") and order.attempt == status.attempt
+    ]
+    # The process comes last in a restore, and has no order before.
+    loads = sum(order.verb == "load" for order in moving) + 1
+    total = len(status.vector) if isinstance(status, SnapshotContentStatus) else loads
+    done = sum(order.final is not None and order.state not in BAD_ORDERS for order in moving)
+    return f"{done}/{total}" if moving else ""
 
 
 def mirrored(value: AnyObject) -> dict[str, Any]:

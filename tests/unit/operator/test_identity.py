@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.checkpoint import CheckpointView, reconcile
 from snapshot_operator.core.owning import child_meta
 from snapshot_operator.core.plan import Delete, SetStatus
+from snapshot_operator.core.sharing import conflict
 from snapshot_shared.api import RetentionRequest
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
     DynamoCheckpointStatus,
+    GpuMemoryServiceSpec,
     SnapshotContent,
 )
 from tests.support.blind_store import BlindStore
@@ -154,6 +157,30 @@ async def test_a_different_worker_of_one_identity_is_refused_with_both_names_and
     assert jobs(world) == ["first"]
     await world.answer_all()
     assert (await status(world, "first")).phase == "Ready"
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_other"),
+    [
+        ({}, False),
+        ({"checkpoint": {}}, False),
+        ({"checkpoint": {"saver": {}}}, False),
+        ({"checkpoint": {"saver": {"image": "saver:1"}}}, True),
+        ({"mode": "interPod"}, True),
+        ({"deviceClassName": "other"}, True),
+    ],
+)
+def test_a_saver_of_which_nothing_is_given_is_as_good_as_none(
+    memory: dict[str, Any], is_other: bool
+) -> None:
+    def made(name: str, **status: Any) -> DynamoCheckpoint:
+        return msgspec.convert({**document(name), "status": status}, DynamoCheckpoint)
+
+    owner, second = made("first", phase="Ready"), made("second")
+    kept = msgspec.convert(memory, GpuMemoryServiceSpec)
+    second = replace(second, spec=replace(second.spec, gpu_memory_service=kept))
+    found = conflict(second, owner)
+    assert (found.values["field"] if found else "") == "spec.gpuMemoryService" * is_other
 
 
 async def test_policies_and_deadlines_may_differ(world: World) -> None:

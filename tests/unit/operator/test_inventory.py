@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from snapshot_operator.api.nodes import NodeApi
 from snapshot_operator.core import inventory
 from snapshot_operator.core.inventory import Policy
-from snapshot_operator.local.nodes import node_from
+from snapshot_operator.core.presence import node_from
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared import subjects
 from snapshot_shared.api import FoundGeneration, InventoryReply, InventoryRequest, Verdict

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from snapshot_operator.local.nodes import LOST_AFTER_S
-from snapshot_operator.local.presence import EVERY_S, PresenceFollower
+from snapshot_operator.core.presence import LOST_AFTER_S
+from snapshot_operator.runtime.presence import EVERY_S, PresenceFollower
 from snapshot_shared.bus import Delivery
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json

@@ -30,22 +30,24 @@ def order(attempt: int) -> OrderStatus:
     )
 
 
-async def attempts_left_by(*published: int) -> tuple[int, int]:
+async def attempts_left_by(*published: int, repeated: int | None = None) -> tuple[int, int]:
     """Publish attempts one after another; the one on the stream, and how many were stored."""
     bus = await SimBus(SimServer(), "operator").connect()
     await bus.ensure_assets()
     orders = NatsOrders(bus)  # type: ignore[arg-type]
     for attempt in published:
         await orders.publish(order(attempt))
+    if repeated is not None:
+        await orders.repeat(order(repeated))
     found = await bus.last(subjects.ORDERS, SUBJECT)
     assert found is not None
     sequence, data = found
     return msgspec.json.decode(data)["attempt"], sequence
 
 
-def run(*published: int) -> tuple[int, int]:
+def run(*published: int, repeated: int | None = None) -> tuple[int, int]:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(attempts_left_by(*published))
+        return runner.run(attempts_left_by(*published, repeated=repeated))
 
 
 def test_an_older_attempt_that_is_published_late_does_not_replace_the_newer() -> None:
@@ -58,6 +60,36 @@ def test_a_newer_attempt_replaces_the_older() -> None:
 
 def test_the_same_attempt_is_stored_once() -> None:
     assert run(1, 1) == (1, 1)
+
+
+def test_an_order_that_is_repeated_is_stored_again_and_so_delivered_again() -> None:
+    assert run(1, repeated=1) == (1, 2)
+
+
+def test_an_older_attempt_that_is_repeated_does_not_replace_the_newer() -> None:
+    assert run(2, repeated=1) == (2, 1)
+
+
+def test_an_order_that_was_withdrawn_before_it_is_repeated_stays_withdrawn() -> None:
+    async def left() -> object:
+        bus = await SimBus(SimServer(), "operator").connect()
+        await bus.ensure_assets()
+        orders = NatsOrders(bus)  # type: ignore[arg-type]
+        await orders.publish(order(1))
+        last = bus.last
+
+        async def withdrawn_meanwhile(stream: str, subject: str) -> tuple[int, bytes] | None:
+            found = await last(stream, subject)
+            assert found is not None
+            await bus.delete(stream, found[0])
+            return found
+
+        bus.last = withdrawn_meanwhile  # type: ignore[method-assign]
+        await orders.repeat(order(1))
+        return await last(subjects.ORDERS, SUBJECT)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(left()) is None
 
 
 def test_replacing_puts_an_order_in_place_of_whatever_stands_there() -> None:

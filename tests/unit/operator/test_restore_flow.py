@@ -15,6 +15,7 @@ from snapshot_shared.objects.kubernetes import ContainerStatus
 from snapshot_shared.objects.meta import is_true, time_of
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestoreStatus
 from snapshot_shared.transitions import Restore
+from snapshot_shared.views import with_columns
 from tests.support.objects import GIB, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
 
@@ -111,7 +112,8 @@ async def test_a_deleted_restore_goes_once_its_content_has_taken_it_off_the_read
     await world.apply(restore_document())
     await world.answer_all()
     value, content = await world.restore("restored"), await world.content()
-    going = replace(value, metadata=replace(value.metadata, deletion_timestamp="2026-01-01"))
+    gone = replace(value, metadata=replace(value.metadata, deletion_timestamp="2026-01-01"))
+    going = with_columns(gone)
     reading = replace(content, status=replace(content.status, readers=[value.metadata.uid]))
     for found, plan in (
         (reading, Plan()),
@@ -135,7 +137,7 @@ async def test_a_restore_looks_again_when_the_content_that_it_has_named_takes_no
     for found in (going, young) if is_there else (None,):
         (write,) = reconcile(RestoreView(named, pod, found), world.now).writes
         assert isinstance(write, SetStatus)
-        assert write.new.status == SnapshotRestoreStatus()
+        assert write.new.status == SnapshotRestoreStatus(phase="Pending")
 
 
 async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.local.presence import fold_one_presence
 from snapshot_operator.local.store import SqliteStore
+from snapshot_operator.runtime.presence import fold_one_presence
 from snapshot_shared.errors import Conflict, NoSpace, StoreBusy
 from tests.support.objects import checkpoint, checkpoint_document, presence
 from tests.support.operator_world import World

@@ -89,3 +89,28 @@ async def test_an_order_that_is_answered_during_a_sweep_does_not_go_out_again(
     monkeypatch.setattr(world.orders, "fill", while_it_is_answered)
     await world.sweep.once()
     assert prepare.order not in world.orders.stream
+
+
+async def test_the_first_sweep_has_every_unanswered_order_delivered_again_and_later_ones_none() -> (
+    None
+):
+    world = await captured_elsewhere()
+    (prepare,) = world.open("prepare")
+    world.orders.history.clear()
+    await world.sweep.once()
+    assert [order.order for order in world.orders.history] == [prepare.order]
+    await world.sweep.once()
+    assert len(world.orders.history) == 1
+
+
+async def test_orders_of_a_full_stream_are_delivered_again_before_what_does_not_fit() -> None:
+    world = await captured_elsewhere()
+    await world.answer_well(world.open("prepare")[0])
+    dump, *saves = (*world.open("dump"), *world.open("save"))
+    world.orders.stream = {saves[-1].order: saves[-1]}
+    world.orders.history.clear()
+    world.orders.most = 1
+    with pytest.raises(BusUnavailable):
+        await world.sweep.once()
+    assert [order.order for order in world.orders.history] == [saves[-1].order]
+    assert dump.order not in world.orders.stream

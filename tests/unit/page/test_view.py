@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_operator.local.nodes import node_absent
+from snapshot_operator.core.presence import node_absent
 from snapshot_page.domain.details import details, flow, waterfall
 from snapshot_page.domain.view import (
     DEAD_SHOWN_S,

@@ -8,6 +8,7 @@ import pytest
 
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.manifests import message_schemas, parse, parse_identity
+from snapshot_shared.objects.snapback import LOADER_REFUSED
 from tests.support.objects import checkpoint_document, restore_document
 
 ARTIFACT = {
@@ -112,6 +113,52 @@ def test_a_field_that_may_be_left_out_says_so() -> None:
     assert problems(document) == ["spec.identity.maxModelLen: expected integer or null, found 'x'"]
     del document["spec"]["identity"]
     assert problems(document) == ["spec.identity: is required"]
+
+
+SAVER = {"image": "saver:1", "command": ["/bin/save"], "envs": [{"name": "A", "value": "1"}]}
+
+
+@pytest.mark.parametrize(
+    ("memory", "job", "path"),
+    [
+        ({"mode": "interPod"}, {}, "spec.gpuMemoryService.mode"),
+        ({"deviceClassName": "own"}, {}, "spec.gpuMemoryService.deviceClassName"),
+        ({"extraClientContainers": ["a"]}, {}, "spec.gpuMemoryService.extraClientContainers"),
+        ({"checkpoint": {"saver": SAVER}}, {}, "spec.gpuMemoryService.checkpoint.saver"),
+        ({}, {"sharedMemory": {"size": "1Gi"}}, "spec.job.sharedMemory"),
+        ({}, {"ttlSecondsAfterFinished": 300}, "spec.job.ttlSecondsAfterFinished"),
+    ],
+)
+def test_a_field_that_only_kubernetes_honours_is_refused_by_its_path(
+    memory: dict[str, Any], job: dict[str, Any], path: str
+) -> None:
+    document = checkpoint_document(**job)
+    document["spec"]["gpuMemoryService"] = memory
+    assert problems(document) == [
+        f"{path}: is honoured on Kubernetes alone; remove it, or apply this to a cluster"
+    ]
+
+
+def test_a_checkpoint_with_a_loader_is_refused() -> None:
+    document = checkpoint_document()
+    document["spec"]["gpuMemoryService"] = {"checkpoint": {"loader": {}}}
+    assert problems(document) == [f"spec.gpuMemoryService.checkpoint.loader: {LOADER_REFUSED}"]
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"saver": {}}, {"saver": None}])
+def test_an_empty_saver_is_none(checkpoint: dict[str, Any]) -> None:
+    document = checkpoint_document()
+    document["spec"]["gpuMemoryService"] = {"enabled": True, "checkpoint": checkpoint}
+    assert parse(document).spec.gpu_memory_service.enabled
+
+
+@pytest.mark.parametrize(
+    "parameters", [{str(number): "" for number in range(257)}, {"a": "x" * 4097}]
+)
+def test_parameters_of_an_identity_are_bounded(parameters: dict[str, str]) -> None:
+    document = checkpoint_document()
+    document["spec"]["identity"]["extraParameters"] = parameters
+    assert problems(document)[0].startswith("spec.identity.extraParameters")
 
 
 def test_a_target_container_that_does_not_exist_is_refused_with_those_that_do() -> None:

@@ -22,7 +22,17 @@ def test_a_bad_name_is_refused(name: str) -> None:
         ids.check_name(name)
 
 
-@given(st.from_regex(ids.NAME_PATTERN, fullmatch=True).filter(lambda name: ".." not in name))
+@given(st.text(alphabet="a1-.", max_size=70))
+def test_a_name_begins_and_ends_with_a_letter_or_digit_and_has_no_two_dots(text: str) -> None:
+    is_name = 0 < len(text) <= 63 and not set(text[0] + text[-1]) & set("-.") and ".." not in text
+    try:
+        found = ids.check_name(text) == text
+    except InvalidName:
+        found = False
+    assert found == is_name
+
+
+@given(st.from_regex(ids.NAME_PATTERN, fullmatch=True).filter(lambda name: len(name) <= 63))
 def test_a_name_survives_the_way_through_a_subject(name: str) -> None:
     token = ids.token(name)
     assert "." not in token

@@ -38,8 +38,11 @@ DECIDING = (
 )
 """Where every word of two humps is taken for a reason, wherever it stands."""
 
-NO_REASONS = frozenset(KINDS) | {"PodScheduled"}
-"""Words of that form which name kinds, and types of conditions."""
+NO_REASONS = frozenset(KINDS) | {
+    *("CustomResourceDefinition", "PodScheduled"),
+    *("FieldValueForbidden", "FieldValueInvalid"),
+}
+"""Words of that form which name kinds, types of conditions and, in schemas, kinds of errors."""
 
 
 def _classes() -> Iterator[type[SnapbackError]]:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.codec import encode_json
 from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Job, Node
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import LayoutRef, PartResult, Progress, Report, VectorEntry
@@ -23,6 +24,7 @@ from snapshot_shared.views import (
     progress,
     received_for,
     state,
+    with_columns,
 )
 from tests.support.objects import checkpoint
 
@@ -242,3 +244,63 @@ def test_the_mirror_shows_the_identity_of_an_object_and_nothing_else_of_its_spec
     assert shown["identity"]["model"] == "example/llm"
     assert "spec" not in shown
     assert shown["metadata"]["name"] == "llm"
+
+
+@pytest.mark.parametrize(("value", "expected", "how"), PHASES)
+def test_the_column_of_the_phase_is_the_phase(value: AnyObject, expected: str, how: str) -> None:
+    if not isinstance(value, Job | Node):
+        assert with_columns(value).status.phase == expected
+
+
+@pytest.mark.parametrize("value", [made("Job"), made("Pod"), made("Node")])
+def test_only_objects_of_ours_get_columns(value: AnyObject) -> None:
+    assert with_columns(value) is value
+
+
+def test_columns_that_are_right_are_left_alone() -> None:
+    value = with_columns(content([order("dump"), order("save", "gpu-0")]))
+    assert with_columns(value) is value
+
+
+def test_the_progress_of_a_capture_counts_the_parts_of_this_attempt_that_are_staged() -> None:
+    def shown(*orders: OrderStatus) -> str:
+        value = content(list(orders))
+        tried = replace(value, status=replace(value.status, attempt=1))
+        return str(with_columns(tried).status.progress)  # type: ignore[union-attr]
+
+    dump, save = order("dump"), order("save", "gpu-0")
+    assert shown(order("prepare")) == ""
+    assert shown(dump, save) == "0/2"
+    assert shown(staged(dump, 5), save) == "1/2"
+    assert shown(staged(dump, 5), replace(staged(save, 5), state="failed")) == "1/2"
+    assert shown(staged(dump, 5), staged(replace(save, attempt=0), 5)) == "1/2"
+    assert shown(staged(dump, 5), staged(save, 5)) == "2/2"
+
+
+def test_the_progress_of_a_restore_counts_the_process_before_it_is_ordered() -> None:
+    load, process = order("load", "gpu-0"), order("restore")
+    value = restore(Restore.LOADING)
+    for orders, expected in (
+        ([load], "0/2"),
+        ([staged(load, 5)], "1/2"),
+        ([staged(load, 5), staged(process, 5)], "2/2"),
+    ):
+        status = replace(value.status, attempt=1, orders=orders)
+        found = with_columns(replace(value, status=status))
+        assert isinstance(found, SnapshotRestore)
+        assert found.status.progress == expected
+
+
+def test_an_artifact_that_is_committed_is_complete_and_has_a_size() -> None:
+    part = {"part": "process", "bytes": 1536, "digest": "sha256:" + "0" * 64}
+    committed = {
+        "generation": 1,
+        "rootDigest": "sha256:" + "0" * 64,
+        "bytes": 1536,
+        "parts": [part],
+        "vector": [],
+    }
+    found = with_columns(made("SnapshotContent", {"capture": "Ready", "committed": committed}))
+    assert isinstance(found, SnapshotContent)
+    assert (found.status.progress, found.status.size) == ("1/1", "1.5 KiB")
+    assert with_columns(made("Snapshot", {"bytes": 1536})).status.size == "1.5 KiB"  # type: ignore[union-attr]

@@ -46,6 +46,12 @@ def test_no_value_of_an_environment_variable_and_no_secret_argument_stays() -> N
     ]
 
 
+def test_the_variables_of_a_saver_are_secret() -> None:
+    saver = {"envs": [{"name": "A", "value": "one"}, {"name": "B", "valueFrom": {}}]}
+    hidden = [{"name": "A", "value": "<redacted>"}]
+    assert redacted(saver)["envs"][:1] == hidden
+
+
 def test_a_secret_in_a_line_for_a_shell_and_one_in_an_annotation_do_not_stay() -> None:
     value = {
         "args": ["-c", "export HF_TOKEN=hf_one; serve --api-key sk-two", "x"],

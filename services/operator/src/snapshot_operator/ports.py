@@ -75,6 +75,9 @@ class OrderBus(Protocol):
     async def publish(self, order: OrderStatus) -> None:
         """Publish one order; a higher attempt replaces a lower, an equal one is left alone."""
 
+    async def repeat(self, order: OrderStatus) -> None:
+        """Have one order delivered again, if the stream has this attempt of it."""
+
     async def replace(self, order: OrderStatus) -> None:
         """Publish one order in place of whatever stands on its subject. BusUnavailable."""
 

@@ -1,4 +1,4 @@
-"""The active operator of standalone mode, put together from its parts."""
+"""The active operator, put together from its parts. What differs between the worlds is given."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from snapshot_operator.api.objects import Api
 from snapshot_operator.api.operations import Operations, Sweeping
 from snapshot_operator.core.inventory import Policy
 from snapshot_operator.core.retention import Limits
-from snapshot_operator.local import garbage
-from snapshot_operator.local.controllers import CONTROLLERS
-from snapshot_operator.local.presence import PresenceFollower
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.interpreter import Interpreter
 from snapshot_operator.runtime.manager import Manager
 from snapshot_operator.runtime.nats import ChangePublisher, NatsOrders
+from snapshot_operator.runtime.presence import PresenceFollower
 from snapshot_operator.runtime.reports import Reports
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.sweep import Sweep
 from snapshot_operator.runtime.upkeep import Retention, count_objects
+from snapshot_operator.runtime.world import World
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
@@ -68,19 +67,19 @@ def steady(clocks: Clocks) -> Callable[[], float]:
     return lambda: offset + clocks.monotonic()
 
 
-async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> None:
+async def serve(stop: asyncio.Event, cluster: Cluster, world: World, given: Environment) -> None:
     """Serve as the active operator until `stop` is set."""
     bus, metrics, clocks = given.bus, given.metrics, given.clocks
     now = steady(clocks)
 
     async def tidy() -> None:
-        await garbage.collect(cluster)
+        await world.tidy(cluster)
         await retention.run()
 
     await cluster.sync()
     orders = NatsOrders(bus, given.telemetry)
     interpreter = Interpreter(cluster, orders, Spans(given.telemetry, now, metrics), metrics)
-    manager = Manager(cluster, CONTROLLERS, interpreter, now, given.jitter, metrics)
+    manager = Manager(cluster, world.controllers, interpreter, now, given.jitter, metrics)
     sweep = Sweep(cluster, orders, manager, interpreter.unpublished, now, metrics)
     retention = Retention(cluster, given.limits, now)
     changes = ChangePublisher(bus, given.new_id(), is_mirroring=given.is_mirrored)
@@ -97,6 +96,7 @@ async def serve(stop: asyncio.Event, cluster: Cluster, given: Environment) -> No
     log.info("the operator serves")
     await until_stopped(
         stop,
+        world.follow(),
         bus.keep_assets(),
         given.telemetry.publish_to(bus),
         changes.run(),

@@ -16,7 +16,9 @@ from snapshot_shared.orders import Label, Name, Report, UidStr
 TRACEPARENT = "nvidia.com/traceparent"
 """Annotation that carries the trace in which an object was applied."""
 
-Quantity = Annotated[str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?\Z")]
+Quantity = Annotated[
+    str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?\Z", max_length=24)
+]
 
 Amount = Annotated[int, Meta(ge=0, le=2**50)]
 

@@ -1,19 +1,28 @@
 """Our own kinds, which the operator alone writes.
 
-A spec is what a user wants and never changes after creation.
+A spec is what a user wants and never changes after creation. In a status `phase`, `progress` and
+`size` are columns for people, which `views.with_columns` fills in and no decision reads; of a
+DynamoCheckpoint the phase decides, too.
 """
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, field
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import PodTemplateSpec
-from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus
+from snapshot_shared.objects.meta import (
+    Amount,
+    Argument,
+    Condition,
+    ObjectMeta,
+    OrderStatus,
+    Quantity,
+)
 from snapshot_shared.orders import (
     ArtifactRef,
     Attempt,
@@ -44,6 +53,9 @@ ABORT = "nvidia.com/abort"
 VERIFY = "nvidia.com/verify"
 """Annotation of a SnapshotContent: each new value asks for one verification of its artifact."""
 
+LOADER_REFUSED = "a checkpoint only saves; set the loader where a pod is restored from it"
+"""Why a DynamoCheckpoint has no loader, in a cluster and standalone."""
+
 Framework = Literal["vllm", "sglang", "trtllm"]
 """The inference engines that Dynamo knows."""
 
@@ -58,22 +70,90 @@ class IdentitySpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     dtype: Annotated[str, Meta(max_length=64)] = ""
     max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    extra_parameters: dict[str, str] = {}
+    extra_parameters: Annotated[
+        dict[str, Annotated[str, Meta(extra_json_schema={"maxLength": 4096})]],
+        Meta(extra_json_schema={"maxProperties": 256}),
+    ] = {}
 
 
-class GpuMemoryServiceSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether the worker keeps its weights in the GPU memory service."""
+class ClientEnvVar(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """One environment variable of a saver or loader, as a container of Kubernetes has it."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=253)]
+    value: Argument = ""
+    value_from: dict[str, Any] | None = None
+
+
+class VolumeMount(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """One mount of a saver or loader, as a container of Kubernetes has it."""
+
+    name: Label
+    mount_path: Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^:\x00]*\Z")]
+    read_only: bool = False
+    recursive_read_only: Literal["Disabled", "IfPossible", "Enabled"] | None = None
+    sub_path: Annotated[str, Meta(max_length=4096)] = ""
+    sub_path_expr: Annotated[str, Meta(max_length=4096)] = ""
+    mount_propagation: Literal["None", "HostToContainer", "Bidirectional"] | None = None
+
+
+class GmsClientSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What a saver or loader has beside, or instead of, its defaults. What is empty changes none.
+
+    `command` is the whole argument vector, with no `args` behind it.
+    """
+
+    image: Annotated[str, Meta(max_length=512)] = ""
+    command: Annotated[list[Argument], Meta(max_length=256)] = []
+    envs: Annotated[list[ClientEnvVar], Meta(max_length=512)] = []
+    env_from_secret: Annotated[str, Meta(max_length=253)] = ""
+    volume_mounts: Annotated[list[VolumeMount], Meta(max_length=64)] = []
+
+
+class GmsCheckpointSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The containers that move the bytes of GPU memory. A checkpoint saves, its readers load."""
+
+    saver: GmsClientSpec | None = None
+    loader: GmsClientSpec | None = None
+
+
+class GpuMemoryServiceSpec(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """Whether the worker keeps its weights in the GPU memory service, and how in a cluster."""
 
     enabled: bool = True
+    mode: Literal["intraPod", "interPod"] = "intraPod"
+    device_class_name: Annotated[str, Meta(min_length=1, max_length=253)] = "gpu.nvidia.com"
+    extra_client_containers: Annotated[
+        list[Label], Meta(max_length=16, extra_json_schema={"uniqueItems": True})
+    ] = []
+    checkpoint: GmsCheckpointSpec | None = None
+
+    @property
+    def saver(self) -> GmsClientSpec | None:
+        """What the saver has beside or instead of its defaults; None where that is nothing."""
+        found = self.checkpoint.saver if self.checkpoint is not None else None
+        return found if found != GmsClientSpec() else None
 
 
-class CheckpointJobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class SharedMemorySpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tmpfs at /dev/shm of a worker in a cluster."""
+
+    disabled: bool = False
+    size: Quantity | Amount | None = None
+
+
+class CheckpointJobSpec(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
     """The worker to start and capture."""
 
     pod_template_spec: PodTemplateSpec
     target_container_name: Label = "main"
+    shared_memory: SharedMemorySpec | None = None
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
     backoff_limit: Annotated[int, Meta(ge=0, le=100)] = 0
+    ttl_seconds_after_finished: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     source_policy: SourcePolicy = "Terminate"
     driver: Driver = "cooperative"
 
@@ -92,12 +172,13 @@ class DynamoCheckpointSpec(
 class DynamoCheckpointStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """What became of it. `phase` is only a column; the conditions decide.
+    """What became of it.
 
     `shares` names the checkpoint of the same identity whose artifact this is, if not its own.
+    `location` and `storage_type` are read in what Dynamo wrote, and never written.
     """
 
-    phase: Literal["Pending", "Creating", "Ready", "Failed"] = "Pending"
+    phase: Literal["Pending", "Creating", "Ready", "Failed", "Terminating"] = "Pending"
     checkpoint_id: str = field(name="checkpointID", default="")
     job_name: str = ""
     snapshot_name: str = ""
@@ -106,6 +187,9 @@ class DynamoCheckpointStatus(
     created_at: str = ""
     message: str = ""
     bytes: Bytes = 0
+    size: str = ""
+    location: str = ""
+    storage_type: Literal["pvc", "s3", "oci"] | None = None
     conditions: list[Condition] = []
 
 
@@ -167,8 +251,12 @@ class SnapshotSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Which content holds it, and how it stands."""
 
-    bound_snapshot_content_name: str | None = None
+    phase: str = ""
+    bound_snapshot_content_name: Annotated[
+        str | None, Meta(extra_json_schema={"maxLength": 253})
+    ] = None
     bytes: Bytes = 0
+    size: str = ""
     conditions: list[Condition] = []
 
 
@@ -197,7 +285,7 @@ class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", o
     namespace: Label
     pod_ref: PodSource | None = None
     node_name: Name | None = None
-    devices: list[DeviceRef] = []
+    devices: Annotated[list[DeviceRef], Meta(extra_json_schema={"maxItems": 64})] = []
     artifact: ArtifactSource | None = None
 
 
@@ -220,8 +308,8 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     generation: int
     root_digest: Digest
     bytes: Bytes
-    parts: list[PartResult]
-    vector: list[VectorEntry]
+    parts: Annotated[list[PartResult], Meta(extra_json_schema={"maxItems": 65})]
+    vector: Annotated[list[VectorEntry], Meta(extra_json_schema={"maxItems": 65})]
     driver: Driver = "cooperative"
 
 
@@ -239,6 +327,9 @@ class SnapshotContentStatus(
     number that had been asked for when damage was last found.
     """
 
+    phase: str = ""
+    progress: str = ""
+    size: str = ""
     capture: Capture = Capture.PENDING
     attempt: int = 0
     retries: int = 0
@@ -306,6 +397,8 @@ class SnapshotRestoreStatus(
     `node_name` and `devices` are fixed when an attempt begins.
     """
 
+    phase: str = ""
+    progress: str = ""
     state: Restore = Restore.PENDING
     attempt: int = 0
     retries: int = 0

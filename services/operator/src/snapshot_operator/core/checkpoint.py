@@ -276,7 +276,8 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         return _failed(checkpoint, base, failure, now, *(going if is_late else []))
     if job is None:
         named = replace(base, job_name=checkpoint.metadata.name)
-        return _status(checkpoint, named, Create(_job(checkpoint)))
+        plan = _status(checkpoint, named, Create(_job(checkpoint)))
+        return plan._replace(refused=lambda found: _refused(checkpoint, base, found, now))
     if pod is None or not is_true(pod.status.conditions, "Ready"):
         reason, message = _pod_wait(pod)
         at = deadline_of(checkpoint, job)
@@ -320,6 +321,18 @@ def _failed(
     rows = conditions.failed(base.conditions, checkpoint, now, failure)
     status = replace(base, phase="Failed", message=failure.message, conditions=rows)
     return _status(checkpoint, status, *before)
+
+
+def _refused(
+    checkpoint: DynamoCheckpoint, base: DynamoCheckpointStatus, found: Failure, now: float
+) -> Plan:
+    """End a checkpoint whose Job cannot be made of its template."""
+    failure = replace(
+        found,
+        reason="PodTemplateInvalid",
+        next_step=found.next_step or "correct spec.job.podTemplateSpec and apply it again",
+    )
+    return _failed(checkpoint, base, failure, now)
 
 
 def _status(

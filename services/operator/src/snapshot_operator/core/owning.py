@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from snapshot_operator.core.plan import FINALIZER, Delete, Finalize, Plan
+from snapshot_operator.core.plan import FINALIZER, Delete, Finalize, Plan, status_plan
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.meta import TRACEPARENT, ObjectMeta, OwnerReference
@@ -63,7 +63,8 @@ def delete_children(owner: AnyObject, children: Sequence[AnyObject | None]) -> P
     left = [child for child in children if child is not None]
     if not left:
         return Plan((Finalize(owner),))
-    return Plan(tuple(Delete(child) for child in left if not child.metadata.deletion_timestamp))
+    deletes = [Delete(child) for child in left if not child.metadata.deletion_timestamp]
+    return status_plan(owner, owner, *deletes)
 
 
 def gone(kind: str, name: str) -> Failure:

@@ -7,17 +7,19 @@ confirmed by a live read before a plan that cannot be taken back is carried out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from snapshot_operator.core import fold
+from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Pod
 from snapshot_shared.objects.meta import OrderStatus, is_true
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
 from snapshot_shared.transitions import Capture, Restore
-from snapshot_shared.views import orders_of
+from snapshot_shared.views import orders_of, with_columns
 
 
 class Reader(Protocol):
@@ -90,12 +92,14 @@ class Plan(NamedTuple):
     """The writes in their order, and the time (seconds since the epoch) of the next decision.
 
     `relies_on` are other objects that have to be stored still as they were read: what is known of
-    them may be late.
+    them may be late. `refused` returns the plan instead where the first write is of an object that
+    the store does not accept, such as a Job with a template that Kubernetes finds wrong.
     """
 
     writes: tuple[Write, ...] = ()
     wake_at: float | None = None
     relies_on: tuple[AnyObject, ...] = ()
+    refused: Callable[[Failure], Plan] | None = None
 
 
 NOTHING = Plan()
@@ -105,7 +109,8 @@ FINALIZER = "nvidia.com/snapback"
 def status_plan(
     old: AnyObject, new: AnyObject, *before: Write, wake_at: float | None = None
 ) -> Plan:
-    """Plan `before` and then the status, if it differs."""
+    """Plan `before` and then the status with its columns, if it differs."""
+    new = with_columns(new)
     changed = (SetStatus(old, new),) if old != new else ()
     return Plan((*before, *changed), wake_at)
 
@@ -118,8 +123,9 @@ def rebased(plan: Plan, stored: AnyObject, folded: AnyObject) -> Plan:
     """
     if folded is stored:
         return plan
+    shown = SetStatus(stored, with_columns(folded))
     if any(isinstance(write, Adopt | Finalize) for write in plan.writes):
-        return Plan((SetStatus(stored, folded),))
+        return Plan((shown,))
     writes = tuple(
         SetStatus(stored, write.new)
         if isinstance(write, SetStatus) and write.old is folded
@@ -127,7 +133,7 @@ def rebased(plan: Plan, stored: AnyObject, folded: AnyObject) -> Plan:
         for write in plan.writes
     )
     if not any(isinstance(write, SetStatus) and write.old is stored for write in writes):
-        writes = (SetStatus(stored, folded), *writes)
+        writes = (shown, *writes)
     return plan._replace(writes=writes)
 
 

@@ -176,7 +176,8 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
 
 def _may_be_captured(snapshot: AnyObject | None, checkpoint: AnyObject | None) -> bool:
     """Whether a source that has no content now may get one."""
-    is_open = isinstance(checkpoint, DynamoCheckpoint) and checkpoint.status.phase != "Ready"
+    ended = ("Ready", "Terminating")
+    is_open = isinstance(checkpoint, DynamoCheckpoint) and checkpoint.status.phase not in ended
     return snapshot is not None or is_open
 
 

@@ -10,10 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from snapshot_operator.core.plan import Reader
 from snapshot_shared.errors import Failure
 from snapshot_shared.identity import identity_hash as hash_of
-from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
+from snapshot_shared.objects.snapback import (
+    DynamoCheckpoint,
+    DynamoCheckpointSpec,
+    GmsClientSpec,
+    GpuMemoryServiceSpec,
+    SnapshotContent,
+)
 
 
 def identity_hash(checkpoint: DynamoCheckpoint) -> str:
@@ -112,6 +120,12 @@ def _difference(checkpoint: DynamoCheckpoint, owner: DynamoCheckpoint) -> str:
             other.job.target_container_name,
         ),
         "spec.job.driver": (mine.job.driver, other.job.driver),
-        "spec.gpuMemoryService": (mine.gpu_memory_service, other.gpu_memory_service),
+        "spec.gpuMemoryService": (_memory(mine), _memory(other)),
     }
     return next((name for name, (one, two) in fields.items() if one != two), "")
+
+
+def _memory(spec: DynamoCheckpointSpec) -> tuple[GpuMemoryServiceSpec, GmsClientSpec | None]:
+    """Return how the weights are kept; a saver of which nothing is given is as good as none."""
+    found = spec.gpu_memory_service
+    return replace(found, checkpoint=None), found.saver

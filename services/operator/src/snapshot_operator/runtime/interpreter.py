@@ -22,7 +22,7 @@ from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster, Key, Tracker, key_of
 from snapshot_operator.runtime.spans import Spans
 from snapshot_shared import instruments
-from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict
+from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict, InvalidManifest
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.meta import OrderStatus
@@ -70,7 +70,13 @@ class Interpreter:
         published: list[OrderStatus] = []
         changed: list[tuple[AnyObject, AnyObject]] = []
         for write in plan.writes:
-            await self._write(write)
+            try:
+                await self._write(write)
+            except InvalidManifest as error:
+                if plan.refused is None or write is not plan.writes[0]:
+                    raise
+                await self.apply(plan.refused(error.to_failure()), read, stored)
+                return
             if isinstance(write, SetStatus):
                 published += new_orders(write.old, write.new)
                 changed.append((write.old, write.new))

@@ -78,6 +78,14 @@ class NatsOrders:
                 return
         raise Conflict(f"order {order.order} keeps changing on the stream")
 
+    async def repeat(self, order: OrderStatus) -> None:
+        """Publish in place of the same attempt; one that is answered meanwhile stays withdrawn."""
+        subject = _subject(order)
+        found = await self._bus.last(subjects.ORDERS, subject)
+        if found is not None and envelope_of(found[1]).attempt == order.attempt:
+            with self._span(order) as trace, contextlib.suppress(Conflict):
+                await self._send(subject, order, found[0], trace)
+
     async def replace(self, order: OrderStatus) -> None:
         """Publish whatever stands there. The sweep puts back a later attempt that this hides."""
         subject = _subject(order)

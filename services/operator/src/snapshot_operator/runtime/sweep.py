@@ -2,6 +2,9 @@
 
 NATS can lose everything it holds; what it lacks is published again, and what it holds although
 nothing awaits it is removed. Never in reaction to a report.
+
+The first sweep has every unanswered order delivered again. A store that was restored from a backup
+awaits answers that were reported and acknowledged before; only a new delivery has them repeated.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Sweep:
         self._unpublished = unpublished
         self._now = now
         self._swept = time.monotonic()
+        self._repeats = True
         self.swept_at: float | None = None
         """When the stream was last made to agree with the store, in seconds since the epoch."""
         self.fill = 0.0
@@ -93,6 +97,11 @@ class Sweep:
             if order_id not in awaited and await self._is_unwanted(order_id):
                 await self._orders.remove(subject)
         await self._measure()
+        if self._repeats:
+            for order in unanswered:
+                if order.order in published and self._is_awaited(order):
+                    await self._orders.repeat(order)
+            self._repeats = False
         for order in sorted(unanswered, key=lambda order: order.verb not in fold.CLEANING):
             if self._is_awaited(order):
                 await self._publish_again(order, published)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from snapshot_shared import units
 from snapshotctl.domain.exits import WrongArguments
 
 OutputFormat = Literal["table", "json", "yaml"]
@@ -44,15 +45,7 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * base ** _POWERS[unit])
 
 
-def size(count: float) -> str:
-    """Return bytes in binary units with three digits: `512 MiB`, `1.5 GiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    text = f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-    return f"{text} {unit}"
+size = units.size
 
 
 def rate(count: float, seconds: float) -> str:

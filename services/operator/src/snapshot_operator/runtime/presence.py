@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 
-from snapshot_operator.local.nodes import absences, node_absent, node_from
+from snapshot_operator.core.presence import absences, node_absent, node_from
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Delivery

@@ -1,0 +1,61 @@
+"""The controllers of a cluster: those of our own kinds, and what is owed to pods that restore.
+
+The pods and Jobs themselves are run by Kubernetes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from snapshot_operator.core import conditions, controllers
+from snapshot_operator.core.controllers import Controller
+from snapshot_operator.core.plan import NOTHING, Create, Plan, Reader, status_plan
+from snapshot_operator.core.restore import RESTORED, restore_for, restore_name, source_of
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.snapback import SnapshotRestore
+from snapshot_shared.transitions import Restore
+
+_FINISHED = ("Succeeded", "Failed")
+
+
+class PodView(NamedTuple):
+    """What a decision about a pod reads: the restore that it asks for, if there is one."""
+
+    pod: Pod
+    restore: SnapshotRestore | None = None
+
+
+def gather(reader: Reader, pod: Pod) -> PodView:
+    """Read what a decision about a pod depends on."""
+    if not source_of(pod):
+        return PodView(pod)
+    found = reader.get("SnapshotRestore", pod.metadata.namespace, restore_name(pod))
+    return PodView(pod, found if isinstance(found, SnapshotRestore) else None)
+
+
+def reconcile(view: PodView, now: float) -> Plan:
+    """Return the next step for a pod that asks for a restore. Same input, same plan."""
+    pod, restore = view.pod, view.restore
+    if not source_of(pod) or pod.metadata.deletion_timestamp:
+        return NOTHING
+    if restore is None:
+        is_over = pod.status.phase in _FINISHED
+        return NOTHING if is_over else Plan((Create(restore_for(pod)),))
+    match restore.status.state:
+        case Restore.RESTORED:
+            row = (RESTORED, True, "RestoreSucceeded", "")
+        case Restore.FAILED:
+            failure = restore.status.failure or Failure(reason="RestoreFailed", message="")
+            row = (RESTORED, False, failure.reason, failure.message)
+        case _:
+            return NOTHING
+    rows = conditions.with_conditions(pod.status.conditions, pod, now, row)
+    return status_plan(pod, replace(pod, status=replace(pod.status, conditions=rows)))
+
+
+CONTROLLERS = (*controllers.CONTROLLERS, Controller("Pod", gather, reconcile))
+
+INDEXES = controllers.INDEXES

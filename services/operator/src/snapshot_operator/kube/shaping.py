@@ -1,0 +1,110 @@
+"""The Job of a checkpoint as Kubernetes gets it: the user's pod template, made ready for a capture.
+
+Templates are plain documents here: what is not named below passes through as the user wrote it, in
+the order in which they wrote it, whether this program knows the field or not.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import msgspec
+
+from snapshot_operator.kube.wire import OURS, new_meta
+from snapshot_shared.errors import InvalidManifest
+from snapshot_shared.objects.kubernetes import Job
+
+Document = dict[str, Any]
+
+CONTROL_VOLUME = "snapshot-control"
+CONTROL_PATH = "/snapshot-control"
+CONTROL_VARIABLES = ("SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR")
+"""Both name the control directory; the second is what images for Dynamo read."""
+READY_FILE = "ready-for-snapshot"
+"""The file by which a worker says that it may be captured, in its control directory."""
+
+SOURCE_LABEL = f"{OURS}snapshot-is-checkpoint-source"
+CHECKPOINT_LABEL = f"{OURS}snapshot-checkpoint-id"
+
+# A proxy beside the worker would hold its connections, which no capture can bring back.
+_NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
+
+
+def job_manifest(job: Job, checkpoint: Document) -> Document:
+    """Return the Job of a DynamoCheckpoint, given what is decided of it and its document.
+
+    InvalidManifest where the template has no container of the target's name.
+    """
+    spec = checkpoint["spec"]["job"]
+    checkpoint_id = checkpoint.get("status", {}).get("checkpointID") or job.metadata.name
+    labels = {CHECKPOINT_LABEL: checkpoint_id}
+    template = source_template(
+        spec["podTemplateSpec"], spec.get("targetContainerName", "main"), labels
+    )
+    shaped: Document = {"template": template, "backoffLimit": job.spec.backoff_limit}
+    if job.spec.active_deadline_seconds is not None:
+        shaped["activeDeadlineSeconds"] = job.spec.active_deadline_seconds
+    return {
+        "apiVersion": job.api_version,
+        "kind": "Job",
+        "metadata": msgspec.to_builtins(new_meta(job.metadata, labels)),
+        "spec": shaped,
+    }
+
+
+def source_template(template: Document, target: str, labels: dict[str, str]) -> Document:
+    """Return the template of a worker that is to be captured: one that runs once, and is watched.
+
+    The target's readiness is that it may be captured. Its other probes are left out: a worker that
+    is quiet for its capture answers none.
+    """
+    shaped = copy.deepcopy(template)
+    meta = shaped.setdefault("metadata", {})
+    meta["labels"] = {**meta.get("labels", {}), **labels, SOURCE_LABEL: "true"}
+    meta["annotations"] = {**meta.get("annotations", {}), **_NO_MESH}
+    spec = shaped["spec"]
+    spec["restartPolicy"] = "Never"
+    container = find_container(spec, target)
+    with_control_directory(spec, container)
+    container.pop("livenessProbe", None)
+    container.pop("startupProbe", None)
+    container["readinessProbe"] = {
+        "exec": {"command": ["cat", f"{CONTROL_PATH}/{READY_FILE}"]},
+        "periodSeconds": 1,
+    }
+    return shaped
+
+
+def find_container(spec: Document, name: str) -> Document:
+    """Return the container with a name. InvalidManifest lists those that there are."""
+    containers: list[Document] = spec.get("containers", [])
+    for container in containers:
+        if container.get("name") == name:
+            return container
+    names = ", ".join(str(container.get("name")) for container in containers) or "none"
+    raise InvalidManifest(
+        f"no container is called {name} (found {names})",
+        next_step="name one of the pod's containers in spec.job.targetContainerName",
+        problems=[f"spec.job.targetContainerName: no container is called {name}"],
+    )
+
+
+def with_control_directory(spec: Document, container: Document) -> None:
+    """Mount a control directory of its own into a container, and name it in its environment."""
+    volumes = spec.setdefault("volumes", [])
+    put(volumes, {"name": CONTROL_VOLUME, "emptyDir": {}}, by="name")
+    name = container["name"]
+    mount = {"name": CONTROL_VOLUME, "mountPath": CONTROL_PATH, "subPath": name}
+    put(container.setdefault("volumeMounts", []), mount, by="mountPath")
+    for variable in CONTROL_VARIABLES:
+        put(container.setdefault("env", []), {"name": variable, "value": CONTROL_PATH}, by="name")
+
+
+def put(rows: list[Document], row: Document, *, by: str) -> None:
+    """Put a row in the place of the one with the same key, or behind all others."""
+    for index, found in enumerate(rows):
+        if found.get(by) == row[by]:
+            rows[index] = row
+            return
+    rows.append(row)

@@ -1,0 +1,532 @@
+"""The object store of a cluster: the Kubernetes API, read by one list and one watch a kind.
+
+Every write names the uid and the resourceVersion that were read. Reads of a decision come from
+memory; `read` and `find` ask the API server itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from snapshot_operator.kube.client import (
+    MERGE_PATCH,
+    STRATEGIC_PATCH,
+    KubeClient,
+    ResourceExpired,
+    error_status,
+)
+from snapshot_operator.kube.shaping import job_manifest
+from snapshot_operator.kube.wire import OURS, job_in, new_meta, node_in, pod_in
+from snapshot_operator.ports import Change, Event
+from snapshot_shared.errors import (
+    Conflict,
+    Forbidden,
+    Internal,
+    NotFound,
+    SnapbackError,
+    StoreBusy,
+)
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Job, Node, Pod
+from snapshot_shared.objects.meta import ObjectMeta
+from snapshot_shared.service import until_stopped
+from snapshot_shared.tasks import any_set
+
+log = logging.getLogger(__name__)
+
+PAGE = "500"
+WATCH_S = 300
+"""How long the server lets one watch last, in seconds; the next continues where it ended."""
+MAX_RETRY_S = 30.0
+
+_METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+
+_OWNERS_OF_ORDERS = ("SnapshotContent", "SnapshotRestore")
+"""The kinds that are looked for by a uid that is not in memory."""
+
+
+class Resource(NamedTuple):
+    """Where objects of a kind are in the API, and how one is decoded."""
+
+    kind: str
+    base: str
+    plural: str
+    namespaced: bool
+    decode: Callable[[bytes | msgspec.Raw], AnyObject]
+
+    def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
+        """Return the path of one object, or of all without a name."""
+        space = ("namespaces", namespace) if self.namespaced and namespace else ()
+        words = (self.base, *space, self.plural, name, subresource)
+        return "/".join(word for word in words if word)
+
+    def path_of(self, value: AnyObject, subresource: str = "") -> str:
+        """Return the path of an object."""
+        return self.path(value.metadata.namespace, value.metadata.name, subresource)
+
+
+_FACTS: dict[str, Callable[[bytes | msgspec.Raw], AnyObject]] = {
+    "Pod": pod_in,
+    "Job": job_in,
+    "Node": node_in,
+}
+
+
+def _resource(name: str) -> Resource:
+    kind = KINDS[name]
+    group = kind.api_version
+    decode = _FACTS.get(name) or msgspec.json.Decoder(kind.type).decode
+    base = f"/apis/{group}" if "/" in group else f"/api/{group}"
+    return Resource(name, base, kind.plural, kind.namespaced, decode)
+
+
+RESOURCES = {name: _resource(name) for name in KINDS}
+
+
+class StoreRewound(SnapbackError):
+    """The API server's history is older than what this operator has seen of it."""
+
+    default_next_step = "nothing: the operator starts again and reads what there is"
+
+
+class Place(NamedTuple):
+    """What `read` takes."""
+
+    kind: str
+    namespace: str | None
+    name: str
+
+
+class _Known(NamedTuple):
+    """An object as it is known, and the newest version of the API server that was seen of it."""
+
+    version: int
+    value: AnyObject
+
+
+class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
+    resource_version: str
+    # Named so by the API, and a keyword of Python.
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class _List(msgspec.Struct, frozen=True):
+    metadata: _ListMeta
+    # Null where Go had no slice.
+    items: list[msgspec.Raw] | None = None
+
+
+class _Identity(msgspec.Struct, frozen=True, rename="camel"):
+    uid: str
+    name: str
+    resource_version: str
+    namespace: str | None = None
+
+
+class _Identified(msgspec.Struct, frozen=True):
+    metadata: _Identity
+
+
+class _VersionMeta(msgspec.Struct, frozen=True, rename="camel"):
+    resource_version: str
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    metadata: _VersionMeta
+
+
+class _Change(msgspec.Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+_LIST = msgspec.json.Decoder(_List)
+_IDENTIFIED = msgspec.json.Decoder(_Identified)
+_VERSIONED = msgspec.json.Decoder(_Versioned)
+_CHANGE = msgspec.json.Decoder(_Change)
+
+
+class KubeStore:
+    """The `Store` port over the Kubernetes API."""
+
+    def __init__(self, client: KubeClient, jitter: Callable[[], float]) -> None:
+        """Use an API server. `jitter` returns a random number from 0 to 1."""
+        self._client = client
+        self._jitter = jitter
+        self._listeners: list[Callable[[Event], None]] = []
+        self._presences = 0
+        self._known: dict[str, dict[str, _Known]] = {kind: {} for kind in RESOURCES}
+        """By kind and uid, the newest version that was listed, watched or written."""
+        self._versions: dict[str, str] = {}
+        """By kind, the version up to which changes have been seen."""
+        self._uids = _UidSearch(client)
+
+    def subscribe(self, listener: Callable[[Event], None]) -> None:
+        """Report every change that a watch brings."""
+        self._listeners.append(listener)
+
+    async def list(self, kind: str) -> list[AnyObject]:
+        """Return all objects of a kind; `run` reports what has changed after that."""
+        resource = RESOURCES[kind]
+        items, self._versions[kind] = await self._pages(resource)
+        for item in items:
+            self._keep(resource, item)
+        return [known.value for known in self._known[kind].values()]
+
+    async def read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
+        """Return an object as the API server has it now."""
+        resource = RESOURCES[kind]
+        try:
+            answer = await self._client.request("GET", resource.path(namespace, name))
+        except NotFound:
+            return None
+        return self._keep(resource, answer)
+
+    async def find(self, uid: str) -> AnyObject | None:
+        """Return the object with a uid as the API server has it now."""
+        known = next((found[uid] for found in self._known.values() if uid in found), None)
+        if known is not None:
+            place = _place_of(known.value)
+        elif (found := await self._uids.find(uid)) is not None:
+            place = found
+        else:
+            return None
+        value = await self.read(*place)
+        return value if value is not None and value.metadata.uid == uid else None
+
+    async def create(self, value: AnyObject) -> AnyObject:
+        """Store a new object. AlreadyExists when the name is taken."""
+        if isinstance(value, Node):
+            raise NotFound(f"no Node is called {value.metadata.name}", kind="Node")
+        resource = RESOURCES[kind_of(value).name]
+        body: Any = replace(value, metadata=new_meta(value.metadata, {}))
+        if isinstance(value, Job):
+            body = job_manifest(value, await self._owner_of(value))
+        path = resource.path(value.metadata.namespace)
+        return self._written(resource, await self._client.request("POST", path, body=body))
+
+    async def _owner_of(self, job: Job) -> dict[str, Any]:
+        """Return the document of the checkpoint that a Job belongs to, its whole template in it.
+
+        It is read for this alone: in memory there are only the fields that decisions need.
+        """
+        (owner,) = job.metadata.owner_references
+        path = RESOURCES["DynamoCheckpoint"].path(job.metadata.namespace, owner.name)
+        document: dict[str, Any] = msgspec.json.decode(await self._client.request("GET", path))
+        if document["metadata"]["uid"] != owner.uid:
+            raise NotFound(f"DynamoCheckpoint {owner.name} is gone", kind="DynamoCheckpoint")
+        return document
+
+    async def update_status(self, value: AnyObject) -> AnyObject:
+        """Replace the status. That of a Node stays in memory; of a pod, our condition is set."""
+        if isinstance(value, Node):
+            return self._announced(value)
+        if isinstance(value, Pod):
+            return await self._set_conditions(value)
+        kind, meta = kind_of(value), value.metadata
+        body = {
+            "apiVersion": kind.api_version,
+            "kind": kind.name,
+            "metadata": {"name": meta.name, "namespace": meta.namespace, **_as_read(meta)},
+            "status": value.status,
+        }
+        resource = RESOURCES[kind.name]
+        path = resource.path_of(value, "status")
+        return self._written(resource, await self._client.request("PUT", path, body=body))
+
+    async def _set_conditions(self, pod: Pod) -> AnyObject:
+        """Set our conditions of a pod, and leave those of its kubelet as they are.
+
+        Its version is not compared: the kubelet writes the status of the same pod.
+        """
+        rows = [
+            {
+                "type": row.type,
+                "status": row.status,
+                "reason": row.reason,
+                "message": row.message,
+                "lastTransitionTime": row.last_transition_time,
+            }
+            for row in pod.status.conditions
+            if row.type.startswith(OURS)
+        ]
+        resource = RESOURCES["Pod"]
+        body = {"metadata": {"uid": pod.metadata.uid}, "status": {"conditions": rows}}
+        path = resource.path_of(pod, "status")
+        answer = await self._client.request("PATCH", path, body=body, content_type=STRATEGIC_PATCH)
+        return self._written(resource, answer)
+
+    async def update_spec(self, value: AnyObject) -> AnyObject:
+        """Raise Forbidden: the specs of a cluster's objects belong to people."""
+        raise Forbidden(
+            f"the operator does not write the spec of {kind_of(value).name} {value.metadata.name}",
+            next_step="use kubectl, such as kubectl cordon for a node",
+        )
+
+    async def annotate(self, value: AnyObject, key: str, text: str) -> AnyObject:
+        """Set one annotation."""
+        return await self._patch(value, {"annotations": {key: text}})
+
+    async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
+        """Put a finalizer on. Conflict, too, when the object is being deleted."""
+        if value.metadata.deletion_timestamp is not None:
+            raise Conflict(f"{value.metadata.name} is being deleted")
+        return await self._patch(value, {"finalizers": [*value.metadata.finalizers, finalizer]})
+
+    async def remove_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject | None:
+        """Take a finalizer off. None when the object is gone with it."""
+        left = [name for name in value.metadata.finalizers if name != finalizer]
+        changed = await self._patch(value, {"finalizers": left})
+        is_gone = value.metadata.deletion_timestamp is not None and not left
+        return None if is_gone else changed
+
+    async def delete(self, value: AnyObject) -> AnyObject | None:
+        """Mark the object with this uid for deletion. None when it is gone."""
+        kind, meta = kind_of(value).name, value.metadata
+        options = {"propagationPolicy": "Background", "preconditions": {"uid": meta.uid}}
+        # NotFound: it is gone. Conflict: it is gone, and another incarnation has its name.
+        with contextlib.suppress(NotFound, Conflict):
+            path = RESOURCES[kind].path_of(value)
+            await self._client.request("DELETE", path, body=options)
+        left = await self.read(kind, meta.namespace, meta.name)
+        return left if left is not None and left.metadata.uid == meta.uid else None
+
+    async def _patch(self, value: AnyObject, metadata: dict[str, Any]) -> AnyObject:
+        """Change metadata of the version that was read."""
+        resource = RESOURCES[kind_of(value).name]
+        body = {"metadata": {**metadata, **_as_read(value.metadata)}}
+        answer = await self._client.request(
+            "PATCH", resource.path_of(value), body=body, content_type=MERGE_PATCH
+        )
+        return self._written(resource, answer)
+
+    def _written(self, resource: Resource, answer: bytes) -> AnyObject:
+        value = self._keep(resource, answer)
+        if value is None:
+            raise Internal(f"a {resource.kind} that was written cannot be read again")
+        return value
+
+    # How memory is filled.
+
+    async def run(self) -> None:
+        """Follow every kind that was listed, until it is cancelled. StoreRewound."""
+        await until_stopped(asyncio.Event(), *(self._follow(kind) for kind in RESOURCES.values()))
+
+    async def _follow(self, resource: Resource) -> None:
+        """Watch a kind, again and again; list it where the server has no history any more."""
+        failures = 0
+        while True:
+            try:
+                if failures:
+                    await self._require_history(resource)
+                await self._watch(resource)
+                failures = 0
+            except StoreRewound:
+                raise
+            except ResourceExpired as error:
+                log.info("%s are listed again: %s", resource.plural, error)
+                failures = 0 if await self._list_again(resource) else failures + 1
+            except SnapbackError as error:
+                log.warning("%s are not watched: %s", resource.plural, error)
+                failures += 1
+            if failures:
+                longest = min(MAX_RETRY_S, 2.0**failures)
+                await any_set(longest * (1 + self._jitter()) / 2)
+
+    async def _require_history(self, resource: Resource) -> None:
+        """Raise StoreRewound when etcd was restored from an older backup while a watch was broken.
+
+        A watch from a version that is yet to come is silent, and versions that are given again mean
+        other values: what is in memory is of no use then.
+        """
+        answer = await self._client.request("GET", resource.path(), params={"limit": "1"})
+        now, seen = _LIST.decode(answer).metadata.resource_version, self._versions[resource.kind]
+        if int(now) < int(seen):
+            raise StoreRewound(f"{resource.plural} are at version {now} and were at {seen}")
+
+    async def _watch(self, resource: Resource) -> None:
+        """Report the changes after the version that was seen last, until the server ends it."""
+        kind = resource.kind
+        params = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._versions[kind],
+            # Spread, so that the watches of all kinds do not end together.
+            "timeoutSeconds": str(int(WATCH_S * (1 + self._jitter()))),
+        }
+        async with contextlib.aclosing(self._client.watch(resource.path(), params)) as lines:
+            async for line in lines:
+                change = _CHANGE.decode(line)
+                if change.type == "ERROR":
+                    raise watch_error(bytes(change.object))
+                if change.type != "BOOKMARK":
+                    self._take(resource, change)
+                self._versions[kind] = _VERSIONED.decode(change.object).metadata.resource_version
+
+    def _take(self, resource: Resource, change: _Change) -> None:
+        """Report one change, unless it is one of our own that is known already."""
+        seen = _IDENTIFIED.decode(change.object).metadata
+        known = self._known[resource.kind].get(seen.uid)
+        if change.type == "DELETED":
+            if known is not None:
+                self._forget(resource, known.value)
+        elif known is None or int(seen.resource_version) > known.version:
+            value = self._keep(resource, change.object)
+            if value is not None and (known is None or value is not known.value):
+                self._report("MODIFIED" if known else "ADDED", value)
+
+    async def _list_again(self, resource: Resource) -> bool:
+        """Report what has changed since the last version that was seen. Whether it could be."""
+        known = self._known[resource.kind]
+        try:
+            items, version = await self._pages(resource)
+        except SnapbackError as error:
+            log.warning("%s are not listed: %s", resource.plural, error)
+            return False
+        listed = set()
+        for item in items:
+            self._take(resource, _Change("MODIFIED", item))
+            listed.add(_IDENTIFIED.decode(item).metadata.uid)
+        for uid in known.keys() - listed:
+            # What was created after the list was made is in no list yet.
+            if known[uid].version <= int(version):
+                self._forget(resource, known[uid].value)
+        self._versions[resource.kind] = version
+        return True
+
+    async def _pages(self, resource: Resource) -> tuple[Sequence[msgspec.Raw], str]:
+        """Return all objects of a kind, and the version of the list."""
+        items: tuple[msgspec.Raw, ...] = ()
+        params = {"limit": PAGE}
+        while True:
+            answer = await self._client.request("GET", resource.path(), params=params)
+            page = _LIST.decode(answer)
+            items += tuple(page.items or ())
+            if not page.metadata.continue_:
+                return items, page.metadata.resource_version
+            params = {"limit": PAGE, "continue": page.metadata.continue_}
+
+    def _keep(self, resource: Resource, data: bytes | msgspec.Raw) -> AnyObject | None:
+        """Return the newest known version of an object that was received.
+
+        None for one that cannot be decoded: the API server may hold what an older schema let in.
+        """
+        try:
+            value = resource.decode(data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            name = _IDENTIFIED.decode(data).metadata.name
+            log.warning("%s %s is left out: %s", resource.kind, name, error)
+            return None
+        uid = value.metadata.uid
+        before = self._known[resource.kind].get(uid)
+        version = int(value.metadata.resource_version)
+        if before is not None and before.version >= version:
+            return before.value
+        if isinstance(value, Node):
+            value = self._joined(value, before)
+        elif before is not None and resource.kind in _FACTS and _same(value, before.value):
+            value = before.value
+        self._known[resource.kind][uid] = _Known(version, value)
+        return value
+
+    def _joined(self, node: Node, before: _Known | None) -> Node:
+        """Return what Kubernetes says of a node together with what its agent announced.
+
+        Versions are counted here: a presence changes a Node although the API server has no new
+        version of it, and most new versions that it has are heartbeats.
+        """
+        if before is None:
+            return self._numbered(node)
+        known = cast("Node", before.value)
+        joined = replace(node, status=known.status)
+        return known if _same(joined, known) else self._numbered(joined)
+
+    def _announced(self, value: Node) -> Node:
+        """Take what an agent announces of its node; the Node itself belongs to its kubelet."""
+        known = self._known["Node"].get(value.metadata.uid)
+        if known is None:
+            raise NotFound(f"Node {value.metadata.name} is gone", kind="Node")
+        if known.value.metadata.resource_version != value.metadata.resource_version:
+            raise Conflict(f"Node {value.metadata.name} changed since it was read")
+        joined = self._numbered(value)
+        self._known["Node"][value.metadata.uid] = _Known(known.version, joined)
+        return joined
+
+    def _numbered(self, node: Node) -> Node:
+        self._presences += 1
+        meta = replace(node.metadata, resource_version=str(self._presences))
+        return replace(node, metadata=meta)
+
+    def _forget(self, resource: Resource, value: AnyObject) -> None:
+        self._known[resource.kind].pop(value.metadata.uid, None)
+        self._report("DELETED", value)
+
+    def _report(self, change: Change, value: AnyObject) -> None:
+        for listener in self._listeners:
+            listener(Event(change, value))
+
+
+class _UidSearch:
+    """Finds objects by a uid that is not in memory, for the API server can only be asked by name.
+
+    One search lists the metadata of all objects that orders are given for. Those who ask while one
+    runs share the next: what it finds is newer than their questions.
+    """
+
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+        self._lock = asyncio.Lock()
+        self._asked = 0
+        self._covered = 0
+        self._found: dict[str, Place] = {}
+
+    async def find(self, uid: str) -> Place | None:
+        """Return where the object with a uid is, if there is one."""
+        self._asked += 1
+        mine = self._asked
+        async with self._lock:
+            if self._covered < mine:
+                covered = self._asked
+                self._found = {found: place async for found, place in self._all()}
+                self._covered = covered
+            return self._found.get(uid)
+
+    async def _all(self) -> AsyncIterator[tuple[str, Place]]:
+        for kind in _OWNERS_OF_ORDERS:
+            answer = await self._client.request(
+                "GET", RESOURCES[kind].path(), accept=_METADATA_ONLY
+            )
+            for item in _LIST.decode(answer).items or ():
+                meta = _IDENTIFIED.decode(item).metadata
+                yield meta.uid, Place(kind, meta.namespace, meta.name)
+
+
+def watch_error(answer: bytes) -> SnapbackError:
+    """Return the error that an event of type ERROR stands for."""
+    status = error_status(answer)
+    expired = status.code == HTTPStatus.GONE or status.reason == "Expired"
+    return ResourceExpired(status.message) if expired else StoreBusy(status.message)
+
+
+def _same(value: AnyObject, known: AnyObject) -> bool:
+    """Whether a newer version differs in nothing that is kept of it."""
+    meta = replace(value.metadata, resource_version=known.metadata.resource_version)
+    changed: Any = replace(value, metadata=meta)
+    return bool(changed == known)
+
+
+def _place_of(value: AnyObject) -> Place:
+    return Place(kind_of(value).name, value.metadata.namespace, value.metadata.name)
+
+
+def _as_read(meta: ObjectMeta) -> dict[str, str]:
+    """Return what makes the API server refuse a change of another version or incarnation."""
+    return {"uid": meta.uid, "resourceVersion": meta.resource_version}

@@ -1,0 +1,279 @@
+"""Pods, Jobs and Nodes as the API server sends them, and the facts that the operator keeps of them.
+
+Only what a decision reads is decoded; a field that is not named here costs nothing. These objects
+have been checked by the API server, so that names and values are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from snapshot_shared.objects.kubernetes import (
+    GPU_RESOURCE,
+    Container,
+    ContainerStatus,
+    Job,
+    JobSpec,
+    JobStatus,
+    Node,
+    NodeSpec,
+    Pod,
+    PodSpec,
+    PodStatus,
+    PodTemplateSpec,
+    ResourceRequirements,
+)
+from snapshot_shared.objects.meta import Condition, ObjectMeta, OwnerReference
+
+OURS = "nvidia.com/"
+"""Labels and annotations with this prefix are kept; a pod has many others that nothing reads."""
+
+_Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", gc=False):
+    """What all structs here have: unknown fields are skipped."""
+
+
+class WireOwner(_Wire, frozen=True):
+    """A row of `metadata.ownerReferences`."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+    controller: bool = False
+
+
+class WireMeta(_Wire, frozen=True):
+    """The `metadata` of any object of Kubernetes."""
+
+    name: str
+    uid: str
+    resource_version: str
+    namespace: str | None = None
+    generation: int = 0
+    creation_timestamp: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    finalizers: list[str] = []
+    owner_references: list[WireOwner] = []
+
+
+class WireCondition(_Wire, frozen=True):
+    """A condition of a Pod or Job."""
+
+    type: str
+    status: Literal["True", "False", "Unknown"]
+    reason: str = ""
+    message: str = ""
+    last_transition_time: str | None = None
+
+
+class WireResources(_Wire, frozen=True):
+    """What a container asks for, by resource; a quantity is a string or an integer."""
+
+    limits: dict[str, str | int] = {}
+
+
+class WireContainer(_Wire, frozen=True):
+    """A container of a pod."""
+
+    name: str
+    image: str = ""
+    resources: WireResources = WireResources()
+
+
+class WireTerminated(_Wire, frozen=True):
+    """How a container ended."""
+
+    exit_code: int = 0
+
+
+class WireState(_Wire, frozen=True):
+    """The state of a container: one of these."""
+
+    running: dict[str, str | None] | None = None
+    terminated: WireTerminated | None = None
+
+
+class WireContainerStatus(_Wire, frozen=True):
+    """A row of `status.containerStatuses`."""
+
+    name: str
+    ready: bool = False
+    state: WireState = WireState()
+
+
+class WirePodSpec(_Wire, frozen=True):
+    """The spec of a pod."""
+
+    containers: list[WireContainer] = []
+    node_name: str | None = None
+
+
+class WirePodStatus(_Wire, frozen=True):
+    """The status of a pod."""
+
+    phase: _Phase = "Pending"
+    reason: str = ""
+    message: str = ""
+    conditions: list[WireCondition] = []
+    container_statuses: list[WireContainerStatus] = []
+
+
+class WirePod(_Wire, frozen=True):
+    """A v1 Pod."""
+
+    metadata: WireMeta
+    spec: WirePodSpec
+    status: WirePodStatus = WirePodStatus()
+
+
+class WireJobStatus(_Wire, frozen=True):
+    """The status of a Job."""
+
+    active: int = 0
+    ready: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    conditions: list[WireCondition] = []
+
+
+class WireJob(_Wire, frozen=True):
+    """A batch/v1 Job."""
+
+    metadata: WireMeta
+    status: WireJobStatus = WireJobStatus()
+
+
+class WireNodeSpec(_Wire, frozen=True):
+    """The spec of a Node."""
+
+    unschedulable: bool = False
+
+
+class WireNode(_Wire, frozen=True):
+    """A v1 Node."""
+
+    metadata: WireMeta
+    spec: WireNodeSpec = WireNodeSpec()
+
+
+_POD = msgspec.json.Decoder(WirePod)
+_JOB = msgspec.json.Decoder(WireJob)
+_NODE = msgspec.json.Decoder(WireNode)
+
+
+def pod_in(data: bytes | msgspec.Raw) -> Pod:
+    """Return the facts of a pod. msgspec.ValidationError where it is none."""
+    wire = _POD.decode(data)
+    status = wire.status
+    return Pod(
+        metadata=_meta(wire.metadata),
+        spec=PodSpec(containers=[_container(found) for found in wire.spec.containers]),
+        status=PodStatus(
+            phase=status.phase,
+            node_name=wire.spec.node_name or "",
+            message=status.message,
+            reason=status.reason,
+            container_statuses=[_container_status(found) for found in status.container_statuses],
+            conditions=_conditions(status.conditions),
+        ),
+    )
+
+
+def job_in(data: bytes | msgspec.Raw) -> Job:
+    """Return the facts of a Job: its template is not among them."""
+    wire = _JOB.decode(data)
+    status = wire.status
+    return Job(
+        metadata=_meta(wire.metadata),
+        spec=JobSpec(template=PodTemplateSpec(spec=PodSpec(containers=[]))),
+        status=JobStatus(
+            active=status.active,
+            ready=status.ready,
+            succeeded=status.succeeded,
+            failed=status.failed,
+            conditions=_conditions(status.conditions),
+        ),
+    )
+
+
+def node_in(data: bytes | msgspec.Raw) -> Node:
+    """Return what Kubernetes says of a Node; the rest is said by its agent."""
+    wire = _NODE.decode(data)
+    return Node(metadata=_meta(wire.metadata), spec=NodeSpec(unschedulable=wire.spec.unschedulable))
+
+
+def new_meta(meta: ObjectMeta, labels: Mapping[str, str]) -> ObjectMeta:
+    """Return the metadata of an object that is to be created: the API server sets the rest."""
+    return ObjectMeta(
+        name=meta.name,
+        namespace=meta.namespace,
+        labels={**meta.labels, **labels},
+        annotations=meta.annotations,
+        finalizers=meta.finalizers,
+        owner_references=meta.owner_references,
+    )
+
+
+def _meta(wire: WireMeta) -> ObjectMeta:
+    return ObjectMeta(
+        name=wire.name,
+        namespace=wire.namespace,
+        labels=_ours(wire.labels),
+        annotations=_ours(wire.annotations),
+        uid=wire.uid,
+        resource_version=wire.resource_version,
+        generation=wire.generation,
+        creation_timestamp=wire.creation_timestamp,
+        deletion_timestamp=wire.deletion_timestamp,
+        finalizers=wire.finalizers,
+        owner_references=[
+            OwnerReference(
+                api_version=owner.api_version,
+                kind=owner.kind,
+                name=owner.name,
+                uid=owner.uid,
+                controller=owner.controller,
+            )
+            for owner in wire.owner_references
+        ],
+    )
+
+
+def _ours(words: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in words.items() if key.startswith(OURS)}
+
+
+def _container(wire: WireContainer) -> Container:
+    gpus = wire.resources.limits.get(GPU_RESOURCE)
+    limits = ResourceRequirements(limits={GPU_RESOURCE: gpus} if gpus is not None else {})
+    return Container(name=wire.name, image=wire.image, resources=limits)
+
+
+def _container_status(wire: WireContainerStatus) -> ContainerStatus:
+    ended = wire.state.terminated
+    if ended is not None:
+        return ContainerStatus(name=wire.name, state="terminated", exit_code=ended.exit_code)
+    is_running = wire.state.running is not None
+    state: Literal["waiting", "running"] = "running" if is_running else "waiting"
+    return ContainerStatus(name=wire.name, state=state, ready=wire.ready)
+
+
+def _conditions(wire: Iterable[WireCondition]) -> list[Condition]:
+    return [
+        Condition(
+            type=found.type,
+            status=found.status,
+            reason=found.reason,
+            message=found.message,
+            last_transition_time=found.last_transition_time or "",
+        )
+        for found in wire
+    ]

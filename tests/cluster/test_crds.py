@@ -1,0 +1,439 @@
+"""A real API server takes the definitions, and refuses by its path what breaks each rule."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.snapback import GROUP
+from tests.support.crd_samples import at, document, rules, sample, schema_at
+
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("crds")]
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy/crds"
+NAMES = [path.stem for path in sorted(FOLDER.iterdir())]
+KINDS_OF_OURS = [kind.name for kind in KINDS.values() if kind.api_version == GROUP]
+EXAMPLES = [
+    found
+    for path in (
+        ROOT / "tests/cluster/data/checkpoints.yaml",
+        ROOT / "deploy/examples/checkpoint.yaml",
+    )
+    for found in yaml.safe_load_all(path.read_text("utf-8"))
+]
+IMMUTABLE = "is immutable"
+STATUS = ("is never changed once it is set", "never falls")
+
+
+class Kube:
+    """A namespace of a cluster, by kubectl."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def run(self, *words: str, given: Any = None) -> subprocess.CompletedProcess[str]:
+        """What kubectl does with an object that is given to it, if one is."""
+        return subprocess.run(
+            ["kubectl", "--namespace", self.namespace, *words],
+            input=None if given is None else json.dumps(given),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def done(self, *words: str, given: Any = None) -> str:
+        """What kubectl prints; it neither fails nor warns."""
+        result = self.run(*words, given=given)
+        assert (result.returncode, result.stderr) == (0, ""), result
+        return result.stdout
+
+    def refused(self, *words: str, given: Any = None) -> dict[str, str]:
+        """The message of each path that the API server refuses."""
+        result = self.run(*words, given=given)
+        assert result.returncode, result
+        text = re.sub(r"^The .*? is invalid: ", "* ", result.stderr)
+        found = dict(re.findall(r"^\* ([^\s:]+): (.*)$", text, re.MULTILINE))
+        # Beside a value of a wrong type: the rules were not looked at.
+        found.pop("<nil>", None)
+        return found
+
+    def create(self, found: dict[str, Any]) -> dict[str, Any]:
+        """An object as it is stored, with its status."""
+        stored = json.loads(self.done("create", "-f", "-", "-o", "json", given=found))
+        if "status" not in found:
+            return stored  # type: ignore[no-any-return]
+        return json.loads(  # type: ignore[no-any-return]
+            self.done(
+                *("patch", found["kind"], found["metadata"]["name"], "--subresource=status"),
+                *("--type=merge", "-o", "json", "-p", json.dumps({"status": found["status"]})),
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def kube() -> Iterator[Kube]:
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("KUBECONFIG names no cluster")
+    if not shutil.which("kubectl"):
+        pytest.skip("there is no kubectl")
+    found = Kube(f"crds-{secrets.token_hex(4)}")
+    there = found.done("get", "crd", *NAMES, "--ignore-not-found", "-o", "json")
+    items = json.loads(there).get("items", []) if there else []
+    foreign = [
+        item["metadata"]["name"]
+        for item in items
+        if item["metadata"].get("labels", {}).get("app.kubernetes.io/part-of") != "snapback"
+    ]
+    if foreign:
+        pytest.skip(f"the cluster has definitions of another product: {', '.join(foreign)}")
+    found.done("apply", "--server-side", "-f", str(FOLDER))
+    for name in NAMES:
+        found.done("wait", f"crd/{name}", "--for=condition=Established", "--timeout=30s")
+    found.done("create", "namespace", found.namespace)
+    yield found
+    for kind in KINDS_OF_OURS:
+        scope = [] if KINDS[kind].namespaced else ["-l", f"test={found.namespace}"]
+        found.run("delete", kind, *(scope or ["--all"]), "--wait=false")
+    found.run("delete", "namespace", found.namespace, "--wait=false")
+    if not items:
+        found.run("delete", "crd", *NAMES, "--timeout=30s")
+
+
+@pytest.fixture(scope="module")
+def stored(kube: Kube) -> dict[str, dict[str, Any]]:
+    """One object of each kind with every field that it may have, as the API server stores it."""
+    return {kind: kube.create(labelled(document(kind), kube)) for kind in KINDS_OF_OURS}
+
+
+def labelled(found: dict[str, Any], kube: Kube) -> dict[str, Any]:
+    found["metadata"]["labels"] = {"test": kube.namespace}
+    return found
+
+
+def test_the_definitions_are_structural_and_established(kube: Kube) -> None:
+    for item in json.loads(kube.done("get", "crd", *NAMES, "-o", "json"))["items"]:
+        held = {row["type"]: row["status"] for row in item["status"]["conditions"]}
+        assert held["Established"] == held["NamesAccepted"] == "True"
+        assert held.get("NonStructuralSchema", "False") == "False"
+
+
+def test_applying_them_again_changes_nothing(kube: Kube) -> None:
+    def versions() -> str:
+        path = "jsonpath={.items[*].metadata.resourceVersion}"
+        return kube.done("get", "crd", *NAMES, "-o", path)
+
+    before = versions()
+    kube.done("apply", "--server-side", "-f", str(FOLDER))
+    assert versions() == before
+
+
+@pytest.mark.parametrize("found", EXAMPLES, ids=lambda found: found["metadata"]["name"])
+def test_an_object_that_is_right_is_stored_as_the_struct_reads_it(
+    kube: Kube, found: dict[str, Any]
+) -> None:
+    given = copy.deepcopy(found)
+    for _ in range(2):
+        kube.done("apply", "-f", "-", given=given)
+    result = json.loads(kube.done("get", found["kind"], found["metadata"]["name"], "-o", "json"))
+    assert "status" not in result
+    assert result["metadata"]["generation"] == 1
+    template = given["spec"].get("job", {}).pop("podTemplateSpec", None)
+    if template is not None:
+        template.get("metadata", {}).pop("creationTimestamp", None)
+        held = result["spec"]["job"].pop("podTemplateSpec")
+        held.get("metadata", {}).pop("creationTimestamp", None)
+        assert held == template
+        plain = {"spec": {"containers": [{"name": "main", "command": ["x"]}]}}
+        result["spec"]["job"]["podTemplateSpec"] = given["spec"]["job"]["podTemplateSpec"] = plain
+    type_ = KINDS[found["kind"]].type
+    assert msgspec.convert(result, type_).spec == msgspec.convert(given, type_).spec
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_OURS)
+def test_no_field_of_an_object_is_dropped(
+    kube: Kube, stored: dict[str, dict[str, Any]], kind: str
+) -> None:
+    wanted = document(kind)
+    assert {part: stored[kind][part] for part in ("spec", "status")} == {
+        part: wanted[part] for part in ("spec", "status")
+    }
+    value = msgspec.json.decode(json.dumps(stored[kind]), type=KINDS[kind].type)
+    assert value.metadata.uid == stored[kind]["metadata"]["uid"]
+
+
+def changes(kind: str, path: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What changes the field at a path: another value, and none where it may be left out."""
+    above = schema_at(kind, path.rpartition(".")[0])
+    name = path.rpartition(".")[2]
+
+    def replaced(found: dict[str, Any]) -> None:
+        parent, last = at(found, path)
+        values = (sample(schema_at(kind, path), variant) for variant in (1, 0))
+        parent[last] = next(value for value in values if value != parent.get(last))
+
+    def removed(found: dict[str, Any]) -> None:
+        parent, last = at(found, path)
+        parent.pop(last, None)
+
+    yield replaced
+    if name not in above.get("required", ()) and "default" not in above["properties"][name]:
+        yield removed
+
+
+FIXED = [
+    (kind, path)
+    for kind in KINDS_OF_OURS
+    for path, message in rules(kind)
+    if message.startswith(IMMUTABLE)
+]
+
+
+@pytest.mark.parametrize(("kind", "path"), FIXED)
+def test_a_field_of_a_spec_is_never_changed(
+    kube: Kube, stored: dict[str, dict[str, Any]], kind: str, path: str
+) -> None:
+    for change in changes(kind, path):
+        found = copy.deepcopy(stored[kind])
+        change(found)
+        if found["spec"] == stored[kind]["spec"]:
+            assert path == "spec.source.artifact", "nothing to remove, as there is a pod"
+            continue
+        refused = kube.refused("replace", "--dry-run=server", "-f", "-", given=found)
+        assert path in refused, refused
+
+
+def test_a_field_that_was_left_out_is_never_added(kube: Kube) -> None:
+    found = document("DynamoCheckpoint")
+    found["metadata"]["name"] = "bare"
+    del found["spec"]["identity"]["dtype"], found["spec"]["job"]["sharedMemory"]
+    del found["spec"]["gpuMemoryService"]["checkpoint"]
+    bare = kube.create(found)
+    added = document("DynamoCheckpoint")["spec"]
+    refused = kube.refused("replace", "--dry-run=server", "-f", "-", given=bare | {"spec": added})
+    assert set(refused) == {
+        *("spec.identity.dtype", "spec.job.sharedMemory", "spec.gpuMemoryService.checkpoint")
+    }
+
+
+def _memory(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda spec: spec["gpuMemoryService"].update(fields)
+
+
+def _two_sources(spec: dict[str, Any]) -> None:
+    kind = "Snapshot" if "snapshotRef" not in spec else "SnapshotContent"
+    spec["source"]["artifact"] = sample(schema_at(kind, "spec.source.artifact"))
+
+
+SAVER = {"saver": {"image": "saver:1"}}
+DOUBLE = [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]
+MOUNTS = [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/a"}]
+BROKEN: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
+    # Kind, path, what breaks its rule.
+    *(
+        ("DynamoCheckpoint", "spec.gpuMemoryService.checkpoint.loader", _memory(checkpoint=loader))
+        for loader in ({"loader": {"image": "loader:1"}}, {"loader": {}, **SAVER})
+    ),
+    ("DynamoCheckpoint", "spec.gpuMemoryService.mode", _memory(mode="interPod")),
+    (
+        "DynamoCheckpoint",
+        "spec.gpuMemoryService.checkpoint.saver",
+        _memory(enabled=False, extraClientContainers=[], checkpoint=SAVER),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.gpuMemoryService.extraClientContainers",
+        _memory(enabled=False, extraClientContainers=["a"], checkpoint={}),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.job.sharedMemory.size",
+        lambda spec: spec["job"].update(sharedMemory={"disabled": True, "size": "1Gi"}),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.job.targetContainerName",
+        lambda spec: spec["job"].update(targetContainerName="engine"),
+    ),
+    ("Snapshot", "spec.source", _two_sources),
+    ("Snapshot", "spec.source", lambda spec: spec["source"].pop("podRef")),
+    ("SnapshotContent", "spec.source", _two_sources),
+    ("SnapshotContent", "spec.source.nodeName", lambda spec: spec["source"].pop("nodeName")),
+]
+MALFORMED: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
+    (
+        "DynamoCheckpoint",
+        "spec.gpuMemoryService.checkpoint.saver.envs[1]",
+        _memory(checkpoint={"saver": {"envs": DOUBLE}}),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.gpuMemoryService.checkpoint.saver.volumeMounts[1]",
+        _memory(checkpoint={"saver": {"volumeMounts": MOUNTS}}),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.gpuMemoryService.extraClientContainers[1]",
+        _memory(extraClientContainers=["a", "a"]),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.job.podTemplateSpec.spec.containers[1]",
+        lambda spec: spec["job"]["podTemplateSpec"]["spec"]["containers"].append({"name": "main"}),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.identity.backendFramework",
+        lambda spec: spec["identity"].update(backendFramework="other"),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.identity.tensorParallelSize",
+        lambda spec: spec["identity"].update(tensorParallelSize=0),
+    ),
+    (
+        "DynamoCheckpoint",
+        "spec.job.sharedMemory.size",
+        lambda spec: spec["job"].update(sharedMemory={"size": "much"}),
+    ),
+    (
+        "Snapshot",
+        "spec.source.podRef.name",
+        lambda spec: spec["source"]["podRef"].update(name="a..b"),
+    ),
+    (
+        "Snapshot",
+        "spec.source.podRef.name",
+        lambda spec: spec["source"]["podRef"].update(name="a\n"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "path", "broken"), BROKEN + MALFORMED)
+def test_an_object_that_breaks_a_rule_is_refused_by_the_path_of_the_field(
+    kube: Kube, kind: str, path: str, broken: Callable[[dict[str, Any]], object]
+) -> None:
+    found = document(kind)
+    found["metadata"]["name"] = "broken"
+    broken(found["spec"])
+    refused = kube.refused("create", "--dry-run=server", "-f", "-", given=found)
+    assert list(refused) == [path]
+
+
+def test_all_that_is_wrong_is_named_at_once(kube: Kube) -> None:
+    found = document("DynamoCheckpoint")
+    found["spec"]["gpuMemoryService"]["checkpoint"] |= {"loader": {}}
+    found["spec"]["job"] |= {"targetContainerName": "engine"}
+    refused = kube.refused("create", "--dry-run=server", "-f", "-", given=found)
+    assert set(refused) == {
+        *("spec.gpuMemoryService.checkpoint.loader", "spec.job.targetContainerName")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "changed"),
+    [
+        ("Snapshot", "status.boundSnapshotContentName", {"boundSnapshotContentName": "other"}),
+        ("Snapshot", "status.boundSnapshotContentName", {"boundSnapshotContentName": None}),
+        ("SnapshotContent", "status.committed", {"committed": {"generation": 7}}),
+        ("SnapshotContent", "status.committed", {"committed": None}),
+        ("SnapshotContent", "status.attempt", {"attempt": 0}),
+        ("SnapshotRestore", "status.attempt", {"attempt": None}),
+    ],
+)
+def test_a_status_keeps_what_was_promised(
+    kube: Kube, stored: dict[str, dict[str, Any]], kind: str, path: str, changed: dict[str, Any]
+) -> None:
+    name = stored[kind]["metadata"]["name"]
+    words = ("patch", kind, name, "--subresource=status", "--type=merge", "--dry-run=server")
+    assert list(kube.refused(*words, "-p", json.dumps({"status": changed}))) == [path]
+    kube.done(*words, "-p", json.dumps({"status": {"phase": "Other"}}))
+
+
+def test_every_rule_of_every_kind_is_broken_here() -> None:
+    broken = {(kind, path) for kind, path, _ in BROKEN}
+    for kind in KINDS_OF_OURS:
+        for path, message in rules(kind):
+            is_checked = message.startswith(IMMUTABLE) or message in STATUS
+            assert is_checked or (kind, path) in broken, (kind, path)
+
+
+COLUMNS = {
+    "DynamoCheckpoint": "NAME MODEL BACKEND PHASE SIZE REASON AGE",
+    "Snapshot": "NAME POD PHASE SIZE REASON AGE",
+    "SnapshotContent": "NAME PHASE PROGRESS SIZE NODE REASON AGE NAMESPACE SNAPSHOT",
+    "SnapshotRestore": "NAME POD SOURCE PHASE PROGRESS NODE REASON AGE",
+}
+WIDE = {
+    "DynamoCheckpoint": "CHECKPOINTID DRIVER ARTIFACT TRACE",
+    "Snapshot": "DRIVER ARTIFACT TRACE",
+    "SnapshotContent": "DRIVER ARTIFACT TRACE",
+    "SnapshotRestore": "DRIVER ARTIFACT TRACE",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_OURS)
+def test_kubectl_shows_the_columns(
+    kube: Kube, stored: dict[str, dict[str, Any]], kind: str
+) -> None:
+    name = stored[kind]["metadata"]["name"]
+    ready = {"type": "Ready", "status": "False", "reason": "Captured"}
+    shown = {
+        "phase": "Ready",
+        "progress": "2/3",
+        "size": "1.5GiB",
+        "conditions": [ready],
+        "traceparent": "trace",
+        "nodeName": "node-1",
+    }
+    fields = schema_at(kind, "status")["properties"]
+    status = {field: value for field, value in shown.items() if field in fields}
+    words = ("--type=merge", "-p", json.dumps({"status": status}))
+    kube.done("patch", kind, name, "--subresource=status", *words)
+    trace = "nvidia.com/traceparent=trace"
+    kube.done("annotate", kind, name, trace, "--overwrite")
+    plain = kube.done("get", kind, name).splitlines()
+    wide = kube.done("get", kind, name, "-o", "wide").splitlines()
+    assert plain[0].split() == COLUMNS[kind].split()
+    assert wide[0].split() == (COLUMNS[kind] + " " + WIDE[kind]).split()
+    assert len(wide[1].split()) == len(wide[0].split()), "no column is empty"
+    cells = dict(zip(wide[0].split(), wide[1].split(), strict=True))
+    assert (cells["PHASE"], cells["REASON"], cells["TRACE"]) == ("Ready", "Captured", "trace")
+
+
+def test_all_kinds_are_found_by_their_short_names_and_in_one_list(
+    kube: Kube, stored: dict[str, dict[str, Any]]
+) -> None:
+    for kind in KINDS_OF_OURS:
+        name = stored[kind]["metadata"]["name"]
+        assert name in kube.done("get", KINDS[kind].short, "-o", "name")
+        assert name in kube.done("get", "snapback", "-o", "name")
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("dynamocheckpoint", "Asks for a checkpoint of a worker"),
+        ("dckpt.spec.job.targetContainerName", "The container to capture."),
+        ("dckpt.spec.gpuMemoryService.checkpoint.saver.command", "The whole argument vector"),
+        ("snap.spec.source", "exactly one of the two"),
+        ("snapcontent.status.orders.payload", "The order as it is published."),
+        ("srestore.spec.source", "The Snapshot or DynamoCheckpoint"),
+    ],
+)
+def test_kubectl_explains_a_field(kube: Kube, path: str, text: str) -> None:
+    assert text in " ".join(kube.done("explain", path).split())

@@ -1,0 +1,111 @@
+"""Which operator of a cluster is the active one, by a Lease of a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import NamedTuple
+
+import pytest
+
+from snapshot_operator.kube.client import KubeClient, load_configuration
+from snapshot_operator.kube.lease import KubeLease
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.errors import NotFound
+from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
+
+pytestmark = pytest.mark.cluster
+
+LASTS_S = 3
+
+
+class Rig(NamedTuple):
+    proxy: LyingProxy
+    direct: KubeClient
+    behind_proxy: KubeClient
+    place: tuple[str, str]
+
+    def lease(self, identity: str, client: KubeClient) -> KubeLease:
+        clocks = Clocks(time.monotonic, time.time, "boot")
+        return KubeLease(client, self.place, identity, clocks, random.random, LASTS_S)
+
+
+@pytest.fixture
+async def rig(kubeconfig: str) -> AsyncIterator[Rig]:
+    configuration = await load_configuration(kubeconfig)
+    place = ("default", f"test-{uuid.uuid4().hex[:8]}")
+    async with (
+        KubeClient(configuration) as direct,
+        lying_proxy(configuration) as proxy,
+        KubeClient(proxy.configuration) as behind,
+    ):
+        yield Rig(proxy, direct, behind, place)
+        with contextlib.suppress(NotFound):
+            path = "/apis/coordination.k8s.io/v1/namespaces/{}/leases/{}".format(*place)
+            await direct.request("DELETE", path)
+
+
+async def held(lease: KubeLease, within_s: float) -> tuple[AsyncExitStack, asyncio.Event]:
+    stack = AsyncExitStack()
+    async with asyncio.timeout(within_s):
+        return stack, await stack.enter_async_context(lease.held())
+
+
+async def test_the_lease_is_held_by_one_and_the_next_has_it_at_once_when_it_is_given_back(
+    rig: Rig,
+) -> None:
+    first, lost = await held(rig.lease("first", rig.direct), 5.0)
+    second = rig.lease("second", rig.direct)
+    with pytest.raises(TimeoutError):
+        await held(second, 2.0 * LASTS_S)
+    assert not lost.is_set()
+    await first.aclose()
+    next_one, _ = await held(second, 0.8 * LASTS_S)
+    await next_one.aclose()
+
+
+async def test_a_holder_that_is_cut_off_stops_before_another_can_take_the_lease(rig: Rig) -> None:
+    first, lost = await held(rig.lease("first", rig.behind_proxy), 5.0)
+    second = asyncio.ensure_future(held(rig.lease("second", rig.direct), 10.0 * LASTS_S))
+    await asyncio.sleep(LASTS_S / 2)
+    with rig.proxy.lying(Lie("cut")):
+        async with asyncio.timeout(LASTS_S):
+            await lost.wait()
+        assert not second.done()
+        stack, _ = await second
+        await first.aclose()
+    await stack.aclose()
+
+
+async def test_a_holder_whose_renewal_was_stored_though_no_answer_came_keeps_the_lease(
+    rig: Rig,
+) -> None:
+    first, lost = await held(rig.lease("first", rig.behind_proxy), 5.0)
+    with rig.proxy.lying(Lie("lost", "PUT", times=1)):
+        await asyncio.sleep(2.0 * LASTS_S)
+    assert not lost.is_set()
+    await first.aclose()
+
+
+async def test_a_holder_learns_that_another_has_taken_the_lease(rig: Rig) -> None:
+    first, lost = await held(rig.lease("first", rig.direct), 5.0)
+    path = "/apis/coordination.k8s.io/v1/namespaces/{}/leases/{}".format(*rig.place)
+    body = {"spec": {"holderIdentity": "intruder"}}
+    await rig.direct.request("PATCH", path, body=body, content_type="application/merge-patch+json")
+    async with asyncio.timeout(LASTS_S):
+        await lost.wait()
+    await first.aclose()
+
+
+async def test_every_failure_of_the_api_server_is_waited_out_by_who_stands_by(rig: Rig) -> None:
+    with rig.proxy.lying(Lie(500)):
+        waiting = asyncio.ensure_future(held(rig.lease("first", rig.behind_proxy), 30.0))
+        await asyncio.sleep(LASTS_S / 2)
+        assert not waiting.done()
+    stack, _ = await waiting
+    await stack.aclose()

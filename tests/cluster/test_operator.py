@@ -1,0 +1,285 @@
+"""The operator on a real API server: from an applied checkpoint to the first order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import pytest
+
+from snapshot_operator.kube import rbac
+from snapshot_operator.kube.client import KubeClient, load_configuration
+from snapshot_operator.kube.controllers import CONTROLLERS, INDEXES
+from snapshot_operator.kube.store import KubeStore
+from snapshot_operator.runtime.cluster import Cluster
+from snapshot_operator.runtime.world import World
+from snapshot_operator.wiring import Environment, serve
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import AlreadyExists, NotFound
+from snapshot_shared.orders import Presence
+from snapshot_shared.telemetry import Telemetry
+from tests.cluster.lying_proxy import LyingProxy, lying_proxy
+
+pytestmark = pytest.mark.cluster
+
+SECONDS = 60.0
+T = TypeVar("T")
+
+
+async def polled(look: Callable[[], Awaitable[T]]) -> T:
+    """Return the first answer that is not empty: the API server is asked as people ask it."""
+    async with asyncio.timeout(SECONDS):
+        while not (found := await look()):  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.2)
+    return found
+
+
+class Rig(NamedTuple):
+    """A running operator, the API server as people see it, and a bus as a node's agent has it."""
+
+    direct: KubeClient
+    proxy: LyingProxy
+    bus: Bus
+    namespace: str
+
+    def path(self, plural: str, name: str = "") -> str:
+        base = {
+            "pods": "/api/v1",
+            "jobs": "/apis/batch/v1",
+        }.get(plural, "/apis/nvidia.com/v1alpha1")
+        path = f"{base}/namespaces/{self.namespace}/{plural}"
+        return f"{path}/{name}" if name else path
+
+    async def get(self, plural: str, name: str) -> Any:
+        return msgspec.json.decode(await self.direct.request("GET", self.path(plural, name)))
+
+    async def apply(self, name: str, template: dict[str, Any], **job: Any) -> None:
+        document = {
+            "apiVersion": "nvidia.com/v1alpha1",
+            "kind": "DynamoCheckpoint",
+            "metadata": {"name": name, "namespace": self.namespace},
+            "spec": {
+                "identity": {
+                    "model": f"example/{self.namespace}-{name}",
+                    "backendFramework": "vllm",
+                },
+                "job": {"podTemplateSpec": template, "sourcePolicy": "Resume", **job},
+            },
+        }
+        await self.direct.request("POST", self.path("dynamocheckpoints"), body=document)
+
+    async def condition(self, plural: str, name: str, type_: str, status: str) -> Any:
+        """Wait for a condition and return it."""
+
+        async def found() -> dict[str, Any] | None:
+            rows = (await self.get(plural, name)).get("status", {}).get("conditions", [])
+            wanted = (type_, status)
+            return next((row for row in rows if (row["type"], row["status"]) == wanted), None)
+
+        return await polled(found)
+
+    async def phase(self, job: str, phase: str) -> None:
+        """Wait until the pod of a Job is in a phase."""
+
+        async def is_there() -> bool:
+            pods = msgspec.json.decode(await self.direct.request("GET", self.path("pods")))
+            return any(
+                pod["metadata"]["name"].startswith(job) and pod["status"]["phase"] == phase
+                for pod in pods["items"]
+            )
+
+        await polled(is_there)
+
+
+@pytest.fixture
+async def rig(kubeconfig: str, nats_url: str) -> AsyncIterator[Rig]:
+    configuration = await load_configuration(kubeconfig)
+    namespace = f"operator-{uuid.uuid4().hex[:8]}"
+    async with contextlib.AsyncExitStack() as stack:
+        direct = await stack.enter_async_context(KubeClient(configuration))
+        proxy = await stack.enter_async_context(lying_proxy(configuration))
+        body = {"metadata": {"name": namespace}}
+        await direct.request("POST", "/api/v1/namespaces", body=body)
+        with_rights = proxy.configuration
+        with_rights.api_key["BearerToken"] = await operator_token(direct, namespace)
+        with_rights.api_key_prefix["BearerToken"] = "Bearer"
+        client = await stack.enter_async_context(KubeClient(with_rights))
+        bus = Bus(nats_url, "test")
+        await bus.connect_and_ensure()
+        stack.push_async_callback(bus.close)
+        presence = Presence(node="node-1", boot_id="boot", version="0.1.0", at=0.0)
+        await bus.put(subjects.NODES_BUCKET, "node-1", encode_json(presence))
+        stop = asyncio.Event()
+        serving = asyncio.ensure_future(_operator(stop, client, nats_url))
+        try:
+            yield Rig(direct, proxy, bus, namespace)
+        finally:
+            stop.set()
+            await serving
+            await _without_finalizers(direct, namespace)
+            bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"
+            await direct.request("DELETE", f"{bindings}/{rbac.NAME}-{namespace}")
+            await direct.request("DELETE", f"/api/v1/namespaces/{namespace}")
+            # A refused request is a right that is missing from the role.
+            assert not proxy.refused
+
+
+async def operator_token(direct: KubeClient, namespace: str) -> str:
+    """Return a token of a service account that has the rights of the operator and no others."""
+    rbac_api = "/apis/rbac.authorization.k8s.io/v1"
+    accounts = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+    subject = {"kind": "ServiceAccount", "name": rbac.NAME, "namespace": namespace}
+    await direct.request("POST", accounts, body={"metadata": {"name": rbac.NAME}})
+    with contextlib.suppress(AlreadyExists):
+        await direct.request("POST", f"{rbac_api}/clusterroles", body=rbac.cluster_role())
+    binding = {
+        "metadata": {"name": f"{rbac.NAME}-{namespace}"},
+        "roleRef": {
+            "apiGroup": "rbac.authorization.k8s.io",
+            "kind": "ClusterRole",
+            "name": rbac.NAME,
+        },
+        "subjects": [subject],
+    }
+    await direct.request("POST", f"{rbac_api}/clusterrolebindings", body=binding)
+    request = {"spec": {"expirationSeconds": 3600}}
+    answer = await direct.request("POST", f"{accounts}/{rbac.NAME}/token", body=request)
+    return str(msgspec.json.decode(answer)["status"]["token"])
+
+
+async def _operator(stop: asyncio.Event, client: KubeClient, nats_url: str) -> None:
+    clocks = Clocks(time.monotonic, time.time, "boot")
+    bus = Bus(nats_url, "operator")
+    environment = Environment(
+        bus=bus,
+        telemetry=Telemetry("snap-operator", "operator", "0"),
+        clocks=clocks,
+        jitter=random.random,
+        new_id=lambda: str(uuid.uuid4()),
+        is_mirrored=False,
+    )
+    await bus.connect_and_ensure()
+    store = KubeStore(client, random.random)
+    world = World(CONTROLLERS, follow=store.run)
+    try:
+        await serve(stop, Cluster(store, INDEXES), world, environment)
+    finally:
+        await bus.close()
+
+
+async def _without_finalizers(direct: KubeClient, namespace: str) -> None:
+    """Let objects go for which no operator is there any more."""
+    base = "/apis/nvidia.com/v1alpha1"
+    for plural in ("dynamocheckpoints", "snapshots", "snapshotrestores", "snapshotcontents"):
+        found = msgspec.json.decode(await direct.request("GET", f"{base}/{plural}"))
+        for item in found["items"]:
+            meta = item["metadata"]
+            space = meta.get("namespace", item["spec"].get("snapshotRef", {}).get("namespace"))
+            if space == namespace:
+                where = f"/namespaces/{namespace}" if "namespace" in meta else ""
+                path = f"{base}{where}/{plural}/{meta['name']}"
+                body = {"metadata": {"finalizers": None}}
+                kind = "application/merge-patch+json"
+                with contextlib.suppress(NotFound):
+                    await direct.request("PATCH", path, body=body, content_type=kind)
+                    await direct.request("DELETE", path)
+
+
+def worker(script: str = "touch $SNAPSHOT_CONTROL_DIR/ready-for-snapshot; sleep 600") -> Any:
+    container = {
+        "name": "main",
+        "image": "snapback.local/busybox:1",
+        "command": ["sh", "-c", script],
+        "env": [{"name": "MINE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+        "livenessProbe": {"exec": {"command": ["false"]}},
+    }
+    return {
+        "metadata": {"labels": {"mine": "kept"}},
+        "spec": {"containers": [container], "terminationGracePeriodSeconds": 0},
+    }
+
+
+async def test_a_checkpoint_leads_to_a_job_a_ready_pod_and_the_order_to_prepare_it(
+    rig: Rig,
+) -> None:
+    await rig.apply("llm", worker())
+
+    async def bound() -> str:
+        with contextlib.suppress(NotFound):
+            status = (await rig.get("snapshots", "llm")).get("status", {})
+            return str(status.get("boundSnapshotContentName", ""))
+        return ""
+
+    path = f"/apis/nvidia.com/v1alpha1/snapshotcontents/{await polled(bound)}"
+    content = msgspec.json.decode(await rig.direct.request("GET", path))
+    wanted = f"snap.order.node-1.agent.prepare-{content['metadata']['uid']}"
+    await polled(lambda: rig.bus.subjects_in(subjects.ORDERS, wanted))
+    job = await rig.get("jobs", "llm")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    assert "livenessProbe" not in container
+    assert job["spec"]["template"]["metadata"]["labels"]["mine"] == "kept"
+
+
+async def test_a_template_that_kubernetes_refuses_fails_the_checkpoint_with_the_path(
+    rig: Rig,
+) -> None:
+    template = worker()
+    template["spec"]["containers"][0]["image"] = ""
+    await rig.apply("wrong", template)
+    failed = await rig.condition("dynamocheckpoints", "wrong", "Failed", "True")
+    assert failed["reason"] == "PodTemplateInvalid"
+    assert "containers[0].image" in failed["message"]
+
+
+async def test_a_target_that_is_no_container_fails_the_checkpoint_with_those_that_are(
+    rig: Rig,
+) -> None:
+    await rig.apply("target", worker(), targetContainerName="engine")
+    failed = await rig.condition("dynamocheckpoints", "target", "Failed", "True")
+    assert failed["reason"] == "PodTemplateInvalid"
+    assert "found main" in failed["message"]
+
+
+async def test_objects_that_do_not_change_cost_no_request(rig: Rig) -> None:
+    await rig.apply("still", worker("sleep 600"))
+    await rig.condition("dynamocheckpoints", "still", "Ready", "False")
+    await rig.phase("still", "Running")
+    await asyncio.sleep(3.0)
+    rig.proxy.requests.clear()
+    await asyncio.sleep(5.0)
+    assert not [key for key in rig.proxy.requests if key[0] != "WATCH"]
+
+
+async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(rig: Rig) -> None:
+    pod = {"metadata": {"name": "again", "annotations": {"nvidia.com/restore-from": "later"}}}
+    pod["spec"] = worker("sleep 600")["spec"]
+    created = msgspec.json.decode(await rig.direct.request("POST", rig.path("pods"), body=pod))
+    name = f"restore-{created['metadata']['uid']}"
+
+    async def waits() -> str:
+        with contextlib.suppress(NotFound):
+            return str((await rig.condition("snapshotrestores", name, "Ready", "False"))["reason"])
+        return ""
+
+    assert await polled(waits) == "WaitingForSnapshot"
+    body = {"gracePeriodSeconds": 0}
+    await rig.direct.request("DELETE", rig.path("pods", "again"), body=body)
+
+    async def is_gone() -> bool:
+        try:
+            await rig.get("snapshotrestores", name)
+        except NotFound:
+            return True
+        return False
+
+    assert await polled(is_gone)

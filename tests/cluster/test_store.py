@@ -1,0 +1,234 @@
+"""The store of a cluster on a real API server that is cut off, refuses, or loses its history."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from snapshot_operator.core.conditions import with_conditions
+from snapshot_operator.core.restore import RESTORED
+from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
+from snapshot_operator.kube.store import KubeStore, StoreRewound
+from snapshot_operator.ports import Event
+from snapshot_shared.errors import AlreadyExists, StoreBusy
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.tasks import end_all
+from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
+from tests.support.agent_rig import until
+from tests.support.objects import checkpoint
+
+pytestmark = pytest.mark.cluster
+
+
+class Rig(NamedTuple):
+    """A store behind a proxy that lies, and the API server itself for what others do."""
+
+    store: KubeStore
+    proxy: LyingProxy
+    direct: KubeClient
+    events: list[Event]
+    namespace: str
+
+    def seen(self, name: str) -> list[str]:
+        """The changes of an object of this namespace that were reported."""
+        return [
+            event.change
+            for event in self.events
+            if (event.value.metadata.name, event.value.metadata.namespace) == (name, self.namespace)
+        ]
+
+    def named(self, name: str) -> Any:
+        value = checkpoint(name)
+        return replace(value, metadata=replace(value.metadata, namespace=self.namespace))
+
+    def path(self, name: str = "") -> str:
+        base = f"/apis/nvidia.com/v1alpha1/namespaces/{self.namespace}/dynamocheckpoints"
+        return f"{base}/{name}" if name else base
+
+    async def others_create(self, name: str) -> None:
+        """Create an object as another client does, and forget its report."""
+        await self.direct.request("POST", self.path(), body=self.named(name))
+        await until(lambda: self.seen(name), "the new object")
+        self.events.clear()
+
+    async def label(self, path: str, value: str) -> None:
+        body = {"metadata": {"labels": {"nvidia.com/test": value}}}
+        await self.direct.request("PATCH", path, body=body, content_type=MERGE_PATCH)
+
+
+@pytest.fixture
+async def rig(kubeconfig: str) -> AsyncIterator[Rig]:
+    configuration = await load_configuration(kubeconfig)
+    namespace = f"store-{uuid.uuid4().hex[:8]}"
+    async with (
+        KubeClient(configuration) as direct,
+        lying_proxy(configuration) as proxy,
+        KubeClient(proxy.configuration) as client,
+    ):
+        body = {"metadata": {"name": namespace}}
+        await direct.request("POST", "/api/v1/namespaces", body=body)
+        store = KubeStore(client, random.random)
+        events: list[Event] = []
+        for kind in KINDS:
+            await store.list(kind)
+        store.subscribe(events.append)
+        following = asyncio.ensure_future(store.run())
+        try:
+            yield Rig(store, proxy, direct, events, namespace)
+        finally:
+            await end_all(following)
+            await direct.request("DELETE", f"/api/v1/namespaces/{namespace}")
+
+
+async def test_what_changed_while_a_watch_was_broken_is_reported(rig: Rig) -> None:
+    await rig.others_create("kept")
+    with rig.proxy.lying(Lie("cut")):
+        rig.proxy.cut_watches()
+        await rig.direct.request("POST", rig.path(), body=rig.named("new"))
+        await rig.label(rig.path("kept"), "changed")
+    await until(lambda: rig.seen("new") and rig.seen("kept"), "the changes", 30.0)
+    assert rig.seen("new") == ["ADDED"]
+    assert rig.seen("kept") == ["MODIFIED"]
+
+
+async def test_what_vanished_from_a_history_that_has_expired_is_reported_as_deleted(
+    rig: Rig,
+) -> None:
+    await rig.others_create("going")
+    await rig.others_create("staying")
+    with rig.proxy.lying(Lie(410, "GET", "dynamocheckpoints", reason="Expired")):
+        rig.proxy.cut_watches()
+        await rig.direct.request("DELETE", rig.path("going"))
+    await until(lambda: rig.seen("going"), "the deletion", 60.0)
+    assert rig.seen("going") == ["DELETED"]
+    assert rig.seen("staying") == []
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_write_that_the_server_refuses_for_now_is_busy_and_changes_nothing(
+    rig: Rig, status: int
+) -> None:
+    first: Any = await rig.store.create(rig.named("calm"))
+    wanted = replace(first, status=replace(first.status, message="later"))
+    with rig.proxy.lying(Lie(status)), pytest.raises(StoreBusy):
+        await rig.store.update_status(wanted)
+    assert await rig.store.read("DynamoCheckpoint", rig.namespace, "calm") == first
+    stored: Any = await rig.store.update_status(wanted)
+    assert stored.status.message == "later"
+
+
+async def test_a_creation_whose_answer_was_lost_is_found_by_the_next_try(rig: Rig) -> None:
+    with rig.proxy.lying(Lie("lost", "POST")), pytest.raises(StoreBusy):
+        await rig.store.create(rig.named("once"))
+    with pytest.raises(AlreadyExists):
+        await rig.store.create(rig.named("once"))
+    assert await rig.store.read("DynamoCheckpoint", rig.namespace, "once") is not None
+
+
+async def test_searches_for_unknown_uids_at_one_time_share_two_listings(rig: Rig) -> None:
+    rig.proxy.requests.clear()
+    found = await asyncio.gather(*(rig.store.find(str(uuid.uuid4())) for _ in range(20)))
+    assert found == [None] * 20
+    assert rig.proxy.requests["GET", "snapshotcontents"] <= 2
+    assert rig.proxy.requests["GET", "snapshotrestores"] <= 2
+
+
+async def test_what_an_agent_announces_is_joined_with_what_kubernetes_says_of_its_node(
+    rig: Rig,
+) -> None:
+    node, *_ = await rig.store.list("Node")
+    assert node.metadata.name == "node-1"
+    known: Any = await rig.store.update_status(
+        replace(node, status=replace(node.status, version="1.2"))  # type: ignore[union-attr]
+    )
+    path = "/api/v1/nodes/node-1"
+    await _cordon(rig.direct, path, is_on=True)
+    try:
+        await until(lambda: _cordons(rig.events) == [True], "the cordon")
+        joined: Any = await rig.store.read("Node", None, "node-1")
+        assert joined.status.version == "1.2"
+        assert int(joined.metadata.resource_version) > int(known.metadata.resource_version)
+    finally:
+        await _cordon(rig.direct, path, is_on=False)
+    stored = msgspec.json.decode(await rig.direct.request("GET", path))
+    assert "version" not in stored["status"]
+
+
+async def _cordon(direct: KubeClient, path: str, *, is_on: bool) -> None:
+    body = {"spec": {"unschedulable": is_on}}
+    await direct.request("PATCH", path, body=body, content_type=MERGE_PATCH)
+
+
+def _cordons(events: list[Event]) -> list[bool]:
+    return [event.value.spec.unschedulable for event in events if is_node(event)]  # type: ignore[union-attr]
+
+
+def is_node(event: Event) -> bool:
+    return type(event.value).__name__ == "Node"
+
+
+async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kubelets(
+    rig: Rig,
+) -> None:
+    container = {
+        "name": "main",
+        "image": "snapback.local/pause:1",
+        "resources": {"limits": {"cpu": "10m"}},
+    }
+    body = {
+        "metadata": {"name": "worker", "annotations": {"nvidia.com/restore-from": "llm"}},
+        "spec": {"containers": [container], "terminationGracePeriodSeconds": 0},
+    }
+    await rig.direct.request("POST", f"/api/v1/namespaces/{rig.namespace}/pods", body=body)
+    await until(lambda: _running(rig) is not None, "the pod", 60.0)
+    pod: Any = _running(rig)
+    assert pod.status.node_name == "node-1"
+    assert pod.metadata.annotations["nvidia.com/restore-from"] == "llm"
+    rows = with_conditions(
+        pod.status.conditions, pod, 0.0, (RESTORED, True, "RestoreSucceeded", "")
+    )
+    stored: Any = await rig.store.update_status(
+        replace(pod, status=replace(pod.status, conditions=rows))
+    )
+    types = {row.type: row.status for row in stored.status.conditions}
+    assert types[RESTORED] == "True"
+    assert types["Ready"] == "True"
+
+
+def _running(rig: Rig) -> Any:
+    for event in reversed(rig.events):
+        value: Any = event.value
+        if type(value).__name__ == "Pod" and value.metadata.namespace == rig.namespace:
+            return value if any(row.ready for row in value.status.container_statuses) else None
+    return None
+
+
+async def test_a_watch_that_the_server_ends_goes_on_without_a_list(rig: Rig) -> None:
+    rig.proxy.requests.clear()
+    rig.proxy.cut_watches()
+    await until(lambda: rig.proxy.requests["WATCH", "pods"] > 0, "the next watch", 30.0)
+    assert rig.proxy.requests["GET", "pods"] == 0
+
+
+async def test_an_operator_ends_when_the_history_of_the_api_server_has_gone_back(
+    rig: Rig, kubeconfig: str
+) -> None:
+    async with KubeClient(rig.proxy.configuration) as client:
+        store = KubeStore(client, random.random)
+        for kind in KINDS:
+            await store.list(kind)
+        # As an API server whose etcd was restored from a backup: all that it has is older.
+        store._versions["Pod"] = str(2**62)
+        with (
+            rig.proxy.lying(Lie(500, "GET", "pods", times=1)),
+            pytest.raises(StoreRewound, match="pods are at version"),
+        ):
+            async with asyncio.timeout(30.0):
+                await store.run()

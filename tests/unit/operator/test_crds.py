@@ -1,0 +1,193 @@
+"""The CustomResourceDefinitions say what the structs say, as the API server takes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+import yaml
+from msgspec import Meta
+
+from snapshot_operator.kube.crds import definitions
+from snapshot_operator.kube.openapi import PRESERVE, VALIDATIONS, Additions, re2, schema_of
+from snapshot_shared.descriptions import EXACT
+from snapshot_shared.manifests import message_schemas
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.snapback import GROUP
+from tests.support.crd_samples import document, rules, schemas
+
+FOLDER = Path(__file__).parents[3] / "deploy/crds"
+KINDS_OF_OURS = [kind.name for kind in KINDS.values() if kind.api_version == GROUP]
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema within a schema, with its path."""
+    yield path, schema
+    for name, found in schema.get("properties", {}).items():
+        yield from nodes(found, f"{path}.{name}")
+    for name in ("items", "additionalProperties"):
+        if name in schema:
+            yield from nodes(schema[name], f"{path}[]")
+
+
+ALL = [(f"{kind}{path}", found) for kind, root in schemas().items() for path, found in nodes(root)]
+
+
+def test_there_is_one_for_each_kind_of_ours() -> None:
+    assert [found["spec"]["names"]["kind"] for found in definitions()] == KINDS_OF_OURS
+
+
+def test_the_files_are_small() -> None:
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 300_000
+
+
+def test_the_files_hold_the_definitions() -> None:
+    files = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in FOLDER.iterdir()}
+    assert files == {found["metadata"]["name"]: found for found in definitions()}
+
+
+def test_every_field_has_a_description() -> None:
+    # The API server allows none at `metadata`, and shows that of a list, not of its items.
+    missing = [
+        path
+        for path, found in ALL
+        if "description" not in found and not path.endswith("[]") and ".metadata" not in path
+    ]
+    assert missing == []
+
+
+def test_every_description_of_a_field_of_a_struct_is_of_one_that_exists() -> None:
+    def structs(base: type) -> Iterator[type]:
+        for found in base.__subclasses__():
+            yield found
+            yield from structs(found)
+
+    assert message_schemas(), "this imports the module of every message"
+    fields = {
+        f"{struct.__name__}.{name}"
+        for struct in structs(msgspec.Struct)
+        for name in (*struct.__struct_fields__, str(struct.__struct_config__.tag_field))  # type: ignore[attr-defined]
+    }
+    assert set(EXACT) <= fields
+
+
+def test_every_schema_is_structural() -> None:
+    for path, found in ALL:
+        assert not {"$ref", "oneOf", "allOf", "not", "nullable"} & set(found), path
+        if "anyOf" in found:
+            assert found["x-kubernetes-int-or-string"], path
+            assert found["anyOf"] == [{"type": "integer"}, {"type": "string"}], path
+        else:
+            assert "type" in found or found.get(PRESERVE), path
+
+
+def test_all_that_a_rule_reads_is_bounded() -> None:
+    ruled = [found for kind in schemas().values() for found in _ruled(kind)]
+    for path, found in (pair for schema in ruled for pair in nodes(schema)):
+        match found.get("type"):
+            case "string":
+                assert {"maxLength", "enum"} & set(found), path
+            case "array":
+                assert "maxItems" in found, path
+            case "object" if "properties" not in found and PRESERVE not in found:
+                assert "maxProperties" in found, path
+
+
+def _ruled(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The spec, of which each field has a rule, and the fields of the status that have one."""
+    yield root["properties"]["spec"]
+    status = root["properties"]["status"]
+    for rule in status.get(VALIDATIONS, ()):
+        yield status["properties"][rule["fieldPath"].removeprefix(".")]
+
+
+def test_every_field_of_a_spec_has_a_rule_that_keeps_it_as_it_is() -> None:
+    for kind, root in schemas().items():
+        kept = [path for path, message in rules(kind) if message.startswith("is immutable")]
+        leaves = [
+            path.removeprefix(".")
+            for path, found in nodes(root["properties"]["spec"], ".spec")
+            if "properties" not in found and "[]" not in path
+        ]
+        for leaf in leaves:
+            assert any(leaf == path or leaf.startswith(f"{path}.") for path in kept), leaf
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_OURS)
+def test_conditions_are_told_apart_by_their_type(kind: str) -> None:
+    found = schemas()[kind]["properties"]["status"]["properties"]["conditions"]
+    assert found["x-kubernetes-list-type"] == "map"
+    assert found["x-kubernetes-list-map-keys"] == ["type"]
+
+
+@pytest.mark.parametrize("variant", [0, 1])
+@pytest.mark.parametrize("kind", KINDS_OF_OURS)
+def test_what_the_schema_allows_can_be_decoded(kind: str, variant: int) -> None:
+    value = msgspec.json.decode(
+        msgspec.json.encode(document(kind, variant=variant)), type=KINDS[kind].type
+    )
+    assert value.metadata.name == f"{kind.lower()}-{variant}"
+
+
+@pytest.mark.parametrize(
+    ("python", "go"),
+    [
+        (r"^[a-z]{0,61}\Z", "^[a-z]{0,61}$"),
+        (r"^(a|\.)\Z", r"^(a|\.)$"),
+        (r"^[^\x00]*\Z", r"^[^\x00]*$"),
+        ("^(?:a)+", "^(?:a)+"),
+    ],
+)
+def test_a_pattern_ends_in_go_where_it_ends_in_python(python: str, go: str) -> None:
+    assert re2(python) == go
+    assert re.search(python, "a") or python == r"^[^\x00]*\Z"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^(?!a)",
+        "(?=a)",
+        "(?<!a)b",
+        r"(a)\1",
+        "^a$",
+        r"^\d\Z",
+        r"\bword",
+        "a++",
+        "a{1001}",
+        "a{2,1001}",
+    ],
+)
+def test_a_pattern_that_go_lacks_or_reads_differently_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="Go"):
+        re2(pattern)
+
+
+class Sized(msgspec.Struct):
+    above: Annotated[float, Meta(gt=0, le=2)]
+
+
+def test_a_limit_that_is_exclusive_is_marked_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXACT, "Sized.above", "a number")
+    found = schema_of(Sized)["properties"]["above"]
+    assert (found["minimum"], found["exclusiveMinimum"], found["maximum"]) == (0, True, 2)
+    assert "exclusiveMaximum" not in found
+
+
+@pytest.mark.parametrize("type_", [int | bool, str | float, Literal[1, 2], bytes, tuple[int, str]])
+def test_a_type_that_has_no_structural_schema_is_refused(type_: Any) -> None:
+    with pytest.raises(TypeError):
+        schema_of(type_, Additions())
+
+
+class Undescribed(msgspec.Struct):
+    never_described: int
+
+
+def test_a_field_without_a_description_is_refused_by_its_name() -> None:
+    with pytest.raises(LookupError, match=r"Undescribed\.never_described"):
+        schema_of(Undescribed)

@@ -1,0 +1,111 @@
+"""The Job of a checkpoint in a cluster: what is changed in a pod template, and what is not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from snapshot_operator.core.checkpoint import _job
+from snapshot_operator.kube.shaping import find_container, job_manifest, source_template
+from snapshot_shared.errors import InvalidManifest
+from tests.support.objects import checkpoint, checkpoint_document
+
+TEMPLATE: dict[str, Any] = {
+    "metadata": {"labels": {"team": "a"}, "annotations": {"sidecar.istio.io/inject": "true"}},
+    "spec": {
+        "restartPolicy": "OnFailure",
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+        "containers": [
+            {"name": "sidecar", "image": "s"},
+            {
+                "name": "main",
+                "image": "m",
+                "env": [
+                    {"name": "Z"},
+                    {"name": "A"},
+                    {"name": "SNAPSHOT_CONTROL_DIR", "value": "/x"},
+                ],
+                "volumeMounts": [{"name": "models", "mountPath": "/models"}],
+                "livenessProbe": {"httpGet": {"port": 8000}},
+                "startupProbe": {"httpGet": {"port": 8000}},
+                "readinessProbe": {"httpGet": {"port": 8000}},
+            },
+        ],
+    },
+}
+
+
+def shaped(target: str = "main") -> dict[str, Any]:
+    return source_template(TEMPLATE, target, {"nvidia.com/snapshot-checkpoint-id": "abc"})
+
+
+def test_the_template_itself_is_left_as_it_was() -> None:
+    before = copy.deepcopy(TEMPLATE)
+    shaped()
+    assert before == TEMPLATE
+
+
+def test_what_is_not_named_passes_through_and_other_containers_are_left_alone() -> None:
+    spec = shaped()["spec"]
+    assert spec["tolerations"] == TEMPLATE["spec"]["tolerations"]
+    assert spec["containers"][0] == {"name": "sidecar", "image": "s"}
+    assert spec["volumes"][0] == TEMPLATE["spec"]["volumes"][0]
+
+
+def test_the_worker_runs_once_and_without_a_service_mesh() -> None:
+    template = shaped()
+    assert template["spec"]["restartPolicy"] == "Never"
+    assert template["metadata"]["annotations"] == {
+        "sidecar.istio.io/inject": "false",
+        "linkerd.io/inject": "disabled",
+    }
+    assert template["metadata"]["labels"] == {
+        "team": "a",
+        "nvidia.com/snapshot-checkpoint-id": "abc",
+        "nvidia.com/snapshot-is-checkpoint-source": "true",
+    }
+
+
+def test_the_targets_readiness_is_that_it_may_be_captured_and_its_other_probes_go() -> None:
+    main = find_container(shaped()["spec"], "main")
+    assert main["readinessProbe"]["exec"]["command"] == [
+        "cat",
+        "/snapshot-control/ready-for-snapshot",
+    ]
+    assert not main.keys() & {"livenessProbe", "startupProbe"}
+
+
+def test_the_control_directory_is_the_containers_own_and_the_environment_keeps_its_order() -> None:
+    main = find_container(shaped()["spec"], "main")
+    assert main["volumeMounts"][-1] == {
+        "name": "snapshot-control",
+        "mountPath": "/snapshot-control",
+        "subPath": "main",
+    }
+    assert [row["name"] for row in main["env"]] == [
+        "Z",
+        "A",
+        "SNAPSHOT_CONTROL_DIR",
+        "DYN_SNAPSHOT_CONTROL_DIR",
+    ]
+    assert main["env"][2]["value"] == "/snapshot-control"
+
+
+def test_an_unknown_target_is_refused_with_the_containers_that_there_are() -> None:
+    with pytest.raises(InvalidManifest, match=r"engine.*found sidecar, main"):
+        shaped("engine")
+
+
+def test_the_job_is_owned_by_its_checkpoint_and_carries_what_was_decided() -> None:
+    document = checkpoint_document(
+        activeDeadlineSeconds=120, backoffLimit=2, sourcePolicy="Terminate"
+    )
+    value: Any = checkpoint(activeDeadlineSeconds=120, backoffLimit=2, sourcePolicy="Terminate")
+    manifest = job_manifest(_job(value), document)
+    assert manifest["metadata"]["ownerReferences"][0]["kind"] == "DynamoCheckpoint"
+    assert manifest["metadata"]["labels"] == {"nvidia.com/snapshot-checkpoint-id": "llm"}
+    assert manifest["spec"]["backoffLimit"] == 2
+    assert manifest["spec"]["activeDeadlineSeconds"] == 120
