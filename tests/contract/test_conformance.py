@@ -15,6 +15,7 @@ from gms.conformance.rig import CAPACITY, CudaRig, Rig, SimulatedRig, Skipped
 from gms.conformance.run import RULES, check
 from snapback_client.frames import Access
 from tests.bench.machine import huge_bytes_free
+from tests.support.claimed_rig import ClaimedRig
 from tests.support.likeness_rig import likeness
 
 
@@ -71,8 +72,12 @@ def rig() -> Iterator[SimulatedRig]:
     rig.close()
 
 
-@pytest.fixture(params=["simulated", "simulated in huge pages", "likeness of cuda"])
+@pytest.fixture(params=["simulated", "simulated in huge pages", "claimed", "likeness of cuda"])
 def any_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    if request.param == "claimed":
+        with contextlib.closing(ClaimedRig()) as claimed:
+            yield claimed
+        return
     if request.param == "likeness of cuda":
         for _ in likeness(monkeypatch):
             with contextlib.closing(CudaRig(0)) as cuda:

@@ -445,6 +445,22 @@ def test_a_device_that_is_not_visible_is_named(
     assert caught.value.values["ordinal"] == device
 
 
+def test_a_device_of_a_claim_is_found_by_its_place_in_the_container(
+    service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number, uuid in ((10, "GPU-unknown"), (2, service.uuids[0])):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "device.json").write_text(json.dumps({"uuid": uuid, "x": 1}))
+    monkeypatch.setenv("SNAPBACK_DEVICE_DIR", str(tmp_path))
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
+    # As after a restore: of the container that the process was saved in.
+    monkeypatch.setenv("SNAPBACK_GPU_0", "GPU-of-another-node")
+    with client.connect(0, lock="RW") as pool:
+        assert pool.device_kind == "simulated"
+    with pytest.raises(client.UnknownDevice):
+        client.connect(2)
+
+
 def test_a_missing_socket_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GMS_SOCKET_DIR", raising=False)
     with pytest.raises(InvalidInput, match="GMS_SOCKET_DIR"):

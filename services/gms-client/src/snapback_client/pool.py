@@ -6,11 +6,13 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
+from snapback_client.codec import decode_json
 from snapback_client.errors import (
     Incompatible,
     InvalidInput,
@@ -47,6 +49,8 @@ from snapback_client.slots import (
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
+CLAIMED_DIR = "/run/snapback/gpu"
+
 Array = Any
 """`numpy.ndarray`, or on a CUDA device `snapback_client.cuda.CudaArray`."""
 
@@ -76,10 +80,10 @@ def connect(
 ) -> MemoryPool:
     """Wait for a lock on a device's memory and open it as a pool.
 
-    `device` is an ordinal of NVIDIA_VISIBLE_DEVICES or a uuid. `lock` is "RW", "RO" or "RW_OR_RO":
-    to write while nothing is committed, to read after. A writer names in `if_match` the generation
-    that it replaces, and with `replace` gives it up before it begins. DeadlineExceeded names who
-    holds the lock; GenerationMismatch has both values.
+    `device` is a uuid, or an ordinal of NVIDIA_VISIBLE_DEVICES or of the devices of a claim.
+    `lock` is "RW", "RO" or "RW_OR_RO": to write while nothing is committed, to read after. A
+    writer names in `if_match` the generation that it replaces, and with `replace` gives it up
+    before it begins. DeadlineExceeded names who holds the lock; GenerationMismatch has both values.
     """
     pool = MemoryPool(device, domain=domain, name=name, socket_dir=socket_dir)
     pool._open(lock, deadline_s, if_match, replace=replace)  # noqa: SLF001 - our own constructor
@@ -512,6 +516,8 @@ def _folder(socket_dir: str | None) -> str:
 def _resolve(device: int | str) -> tuple[str, int]:
     """Return uuid and ordinal. A uuid that is not in the list of visible devices has ordinal 0."""
     visible = [each.strip() for each in os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
+    if visible == ["void"]:
+        visible = _claimed()
     if isinstance(device, str):
         return device, visible.index(device) if device in visible else 0
     if not 0 <= device < len(visible) or not visible[device].startswith("GPU-"):
@@ -522,3 +528,20 @@ def _resolve(device: int | str) -> tuple[str, int]:
             visible=[each for each in visible if each],
         )
     return visible[device], device
+
+
+def _claimed() -> list[str]:
+    """Return the uuids of simulated devices that were claimed through Kubernetes.
+
+    From the folders that such a container has: its variables may be those of another container,
+    from which the process was restored.
+    """
+    folders = list(Path(os.environ.get("SNAPBACK_DEVICE_DIR", CLAIMED_DIR)).glob("[0-9]*"))
+    files = [
+        folder / "device.json" for folder in sorted(folders, key=lambda each: each.name.zfill(9))
+    ]
+    return [decode_json(file.read_bytes(), _DeviceFile).uuid for file in files]
+
+
+class _DeviceFile(Struct):
+    uuid: str

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,22 +18,34 @@ from msgspec import Meta
 
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.backends import find_backend
+from gms.adapters.claim_files import ClaimFiles
+from gms.adapters.cluster_api import KubeApi, access
+from gms.adapters.device_memory import DeviceSockets, claimed_devices
 from gms.adapters.grpc_api import GrpcServer
+from gms.adapters.kubelet_plugin import (
+    ClaimPlugin,
+    DevicePlugin,
+    KubeletPlugin,
+    plugin_folder,
+)
 from gms.adapters.lease_socket import LeaseServer
-from gms.adapters.simulated import SimulatedDevice, allow_many_descriptors
+from gms.adapters.simulated import PRODUCT, SimulatedDevice, allow_many_descriptors
 from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.claims import DEVICE_DIR, DRIVER, ClaimableDevice
 from gms.domain.tasks import TransferOptions
+from gms.handlers.claims import Claims, patiently
 from gms.handlers.control import GmsControl
 from gms.handlers.memory_server import MemoryServer
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
+from gms.handlers.slices import publish_slices
 from gms.handlers.transfers import GmsTransfers
 from gms.ports import Device
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
-from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.errors import BusUnavailable, InvalidInput
 from snapshot_shared.faults import FaultPlan
 from snapshot_shared.frames import MAX_EVENTS, StatusRequest
 from snapshot_shared.http import http_port
@@ -44,7 +57,7 @@ from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import NodeSettings, load
-from snapshot_shared.tasks import in_thread
+from snapshot_shared.tasks import end_all, in_thread
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -58,16 +71,26 @@ FLUSH_S = 2.0
 class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     """What GMS needs to know.
 
-    `gms_device` says what kind of devices it serves: every GPU that CUDA shows, or `devices`
-    simulated ones of `device_bytes` each, in huge pages of the host with `device_huge_pages`.
+    `gms_device` says what kind of devices it serves: every GPU that CUDA shows; `devices`
+    simulated ones of `device_bytes` each, in huge pages of the host with `device_huge_pages`; or
+    those that a pod has claimed of such a GMS, which are in `device_dir`. With `kubelet_plugin`
+    the pods of a node can have its simulated devices: `dra` by resource claims, `device-plugin` by
+    limits of nvidia.com/gpu, `auto` by claims where the cluster has them.
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
     other socket.
     """
 
-    gms_device: Literal["simulated", "cuda"] = "simulated"
+    gms_device: Literal["simulated", "claimed", "cuda"] = "simulated"
     devices: Annotated[int, Meta(ge=0, le=64)] = 2
     device_bytes: Annotated[int, Meta(ge=2**21, le=2**50)] = 4 * 2**30
     device_huge_pages: bool = False
+    # An attribute of a device in a cluster has at most 64 characters.
+    device_product: Annotated[str, Meta(min_length=1, max_length=64)] = PRODUCT
+    device_dir: Path = Path(DEVICE_DIR)
+    kubelet_plugin: Literal["off", "auto", "dra", "device-plugin"] = "off"
+    kubelet_dir: Path = Path("/var/lib/kubelet")
+    cdi_dir: Path = Path("/var/run/cdi")
+    kubeconfig: Path | None = None
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
@@ -107,7 +130,7 @@ async def serve(stop: asyncio.Event) -> None:
     try:
         await grpc.start()
         log.info("GMS serves %d devices", len(devices))
-        async with processes:
+        async with processes, _kubelet_plugin(stop, settings, devices):
             await _serve_orders(stop, settings, gms, processes, control, telemetry, metrics)
     finally:
         await grpc.close()
@@ -123,15 +146,83 @@ def _open_devices(settings: GmsSettings) -> Sequence[Device]:
         from gms.adapters.cuda import open_devices  # noqa: PLC0415
 
         return open_devices()
+    if settings.gms_device == "claimed":
+        return claimed_devices(settings.device_dir)
     return [
         SimulatedDevice(
             node=settings.node,
             index=index,
             capacity=settings.device_bytes,
             huge_pages=settings.device_huge_pages,
+            product=settings.device_product,
         )
         for index in range(settings.devices)
     ]
+
+
+@contextlib.asynccontextmanager
+async def _kubelet_plugin(
+    stop: asyncio.Event, settings: GmsSettings, devices: Sequence[Device]
+) -> AsyncIterator[None]:
+    """Have pods get simulated devices for the length of the block; its failure ends the service."""
+    if settings.kubelet_plugin == "off":
+        yield
+        return
+    served = [device for device in devices if isinstance(device, SimulatedDevice)]
+    if len(served) < len(devices):
+        raise InvalidInput(
+            f"SNAPBACK_KUBELET_PLUGIN={settings.kubelet_plugin!r} needs simulated devices",
+            next_step="leave it out, or set SNAPBACK_GMS_DEVICE=simulated",
+        )
+    serving = asyncio.create_task(_serve_pods(settings, served), name="kubelet-plugin")
+    serving.add_done_callback(lambda _: stop.set())
+    try:
+        yield
+    finally:
+        is_failed = serving.done()
+        await end_all(serving)
+        if is_failed:
+            serving.result()
+
+
+async def _serve_pods(settings: GmsSettings, devices: Sequence[SimulatedDevice]) -> None:
+    infos = [device.info for device in devices]
+    claimable = [
+        ClaimableDevice(
+            index=info.index, uuid=info.uuid, product=info.product, capacity=info.capacity
+        )
+        for info in infos
+    ]
+    sockets = DeviceSockets({device.info.uuid: device for device in devices})
+    try:
+        if settings.kubelet_plugin != "device-plugin":
+            api = KubeApi(await in_thread(access, settings.kubeconfig))
+            async with contextlib.aclosing(api):
+                if settings.kubelet_plugin == "dra" or await patiently(api.has_claims):
+                    await _serve_claims(settings, api, sockets, claimable)
+        await _serve_device_plugin(settings, sockets, claimable)
+    finally:
+        await sockets.aclose()
+
+
+async def _serve_claims(
+    settings: GmsSettings, api: KubeApi, sockets: DeviceSockets, devices: Sequence[ClaimableDevice]
+) -> None:
+    files = ClaimFiles(plugin_folder(settings.kubelet_dir, DRIVER), settings.cdi_dir, devices)
+    claims = Claims(api, files, sockets, settings.node, devices)
+    await claims.restore()
+    async with KubeletPlugin(settings.kubelet_dir, ClaimPlugin(claims)):
+        await publish_slices(api, settings.node, devices, jitter=random.random)
+
+
+async def _serve_device_plugin(
+    settings: GmsSettings, sockets: DeviceSockets, devices: Sequence[ClaimableDevice]
+) -> None:
+    folder = plugin_folder(settings.kubelet_dir, DRIVER) / "devices"
+    for device in devices:
+        await sockets.serve(folder / device.uuid, device)
+    async with KubeletPlugin(settings.kubelet_dir, DevicePlugin(devices, folder)):
+        await asyncio.Event().wait()
 
 
 def _make_socket_folder(settings: GmsSettings) -> None:

@@ -6,9 +6,12 @@ import os
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+from gms.domain.claims import ClaimableDevice, ClaimRef, PreparedClaim, ResourceClaim
 from gms.domain.sessions import Peer, Session
+from gms.domain.slices import FoundSlice
 from gms.domain.tasks import LoadTask, SaveTask, TransferEvent
 from gms.domain.transfer import FilePlan
 from snapback_client.frames import Access, AllocateMany, Attach, Attached, Reply, Request
@@ -353,4 +356,91 @@ class Tracer(Protocol):
         attributes: Mapping[str, str | int | float | bool] | None = None,
     ) -> AbstractContextManager[str]:
         """Open a span below `parent`, a traceparent."""
+        ...
+
+
+class ClusterApi(Protocol):
+    """What a driver of devices asks of the API server.
+
+    NotFound, Conflict, Forbidden, InvalidInput; StoreBusy for what passes.
+    """
+
+    async def has_claims(self) -> bool:
+        """Whether the cluster has dynamic resource allocation."""
+        ...
+
+    async def node_uid(self, node: str) -> str:
+        """Return the uid of a Node."""
+        ...
+
+    async def claim(self, namespace: str, name: str) -> ResourceClaim:
+        """Return a ResourceClaim."""
+        ...
+
+    async def slices(self, node: str) -> tuple[list[FoundSlice], str]:
+        """Return our ResourceSlices of a node, and the version of the list."""
+        ...
+
+    async def create_slice(self, body: Mapping[str, Any]) -> None:
+        """Create a ResourceSlice."""
+        ...
+
+    async def replace_slice(self, name: str, body: Mapping[str, Any]) -> None:
+        """Replace a ResourceSlice of the version that the body names."""
+        ...
+
+    async def delete_slice(self, name: str) -> None:
+        """Delete a ResourceSlice; an absent one is success."""
+        ...
+
+    async def slices_changed(self, node: str, version: str) -> None:
+        """Wait until our slices of a node may differ from the list of this version."""
+        ...
+
+
+class ClaimStore(Protocol):
+    """What is on disk of prepared claims. Methods block."""
+
+    def folder(self, uid: str) -> Path:
+        """Return the folder of a claim, whose subfolders containers get."""
+        ...
+
+    def load(self) -> list[PreparedClaim]:
+        """Return what an earlier run has prepared."""
+        ...
+
+    def save(self, claim: PreparedClaim) -> None:
+        """Keep a claim that is to be prepared."""
+        ...
+
+    def publish(self, claim: PreparedClaim) -> None:
+        """Have the container runtime find the devices of a claim."""
+        ...
+
+    def remove(self, uid: str) -> None:
+        """Remove all of a claim, known or not."""
+        ...
+
+
+class MemorySockets(Protocol):
+    """Serves the memory of devices in folders that containers get."""
+
+    async def serve(self, folder: Path, device: ClaimableDevice) -> None:
+        """Describe a device in a folder and serve its memory there. A repeat does nothing."""
+        ...
+
+    async def close(self, below: Path) -> None:
+        """End the sockets in and below a folder; memory in use stays its users'."""
+        ...
+
+
+class ClaimService(Protocol):
+    """What the kubelet asks of a driver."""
+
+    async def prepare(self, ref: ClaimRef) -> PreparedClaim:
+        """Return what a claim is given, once all of it is there."""
+        ...
+
+    async def unprepare(self, uid: str) -> None:
+        """Take back all that a claim was given."""
         ...

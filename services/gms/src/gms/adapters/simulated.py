@@ -8,6 +8,7 @@ import os
 import resource
 import threading
 import uuid
+from typing import Protocol
 
 from gms.ports import DeviceInfo
 from snapback_client.frames import Access
@@ -38,37 +39,47 @@ def allow_many_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class SimulatedDevice:
-    """One simulated GPU. Each allocation is a memfd whose pages are its own from the beginning.
+class MemorySource(Protocol):
+    """Where the memory of a simulated device comes from. May be called from any thread."""
 
-    With `huge_pages` they are those that the host has set aside (`vm.nr_hugepages`): like the
-    memory of a GPU they are there before they are asked for, in pieces of 2 MiB.
+    def create(self, size: int) -> int:
+        """Return a sealed memfd of `size` zeroed bytes. OutOfDeviceMemory."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """Close a memfd that was created."""
+        ...
+
+
+class HostMemory:
+    """Memory of this process's own.
+
+    With `huge_pages` it is what the host has set aside (`vm.nr_hugepages`): like the memory of a
+    GPU it is there before it is asked for, in pieces of 2 MiB.
     """
 
-    def __init__(
-        self,
-        *,
-        node: str,
-        index: int,
-        capacity: int,
-        granularity: int = GRANULARITY,
-        huge_pages: bool = False,
-    ) -> None:
-        """Make an empty device of `capacity` bytes; `granularity` is whole pages."""
-        if capacity < granularity:
-            raise InvalidInput(f"a device needs at least {granularity} bytes", capacity=capacity)
-        if huge_pages and granularity % HUGE_PAGE:
-            raise InvalidInput(f"{granularity} bytes are no huge pages", granularity=granularity)
+    def __init__(self, *, huge_pages: bool = False) -> None:
+        """Take ordinary or huge pages."""
         self._huge_pages = huge_pages
-        self._info = DeviceInfo(
-            kind=KIND,
-            uuid=simulated_uuid(node, index),
-            index=index,
-            product=PRODUCT,
-            capacity=capacity,
-            granularity=granularity,
-            capabilities=CAPABILITIES,
-        )
+
+    def create(self, size: int) -> int:
+        return _memfd(size, huge_pages=self._huge_pages)
+
+    def release(self, handle: int) -> None:
+        os.close(handle)
+
+
+class MemfdDevice:
+    """A simulated GPU. Each allocation is a memfd whose pages are its own from the beginning."""
+
+    def __init__(self, info: DeviceInfo, memory: MemorySource) -> None:
+        """Have nothing allocated. InvalidInput for a device smaller than one allocation."""
+        if info.capacity < info.granularity:
+            raise InvalidInput(
+                f"a device needs at least {info.granularity} bytes", capacity=info.capacity
+            )
+        self._info = info
+        self._memory = memory
         self._lock = threading.Lock()
         self._sizes: dict[int, int] = {}
         self._used = 0
@@ -87,13 +98,23 @@ class SimulatedDevice:
             raise InvalidInput(f"{size} bytes are no multiple of {granularity}", size=size)
         self._take(size)
         try:
-            handle = _memfd(size, huge_pages=self._huge_pages)
+            handle = self._memory.create(size)
         except BaseException:
             self._give_back(size)
             raise
         with self._lock:
             self._sizes[handle] = size
         return handle
+
+    def adopt(self, handle: int) -> None:
+        """Count a memfd of another process's, which this device then releases as its own.
+
+        InvalidInput for what is no allocation of a simulated device, OutOfDeviceMemory.
+        """
+        size = _allocation_size(handle, self._info.granularity)
+        self._take(size)
+        with self._lock:
+            self._sizes[handle] = size
 
     def export(self, handle: int, access: Access) -> int:
         self._size_of(handle)
@@ -111,7 +132,7 @@ class SimulatedDevice:
             size = self._sizes.pop(handle, None)
         if size is None:
             raise Internal(f"handle {handle} is released twice")
-        os.close(handle)
+        self._memory.release(handle)
         self._give_back(size)
 
     def close(self) -> None:
@@ -141,6 +162,55 @@ class SimulatedDevice:
     def _give_back(self, size: int) -> None:
         with self._lock:
             self._used -= size
+
+
+class SimulatedDevice(MemfdDevice):
+    """A simulated GPU of a node, in memory of this process."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        index: int,
+        capacity: int,
+        granularity: int = GRANULARITY,
+        huge_pages: bool = False,
+        product: str = PRODUCT,
+    ) -> None:
+        """Make an empty device of `capacity` bytes; `granularity` is whole pages."""
+        if huge_pages and granularity % HUGE_PAGE:
+            raise InvalidInput(f"{granularity} bytes are no huge pages", granularity=granularity)
+        info = simulated_info(simulated_uuid(node, index), index, product, capacity, granularity)
+        super().__init__(info, HostMemory(huge_pages=huge_pages))
+
+
+def simulated_info(
+    device: str, index: int, product: str, capacity: int, granularity: int = GRANULARITY
+) -> DeviceInfo:
+    """Return the description of a simulated device with this uuid."""
+    return DeviceInfo(
+        kind=KIND,
+        uuid=device,
+        index=index,
+        product=product,
+        capacity=capacity,
+        granularity=granularity,
+        capabilities=CAPABILITIES,
+    )
+
+
+def _allocation_size(fd: int, granularity: int) -> int:
+    """Return the size of a memfd whose size is sealed. InvalidInput."""
+    sealed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        # Only files in memory know of seals.
+        seals = 0
+    size = os.fstat(fd).st_size
+    if seals & sealed != sealed or size <= 0 or size % granularity:
+        raise InvalidInput(f"a file of {size} bytes is no allocation of a device", size=size)
+    return size
 
 
 def _reserve(fd: int, size: int) -> None:

@@ -1,0 +1,185 @@
+"""The node services of simulated devices beside real kubelets, and pods that use their devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gms.domain.claims import DRIVER, cdi_file
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "snapback.local/pause:1"
+MIB = 2**20
+DEVICES = 2
+DEVICE_BYTES = 512 * MIB
+PATIENCE_S = 90.0
+NOWHERE = "nats://127.0.0.1:9"
+HOST_PATHS = ("/usr", "/lib", "/lib64", sys.base_prefix, str(ROOT))
+"""What an image without files gets of the host, to run this Python with these packages."""
+
+
+class Kubectl:
+    """The cluster that KUBECONFIG names, in one namespace."""
+
+    def __init__(self, kubeconfig: Path, namespace: str = "default") -> None:
+        found = shutil.which("kubectl", path=f"{ROOT / '.tools/bin'}:{os.environ['PATH']}")
+        if found is None:
+            pytest.skip("kubectl is missing: put it on PATH")
+        self.kubeconfig = kubeconfig
+        self.namespace = namespace
+        self._words = [found, "--kubeconfig", str(kubeconfig), "--namespace", namespace]
+
+    def run(self, *words: str, given: str = "") -> str:
+        done = subprocess.run(
+            [*self._words, *words],
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S + 30,
+            check=False,
+        )
+        assert done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+    def apply(self, *objects: Mapping[str, Any]) -> None:
+        document = {"apiVersion": "v1", "kind": "List", "items": objects}
+        self.run("apply", "--filename", "-", given=json.dumps(document))
+
+    def get(self, kind: str, name: str = "", *words: str) -> Any:
+        return json.loads(self.run("get", kind, *([name] if name else []), "-o", "json", *words))
+
+    def wait(self, *objects: str, until: str) -> None:
+        self.run("wait", *objects, f"--for={until}", f"--timeout={PATIENCE_S:g}s")
+
+    def python(self, pod: str, code: str, container: str = "main") -> Any:
+        """Run code in a container and return the JSON that it prints."""
+        words = ("exec", pod, "--container", container, "--", sys.executable, "-c", code)
+        return json.loads(self.run(*words))
+
+
+def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    end = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {patience_s:g} s"
+        threading.Event().wait(0.1)
+
+
+class Driver:
+    """`python -m gms.main` of one node, on the folders of its kubelet and its runtime."""
+
+    def __init__(self, node: str, home: Path, state: Path, kubectl: Kubectl) -> None:
+        self.node = node
+        self.kubelet, self.cdi = home / "kubelet", home / "cdi"
+        self.claims = self.kubelet / "plugins" / DRIVER / "claims"
+        self.log = state / f"{node}.log"
+        self._kubectl = kubectl
+        self._process: subprocess.Popen[bytes] | None = None
+        self._settings = {
+            "SNAPBACK_NODE": node,
+            "SNAPBACK_STATE_DIR": str(state / node),
+            "SNAPBACK_ARTIFACT_ROOT": str(state / "artifacts"),
+            "SNAPBACK_SOCKET_DIR": str(state / node / "sockets"),
+            "SNAPBACK_NATS_URL": NOWHERE,
+            "SNAPBACK_DEVICES": str(DEVICES),
+            "SNAPBACK_DEVICE_BYTES": str(DEVICE_BYTES),
+            "SNAPBACK_DEVICE_PRODUCT": "NVIDIA H200 (simulated)",
+            "SNAPBACK_KUBELET_DIR": str(self.kubelet),
+            "SNAPBACK_CDI_DIR": str(self.cdi),
+            "SNAPBACK_KUBECONFIG": str(kubectl.kubeconfig),
+        }
+
+    def start(self, plugin: str = "dra") -> None:
+        """Start, and return when the kubelet has registered the plugin."""
+        seen = self._registrations()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gms.main"],
+                env=os.environ | self._settings | {"SNAPBACK_KUBELET_PLUGIN": plugin},
+                stderr=log,
+            )
+        until(lambda: self._registrations() > seen, f"the driver of {self.node}: {self.log}")
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(20)
+            self._process = None
+
+    def devices(self) -> dict[str, str]:
+        """Return the uuids of the devices that are published, by name."""
+        slices = self._kubectl.get(
+            "resourceslices", "", f"--field-selector=spec.nodeName={self.node}"
+        )
+        return {
+            device["name"]: device["attributes"]["gpu.nvidia.com/uuid"]["string"]
+            for each in slices["items"]
+            for device in each["spec"]["devices"]
+        }
+
+    def holds(self, uid: str) -> bool:
+        """Whether anything of a claim is on this node."""
+        return (self.cdi / cdi_file(uid)).exists() or (self.claims / uid).exists()
+
+    def _registrations(self) -> int:
+        return self.log.read_text().count("has registered") if self.log.exists() else 0
+
+
+def template(name: str, *, count: int = 1, selector: str = "") -> dict[str, Any]:
+    """Return a claim template as it is written for NVIDIA GPUs."""
+    exactly: dict[str, Any] = {"deviceClassName": "gpu.nvidia.com", "count": count}
+    if selector:
+        exactly["selectors"] = [{"cel": {"expression": selector}}]
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name},
+        "spec": {"spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}},
+    }
+
+
+def container(name: str, *command: str, **fields: Any) -> dict[str, Any]:
+    """Return a container that runs a program of the host."""
+    mounts = [{"name": f"host{n}", "mountPath": path} for n, path in enumerate(HOST_PATHS)]
+    mounts = [{**mount, "readOnly": True} for mount in mounts]
+    return {
+        "name": name,
+        "image": IMAGE,
+        "imagePullPolicy": "Never",
+        "command": list(command or ("/usr/bin/sleep", "infinity")),
+        **fields,
+        "volumeMounts": [*mounts, *fields.get("volumeMounts", [])],
+    }
+
+
+def pod(name: str, *containers: dict[str, Any], claim: str = "", **spec: Any) -> dict[str, Any]:
+    """Return a pod; its claim `gpu` is made from the template `claim`."""
+    host = [{"name": f"host{n}", "hostPath": {"path": path}} for n, path in enumerate(HOST_PATHS)]
+    claims = [{"name": "gpu", "resourceClaimTemplateName": claim}] if claim else []
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "resourceClaims": claims,
+            **spec,
+            "containers": list(containers),
+            "volumes": [*host, *spec.get("volumes", [])],
+        },
+    }
+
+
+GPU = {"claims": [{"name": "gpu"}]}
+"""The resources of a container that has the devices of the claim."""

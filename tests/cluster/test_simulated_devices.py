@@ -1,0 +1,350 @@
+"""Simulated GPUs on a real cluster: claimed, used, shared, and given back."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.simulated import (
+    DEVICE_BYTES,
+    DEVICES,
+    GPU,
+    ROOT,
+    Driver,
+    Kubectl,
+    container,
+    pod,
+    template,
+    until,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.root, pytest.mark.cpu(240)]
+
+LOOK = """
+import glob, json, os
+files = sorted(glob.glob('/run/snapback/gpu/*/device.json'))
+print(json.dumps({
+    'environment': {name: value for name, value in os.environ.items()
+                    if name.startswith(('SNAPBACK_', 'NVIDIA_'))},
+    'devices': {name.split('/')[-2]: json.load(open(name)) for name in files},
+    'mounts': [line.split()[1:4:2] for line in open('/proc/mounts') if '/run/snapback' in line],
+}))
+"""
+"""Prints what a container has of its devices."""
+
+WAITS = "import signal; signal.pthread_sigmask(0, {15}); signal.sigwait({15})"
+WORKER = """
+import json, time
+import snapback_client as client
+pool = client.connect(0, lock='RW', deadline_s=60)
+pool.allocate('weights', 200 << 20, 'u1')[:] = 7
+layout = pool.commit()
+print(json.dumps({'kind': pool.device_kind, 'sum': int(pool['weights'][:1000].sum())}), flush=True)
+"""
+READER = """
+import json
+import snapback_client as client
+with client.connect(0, lock='RO', deadline_s=60) as pool:
+    print(json.dumps({'sum': int(pool['weights'][-1000:].sum())}))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Kubectl:
+    """The cluster of KUBECONFIG, whose nodes are on this machine."""
+    given = os.environ.get("KUBECONFIG", "")
+    if not given:
+        pytest.skip("KUBECONFIG is not set: start a cluster on this machine")
+    kubectl = Kubectl(Path(given))
+    missing = [node for node in nodes(kubectl) if not (home(given, node) / "kubelet").is_dir()]
+    if missing:
+        pytest.skip(f"{missing[0]} of {given} has no kubelet folder on this machine")
+    kubectl.run("apply", "--filename", str(ROOT / "deploy/simulation/device-class.yaml"))
+    return kubectl
+
+
+def nodes(kubectl: Kubectl) -> list[str]:
+    return [each["metadata"]["name"] for each in kubectl.get("nodes")["items"]]
+
+
+def home(kubeconfig: str, node: str) -> Path:
+    """Return the folder of a node: beside the kubeconfig."""
+    return Path(kubeconfig).parent / node
+
+
+@pytest.fixture(scope="module")
+def drivers(
+    cluster: Kubectl, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Driver]]:
+    state = tmp_path_factory.mktemp("d")
+    found = {
+        node: Driver(node, home(str(cluster.kubeconfig), node), state, cluster)
+        for node in nodes(cluster)
+    }
+    try:
+        for driver in found.values():
+            driver.start()
+        yield found
+    finally:
+        for driver in found.values():
+            driver.end()
+
+
+@pytest.fixture
+def kubectl(cluster: Kubectl, drivers: dict[str, Driver]) -> Iterator[Kubectl]:
+    """A namespace of its own; the devices of its pods are free again after the test."""
+    namespace = f"dra-{secrets.token_hex(4)}"
+    cluster.run("create", "namespace", namespace)
+    within = Kubectl(cluster.kubeconfig, namespace)
+    within.wait("serviceaccount/default", until="create")
+    try:
+        yield within
+    finally:
+        within.run("delete", "pods", "--all")
+        cluster.run("delete", "namespace", namespace, "--wait=false")
+
+
+def claims_of(kubectl: Kubectl) -> dict[str, str]:
+    return {
+        each["metadata"]["name"]: each["metadata"]["uid"]
+        for each in kubectl.get("resourceclaims")["items"]
+    }
+
+
+def driver_of(kubectl: Kubectl, drivers: dict[str, Driver], name: str) -> Driver:
+    return drivers[kubectl.get("pod", name)["spec"]["nodeName"]]
+
+
+def condition(kubectl: Kubectl, name: str, kind: str) -> dict[str, Any]:
+    conditions = kubectl.get("pod", name)["status"].get("conditions", [])
+    return next((each for each in conditions if each["type"] == kind), {})
+
+
+def test_a_container_has_the_devices_of_its_claim_and_others_have_none(
+    kubectl: Kubectl, drivers: dict[str, Driver]
+) -> None:
+    both, bare = container("main", resources=GPU), container("other")
+    kubectl.apply(template("two", count=2), pod("p", both, bare, claim="two"))
+    kubectl.wait("pod/p", until="condition=Ready")
+    found = kubectl.python("p", LOOK)
+    published = driver_of(kubectl, drivers, "p").devices().values()
+    uuids = [found["devices"][number]["uuid"] for number in ("0", "1")]
+    assert sorted(uuids) == sorted(published)
+    assert found["devices"]["0"]["capacity"] == DEVICE_BYTES
+    assert found["environment"] == {
+        "NVIDIA_VISIBLE_DEVICES": "void",
+        "SNAPBACK_GMS_DEVICE": "claimed",
+        "SNAPBACK_GPU_0": uuids[0],
+        "SNAPBACK_GPU_1": uuids[1],
+    }
+    assert [path for path, _ in found["mounts"]] == ["/run/snapback/gpu/0", "/run/snapback/gpu/1"]
+    assert all(options.split(",")[0] == "ro" for _, options in found["mounts"])
+    assert kubectl.python("p", LOOK, "other") == {"environment": {}, "devices": {}, "mounts": []}
+
+
+def test_pods_share_no_device_and_one_too_many_waits_until_one_is_free(
+    kubectl: Kubectl, drivers: dict[str, Driver]
+) -> None:
+    kubectl.apply(template("one"))
+    names = [f"p{number}" for number in range(DEVICES * len(drivers))]
+    for name in names:
+        kubectl.apply(pod(name, container("main", resources=GPU), claim="one"))
+    kubectl.wait(*(f"pod/{name}" for name in names), until="condition=Ready")
+    uuids = [kubectl.python(name, LOOK)["environment"]["SNAPBACK_GPU_0"] for name in names]
+    assert sorted(uuids) == sorted(
+        uuid for driver in drivers.values() for uuid in driver.devices().values()
+    )
+    kubectl.apply(pod("late", container("main", resources=GPU), claim="one"))
+    kubectl.wait("pod/late", until="condition=PodScheduled=false")
+    message = condition(kubectl, "late", "PodScheduled")["message"]
+    assert "cannot allocate all claims" in message
+    kubectl.run("delete", "pod", names[0])
+    kubectl.wait("pod/late", until="condition=Ready")
+    assert kubectl.python("late", LOOK)["environment"]["SNAPBACK_GPU_0"] == uuids[0]
+
+
+def test_containers_and_pods_that_share_a_claim_have_the_same_device(kubectl: Kubectl) -> None:
+    claim = template("shared")
+    claim |= {"kind": "ResourceClaim", "spec": claim["spec"]["spec"]}
+    mains = [container("main", resources=GPU), container("second", resources=GPU)]
+    shared = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "shared"}]}
+    kubectl.apply(claim, pod("p", *mains, **shared), pod("q", mains[0], **shared))
+    kubectl.wait("pod/p", "pod/q", until="condition=Ready")
+    found = [
+        kubectl.python(name, LOOK, each)
+        for name, each in (("p", "main"), ("p", "second"), ("q", "main"))
+    ]
+    assert found[0]["devices"] == found[1]["devices"] == found[2]["devices"]
+    assert list(found[0]["devices"]) == ["0"]
+
+
+def test_selectors_that_are_written_for_nvidias_driver_choose_simulated_devices(
+    kubectl: Kubectl,
+) -> None:
+    selector = (
+        "device.attributes['gpu.nvidia.com'].productName.lowerAscii().matches('^.*h200.*$') && "
+        "device.capacity['gpu.nvidia.com'].memory.compareTo(quantity('512Mi')) >= 0 && "
+        "device.attributes['gpu.nvidia.com'].cudaComputeCapability"
+        ".compareTo(semver('8.0.0')) >= 0"
+    )
+    kubectl.apply(
+        template("fits", selector=selector),
+        template("larger", selector=selector.replace("512Mi", "80Gi")),
+        pod("fits", container("main", resources=GPU), claim="fits"),
+        pod("larger", container("main", resources=GPU), claim="larger"),
+    )
+    kubectl.wait("pod/fits", until="condition=Ready")
+    kubectl.wait("pod/larger", until="condition=PodScheduled=false")
+    assert "cannot allocate all claims" in condition(kubectl, "larger", "PodScheduled")["message"]
+
+
+def test_nothing_of_a_claim_is_left_when_its_pod_is_deleted(
+    kubectl: Kubectl, drivers: dict[str, Driver]
+) -> None:
+    kubectl.apply(template("one"), pod("p", container("main", resources=GPU), claim="one"))
+    kubectl.wait("pod/p", until="condition=Ready")
+    driver = driver_of(kubectl, drivers, "p")
+    (uid,) = claims_of(kubectl).values()
+    assert driver.holds(uid)
+    kubectl.run("delete", "pod", "p")
+    until(lambda: not driver.holds(uid), "unprepare")
+    until(lambda: not claims_of(kubectl), "the end of the claim")
+
+
+def memory_server(limit: str) -> dict[str, Any]:
+    """Return the memory server of a pod, as a sidecar that is ready when its socket answers."""
+    settings = {
+        "SNAPBACK_NODE": "in-the-pod",
+        "SNAPBACK_STATE_DIR": "/sockets/state",
+        "SNAPBACK_ARTIFACT_ROOT": "/sockets/artifacts",
+        "SNAPBACK_SOCKET_DIR": "/sockets",
+        "SNAPBACK_NATS_URL": "nats://127.0.0.1:9",
+    }
+    return container(
+        "gms",
+        sys.executable,
+        "-m",
+        "gms.main",
+        restartPolicy="Always",
+        env=[{"name": name, "value": value} for name, value in settings.items()],
+        resources=GPU | {"limits": {"memory": limit}},
+        startupProbe={
+            "exec": {"command": ["/usr/bin/test", "-S", "/sockets/gms-grpc.sock"]},
+            "periodSeconds": 1,
+            "failureThreshold": 60,
+        },
+        volumeMounts=[{"name": "sockets", "mountPath": "/sockets"}],
+    )
+
+
+def engine(name: str) -> dict[str, Any]:
+    return container(
+        name,
+        resources=GPU | {"limits": {"memory": "100Mi"}},
+        env=[{"name": "GMS_SOCKET_DIR", "value": "/sockets"}],
+        volumeMounts=[{"name": "sockets", "mountPath": "/sockets"}],
+    )
+
+
+SERVED = {
+    "volumes": [{"name": "sockets", "emptyDir": {}}],
+    "securityContext": {"runAsUser": 1000, "runAsGroup": 1000},
+}
+"""What a pod with a memory server needs besides; no user of it is root."""
+
+
+def test_a_pods_memory_server_has_memory_of_the_device_that_its_pod_is_not_charged_for(
+    kubectl: Kubectl, drivers: dict[str, Driver]
+) -> None:
+    main = engine("main")
+    # 200 MiB of weights: more than either container may use.
+    servers = {"initContainers": [memory_server("150Mi")], **SERVED}
+    kubectl.apply(template("one"), pod("p", main, claim="one", **servers))
+    kubectl.wait("pod/p", until="condition=Ready")
+    assert kubectl.python("p", WORKER) == {"kind": "simulated", "sum": 7000}
+    assert kubectl.python("p", READER) == {"sum": 7000}
+    statuses = kubectl.get("pod", "p")["status"]
+    containers = statuses["containerStatuses"] + statuses["initContainerStatuses"]
+    assert [each["restartCount"] for each in containers] == [0, 0]
+
+
+def test_a_driver_that_is_killed_takes_no_memory_from_pods_and_ends_them_when_it_is_back(
+    kubectl: Kubectl, drivers: dict[str, Driver]
+) -> None:
+    servers = {"initContainers": [memory_server("150Mi")], **SERVED}
+    kubectl.apply(template("one"), pod("p", engine("main"), claim="one", **servers))
+    kubectl.wait("pod/p", until="condition=Ready")
+    kubectl.python("p", WORKER)
+    driver = driver_of(kubectl, drivers, "p")
+    (uid,) = claims_of(kubectl).values()
+    driver.end(signal.SIGKILL)
+    try:
+        assert kubectl.python("p", READER) == {"sum": 7000}
+        kubectl.run("delete", "pod", "p", "--wait=false")
+        assert driver.holds(uid)
+    finally:
+        driver.start()
+    kubectl.wait("pod/p", until="delete")
+    until(lambda: not driver.holds(uid), "unprepare")
+    assert len(driver.devices()) == DEVICES
+
+
+def test_a_pod_starts_again_after_a_driver_restart_that_found_no_specification(
+    kubectl: Kubectl, drivers: dict[str, Driver]
+) -> None:
+    # Unlike `sleep`, the first process of a container ends at a signal that it waits for.
+    waits = container("main", sys.executable, "-c", WAITS, resources=GPU)
+    kubectl.apply(template("one"), pod("p", waits, claim="one"))
+    kubectl.wait("pod/p", until="condition=Ready")
+    driver = driver_of(kubectl, drivers, "p")
+    before = kubectl.python("p", LOOK)
+    driver.end()
+    for file in driver.cdi.iterdir():
+        file.unlink()
+    driver.start()
+    kubectl.run("exec", "p", "--", "/usr/bin/kill", "-TERM", "1")
+    kubectl.wait("pod/p", until="jsonpath={.status.containerStatuses[0].restartCount}=1")
+    kubectl.wait("pod/p", until="condition=Ready")
+    assert kubectl.python("p", LOOK) == before
+
+
+def test_the_device_plugin_gives_limits_of_nvidia_gpus(
+    kubectl: Kubectl, drivers: dict[str, Driver]
+) -> None:
+    node, driver = next(iter(drivers.items()))
+    driver.end()
+    limits = {"resources": {"limits": {"nvidia.com/gpu": "1"}}}
+    try:
+        driver.start("device-plugin")
+        kubectl.wait(
+            f"node/{node}", until=f"jsonpath={{.status.allocatable.nvidia\\.com/gpu}}={DEVICES}"
+        )
+        # Each container has devices of its own: the API knows no claim that they share.
+        kubectl.apply(pod("p", container("main", **limits), container("second", **limits)))
+        kubectl.wait("pod/p", until="condition=Ready")
+        found = [kubectl.python("p", LOOK, each) for each in ("main", "second")]
+        uuids = [each["environment"]["SNAPBACK_GPU_0"] for each in found]
+        assert [each["devices"]["0"]["uuid"] for each in found] == uuids
+        assert len(set(uuids)) == DEVICES
+        kubectl.run("delete", "pod", "p")
+    finally:
+        driver.end()
+        driver.start()
+
+
+def test_the_devices_are_published_again_after_they_were_deleted(
+    cluster: Kubectl, drivers: dict[str, Driver]
+) -> None:
+    driver = next(iter(drivers.values()))
+    before = driver.devices()
+    assert len(before) == DEVICES
+    # As a kubelet does at its start.
+    cluster.run("delete", "resourceslices", "--all")
+    until(lambda: driver.devices() == before, "the slice")
