@@ -61,6 +61,16 @@ class Interpreter:
         any plan in what it relies on: Stale when that does not hold. `stored` is called when all
         writes are durable, before orders are published.
         """
+        try:
+            await self._carry_out(plan, read, stored)
+        except InvalidManifest as error:
+            if plan.refused is None:
+                raise
+            await self._carry_out(plan.refused(error.to_failure()), read, stored)
+
+    async def _carry_out(
+        self, plan: Plan, read: Tracker | None, stored: Callable[[], None]
+    ) -> None:
         if read is not None and is_final(plan):
             await self._confirm(read)
         for value in plan.relies_on:
@@ -70,13 +80,7 @@ class Interpreter:
         published: list[OrderStatus] = []
         changed: list[tuple[AnyObject, AnyObject]] = []
         for write in plan.writes:
-            try:
-                await self._write(write)
-            except InvalidManifest as error:
-                if plan.refused is None or write is not plan.writes[0]:
-                    raise
-                await self.apply(plan.refused(error.to_failure()), read, stored)
-                return
+            await self._write(write)
             if isinstance(write, SetStatus):
                 published += new_orders(write.old, write.new)
                 changed.append((write.old, write.new))
