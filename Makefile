@@ -10,7 +10,7 @@ STAMP := $(VENV)/.snapback-setup
 SETUP_LOCK := .setup.lock
 SERVERS := .servers
 TOOLS := .tools/bin
-NATS_CLI := $(shell awk '$$1 == "github.com/nats-io/natscli" {print $$2}' tests/support/tools/go.mod)
+CLUSTER_TOOLS := kube etcd containerd containerd-shim-runc-v2 ctr coredns helm
 # In the order of their dependencies.
 PACKAGES := services/gms-client shared services/operator services/snapshot-agent services/gms services/snapshotctl \
 	services/page
@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools cluster-tools clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -208,18 +208,13 @@ docs-test: $(STAMP) ## Type the commands of every document
 inspect-docs: $(STAMP) ## Take the answers of docs/inspect.md from a real cluster
 	$(BIN)/python -m tests.docs.inspect_page
 
-tools: ## Put the nats CLI into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
-	@mkdir -p $(TOOLS)
-	@if [[ -x "$${SNAPBACK_TOOLS:-}/nats" ]]; then \
-		install -m 755 "$$SNAPBACK_TOOLS/nats" $(TOOLS)/nats; \
-	elif [[ "$$($(TOOLS)/nats --version 2>/dev/null)" != "$(NATS_CLI)" ]]; then \
-		command -v go >/dev/null || { echo "tools: there is no Go here to build the nats CLI" \
-			"$(NATS_CLI); install Go 1.25 or later, or give a folder that has the program:" \
-			"make tools SNAPBACK_TOOLS=/usr/local/bin" >&2; exit 1; }; \
-		echo "Building the nats CLI $(NATS_CLI): a minute the first time"; \
-		cd tests/support/tools && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o "$(CURDIR)/$(TOOLS)/nats" github.com/nats-io/natscli/nats; \
-	fi
+tools: ## The nats CLI, into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
+	@tests/support/tools/install $(TOOLS) nats
 	@echo "$(TOOLS)/nats is $$($(TOOLS)/nats --version)"
+
+cluster-tools: ## The same for the programs of a cluster (built with Go: 7 minutes)
+	@tests/support/tools/install $(TOOLS) $(CLUSTER_TOOLS)
+	@echo "$(TOOLS) has $(CLUSTER_TOOLS)"
 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
