@@ -25,7 +25,7 @@ endif
 
 # What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
 # and the like.
-MARKERS ?= not root and not gpu and not docker and not slow
+MARKERS ?= not root and not gpu and not docker and not cluster and not slow
 # Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
 TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools cluster-tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools cluster-tools cluster cluster-down test-cluster clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -216,6 +216,15 @@ cluster-tools: ## The same for the programs of a cluster (built with Go: 7 minut
 	@tests/support/tools/install $(TOOLS) $(CLUSTER_TOOLS)
 	@echo "$(TOOLS) has $(CLUSTER_TOOLS)"
 
+cluster: $(STAMP) ## A real Kubernetes cluster on this machine, as root (NODES=2, NAME=dev)
+	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) up --nodes $(or $(NODES),2)
+
+cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
+	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) down
+
+test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG
+	@$(BIN)/pytest -s -m cluster tests/cluster
+
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
 
@@ -223,7 +232,7 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .peers .tools .chaos .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,13 +1,98 @@
-"""A cluster for the tests of this folder."""
+"""One cluster a session, which is started here or is the reader's, and a namespace a test."""
+
+from __future__ import annotations
 
 import os
+import re
+import secrets
+import shutil
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.cluster import programs
+from tests.cluster.cluster import FAILED, Cluster
+from tests.cluster.evidence import collect
+from tests.cluster.images import Images
+from tests.cluster.kubectl import Kubectl
+from tests.cluster.oci import programs as host_programs
+from tests.cluster.oci import write_image
+
+SHELL = "snapback.local/shell:1"
+FAILURE = pytest.StashKey[bool]()
+
+
+class Target(NamedTuple):
+    """The cluster of the tests; `own` is none where it is the reader's."""
+
+    kubectl: Kubectl
+    own: Cluster | None
+    images: Images
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Have the fixtures of a test know whether it failed."""
+    report = yield
+    item.stash[FAILURE] = item.stash.get(FAILURE, False) or report.failed
+    return report
+
+
+@pytest.fixture(scope="session")
+def target() -> Iterator[Target]:
+    """The cluster that KUBECONFIG names, or else one that ends with this session."""
+    if given := os.environ.get("KUBECONFIG"):
+        kubectl = programs.find("kubectl") or shutil.which("kubectl")
+        if kubectl is None:
+            pytest.skip(f"kubectl is missing: {programs.NEXT_STEP}")
+        yield Target(Kubectl(Path(given), Path(kubectl)), None, Images(None))
+        return
+    if why := programs.lacking():
+        pytest.skip(why)
+    cluster = Cluster(f"test-{os.getpid()}")
+    cluster.up(owned=True)
+    try:
+        yield Target(cluster.kubectl, cluster, Images(cluster))
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(scope="session")
+def kubeconfig(target: Target) -> str:
+    """The path of the kubeconfig of the cluster's administrator."""
+    return str(target.kubectl.kubeconfig)
+
+
+@pytest.fixture(scope="session")
+def own_cluster(target: Target) -> Cluster:
+    """The cluster of the tests, whose nodes a test may kill and start again."""
+    if target.own is None:
+        pytest.skip("only on a cluster that the tests start: unset KUBECONFIG")
+    return target.own
+
+
+@pytest.fixture(scope="session")
+def shell_image(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The name of an image with bash and a few programs of this host."""
+    files = host_programs("bash", "cat", "getent", "sleep")
+    archive = write_image(tmp_path_factory.mktemp("images") / "shell.tar", SHELL, files, ["bash"])
+    return target.images.provide(archive, SHELL)[SHELL]
+
 
 @pytest.fixture
-def kubeconfig() -> str:
-    found = os.environ.get("KUBECONFIG")
-    if not found:
-        pytest.skip("KUBECONFIG names no cluster")
-    return found
+def namespace(request: pytest.FixtureRequest, target: Target) -> Iterator[Kubectl]:
+    """Commands in a namespace of this test alone; if it fails, what is in there is kept."""
+    words = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower().removeprefix("test_"))
+    name = f"{words[:40].strip('-')}-{secrets.token_hex(3)}"
+    target.kubectl.run("create", "namespace", name)
+    kubectl = target.kubectl.within(name)
+    # Pods are refused until it is there.
+    kubectl.wait("serviceaccount/default", until="create")
+    yield kubectl
+    if request.node.stash.get(FAILURE, False):
+        print(f"\nobjects, events and logs are in {collect(FAILED / name, kubectl, target.own)}")
+    target.kubectl.run("delete", "namespace", name, "--wait=false")
