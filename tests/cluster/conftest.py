@@ -19,6 +19,8 @@ from tests.cluster.images import Images
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.oci import programs as host_programs
 from tests.cluster.oci import write_image
+from tests.support import service_images as images
+from tests.support.docker_engine import lacking
 
 SHELL = "snapback.local/shell:1"
 FAILURE = pytest.StashKey[bool]()
@@ -81,6 +83,16 @@ def shell_image(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str
     files = host_programs("bash", "cat", "getent", "sleep")
     archive = write_image(tmp_path_factory.mktemp("images") / "shell.tar", SHELL, files, ["bash"])
     return target.images.provide(archive, SHELL)[SHELL]
+
+
+@pytest.fixture(scope="session")
+def service_images(target: Target) -> dict[str, str]:
+    """The names of the images of the services, by those of their folders; `nats` is one more."""
+    if images.cached() is None and (why := lacking()):
+        pytest.skip(f"the images of the services cannot be built: {why}")
+    names = {name: images.image(name) for name in images.NAMES}
+    provided = target.images.provide(images.archive(), *names.values())
+    return {name: provided[image] for name, image in names.items()}
 
 
 @pytest.fixture

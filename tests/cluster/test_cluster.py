@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ import pytest
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import Target
 from tests.cluster.evidence import collect
+from tests.cluster.host import ClusterError
+from tests.cluster.images import Images
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.oci import programs, write_image
 
 pytestmark = [pytest.mark.cluster, pytest.mark.waits]
 
@@ -130,6 +135,50 @@ def test_a_node_that_is_killed_becomes_not_ready_and_comes_back_with_its_pods(
     restarted = "jsonpath={.status.containerStatuses[0].restartCount}=1"
     namespace.wait("pod/stays", until=restarted)
     namespace.wait("pod/stays", until="condition=Ready")
+
+
+def test_images_are_loaded_by_a_command_of_the_reader(
+    own_cluster: Cluster, namespace: Kubectl, tmp_path: Path
+) -> None:
+    name = "snapback.local/loaded:1"
+    archive = write_image(tmp_path / "loaded.tar", name, programs("bash"), ["bash"])
+    words = [sys.executable, "-m", "tests.cluster", "--name", own_cluster.name, "load"]
+    given = {"LOAD_IMAGES": shlex.join(words)}
+    provided = Images(None, given).provide(archive, name)
+    namespace.apply(pod("loaded", provided[name], "echo it runs", restartPolicy="Never"))
+    namespace.wait("pod/loaded", until="jsonpath={.status.phase}=Succeeded")
+    assert namespace.run("logs", "loaded") == "it runs\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({}, "give a command"), ({"LOAD_IMAGES": "false"}, "false /nowhere")]
+)
+def test_an_image_that_cannot_be_loaded_is_an_error_with_the_next_step(
+    given: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ClusterError, match=said):
+        Images(None, given).provide(Path("/nowhere"), "snapback.local/loaded:1")
+
+
+@pytest.mark.timeout(1500)
+def test_the_images_of_the_services_run(namespace: Kubectl, service_images: dict[str, str]) -> None:
+    """Each image has the packages of its service; what they do is for other tests."""
+    commands = {
+        "operator": ["python", "-P", "-c", "import snapshot_operator.main"],
+        "gms": ["python", "-P", "-c", "import gms.main"],
+        "snapshot-agent": ["python", "-P", "-c", "import snapshot_agent.main"],
+        "snapshotctl": ["snapshotctl", "--version"],
+        "page": ["python", "-P", "-c", "import snapshot_page.main"],
+        "nats": ["nats-server", "--version"],
+    }
+    assert {*commands} == {*service_images}
+    for name, command in commands.items():
+        found = pod(name, service_images[name], "", restartPolicy="Never")
+        found["spec"]["containers"][0]["command"] = command
+        namespace.apply(found)
+    for name in commands:
+        namespace.wait(f"pod/{name}", until="jsonpath={.status.phase}=Succeeded")
+    assert namespace.run("logs", "nats").startswith("nats-server: v")
 
 
 def test_what_is_kept_of_a_failed_test_has_objects_events_and_logs(
