@@ -223,7 +223,7 @@ cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) down
 
 test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG
-	@$(BIN)/pytest -s -m cluster tests/cluster
+	@$(BIN)/pytest -s -m cluster tests/cluster tests/contract
 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py

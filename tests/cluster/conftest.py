@@ -1,37 +1,24 @@
-"""One cluster a session, which is started here or is the reader's, and a namespace a test."""
+"""What tests have of the cluster of their session, and what is kept when one fails."""
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import shutil
 from collections.abc import Generator, Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from tests.cluster import programs
 from tests.cluster.cluster import FAILED, Cluster
 from tests.cluster.evidence import collect
-from tests.cluster.images import Images
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.oci import programs as host_programs
 from tests.cluster.oci import write_image
+from tests.cluster.target import Target
 from tests.support import service_images as images
 from tests.support.docker_engine import lacking
 
 SHELL = "snapback.local/shell:1"
 FAILURE = pytest.StashKey[bool]()
-
-
-class Target(NamedTuple):
-    """The cluster of the tests; `own` is none where it is the reader's."""
-
-    kubectl: Kubectl
-    own: Cluster | None
-    images: Images
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,31 +32,6 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def target() -> Iterator[Target]:
-    """The cluster that KUBECONFIG names, or else one that ends with this session."""
-    if given := os.environ.get("KUBECONFIG"):
-        kubectl = programs.find("kubectl") or shutil.which("kubectl")
-        if kubectl is None:
-            pytest.skip(f"kubectl is missing: {programs.NEXT_STEP}")
-        yield Target(Kubectl(Path(given), Path(kubectl)), None, Images(None))
-        return
-    if why := programs.lacking():
-        pytest.skip(why)
-    cluster = Cluster(f"test-{os.getpid()}")
-    cluster.up(owned=True)
-    try:
-        yield Target(cluster.kubectl, cluster, Images(cluster))
-    finally:
-        cluster.down()
-
-
-@pytest.fixture(scope="session")
-def kubeconfig(target: Target) -> str:
-    """The path of the kubeconfig of the cluster's administrator."""
-    return str(target.kubectl.kubeconfig)
-
-
-@pytest.fixture(scope="session")
 def own_cluster(target: Target) -> Cluster:
     """The cluster of the tests, whose nodes a test may kill and start again."""
     if target.own is None:
@@ -80,7 +42,7 @@ def own_cluster(target: Target) -> Cluster:
 @pytest.fixture(scope="session")
 def shell_image(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The name of an image with bash and a few programs of this host."""
-    files = host_programs("bash", "cat", "getent", "sleep")
+    files = host_programs("bash", "cat", "false", "getent", "sh", "sleep", "touch")
     archive = write_image(tmp_path_factory.mktemp("images") / "shell.tar", SHELL, files, ["bash"])
     return target.images.provide(archive, SHELL)[SHELL]
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.conftest import Target
 from tests.cluster.evidence import collect
 from tests.cluster.host import ClusterError
 from tests.cluster.images import Images
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.oci import programs, write_image
+from tests.cluster.target import Target
 
 pytestmark = [pytest.mark.cluster, pytest.mark.waits]
 
