@@ -10,7 +10,7 @@ STAMP := $(VENV)/.snapback-setup
 SETUP_LOCK := .setup.lock
 SERVERS := .servers
 TOOLS := .tools/bin
-NATS_CLI := $(shell awk '$$1 == "github.com/nats-io/natscli" {print $$2}' tests/support/tools/go.mod)
+CLUSTER_TOOLS := kube etcd containerd containerd-shim-runc-v2 ctr coredns helm
 # In the order of their dependencies.
 PACKAGES := services/gms-client shared services/operator services/snapshot-agent services/gms services/snapshotctl \
 	services/page
@@ -25,7 +25,7 @@ endif
 
 # What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
 # and the like.
-MARKERS ?= not root and not gpu and not docker and not slow
+MARKERS ?= not root and not gpu and not docker and not cluster and not slow
 # Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
 TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools cluster-tools cluster cluster-down test-cluster clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -208,18 +208,22 @@ docs-test: $(STAMP) ## Type the commands of every document
 inspect-docs: $(STAMP) ## Take the answers of docs/inspect.md from a real cluster
 	$(BIN)/python -m tests.docs.inspect_page
 
-tools: ## Put the nats CLI into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
-	@mkdir -p $(TOOLS)
-	@if [[ -x "$${SNAPBACK_TOOLS:-}/nats" ]]; then \
-		install -m 755 "$$SNAPBACK_TOOLS/nats" $(TOOLS)/nats; \
-	elif [[ "$$($(TOOLS)/nats --version 2>/dev/null)" != "$(NATS_CLI)" ]]; then \
-		command -v go >/dev/null || { echo "tools: there is no Go here to build the nats CLI" \
-			"$(NATS_CLI); install Go 1.25 or later, or give a folder that has the program:" \
-			"make tools SNAPBACK_TOOLS=/usr/local/bin" >&2; exit 1; }; \
-		echo "Building the nats CLI $(NATS_CLI): a minute the first time"; \
-		cd tests/support/tools && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o "$(CURDIR)/$(TOOLS)/nats" github.com/nats-io/natscli/nats; \
-	fi
+tools: ## The nats CLI, into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
+	@tests/support/tools/install $(TOOLS) nats
 	@echo "$(TOOLS)/nats is $$($(TOOLS)/nats --version)"
+
+cluster-tools: ## The same for the programs of a cluster (built with Go: 7 minutes)
+	@tests/support/tools/install $(TOOLS) $(CLUSTER_TOOLS)
+	@echo "$(TOOLS) has $(CLUSTER_TOOLS)"
+
+cluster: $(STAMP) ## A real Kubernetes cluster on this machine, as root (NODES=2, NAME=dev)
+	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) up --nodes $(or $(NODES),2)
+
+cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
+	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) down
+
+test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG
+	@$(BIN)/pytest -s -m cluster tests/cluster tests/contract
 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
@@ -228,7 +232,7 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .peers .tools .chaos .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+# Fixtures of all folders, as the contract of the store is kept by a cluster, too.
+from tests.cluster.target import definitions, kubeconfig, target  # noqa: F401
 from tests.support.cpu import CPU_S, cpu_limit
 from tests.support.nats_server import nats_server
 

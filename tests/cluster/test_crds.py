@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import secrets
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,8 @@ import yaml
 
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.snapback import GROUP
+from tests.cluster.kubectl import Kubectl
+from tests.cluster.target import Target
 from tests.support.crd_samples import at, document, rules, sample, schema_at
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("crds")]
@@ -42,19 +42,13 @@ STATUS = ("is never changed once it is set", "never falls")
 class Kube:
     """A namespace of a cluster, by kubectl."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, kubectl: Kubectl, namespace: str) -> None:
         self.namespace = namespace
+        self._kubectl = kubectl.within(namespace)
 
     def run(self, *words: str, given: Any = None) -> subprocess.CompletedProcess[str]:
         """What kubectl does with an object that is given to it, if one is."""
-        return subprocess.run(
-            ["kubectl", "--namespace", self.namespace, *words],
-            input=None if given is None else json.dumps(given),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return self._kubectl.try_(*words, given="" if given is None else json.dumps(given))
 
     def done(self, *words: str, given: Any = None) -> str:
         """What kubectl prints; it neither fails nor warns."""
@@ -86,32 +80,14 @@ class Kube:
 
 
 @pytest.fixture(scope="module")
-def kube() -> Iterator[Kube]:
-    if not os.environ.get("KUBECONFIG"):
-        pytest.skip("KUBECONFIG names no cluster")
-    if not shutil.which("kubectl"):
-        pytest.skip("there is no kubectl")
-    found = Kube(f"crds-{secrets.token_hex(4)}")
-    there = found.done("get", "crd", *NAMES, "--ignore-not-found", "-o", "json")
-    items = json.loads(there).get("items", []) if there else []
-    foreign = [
-        item["metadata"]["name"]
-        for item in items
-        if item["metadata"].get("labels", {}).get("app.kubernetes.io/part-of") != "snapback"
-    ]
-    if foreign:
-        pytest.skip(f"the cluster has definitions of another product: {', '.join(foreign)}")
-    found.done("apply", "--server-side", "-f", str(FOLDER))
-    for name in NAMES:
-        found.done("wait", f"crd/{name}", "--for=condition=Established", "--timeout=30s")
+def kube(target: Target, definitions: None) -> Iterator[Kube]:
+    found = Kube(target.kubectl, f"crds-{secrets.token_hex(4)}")
     found.done("create", "namespace", found.namespace)
     yield found
     for kind in KINDS_OF_OURS:
         scope = [] if KINDS[kind].namespaced else ["-l", f"test={found.namespace}"]
         found.run("delete", kind, *(scope or ["--all"]), "--wait=false")
     found.run("delete", "namespace", found.namespace, "--wait=false")
-    if not items:
-        found.run("delete", "crd", *NAMES, "--timeout=30s")
 
 
 @pytest.fixture(scope="module")

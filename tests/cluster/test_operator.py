@@ -27,6 +27,7 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import AlreadyExists, NotFound
 from snapshot_shared.orders import Presence
 from snapshot_shared.telemetry import Telemetry
+from tests.cluster.conftest import SHELL
 from tests.cluster.lying_proxy import LyingProxy, lying_proxy
 
 pytestmark = pytest.mark.cluster
@@ -101,7 +102,7 @@ class Rig(NamedTuple):
 
 
 @pytest.fixture
-async def rig(kubeconfig: str, nats_url: str) -> AsyncIterator[Rig]:
+async def rig(kubeconfig: str, shell_image: str, nats_url: str) -> AsyncIterator[Rig]:
     configuration = await load_configuration(kubeconfig)
     namespace = f"operator-{uuid.uuid4().hex[:8]}"
     async with contextlib.AsyncExitStack() as stack:
@@ -197,7 +198,7 @@ async def _without_finalizers(direct: KubeClient, namespace: str) -> None:
 def worker(script: str = "touch $SNAPSHOT_CONTROL_DIR/ready-for-snapshot; sleep 600") -> Any:
     container = {
         "name": "main",
-        "image": "snapback.local/busybox:1",
+        "image": SHELL,
         "command": ["sh", "-c", script],
         "env": [{"name": "MINE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
         "livenessProbe": {"exec": {"command": ["false"]}},

@@ -1,7 +1,6 @@
 """The two loops of the contract of the bus: real time for a server, virtual for the simulated."""
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -16,11 +15,3 @@ def pytest_asyncio_loop_factories(
     if "broker" not in getattr(item, "fixturenames", ()):
         return {"nats": asyncio.new_event_loop}
     return {"simulated": VirtualLoop, "nats": asyncio.new_event_loop}
-
-
-@pytest.fixture
-def kubeconfig() -> str:
-    found = os.environ.get("KUBECONFIG")
-    if not found:
-        pytest.skip("KUBECONFIG names no cluster")
-    return found

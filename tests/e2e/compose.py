@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.e2e.engine import Engine
+from tests.support.docker_engine import Engine
+from tests.support.service_images import REPOSITORY, environment
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND_S = 300.0
-BUILD_S = 900.0
 
 _ASK = """
 import json, socket, sys
@@ -38,11 +35,7 @@ class Compose:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._environment = os.environ | {
-            "DOCKER_HOST": engine.host,
-            "DOCKER_CONFIG": str(REPOSITORY / ".tools" / "docker"),
-            "SIZE_MIB": "32",
-        }
+        self._environment = environment(engine) | {"SIZE_MIB": "32"}
 
     def try_(self, *words: str, given: str = "", within_s: float = COMMAND_S) -> Ended:
         """Run a command to its end."""
@@ -63,11 +56,6 @@ class Compose:
         ended = self.try_(*words, given=given, within_s=within_s)
         assert ended.code == 0, f"{' '.join(words)}: {ended.code}\n{ended.out}\n{ended.err}"
         return ended.out
-
-    def build(self) -> None:
-        """Build all images without a registry, and print their sizes."""
-        said = self.run("deploy/images/build.sh", "--no-registry", within_s=BUILD_S)
-        print(said)
 
     def docker(self, *words: str) -> str:
         return self.run("docker", *words)

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.compose import REPOSITORY, Compose
-from tests.e2e.engine import engine, lacking
+from tests.e2e.compose import Compose
+from tests.support import service_images
+from tests.support.docker_engine import engine, lacking
+from tests.support.service_images import REPOSITORY
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +20,7 @@ def docker() -> Iterator[Compose]:
         tools = compose.try_("tests/e2e/tools.sh", within_s=900)
         if tools.code:
             pytest.skip(tools.err.strip().splitlines()[-1])
-        compose.build()
+        service_images.provide(found)
         yield compose
 
 

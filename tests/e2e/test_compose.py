@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.compose import REPOSITORY, Compose
+from tests.e2e.compose import Compose
+from tests.support.service_images import REPOSITORY
 
 pytestmark = [pytest.mark.docker, pytest.mark.waits, pytest.mark.timeout(1500)]
 

@@ -59,7 +59,7 @@ def engine() -> Iterator[Engine]:
     if host := os.environ.get("DOCKER_HOST"):
         yield Engine(host, None)
         return
-    folder = Path(tempfile.mkdtemp(prefix="snapback-e2e-"))
+    folder = Path(tempfile.mkdtemp(prefix="snapback-docker-"))
     host, group = f"unix://{folder}/docker.sock", f"/{folder.name}"
     words = [
         f"--data-root={folder}/data",

@@ -1,5 +1,5 @@
-// Locks the nats CLI that `make tools` builds: go.sum has the hash of every module.
-module snapback/tools
+// Locks the nats CLI: go.sum has the hash of every module.
+module snapback/tools/nats
 
 go 1.25.0
 

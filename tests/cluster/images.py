@@ -1,0 +1,58 @@
+"""How images get to the nodes: into those of a cluster that was started here, or by the reader."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.host import ClusterError
+
+NEXT_STEP = (
+    "the cluster of KUBECONFIG needs images of this repository; give a command that takes the path"
+    " of an archive, LOAD_IMAGES='kind load image-archive', or a registry to which docker may push,"
+    " REGISTRY=registry.example/snapback"
+)
+
+
+class Images:
+    """Puts images where the pods of a cluster find them; `cluster` is one that was started here."""
+
+    def __init__(
+        self, cluster: Cluster | None, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self._cluster = cluster
+        self._command = shlex.split(environment.get("LOAD_IMAGES", ""))
+        self._registry = environment.get("REGISTRY", "").rstrip("/")
+
+    def provide(self, archive: Path, *names: str) -> dict[str, str]:
+        """Provide the images of an archive; return what pods call them, by their names there.
+
+        Raise ClusterError where there is no way, or the way fails.
+        """
+        if self._cluster:
+            self._cluster.load(archive)
+        elif self._command:
+            _run(*self._command, str(archive))
+        elif self._registry:
+            return self._push(archive, names)
+        else:
+            raise ClusterError(NEXT_STEP)
+        return {name: name for name in names}
+
+    def _push(self, archive: Path, names: tuple[str, ...]) -> dict[str, str]:
+        _run("docker", "load", "--input", str(archive))
+        pushed = {name: f"{self._registry}/{name.rpartition('/')[2]}" for name in names}
+        for name, target in pushed.items():
+            _run("docker", "tag", name, target)
+            _run("docker", "push", target)
+        return pushed
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ClusterError(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")

@@ -1,0 +1,68 @@
+"""The cluster of a session of tests: it is started for them, or is the reader's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.cluster import programs
+from tests.cluster.cluster import Cluster
+from tests.cluster.images import Images
+from tests.cluster.kubectl import Kubectl
+
+
+class Target(NamedTuple):
+    """The cluster of the tests; `own` is none where it is the reader's."""
+
+    kubectl: Kubectl
+    own: Cluster | None
+    images: Images
+
+
+@pytest.fixture(scope="session")
+def target() -> Iterator[Target]:
+    """The cluster that KUBECONFIG names, or else one that ends with this session."""
+    if given := os.environ.get("KUBECONFIG"):
+        kubectl = programs.find("kubectl") or shutil.which("kubectl")
+        if kubectl is None:
+            pytest.skip(f"kubectl is missing: {programs.NEXT_STEP}")
+        yield Target(Kubectl(Path(given), Path(kubectl)), None, Images(None))
+        return
+    if why := programs.lacking():
+        pytest.skip(why)
+    cluster = Cluster(f"test-{os.getpid()}")
+    cluster.up(owned=True)
+    try:
+        yield Target(cluster.kubectl, cluster, Images(cluster))
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(scope="session")
+def definitions(target: Target) -> Iterator[None]:
+    """The CustomResourceDefinitions of this repository are in the cluster, and no others."""
+    files = sorted((programs.REPOSITORY / "deploy" / "crds").iterdir())
+    names = [file.stem for file in files]
+    said = target.kubectl.run("get", "crd", *names, "--ignore-not-found", "--output", "json")
+    before = json.loads(said).get("items", []) if said else []
+    label = "app.kubernetes.io/part-of"
+    if any(found["metadata"].get("labels", {}).get(label) != "snapback" for found in before):
+        pytest.skip(f"the cluster has some of {', '.join(names)} from another product")
+    target.kubectl.run("apply", "--server-side", "--filename", str(files[0].parent))
+    for name in names:
+        target.kubectl.wait(f"crd/{name}", until="condition=Established", within_s=30)
+    yield
+    if not before and not target.own:
+        target.kubectl.run("delete", "crd", *names, "--timeout=30s")
+
+
+@pytest.fixture(scope="session")
+def kubeconfig(target: Target, definitions: None) -> str:
+    """The path of the kubeconfig of the administrator of a cluster with our definitions."""
+    return str(target.kubectl.kubeconfig)
