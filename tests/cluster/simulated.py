@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gms.domain.claims import DRIVER, cdi_file
+from tests.cluster.kubectl import Kubectl
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "snapback.local/pause:1"
@@ -29,38 +27,11 @@ HOST_PATHS = ("/usr", "/lib", "/lib64", sys.base_prefix, str(ROOT))
 """What an image without files gets of the host, to run this Python with these packages."""
 
 
-class Kubectl:
-    """The cluster that KUBECONFIG names, in one namespace."""
+class PodKubectl(Kubectl):
+    """Commands in one namespace, of pods that run this Python."""
 
-    def __init__(self, kubeconfig: Path, namespace: str = "default") -> None:
-        found = shutil.which("kubectl", path=f"{ROOT / '.tools/bin'}:{os.environ['PATH']}")
-        if found is None:
-            pytest.skip("kubectl is missing: put it on PATH")
-        self.kubeconfig = kubeconfig
-        self.namespace = namespace
-        self._words = [found, "--kubeconfig", str(kubeconfig), "--namespace", namespace]
-
-    def run(self, *words: str, given: str = "") -> str:
-        done = subprocess.run(
-            [*self._words, *words],
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S + 30,
-            check=False,
-        )
-        assert done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}{done.stdout}"
-        return done.stdout
-
-    def apply(self, *objects: Mapping[str, Any]) -> None:
-        document = {"apiVersion": "v1", "kind": "List", "items": objects}
-        self.run("apply", "--filename", "-", given=json.dumps(document))
-
-    def get(self, kind: str, name: str = "", *words: str) -> Any:
-        return json.loads(self.run("get", kind, *([name] if name else []), "-o", "json", *words))
-
-    def wait(self, *objects: str, until: str) -> None:
-        self.run("wait", *objects, f"--for={until}", f"--timeout={PATIENCE_S:g}s")
+    def wait(self, *objects: str, until: str, within_s: float = PATIENCE_S) -> None:
+        super().wait(*objects, until=until, within_s=within_s)
 
     def python(self, pod: str, code: str, container: str = "main") -> Any:
         """Run code in a container and return the JSON that it prints."""
@@ -119,12 +90,10 @@ class Driver:
 
     def devices(self) -> dict[str, str]:
         """Return the uuids of the devices that are published, by name."""
-        slices = self._kubectl.get(
-            "resourceslices", "", f"--field-selector=spec.nodeName={self.node}"
-        )
+        where = f"--field-selector=spec.nodeName={self.node}"
         return {
             device["name"]: device["attributes"]["gpu.nvidia.com/uuid"]["string"]
-            for each in slices["items"]
+            for each in self._kubectl.list("resourceslices", where)
             for device in each["spec"]["devices"]
         }
 

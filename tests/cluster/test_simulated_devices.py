@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import sys
@@ -18,12 +17,13 @@ from tests.cluster.simulated import (
     GPU,
     ROOT,
     Driver,
-    Kubectl,
+    PodKubectl,
     container,
     pod,
     template,
     until,
 )
+from tests.cluster.target import Target
 
 pytestmark = [pytest.mark.cluster, pytest.mark.root, pytest.mark.cpu(240)]
 
@@ -57,21 +57,17 @@ with client.connect(0, lock='RO', deadline_s=60) as pool:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Kubectl:
-    """The cluster of KUBECONFIG, whose nodes are on this machine."""
-    given = os.environ.get("KUBECONFIG", "")
-    if not given:
-        pytest.skip("KUBECONFIG is not set: start a cluster on this machine")
-    kubectl = Kubectl(Path(given))
-    missing = [node for node in nodes(kubectl) if not (home(given, node) / "kubelet").is_dir()]
-    if missing:
-        pytest.skip(f"{missing[0]} of {given} has no kubelet folder on this machine")
-    kubectl.run("apply", "--filename", str(ROOT / "deploy/simulation/device-class.yaml"))
-    return kubectl
+def cluster(target: Target) -> PodKubectl:
+    """The cluster of the session, whose nodes have their folders on this machine."""
+    if target.own is None:
+        pytest.skip("only on a cluster that the tests start: unset KUBECONFIG")
+    found = target.kubectl
+    found.run("apply", "--filename", str(ROOT / "deploy/simulation/device-class.yaml"))
+    return PodKubectl(found.kubeconfig, found.program)
 
 
-def nodes(kubectl: Kubectl) -> list[str]:
-    return [each["metadata"]["name"] for each in kubectl.get("nodes")["items"]]
+def nodes(kubectl: PodKubectl) -> list[str]:
+    return [each["metadata"]["name"] for each in kubectl.list("nodes")]
 
 
 def home(kubeconfig: str, node: str) -> Path:
@@ -81,7 +77,7 @@ def home(kubeconfig: str, node: str) -> Path:
 
 @pytest.fixture(scope="module")
 def drivers(
-    cluster: Kubectl, tmp_path_factory: pytest.TempPathFactory
+    cluster: PodKubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Driver]]:
     state = tmp_path_factory.mktemp("d")
     found = {
@@ -98,11 +94,11 @@ def drivers(
 
 
 @pytest.fixture
-def kubectl(cluster: Kubectl, drivers: dict[str, Driver]) -> Iterator[Kubectl]:
+def kubectl(cluster: PodKubectl, drivers: dict[str, Driver]) -> Iterator[PodKubectl]:
     """A namespace of its own; the devices of its pods are free again after the test."""
     namespace = f"dra-{secrets.token_hex(4)}"
     cluster.run("create", "namespace", namespace)
-    within = Kubectl(cluster.kubeconfig, namespace)
+    within = PodKubectl(cluster.kubeconfig, cluster.program, namespace)
     within.wait("serviceaccount/default", until="create")
     try:
         yield within
@@ -111,24 +107,23 @@ def kubectl(cluster: Kubectl, drivers: dict[str, Driver]) -> Iterator[Kubectl]:
         cluster.run("delete", "namespace", namespace, "--wait=false")
 
 
-def claims_of(kubectl: Kubectl) -> dict[str, str]:
+def claims_of(kubectl: PodKubectl) -> dict[str, str]:
     return {
-        each["metadata"]["name"]: each["metadata"]["uid"]
-        for each in kubectl.get("resourceclaims")["items"]
+        each["metadata"]["name"]: each["metadata"]["uid"] for each in kubectl.list("resourceclaims")
     }
 
 
-def driver_of(kubectl: Kubectl, drivers: dict[str, Driver], name: str) -> Driver:
+def driver_of(kubectl: PodKubectl, drivers: dict[str, Driver], name: str) -> Driver:
     return drivers[kubectl.get("pod", name)["spec"]["nodeName"]]
 
 
-def condition(kubectl: Kubectl, name: str, kind: str) -> dict[str, Any]:
+def condition(kubectl: PodKubectl, name: str, kind: str) -> dict[str, Any]:
     conditions = kubectl.get("pod", name)["status"].get("conditions", [])
     return next((each for each in conditions if each["type"] == kind), {})
 
 
 def test_a_container_has_the_devices_of_its_claim_and_others_have_none(
-    kubectl: Kubectl, drivers: dict[str, Driver]
+    kubectl: PodKubectl, drivers: dict[str, Driver]
 ) -> None:
     both, bare = container("main", resources=GPU), container("other")
     kubectl.apply(template("two", count=2), pod("p", both, bare, claim="two"))
@@ -150,7 +145,7 @@ def test_a_container_has_the_devices_of_its_claim_and_others_have_none(
 
 
 def test_pods_share_no_device_and_one_too_many_waits_until_one_is_free(
-    kubectl: Kubectl, drivers: dict[str, Driver]
+    kubectl: PodKubectl, drivers: dict[str, Driver]
 ) -> None:
     kubectl.apply(template("one"))
     names = [f"p{number}" for number in range(DEVICES * len(drivers))]
@@ -170,7 +165,7 @@ def test_pods_share_no_device_and_one_too_many_waits_until_one_is_free(
     assert kubectl.python("late", LOOK)["environment"]["SNAPBACK_GPU_0"] == uuids[0]
 
 
-def test_containers_and_pods_that_share_a_claim_have_the_same_device(kubectl: Kubectl) -> None:
+def test_containers_and_pods_that_share_a_claim_have_the_same_device(kubectl: PodKubectl) -> None:
     claim = template("shared")
     claim |= {"kind": "ResourceClaim", "spec": claim["spec"]["spec"]}
     mains = [container("main", resources=GPU), container("second", resources=GPU)]
@@ -186,7 +181,7 @@ def test_containers_and_pods_that_share_a_claim_have_the_same_device(kubectl: Ku
 
 
 def test_selectors_that_are_written_for_nvidias_driver_choose_simulated_devices(
-    kubectl: Kubectl,
+    kubectl: PodKubectl,
 ) -> None:
     selector = (
         "device.attributes['gpu.nvidia.com'].productName.lowerAscii().matches('^.*h200.*$') && "
@@ -206,7 +201,7 @@ def test_selectors_that_are_written_for_nvidias_driver_choose_simulated_devices(
 
 
 def test_nothing_of_a_claim_is_left_when_its_pod_is_deleted(
-    kubectl: Kubectl, drivers: dict[str, Driver]
+    kubectl: PodKubectl, drivers: dict[str, Driver]
 ) -> None:
     kubectl.apply(template("one"), pod("p", container("main", resources=GPU), claim="one"))
     kubectl.wait("pod/p", until="condition=Ready")
@@ -261,7 +256,7 @@ SERVED = {
 
 
 def test_a_pods_memory_server_has_memory_of_the_device_that_its_pod_is_not_charged_for(
-    kubectl: Kubectl, drivers: dict[str, Driver]
+    kubectl: PodKubectl, drivers: dict[str, Driver]
 ) -> None:
     main = engine("main")
     # 200 MiB of weights: more than either container may use.
@@ -276,7 +271,7 @@ def test_a_pods_memory_server_has_memory_of_the_device_that_its_pod_is_not_charg
 
 
 def test_a_driver_that_is_killed_takes_no_memory_from_pods_and_ends_them_when_it_is_back(
-    kubectl: Kubectl, drivers: dict[str, Driver]
+    kubectl: PodKubectl, drivers: dict[str, Driver]
 ) -> None:
     servers = {"initContainers": [memory_server("150Mi")], **SERVED}
     kubectl.apply(template("one"), pod("p", engine("main"), claim="one", **servers))
@@ -297,7 +292,7 @@ def test_a_driver_that_is_killed_takes_no_memory_from_pods_and_ends_them_when_it
 
 
 def test_a_pod_starts_again_after_a_driver_restart_that_found_no_specification(
-    kubectl: Kubectl, drivers: dict[str, Driver]
+    kubectl: PodKubectl, drivers: dict[str, Driver]
 ) -> None:
     # Unlike `sleep`, the first process of a container ends at a signal that it waits for.
     waits = container("main", sys.executable, "-c", WAITS, resources=GPU)
@@ -316,7 +311,7 @@ def test_a_pod_starts_again_after_a_driver_restart_that_found_no_specification(
 
 
 def test_the_device_plugin_gives_limits_of_nvidia_gpus(
-    kubectl: Kubectl, drivers: dict[str, Driver]
+    kubectl: PodKubectl, drivers: dict[str, Driver]
 ) -> None:
     node, driver = next(iter(drivers.items()))
     driver.end()
@@ -340,7 +335,7 @@ def test_the_device_plugin_gives_limits_of_nvidia_gpus(
 
 
 def test_the_devices_are_published_again_after_they_were_deleted(
-    cluster: Kubectl, drivers: dict[str, Driver]
+    cluster: PodKubectl, drivers: dict[str, Driver]
 ) -> None:
     driver = next(iter(drivers.values()))
     before = driver.devices()
