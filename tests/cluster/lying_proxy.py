@@ -16,11 +16,11 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 
 from snapshot_operator.kube.client import path_kind
 
-Answer = int | Literal["cut", "lost"]
+Answer = int | Literal["cut", "lost", "page"]
 
 
 class Lie(NamedTuple):
-    """What is answered instead: an HTTP status, a cut before the request, or one after it."""
+    """What is answered instead: an HTTP status, a page, a cut before the request or after it."""
 
     answer: Answer
     method: str = ""
@@ -58,11 +58,16 @@ class LyingProxy:
     def cut_watches(self) -> None:
         """End every watch as a broken connection does."""
         for watch in self._watches:
-            watch.cancel()
+            watch.cancel("cut")
 
-    def _lie(self, request: web.Request, kind: str) -> Lie | None:
+    def end_watches(self) -> None:
+        """End every watch as a server does when its time is over."""
+        for watch in self._watches:
+            watch.cancel("end")
+
+    def _lie(self, verb: str, kind: str) -> Lie | None:
         for index, lie in enumerate(self._lies):
-            if lie.method in ("", request.method) and lie.kind in ("", kind) and lie.times > 0:
+            if lie.method in ("", verb) and lie.kind in ("", kind) and lie.times > 0:
                 self._lies[index] = lie._replace(times=lie.times - 1)
                 return lie
         return None
@@ -70,10 +75,13 @@ class LyingProxy:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         kind = path_kind(request.path)
         is_watch = "watch" in request.query
-        self.requests["WATCH" if is_watch else request.method, kind] += 1
-        lie = self._lie(request, kind)
+        verb = "WATCH" if is_watch else request.method
+        self.requests[verb, kind] += 1
+        lie = self._lie(verb, kind)
         if lie is not None and lie.answer == "cut":
             return _cut(request)
+        if lie is not None and lie.answer == "page":
+            return web.Response(text="<html>", content_type="text/html")
         if lie is not None and isinstance(lie.answer, int):
             status = {
                 "kind": "Status",
@@ -122,11 +130,11 @@ class LyingProxy:
         self._watches.add(watch)
         try:
             await watch
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as ended:
             if not watch.done():
                 watch.cancel()
                 raise
-            return _cut(request)
+            return response if "end" in ended.args else _cut(request)
         finally:
             self._watches.discard(watch)
         return response

@@ -17,7 +17,7 @@ from snapshot_operator.kube.client import KubeClient, load_configuration
 from snapshot_operator.kube.lease import KubeLease
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import NotFound
-from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
+from tests.cluster.lying_proxy import Answer, Lie, LyingProxy, lying_proxy
 
 pytestmark = pytest.mark.cluster
 
@@ -102,10 +102,23 @@ async def test_a_holder_learns_that_another_has_taken_the_lease(rig: Rig) -> Non
     await first.aclose()
 
 
-async def test_every_failure_of_the_api_server_is_waited_out_by_who_stands_by(rig: Rig) -> None:
-    with rig.proxy.lying(Lie(500)):
+@pytest.mark.parametrize("answer", [403, 429, 500, "cut"])
+async def test_a_failure_of_the_api_server_is_waited_out_by_who_stands_by(
+    rig: Rig, answer: Answer
+) -> None:
+    with rig.proxy.lying(Lie(answer)):
         waiting = asyncio.ensure_future(held(rig.lease("first", rig.behind_proxy), 30.0))
         await asyncio.sleep(LASTS_S / 2)
         assert not waiting.done()
     stack, _ = await waiting
     await stack.aclose()
+
+
+async def test_a_holder_whose_renewals_get_answers_of_no_api_server_stops_in_time(
+    rig: Rig,
+) -> None:
+    first, lost = await held(rig.lease("first", rig.behind_proxy), 5.0)
+    with rig.proxy.lying(Lie("page")):
+        async with asyncio.timeout(LASTS_S):
+            await lost.wait()
+    await first.aclose()

@@ -32,7 +32,7 @@ from tests.cluster.lying_proxy import LyingProxy, lying_proxy
 
 pytestmark = pytest.mark.cluster
 
-SECONDS = 60.0
+SECONDS = 120.0
 T = TypeVar("T")
 
 

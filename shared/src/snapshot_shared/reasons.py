@@ -422,6 +422,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The kernel answered with an input/output error, or the file system is read-only.",
             "Look at the kernel's log on that node: `dmesg | tail`, and replace the disk.",
         ),
+        "Refused": Reason(
+            "The API server does not let the operator do this.",
+            "A right is missing, a quota is used up, or an admission webhook says no; the message "
+            "is that of the server.",
+            "`kubectl describe clusterrole snapback-operator`, `kubectl get quota`; it is tried "
+            "again.",
+        ),
         "ResourceExpired": Reason(
             "The API server has forgotten the changes that a watch was to continue with.",
             "The operator was cut off for longer than etcd keeps history, some minutes.",

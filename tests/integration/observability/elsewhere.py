@@ -1,4 +1,4 @@
-"""Metrics of what goes wrong: a good run does not record them, tests of `test_faults.py` do."""
+"""Metrics that a good standalone run does not record; tests of `test_faults.py` do."""
 
 from snapshot_shared import instruments
 from snapshot_shared.instruments import Instrument
@@ -9,5 +9,6 @@ RECORDED_ELSEWHERE: dict[Instrument, str] = {
     instruments.REPEATED: "test_a_repeated_order_is_counted_and_not_accepted_again",
     instruments.DEAD_LETTERS: "test_a_dead_letter_is_counted_by_its_reason",
     instruments.UNPUBLISHED: "test_an_order_that_waits_for_the_sweep_is_counted",
+    instruments.API_REQUEST_DURATION: "test_a_request_to_the_kubernetes_api_is_counted",
     instruments.CLIENTS_REFUSED: "test_a_client_without_a_session_is_counted_by_its_reason",
 }

@@ -9,17 +9,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from kubernetes_asyncio.client import Configuration
 from prometheus_client.parser import text_string_to_metric_families
 
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
 from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
+from snapshot_operator.kube.client import KubeClient
 from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier, OrderContext
+from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.journal import Journal
@@ -201,3 +205,24 @@ async def test_a_client_without_a_session_is_counted_by_its_reason(
     finally:
         await server.close()
         devices[0].close()
+
+
+async def test_a_request_to_the_kubernetes_api_is_counted() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"kind": "Status", "code": 404}, status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    metrics = scraped("snap-operator")
+    try:
+        url = "http://{}:{}".format(*runner.addresses[0][:2])
+        async with KubeClient(Configuration(host=url), metrics) as client:
+            with pytest.raises(NotFound):
+                await client.request("GET", "/api/v1/namespaces/a/pods/b")
+    finally:
+        await runner.cleanup()
+    labels = {"snapback_resource": "pods", "http_response_status_code": "404"}
+    assert read(metrics, instruments.API_REQUEST_DURATION, **labels) > 0

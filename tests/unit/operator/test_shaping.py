@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from snapshot_operator.core.checkpoint import _job
+from snapshot_operator.core.sharing import identity_hash
 from snapshot_operator.kube.shaping import find_container, job_manifest, source_template
 from snapshot_shared.errors import InvalidManifest
 from tests.support.objects import checkpoint, checkpoint_document
@@ -106,6 +107,8 @@ def test_the_job_is_owned_by_its_checkpoint_and_carries_what_was_decided() -> No
     value: Any = checkpoint(activeDeadlineSeconds=120, backoffLimit=2, sourcePolicy="Terminate")
     manifest = job_manifest(_job(value), document)
     assert manifest["metadata"]["ownerReferences"][0]["kind"] == "DynamoCheckpoint"
-    assert manifest["metadata"]["labels"] == {"nvidia.com/snapshot-checkpoint-id": "llm"}
+    labels = {"nvidia.com/snapshot-checkpoint-id": identity_hash(value)}
+    assert manifest["metadata"]["labels"] == labels
+    assert labels.items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
     assert manifest["spec"]["backoffLimit"] == 2
     assert manifest["spec"]["activeDeadlineSeconds"] == 120

@@ -143,8 +143,9 @@ async def _in_cluster(settings: OperatorSettings, environment: Environment) -> N
     ) as client:
         store = KubeStore(client, environment.jitter)
         lease = KubeLease(client, place, identity, environment.clocks, environment.jitter)
+        # Before the Lease: one that stands by is ready, or a rolling update would wait for it.
+        await environment.bus.connect_and_ensure()
         async with lease.held() as lost:
-            await environment.bus.connect_and_ensure()
             world = World(controllers.CONTROLLERS, follow=store.run)
             await serve_active(lost, Cluster(store, controllers.INDEXES), world, environment)
 

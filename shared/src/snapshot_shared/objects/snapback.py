@@ -47,6 +47,9 @@ RESTORE_FROM = "nvidia.com/restore-from"
 SNAPSHOT_UID = "nvidia.com/snapshot-uid"
 """Label of a SnapshotContent, which is in no namespace and so has no owner: whose it is."""
 
+CHECKPOINT_ID = "nvidia.com/snapshot-checkpoint-id"
+"""Label of the Job of a checkpoint, and of its pods: the identity hash."""
+
 ABORT = "nvidia.com/abort"
 """Annotation of a SnapshotContent: who wants its capture to end now."""
 

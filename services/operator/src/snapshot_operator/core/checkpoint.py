@@ -34,6 +34,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Job, JobSpec, Pod
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import (
+    CHECKPOINT_ID,
     DynamoCheckpoint,
     DynamoCheckpointStatus,
     PodSource,
@@ -348,7 +349,11 @@ def _job(checkpoint: DynamoCheckpoint) -> Job:
     spec = checkpoint.spec.job
     limit = None if spec.source_policy == "Resume" else spec.active_deadline_seconds
     return Job(
-        metadata=child_meta(checkpoint, checkpoint.metadata.name),
+        metadata=child_meta(
+            checkpoint,
+            checkpoint.metadata.name,
+            labels={CHECKPOINT_ID: identity_hash(checkpoint)},
+        ),
         spec=JobSpec(
             template=spec.pod_template_spec,
             active_deadline_seconds=limit,

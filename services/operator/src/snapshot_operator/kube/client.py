@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,7 +22,6 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import (
     AlreadyExists,
     Conflict,
-    Forbidden,
     InvalidInput,
     InvalidManifest,
     NoSpace,
@@ -31,6 +30,8 @@ from snapshot_shared.errors import (
     StoreBusy,
 )
 from snapshot_shared.metrics import OFF, Metrics
+
+T = TypeVar("T")
 
 REQUEST_S = 30.0
 """How long one request may take, in seconds."""
@@ -45,6 +46,15 @@ _CANNOT_REACH = "check that the API server runs, and the cluster and user of the
 
 class ResourceExpired(Conflict):
     """The server does not have the history any more that a watch or a page continues."""
+
+
+class Refused(StoreBusy):
+    """The API server does not let this user do this, at least for now; nothing was done.
+
+    Its own rights may be on their way to it still, a quota may be used up, a webhook may say no.
+    """
+
+    default_next_step = "compare the message with the operator's ClusterRole, quotas and webhooks"
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
@@ -117,7 +127,7 @@ class KubeClient:
     ) -> bytes:
         """Send one request and return the body of its answer.
 
-        NotFound, AlreadyExists, Conflict (ResourceExpired for history that is gone), Forbidden,
+        NotFound, AlreadyExists, Conflict (ResourceExpired for history that is gone), Refused,
         InvalidManifest, NoSpace as the server says. StoreBusy where it does not answer, or wants to
         be asked later; then a write may have been done or not.
         """
@@ -141,7 +151,7 @@ class KubeClient:
     async def watch(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Return the events of a watch as the server sends them, one JSON document each.
 
-        It ends when the server ends it. ResourceExpired, Forbidden, StoreBusy as for `request`.
+        It ends when the server ends it. ResourceExpired, Refused, StoreBusy as for `request`.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_S, sock_read=SILENCE_S)
         headers = {"Accept": "application/json"}
@@ -161,9 +171,10 @@ class KubeClient:
         data: bytes | None,
         limit: aiohttp.ClientTimeout,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        await self._client.update_params_for_auth(headers, [], ["BearerToken"])
         rest = self._client.rest_client
         try:
+            # Reads a token again that its kubelet has replaced.
+            await self._client.update_params_for_auth(headers, [], ["BearerToken"])
             async with rest.pool_manager.request(
                 verb,
                 self._host + path,
@@ -177,11 +188,19 @@ class KubeClient:
             ) as response:
                 yield response
         # A line that is longer than the buffer is a ValueError.
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, ConfigException, TimeoutError, OSError, ValueError) as error:
             raise StoreBusy(
                 f"the API server does not answer {verb} {path}: {error or type(error).__name__}",
                 next_step=_CANNOT_REACH,
             ) from error
+
+
+def decoded(decoder: msgspec.json.Decoder[T], answer: bytes) -> T:
+    """Return a decoded answer. StoreBusy for what no API server sends, such as a proxy's page."""
+    try:
+        return decoder.decode(answer)
+    except msgspec.DecodeError as error:
+        raise StoreBusy(f"the answer is none of an API server: {error}") from error
 
 
 def path_kind(path: str) -> str:
@@ -218,9 +237,7 @@ def _refusal(code: int, answer: bytes, what: str) -> SnapbackError:
         case 410, _:
             return ResourceExpired(message)
         case 401 | 403, _:
-            return Forbidden(
-                message, next_step="grant this verb to the operator's ClusterRole, or its user"
-            )
+            return Refused(message)
         case 400 | 422, _:
             return InvalidManifest(message, problems=status.details and status.details.causes)
         case _ if "database space exceeded" in message or "no space left" in message:

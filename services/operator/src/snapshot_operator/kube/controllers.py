@@ -15,6 +15,7 @@ from snapshot_operator.core.plan import NOTHING, Create, Plan, Reader, status_pl
 from snapshot_operator.core.restore import RESTORED, restore_for, restore_name, source_of
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import condition
 from snapshot_shared.objects.snapback import SnapshotRestore
 from snapshot_shared.transitions import Restore
 
@@ -42,8 +43,10 @@ def reconcile(view: PodView, now: float) -> Plan:
     if not source_of(pod) or pod.metadata.deletion_timestamp:
         return NOTHING
     if restore is None:
-        is_over = pod.status.phase in _FINISHED
-        return NOTHING if is_over else Plan((Create(restore_for(pod)),))
+        # A restore that someone has deleted is not done again: its worker may serve by now.
+        is_over = pod.status.phase in _FINISHED or condition(pod.status.conditions, RESTORED)
+        plan = Plan((Create(restore_for(pod)),), refused=lambda found: _unrestored(pod, found, now))
+        return NOTHING if is_over else plan
     match restore.status.state:
         case Restore.RESTORED:
             row = (RESTORED, True, "RestoreSucceeded", "")
@@ -52,6 +55,16 @@ def reconcile(view: PodView, now: float) -> Plan:
             row = (RESTORED, False, failure.reason, failure.message)
         case _:
             return NOTHING
+    found = condition(pod.status.conditions, RESTORED)
+    if found is not None and (found.status == "True", found.reason) == row[1:3]:
+        return NOTHING
+    rows = conditions.with_conditions(pod.status.conditions, pod, now, row)
+    return status_plan(pod, replace(pod, status=replace(pod.status, conditions=rows)))
+
+
+def _unrestored(pod: Pod, failure: Failure, now: float) -> Plan:
+    """Say at the pod that it can have no restore, such as for an annotation that is no name."""
+    row = (RESTORED, False, failure.reason, failure.message)
     rows = conditions.with_conditions(pod.status.conditions, pod, now, row)
     return status_plan(pod, replace(pod, status=replace(pod.status, conditions=rows)))
 

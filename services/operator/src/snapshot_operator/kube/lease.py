@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from snapshot_operator.kube.client import KubeClient
+from snapshot_operator.kube.client import KubeClient, decoded
 from snapshot_shared.clocks import Clocks
-from snapshot_shared.errors import AlreadyExists, Conflict, NotFound, SnapbackError
+from snapshot_shared.errors import AlreadyExists, Conflict, NotFound, SnapbackError, StoreBusy
 from snapshot_shared.tasks import any_set, end_all
 
 log = logging.getLogger(__name__)
@@ -89,33 +89,37 @@ class KubeLease:
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[asyncio.Event]:
         """Wait for the Lease and renew it for the length of the block, then give it back."""
-        taken = await self._acquired()
+        taken, asked_at = await self._acquired()
         log.info("this operator (%s) is the active one", self._identity)
         lost = asyncio.Event()
-        renewing = asyncio.ensure_future(self._renew(taken, lost))
+        renewing = asyncio.ensure_future(self._renew(taken, asked_at, lost))
         try:
             yield lost
         finally:
+            is_lost = lost.is_set()
             await end_all(renewing)
-            if not lost.is_set():
+            if not is_lost:
                 await self._release()
 
-    async def _acquired(self) -> Lease:
-        """Return the Lease as it was stored once it was this operator's."""
+    async def _acquired(self) -> tuple[Lease, float]:
+        """Return the Lease as it was stored once it was this operator's, and when that was asked.
+
+        An answer that comes when others may have taken the Lease already is of no use.
+        """
         seen, since, is_waiting = "", 0.0, False
         while True:
             try:
                 found = await self._found()
-                if found is None:
-                    return await self._store(self._taken(None))
-                if found.metadata.resource_version != seen:
-                    seen, since = found.metadata.resource_version, self._clocks.monotonic()
-                if is_free(found, self._clocks.monotonic() - since):
-                    return await self._store(self._taken(found))
+                asked_at = self._clocks.monotonic()
+                if found is not None and found.metadata.resource_version != seen:
+                    seen, since = found.metadata.resource_version, asked_at
+                if found is None or is_free(found, asked_at - since):
+                    async with asyncio.timeout(self._kept_s):
+                        return await self._store(self._taken(found)), asked_at
                 if not is_waiting:
                     log.info("%s is active: this one stands by", found.spec.holder_identity)
                     is_waiting = True
-            except (AlreadyExists, Conflict, NotFound):
+            except (AlreadyExists, Conflict, NotFound, TimeoutError):
                 log.info("another operator has taken the lease")
             except SnapbackError as error:
                 log.warning("the lease cannot be read or written: %s", error)
@@ -125,37 +129,46 @@ class KubeLease:
     def _pause_s(self) -> float:
         return self._lasts_s / 7.5 * (1 + 0.2 * self._jitter())
 
-    async def _renew(self, taken: Lease, lost: asyncio.Event) -> None:
-        """Renew until that has failed for two thirds of the time that the Lease lasts."""
-        lease, renewed_at = taken, self._clocks.monotonic()
+    @property
+    def _kept_s(self) -> float:
+        """How long this operator works without a renewal: two thirds of what the Lease lasts."""
+        return self._lasts_s * 2 / 3
+
+    async def _renew(self, taken: Lease, asked_at: float, lost: asyncio.Event) -> None:
+        """Renew until that has failed for too long; however it ends, the Lease is lost then."""
+        lease, renewed_at = taken, asked_at
         try:
             while True:
                 await any_set(self._pause_s)
                 # What counts is when it was asked for: the answer may have been under way for long.
                 asked_at = self._clocks.monotonic()
-                left_s = renewed_at + self._lasts_s * 2 / 3 - asked_at
-                async with asyncio.timeout(max(left_s, 0.0)):
-                    renewed = await self._renewed(lease)
-                if renewed is not None:
-                    lease, renewed_at = renewed, asked_at
-        except (TimeoutError, Conflict, NotFound) as error:
+                async with asyncio.timeout(max(renewed_at + self._kept_s - asked_at, 0.0)):
+                    lease, is_renewed = await self._renewed(lease)
+                if is_renewed:
+                    renewed_at = asked_at
+        except (TimeoutError, SnapbackError) as error:
             log.warning("the lease is lost: %s", error or "it could not be renewed in time")
+        finally:
             lost.set()
 
-    async def _renewed(self, lease: Lease) -> Lease | None:
-        """Return the Lease as it was renewed; None where that has to be tried again."""
-        spec = msgspec.structs.replace(lease.spec, renew_time=self._now())
+    async def _renewed(self, lease: Lease) -> tuple[Lease, bool]:
+        """Return the Lease as stored, and whether it was renewed. Conflict when it is lost."""
         try:
-            return await self._store(msgspec.structs.replace(lease, spec=spec))
-        except (Conflict, NotFound):
-            # The write before this one may have been stored although no answer came.
-            found = await self._found()
-            if found is None or found.spec.holder_identity != self._identity:
-                raise
-            return found
-        except SnapbackError as error:
+            try:
+                return await self._store(self._prolonged(lease)), True
+            except (Conflict, NotFound):
+                # The write before this one may have been stored although no answer came.
+                found = await self._found()
+                if found is None or found.spec.holder_identity != self._identity:
+                    raise
+                return await self._store(self._prolonged(found)), True
+        except StoreBusy as error:
             log.warning("the lease is not renewed: %s", error)
-            return None
+            return lease, False
+
+    def _prolonged(self, lease: Lease) -> Lease:
+        spec = msgspec.structs.replace(lease.spec, renew_time=self._now())
+        return msgspec.structs.replace(lease, spec=spec)
 
     async def _release(self) -> None:
         """Let the next operator begin at once; without this it waits for the Lease to expire."""
@@ -183,7 +196,7 @@ class KubeLease:
 
     async def _found(self) -> Lease | None:
         try:
-            return _LEASE.decode(await self._client.request("GET", f"{self._path}/{self._name}"))
+            return decoded(_LEASE, await self._client.request("GET", f"{self._path}/{self._name}"))
         except NotFound:
             return None
 
@@ -192,4 +205,4 @@ class KubeLease:
         is_new = not lease.metadata.resource_version
         verb, path = ("POST", self._path) if is_new else ("PUT", f"{self._path}/{self._name}")
         body: Any = lease
-        return _LEASE.decode(await self._client.request(verb, path, body=body))
+        return decoded(_LEASE, await self._client.request(verb, path, body=body))

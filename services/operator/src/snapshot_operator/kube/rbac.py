@@ -25,10 +25,10 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(_OURS, "dynamocheckpoints", (*_SEEN, "patch"), "its finalizer"),
+    Rule(_OURS, "dynamocheckpoints", (*_SEEN, "patch", "delete"), "finalizer, retention"),
     Rule(_OURS, "snapshots", (*_SEEN, "create", "patch", "delete"), "those of checkpoints"),
     Rule(_OURS, "snapshotcontents", (*_SEEN, "create", "patch", "delete"), "one a snapshot"),
-    Rule(_OURS, "snapshotrestores", (*_SEEN, "create", "patch", "delete"), "one a restored pod"),
+    Rule(_OURS, "snapshotrestores", (*_SEEN, "create", "patch"), "one a restored pod"),
     *(
         Rule(_OURS, f"{plural}/status", ("update",), "the operator is the only writer of it")
         for plural in ("dynamocheckpoints", "snapshots", "snapshotcontents", "snapshotrestores")

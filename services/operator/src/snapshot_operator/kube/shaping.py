@@ -25,7 +25,6 @@ READY_FILE = "ready-for-snapshot"
 """The file by which a worker says that it may be captured, in its control directory."""
 
 SOURCE_LABEL = f"{OURS}snapshot-is-checkpoint-source"
-CHECKPOINT_LABEL = f"{OURS}snapshot-checkpoint-id"
 
 # A proxy beside the worker would hold its connections, which no capture can bring back.
 _NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
@@ -37,10 +36,8 @@ def job_manifest(job: Job, checkpoint: Document) -> Document:
     InvalidManifest where the template has no container of the target's name.
     """
     spec = checkpoint["spec"]["job"]
-    checkpoint_id = checkpoint.get("status", {}).get("checkpointID") or job.metadata.name
-    labels = {CHECKPOINT_LABEL: checkpoint_id}
     template = source_template(
-        spec["podTemplateSpec"], spec.get("targetContainerName", "main"), labels
+        spec["podTemplateSpec"], spec.get("targetContainerName", "main"), job.metadata.labels
     )
     shaped: Document = {"template": template, "backoffLimit": job.spec.backoff_limit}
     if job.spec.active_deadline_seconds is not None:
@@ -48,7 +45,7 @@ def job_manifest(job: Job, checkpoint: Document) -> Document:
     return {
         "apiVersion": job.api_version,
         "kind": "Job",
-        "metadata": msgspec.to_builtins(new_meta(job.metadata, labels)),
+        "metadata": msgspec.to_builtins(new_meta(job.metadata)),
         "spec": shaped,
     }
 

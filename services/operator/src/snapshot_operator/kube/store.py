@@ -21,6 +21,7 @@ from snapshot_operator.kube.client import (
     STRATEGIC_PATCH,
     KubeClient,
     ResourceExpired,
+    decoded,
     error_status,
 )
 from snapshot_operator.kube.shaping import job_manifest
@@ -188,7 +189,11 @@ class KubeStore:
             answer = await self._client.request("GET", resource.path(namespace, name))
         except NotFound:
             return None
-        return self._keep(resource, answer)
+        value = self._keep(resource, answer)
+        if value is None:
+            # It is there: that it cannot be decoded must not pass for its absence.
+            raise StoreBusy(f"{resource.kind} {name} is there and cannot be read by this version")
+        return value
 
     async def find(self, uid: str) -> AnyObject | None:
         """Return the object with a uid as the API server has it now."""
@@ -199,15 +204,21 @@ class KubeStore:
             place = found
         else:
             return None
-        value = await self.read(*place)
-        return value if value is not None and value.metadata.uid == uid else None
+        return self._incarnation(await self.read(*place), uid)
+
+    def _incarnation(self, value: AnyObject | None, uid: str) -> AnyObject | None:
+        """Return an object that was read if it has the uid; another one of its name is reported."""
+        if value is not None and value.metadata.uid != uid:
+            self._report("MODIFIED", value)
+            return None
+        return value
 
     async def create(self, value: AnyObject) -> AnyObject:
         """Store a new object. AlreadyExists when the name is taken."""
         if isinstance(value, Node):
             raise NotFound(f"no Node is called {value.metadata.name}", kind="Node")
         resource = RESOURCES[kind_of(value).name]
-        body: Any = replace(value, metadata=new_meta(value.metadata, {}))
+        body: Any = replace(value, metadata=new_meta(value.metadata))
         if isinstance(value, Job):
             body = job_manifest(value, await self._owner_of(value))
         path = resource.path(value.metadata.namespace)
@@ -285,8 +296,11 @@ class KubeStore:
         """Take a finalizer off. None when the object is gone with it."""
         left = [name for name in value.metadata.finalizers if name != finalizer]
         changed = await self._patch(value, {"finalizers": left})
-        is_gone = value.metadata.deletion_timestamp is not None and not left
-        return None if is_gone else changed
+        if left or value.metadata.deletion_timestamp is None:
+            return changed
+        # Its deletion may have been watched before the answer came.
+        self._known[kind_of(value).name].pop(value.metadata.uid, None)
+        return None
 
     async def delete(self, value: AnyObject) -> AnyObject | None:
         """Mark the object with this uid for deletion. None when it is gone."""
@@ -296,8 +310,7 @@ class KubeStore:
         with contextlib.suppress(NotFound, Conflict):
             path = RESOURCES[kind].path_of(value)
             await self._client.request("DELETE", path, body=options)
-        left = await self.read(kind, meta.namespace, meta.name)
-        return left if left is not None and left.metadata.uid == meta.uid else None
+        return self._incarnation(await self.read(kind, meta.namespace, meta.name), meta.uid)
 
     async def _patch(self, value: AnyObject, metadata: dict[str, Any]) -> AnyObject:
         """Change metadata of the version that was read."""
@@ -324,31 +337,30 @@ class KubeStore:
         """Watch a kind, again and again; list it where the server has no history any more."""
         failures = 0
         while True:
+            before = self._versions[resource.kind]
             try:
-                if failures:
-                    await self._require_history(resource)
+                await self._require_history(resource)
                 await self._watch(resource)
-                failures = 0
             except StoreRewound:
                 raise
             except ResourceExpired as error:
                 log.info("%s are listed again: %s", resource.plural, error)
-                failures = 0 if await self._list_again(resource) else failures + 1
+                await self._list_again(resource)
             except SnapbackError as error:
                 log.warning("%s are not watched: %s", resource.plural, error)
-                failures += 1
-            if failures:
-                longest = min(MAX_RETRY_S, 2.0**failures)
-                await any_set(longest * (1 + self._jitter()) / 2)
+            # One that brought something was a good one, however it ended.
+            failures = 0 if self._versions[resource.kind] != before else failures + 1
+            longest = min(MAX_RETRY_S, 2.0 ** min(failures, 10))
+            await any_set(longest * (1 + self._jitter()) / 2)
 
     async def _require_history(self, resource: Resource) -> None:
-        """Raise StoreRewound when etcd was restored from an older backup while a watch was broken.
+        """Raise StoreRewound when etcd was restored from an older backup since the last watch.
 
         A watch from a version that is yet to come is silent, and versions that are given again mean
         other values: what is in memory is of no use then.
         """
         answer = await self._client.request("GET", resource.path(), params={"limit": "1"})
-        now, seen = _LIST.decode(answer).metadata.resource_version, self._versions[resource.kind]
+        now, seen = decoded(_LIST, answer).metadata.resource_version, self._versions[resource.kind]
         if int(now) < int(seen):
             raise StoreRewound(f"{resource.plural} are at version {now} and were at {seen}")
 
@@ -364,7 +376,7 @@ class KubeStore:
         }
         async with contextlib.aclosing(self._client.watch(resource.path(), params)) as lines:
             async for line in lines:
-                change = _CHANGE.decode(line)
+                change = decoded(_CHANGE, line)
                 if change.type == "ERROR":
                     raise watch_error(bytes(change.object))
                 if change.type != "BOOKMARK":
@@ -383,14 +395,14 @@ class KubeStore:
             if value is not None and (known is None or value is not known.value):
                 self._report("MODIFIED" if known else "ADDED", value)
 
-    async def _list_again(self, resource: Resource) -> bool:
-        """Report what has changed since the last version that was seen. Whether it could be."""
+    async def _list_again(self, resource: Resource) -> None:
+        """Report what has changed since the last version that was seen."""
         known = self._known[resource.kind]
         try:
             items, version = await self._pages(resource)
         except SnapbackError as error:
             log.warning("%s are not listed: %s", resource.plural, error)
-            return False
+            return
         listed = set()
         for item in items:
             self._take(resource, _Change("MODIFIED", item))
@@ -400,7 +412,6 @@ class KubeStore:
             if known[uid].version <= int(version):
                 self._forget(resource, known[uid].value)
         self._versions[resource.kind] = version
-        return True
 
     async def _pages(self, resource: Resource) -> tuple[Sequence[msgspec.Raw], str]:
         """Return all objects of a kind, and the version of the list."""
@@ -408,7 +419,7 @@ class KubeStore:
         params = {"limit": PAGE}
         while True:
             answer = await self._client.request("GET", resource.path(), params=params)
-            page = _LIST.decode(answer)
+            page = decoded(_LIST, answer)
             items += tuple(page.items or ())
             if not page.metadata.continue_:
                 return items, page.metadata.resource_version
@@ -420,7 +431,8 @@ class KubeStore:
         None for one that cannot be decoded: the API server may hold what an older schema let in.
         """
         try:
-            value = resource.decode(data)
+            # A copy: orders keep a view of their bytes, and with it the whole page or line.
+            value = resource.decode(bytes(data))
         except (msgspec.DecodeError, RecursionError) as error:
             name = _IDENTIFIED.decode(data).metadata.name
             log.warning("%s %s is left out: %s", resource.kind, name, error)
@@ -504,7 +516,7 @@ class _UidSearch:
             answer = await self._client.request(
                 "GET", RESOURCES[kind].path(), accept=_METADATA_ONLY
             )
-            for item in _LIST.decode(answer).items or ():
+            for item in decoded(_LIST, answer).items or ():
                 meta = _IDENTIFIED.decode(item).metadata
                 yield meta.uid, Place(kind, meta.namespace, meta.name)
 

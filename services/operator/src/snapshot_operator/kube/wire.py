@@ -6,7 +6,7 @@ have been checked by the API server, so that names and values are taken as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -275,12 +275,12 @@ def _checkpoint_spec(found: _WireCheckpointSpec) -> DynamoCheckpointSpec:
     return DynamoCheckpointSpec(**{**asdict(found), "job": job})
 
 
-def new_meta(meta: ObjectMeta, labels: Mapping[str, str]) -> ObjectMeta:
+def new_meta(meta: ObjectMeta) -> ObjectMeta:
     """Return the metadata of an object that is to be created: the API server sets the rest."""
     return ObjectMeta(
         name=meta.name,
         namespace=meta.namespace,
-        labels={**meta.labels, **labels},
+        labels=meta.labels,
         annotations=meta.annotations,
         finalizers=meta.finalizers,
         owner_references=meta.owner_references,

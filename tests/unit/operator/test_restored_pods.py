@@ -1,0 +1,84 @@
+"""What a pod of a cluster that asks for a restore gets, and what is said at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_operator.core.plan import NOTHING, Create, SetStatus
+from snapshot_operator.core.restore import RESTORED, restore_for
+from snapshot_operator.kube.controllers import PodView, reconcile
+from snapshot_shared.errors import Failure
+from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
+from snapshot_shared.objects.meta import Condition, ObjectMeta
+from snapshot_shared.objects.snapback import SnapshotRestore
+from snapshot_shared.transitions import Restore
+
+DAMAGED = Failure(reason="ArtifactCorrupt", message="a chunk differs")
+
+
+def pod(*conditions: Condition, phase: Any = "Running", **annotations: str) -> Pod:
+    wanted = annotations or {"nvidia.com/restore-from": "llm"}
+    return Pod(
+        metadata=ObjectMeta(name="p", namespace="team", uid="u", annotations=wanted, generation=3),
+        spec=PodSpec(containers=[Container(name="main")]),
+        status=PodStatus(phase=phase, node_name="node-1", conditions=list(conditions)),
+    )
+
+
+def restore(state: Restore, failure: Failure | None = None) -> SnapshotRestore:
+    made = restore_for(pod())
+    return replace(made, status=replace(made.status, state=state, failure=failure))
+
+
+def restored(status: Any, reason: str) -> Condition:
+    return Condition(type=RESTORED, status=status, reason=reason)
+
+
+def test_a_pod_that_asks_for_a_restore_gets_one() -> None:
+    (write,) = reconcile(PodView(pod()), 0.0).writes
+    assert isinstance(write, Create)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pod(other="x"),
+        pod(phase="Succeeded"),
+        pod(phase="Failed"),
+        pod(restored("True", "RestoreSucceeded")),
+        pod(restored("False", "ArtifactCorrupt")),
+    ],
+)
+def test_one_that_asks_for_none_has_ended_or_had_its_restore_gets_none(found: Pod) -> None:
+    assert reconcile(PodView(found), 0.0) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("made", "status", "reason"),
+    [
+        (restore(Restore.RESTORED), "True", "RestoreSucceeded"),
+        (restore(Restore.FAILED, DAMAGED), "False", "ArtifactCorrupt"),
+    ],
+)
+def test_the_end_of_a_restore_is_said_at_the_pod_once(
+    made: SnapshotRestore, status: str, reason: str
+) -> None:
+    (write,) = reconcile(PodView(pod(), made), 0.0).writes
+    assert isinstance(write, SetStatus)
+    (row,) = write.new.status.conditions  # type: ignore[union-attr]
+    assert (row.type, row.status, row.reason) == (RESTORED, status, reason)
+    stored = pod(restored(status, reason))
+    assert reconcile(PodView(stored, made), 9.0) == NOTHING
+
+
+def test_a_restore_that_the_api_server_refuses_is_said_at_the_pod_with_its_message() -> None:
+    plan = reconcile(PodView(pod()), 0.0)
+    assert plan.refused is not None
+    message = "spec.source: Invalid value"
+    (write,) = plan.refused(Failure(reason="InvalidManifest", message=message)).writes
+    assert isinstance(write, SetStatus)
+    (row,) = write.new.status.conditions  # type: ignore[union-attr]
+    assert (row.status, row.reason, row.message) == ("False", "InvalidManifest", message)
