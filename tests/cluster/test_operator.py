@@ -39,7 +39,7 @@ T = TypeVar("T")
 async def polled(look: Callable[[], Awaitable[T]]) -> T:
     """Return the first answer that is not empty: the API server is asked as people ask it."""
     async with asyncio.timeout(SECONDS):
-        while not (found := await look()):  # noqa: ASYNC110 - no event tells of it
+        while not (found := await look()):  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.2)
     return found
 

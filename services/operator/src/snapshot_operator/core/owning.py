@@ -21,7 +21,8 @@ def child_meta(
 ) -> ObjectMeta:
     """Return the metadata of an object that is made for another one in its namespace.
 
-    Only objects of our own kinds get the finalizer: those of Kubernetes have their own keepers.
+    Only objects of our own kinds get the finalizer: those of Kubernetes are kept by its
+    own controllers.
     """
     kind = KINDS[type(owner).__name__]
     reference = OwnerReference(

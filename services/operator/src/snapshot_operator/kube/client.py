@@ -58,10 +58,8 @@ class Refused(StoreBusy):
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
-    """The `details` of a Status that are of use here."""
+    """What is read of the `details` of a Status: each problem that the server has found."""
 
-    name: str = ""
-    kind: str = ""
     causes: list[Any] = []
 
 

@@ -119,8 +119,10 @@ class KubeLease:
                 if not is_waiting:
                     log.info("%s is active: this one stands by", found.spec.holder_identity)
                     is_waiting = True
-            except (AlreadyExists, Conflict, NotFound, TimeoutError):
+            except (AlreadyExists, Conflict, NotFound):
                 log.info("another operator has taken the lease")
+            except TimeoutError:
+                log.warning("the lease was not stored in time: the API server is slow")
             except SnapbackError as error:
                 log.warning("the lease cannot be read or written: %s", error)
             await any_set(self._pause_s)

@@ -1,4 +1,4 @@
-"""Makes the Node objects of the local cluster agree with the presence that agents announce."""
+"""Makes the Nodes that the operator knows agree with the presence that agents announce."""
 
 from __future__ import annotations
 
