@@ -204,6 +204,28 @@ async def test_every_process_of_the_session_is_stopped_and_let_go(
     await until(lambda: "T" not in (state_of(family.pid), state_of(child)), "the release")
 
 
+async def test_a_process_that_waits_for_its_vforked_child_is_stopped_with_it(node: Node) -> None:
+    # A parent cannot stop before its vforked child calls exec or ends, and a stopped child does
+    # neither. libc's own vfork cannot return into Python: clone does the same with a function.
+    program = """
+import ctypes, os, signal
+libc = ctypes.CDLL(None)
+stack = ctypes.create_string_buffer(65536)
+top = ctypes.c_void_p((ctypes.addressof(stack) + 65536) & ~15)
+CLONE_VM, CLONE_VFORK = 0x100, 0x4000
+open(os.environ["SNAPSHOT_CONTROL_DIR"] + "/forking", "w").close()
+libc.clone(libc.sleep, top, CLONE_VM | CLONE_VFORK | signal.SIGCHLD, 1)
+signal.pause()
+"""
+    source = await node.start("source", [sys.executable, "-c", program])
+    await until((source.control / "forking").exists, "the program")
+    await until(lambda: procfs.session_of(*source.worker.process)[1:], "its child")
+    driver = Cooperative()
+    await driver.freeze(a_dump(source, part=-1))
+    assert all(map(procfs.has_stopped, procfs.session_of(*source.worker.process)))
+    await driver.thaw(a_dump(source, part=-1))
+
+
 async def test_letting_a_worker_go_that_runs_changes_nothing(
     driver: ProcessDriver, node: Node, source: Source
 ) -> None:

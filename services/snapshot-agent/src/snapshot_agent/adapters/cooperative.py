@@ -45,13 +45,8 @@ class Cooperative:
 
     async def freeze(self, dump: Dump) -> None:
         """Stop every thread of the worker and return when all have stopped."""
-        worker, done = dump.worker, set[tuple[int, int]]()
-        # A process can fork until it has stopped, so look again until no new one is found.
-        while fresh := [m for m in _members(worker) if (m.pid, m.start) not in done]:
-            for member in fresh:
-                procfs.send(member, signal.SIGSTOP)
-            await processes.all_stopped(fresh)
-            done.update((member.pid, member.start) for member in fresh)
+        worker = dump.worker
+        await processes.stop(lambda: _members(worker))
         if not procfs.is_alive(*worker.process):
             raise SourceExited("the worker ended while it was frozen")
 

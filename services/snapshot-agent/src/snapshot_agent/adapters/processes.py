@@ -15,7 +15,7 @@ import shutil
 import signal
 import stat
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -249,31 +249,34 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def stopped(process: procfs.Stat) -> None:
-    """Wait until every thread of a process that was sent SIGSTOP has stopped, or it has ended.
+async def stop(members: Callable[[], Sequence[procfs.Stat]]) -> None:
+    """Send SIGSTOP to processes, and return when every thread of theirs has stopped or ended.
 
-    DeadlineExceeded after about five seconds.
+    `members` lists them; it is asked again until it returns no process that was not found stopped
+    before, because a process can fork until it has stopped. DeadlineExceeded after about five
+    seconds.
     """
-    # The kernel reports a stop to the parent alone, so the state is read again between waits for
-    # the end, which a pidfd does report.
+    found: Sequence[procfs.Stat] = ()
+    running: set[int] = set()
+    halted: set[tuple[int, int]] = set()
     for wait_s in LOOK_AGAIN_S:
-        if procfs.has_stopped(process):
+        found = members()
+        if {member.key for member in found} <= halted:
             return
-        try:
-            async with asyncio.timeout(wait_s):
-                await ended(process)
-        except TimeoutError:
-            continue
-        return
-    if not procfs.has_stopped(process):
-        raise DeadlineExceeded(
-            f"process {process.pid} did not stop within {sum(LOOK_AGAIN_S):.0f} s",
-            next_step="see what its threads wait for: /proc/<pid>/task/*/stack",
-            step="freeze",
-            budget_s=sum(LOOK_AGAIN_S),
-        )
-
-
-async def all_stopped(processes: Sequence[procfs.Stat]) -> None:
-    """Wait until each of these has stopped or ended."""
-    await asyncio.gather(*(stopped(process) for process in processes))
+        for member in found:
+            procfs.send(member, signal.SIGSTOP)
+        # The kernel reports a stop to the parent alone, so the state is read again after a wait.
+        running = {member.pid for member in found if not procfs.has_stopped(member)}
+        halted = {member.key for member in found if member.pid not in running}
+        for member in found:
+            # A parent that waits in vfork cannot stop before this child calls exec or ends.
+            if member.parent in running and member.pid not in running:
+                procfs.send(member, signal.SIGCONT)
+                halted.discard(member.key)
+        await asyncio.sleep(wait_s)
+    raise DeadlineExceeded(
+        f"processes {sorted(running)} did not stop within {sum(LOOK_AGAIN_S):.0f} s",
+        next_step="see what their threads wait for: /proc/<pid>/task/*/stack",
+        step="freeze",
+        budget_s=sum(LOOK_AGAIN_S),
+    )

@@ -18,14 +18,20 @@ from collections.abc import Iterator
 class Stat:
     """One line of /proc/<pid>/stat. `start` is field 22, in clock ticks since boot."""
 
-    __slots__ = ("pid", "session", "start", "state")
+    __slots__ = ("parent", "pid", "session", "start", "state")
 
-    def __init__(self, pid: int, state: str, session: int, start: int) -> None:
+    def __init__(self, pid: int, state: str, parent: int, session: int, start: int) -> None:
         """Use the values of one line."""
         self.pid = pid
         self.state = state
+        self.parent = parent
         self.session = session
         self.start = start
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What no other process of this boot has: pid and start."""
+        return self.pid, self.start
 
     @property
     def is_running(self) -> bool:
@@ -46,7 +52,7 @@ def _stat(path: str, pid: int) -> Stat | None:
         return None
     # The command is in parentheses and may contain any character, parentheses included.
     fields = line[line.rindex(b")") + 2 :].split()
-    return Stat(pid, fields[0].decode(), int(fields[3]), int(fields[19]))
+    return Stat(pid, fields[0].decode(), *(int(fields[at]) for at in (1, 3, 19)))
 
 
 def is_alive(pid: int, start: int) -> bool:
