@@ -91,7 +91,7 @@ class LocalProcesses:
         self, process: Process | None, where: ContainerPaths, grace_s: float
     ) -> None:
         if grace_s > 0 and process is not None and procfs.is_alive(*process):
-            for member in procfs.session_of(*process):
+            for member in procfs.family_of(*process):
                 procfs.send(member, signal.SIGCONT)
                 procfs.send(member, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -225,7 +225,7 @@ def _reap(pidfd: int) -> int | None:
 
 def _everything_of(process: Process | None, where: ContainerPaths) -> list[procfs.Stat]:
     """Return the processes of the session, and those that left it but keep its environment."""
-    members: Iterable[procfs.Stat] = procfs.session_of(*process) if process else ()
+    members: Iterable[procfs.Stat] = procfs.family_of(*process) if process else ()
     found = {member.pid: member for member in (*members, *procfs.carrying(where.marker))}
     return list(found.values())
 

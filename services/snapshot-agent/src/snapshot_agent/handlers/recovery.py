@@ -25,7 +25,7 @@ class Recoverer:
     """Recovers what an earlier agent left behind."""
 
     def __init__(
-        self, machine: Machine, orders: Orders, workers: Workers, pods: Pods, holds: Holds
+        self, machine: Machine, orders: Orders, workers: Workers, pods: Pods | None, holds: Holds
     ) -> None:
         """Use the parts of the node."""
         self._machine = machine
@@ -37,7 +37,8 @@ class Recoverer:
     async def run(self) -> None:
         """Adopt the processes, then recover the captures."""
         # All at the same time, for any of the workers may be frozen.
-        await asyncio.gather(*(self._safely(self._pods.recover, e) for e in self._all("run")))
+        if pods := self._pods:
+            await asyncio.gather(*(self._safely(pods.recover, e) for e in self._all("run")))
         await asyncio.gather(
             *(self._safely(self._recover_capture, e) for e in self._all("prepare"))
         )
