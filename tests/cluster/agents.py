@@ -22,6 +22,7 @@ def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
         "SNAPBACK_STATE_DIR": "/var/lib/snapback/agent",
         "SNAPBACK_ARTIFACT_ROOT": "/artifacts",
         "SNAPBACK_SOCKET_DIR": "/var/lib/snapback/sockets",
+        "SNAPBACK_HTTP_ADDRESS": "0.0.0.0:9090",
         "SNAPBACK_SIM": "1",
         "HOME": "/tmp",
         **settings,
@@ -40,6 +41,7 @@ def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
         "agent",
         *(sys.executable, "-m", "snapshot_agent.main"),
         env=env,
+        readinessProbe={"httpGet": {"port": 9090, "path": "/readyz"}, "periodSeconds": 1},
         securityContext={
             "runAsUser": 0,
             "capabilities": {"drop": ["ALL"], "add": list(CAPABILITIES)},
