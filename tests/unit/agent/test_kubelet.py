@@ -28,9 +28,8 @@ SYSTEMD = UID.replace("-", "_")
         (f"0::/kubepods/besteffort/pod{UID}/57b43061", "57b43061"),
         (f"0::/kubepods/pod{UID}/57b43061/nested/unit.service", "57b43061"),
         (
-            f"0::/kubepods.slice/x.slice/kubepods-burstable-pod{SYSTEMD}.slice"
-            + "/cri-containerd-57b43061.scope",
-            "cri-containerd-57b43061.scope",
+            f"0::/kubepods.slice/a-b-pod{SYSTEMD}.slice/cri-containerd-5.scope",
+            "cri-containerd-5.scope",
         ),
         (f"0::/kubepods.slice/kubepods-pod{SYSTEMD}.slice/crio-5.scope", "crio-5.scope"),
         (f"0::/../../pod{UID}/57b43061", "57b43061"),
