@@ -147,6 +147,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A container is captured for one snapshot at a time.",
             "See what the other one waits for: `snapshotctl get snapshotcontents`.",
         ),
+        "WaitingForMemoryServer": Reason(
+            "The pod has been placed, and its memory server has not started yet.",
+            "Its image is pulled, or it cannot open the devices of its claim.",
+            "Wait; `kubectl logs POD --container gms-server` shows what it does.",
+        ),
         "WaitingForPod": Reason(
             "The pod to capture is not ready for a snapshot yet, or the pod to restore not placed.",
             "The worker has not written `ready-for-snapshot` into its control directory; or no "

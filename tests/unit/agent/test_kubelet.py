@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from snapshot_agent.domain.control import Access
@@ -12,7 +10,6 @@ from snapshot_agent.domain.kubelet import (
     access_of,
     command_of,
     container_in,
-    control_volume,
     first_processes,
     name_in,
 )
@@ -86,11 +83,6 @@ def test_files_of_a_pod_with_a_user_namespace_have_its_own_ids() -> None:
     status = "Uid:\t66536\t66536\t66536\t66536\nGid:\t65536\t65536\t65536\t65536\n"
     mapped = "         0      65536      65536\n"
     assert access_of(status, mapped, mapped) == Access(1000, 0)
-
-
-def test_the_control_directory_of_a_container_is_its_part_of_the_volume() -> None:
-    found = control_volume(Path("/var/lib/kubelet/pods"), UID, "main")
-    assert found.parts[-4:] == ("volumes", "kubernetes.io~empty-dir", "snapshot-control", "main")
 
 
 def test_the_command_is_what_the_kernel_shows_of_it() -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
-from snapshot_agent.adapters.gms_grpc import GmsClient
+from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
 from snapshot_agent.adapters.kubelet import KubeletPods
 from snapshot_agent.adapters.library import ArtifactLibrary
@@ -107,10 +107,11 @@ class _Node:
         self.operator = OperatorClient(self.bus, settings.node)
         self.launcher = LocalProcesses()
         self.control = ControlDirectories()
-        self.gms = GmsClient(settings.socket_dir)
         self.drivers: dict[Driver, ProcessDriver] = {Cooperative.name: Cooperative()}
         kubelets = None
+        self.gms = GmsClient(settings.socket_dir)
         if settings.world == "kubernetes":
+            self.gms = PodGms(settings.socket_dir, settings.kubelet_dir)
             kubelets = KubeletPods(self.launcher, settings.kubelet_dir, settings.state_dir)
         else:
             # A container ends with its first process, so in a cluster none can be replaced.

@@ -21,7 +21,6 @@ from snapshot_agent.domain.kubelet import (
     access_of,
     command_of,
     container_in,
-    control_volume,
     first_processes,
     name_in,
 )
@@ -30,6 +29,7 @@ from snapshot_shared.errors import NotEligible
 from snapshot_shared.ids import Uid, check_label, check_uid
 from snapshot_shared.orders import PodRef
 from snapshot_shared.tasks import in_thread
+from snapshot_shared.volumes import CONTROL_VOLUME, folder_of
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
@@ -46,6 +46,7 @@ class KubeletPods:
     def __init__(self, launcher: Launcher, kubelet_dir: Path, state_dir: Path) -> None:
         """Use `<kubelet_dir>/pods`; the locks of containers are below `state_dir`."""
         self._launcher = launcher
+        self._kubelet_dir = kubelet_dir
         self._pods = kubelet_dir / "pods"
         self._homes = state_dir / "pods"
 
@@ -72,7 +73,7 @@ class KubeletPods:
             home=self._homes / uid / name,
             sockets=self._homes / uid / name,
             access=found.access,
-            volume=control_volume(self._pods, uid, name),
+            volume=Path(folder_of(self._kubelet_dir, uid, CONTROL_VOLUME), name),
         )
         if not paths.control.is_dir():
             raise NotEligible(

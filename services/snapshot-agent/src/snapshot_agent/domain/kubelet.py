@@ -11,13 +11,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.domain.control import Access
-
-CONTROL_VOLUME = "snapshot-control"
-"""The emptyDir of a pod that has the control directory of each container, by its name."""
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
@@ -64,11 +60,6 @@ def first_processes(seen: Iterable[SeenProcess]) -> list[SeenProcess]:
     for process in sorted(seen, key=lambda each: (each.start, each.pid)):
         firsts.setdefault(process.container, process)
     return list(firsts.values())
-
-
-def control_volume(pods: Path, pod_uid: str, container: str) -> Path:
-    """Return the control directory of a container, below the kubelet's folder of pods."""
-    return pods / pod_uid / "volumes" / "kubernetes.io~empty-dir" / CONTROL_VOLUME / container
 
 
 def access_of(status: str, uid_map: str, gid_map: str) -> Access:

@@ -10,7 +10,7 @@ from snapshot_agent.domain.driving import Phase, phase_of
 from snapshot_agent.domain.recovery import CaptureLeft, Recovery, deadline_of, decide, interruption
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.pods import Pods
-from snapshot_agent.handlers.prepare import DEADLINE_NOTE
+from snapshot_agent.handlers.prepare import DEADLINE_NOTE, with_devices
 from snapshot_agent.ports import Machine, Orders, Worker, Workers
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import SnapbackError
@@ -56,6 +56,7 @@ class Recoverer:
 
     async def _recover_capture(self, prepare: Entry) -> None:
         order = decode_json(bytes(prepare.accepted.payload), PrepareOrder)
+        order = with_devices(order, prepare.notes)
         worker = (await self._workers.resolve(order.pod)).worker
         left = self._observe(prepare, order, worker)
         decision = decide(left)
