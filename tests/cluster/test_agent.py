@@ -176,6 +176,15 @@ async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node
     await asyncio.to_thread(own_cluster.start, "node-1")
 
 
+async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(
+    rig: Rig, memory: Kubectl, artifacts: Path
+) -> None:
+    await arm(rig, "node-1", "facts", "crash")
+    await rig.apply("llm", {"spec": with_weights("node-1")["spec"]})
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    assert [path.name for path in artifacts.glob("*/*/*")] == ["gen-2"]
+
+
 async def test_a_worker_goes_on_when_its_agent_is_killed_while_it_is_frozen(
     rig: Rig, nodes: Kubectl
 ) -> None:
