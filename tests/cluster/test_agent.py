@@ -21,7 +21,7 @@ from snapshot_shared.ids import NodeName
 from tests.cluster.agents import agents, worker
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError
-from tests.cluster.simulated import GPU, ROOT, Driver, container, pod, template
+from tests.cluster.simulated import ROOT, Driver, container, pod
 from tests.cluster.test_operator import Rig, polled, rig
 from tests.support.nats_server import nats_server
 
@@ -138,7 +138,6 @@ def memory(
     try:
         for driver in drivers:
             driver.start()
-        nodes.apply(template("gpu"))
         yield nodes
         # The devices of a claim are given back by the drivers.
         nodes.run("delete", "jobs,pods", "--selector=app!=snapback-node")
@@ -151,16 +150,16 @@ def with_weights(node: str, **main: Any) -> dict[str, Any]:
     """Return a pod of a worker that has its weights on the devices of a claim."""
     # Not by `nodeName`, as only the scheduler gives a claim its devices.
     where = {"kubernetes.io/hostname": node}
-    worker = container("main", sys.executable, str(EXAMPLE), resources=GPU, **main)
+    worker = container("main", sys.executable, str(EXAMPLE), **main)
     server = container("gms-server", sys.executable, "-m", "gms.main")
-    return pod("source", worker, claim="gpu", initContainers=[server], nodeSelector=where)
+    return pod("source", worker, initContainers=[server], nodeSelector=where)
 
 
 async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node_is_lost(
     rig: Rig, memory: Kubectl, artifacts: Path, own_cluster: Cluster
 ) -> None:
     source = with_weights("node-1")["spec"]
-    await rig.apply("llm", {"spec": source})
+    await rig.apply("llm", {"spec": source}, gms={})
     await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
     assert len(list(artifacts.glob("*/*/gen-1/gpu-0"))) == 1
     own_cluster.kill("node-1")
@@ -168,6 +167,7 @@ async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node
     again["metadata"] = {"name": "again", "annotations": {"nvidia.com/restore-from": "llm"}}
     [main] = again["spec"]["containers"]
     shaping.with_control_directory(again["spec"], main)
+    shaping.with_devices(again["spec"], main, shaping.devices_name("llm"))
     shaping.with_memory_server(again["spec"], main, "none")
     memory.apply(again)
     await restored(rig, "again")
@@ -180,7 +180,7 @@ async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(
     rig: Rig, memory: Kubectl, artifacts: Path
 ) -> None:
     await arm(rig, "node-1", "facts", "crash")
-    await rig.apply("llm", {"spec": with_weights("node-1")["spec"]})
+    await rig.apply("llm", {"spec": with_weights("node-1")["spec"]}, gms={})
     await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
     assert [path.name for path in artifacts.glob("*/*/*")] == ["gen-2"]
 

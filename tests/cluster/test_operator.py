@@ -63,8 +63,10 @@ class Rig(NamedTuple):
     async def get(self, plural: str, name: str) -> Any:
         return msgspec.json.decode(await self.direct.request("GET", self.path(plural, name)))
 
-    async def apply(self, name: str, template: dict[str, Any], **job: Any) -> None:
-        document = {
+    async def apply(
+        self, name: str, template: dict[str, Any], *, gms: dict[str, Any] | None = None, **job: Any
+    ) -> None:
+        document: dict[str, Any] = {
             "apiVersion": "nvidia.com/v1alpha1",
             "kind": "DynamoCheckpoint",
             "metadata": {"name": name, "namespace": self.namespace},
@@ -76,6 +78,8 @@ class Rig(NamedTuple):
                 "job": {"podTemplateSpec": template, "sourcePolicy": "Resume", **job},
             },
         }
+        if gms is not None:
+            document["spec"] |= {"gpuMemoryService": gms}
         await self.direct.request("POST", self.path("dynamocheckpoints"), body=document)
 
     async def condition(self, plural: str, name: str, type_: str, status: str) -> Any:

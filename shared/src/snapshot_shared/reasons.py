@@ -315,6 +315,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "An order of the restore ended badly.",
             "See which one: `snapshotctl explain pod/NAME`; then delete the pod and restore again.",
         ),
+        "DRAUnavailable": Reason(
+            "The cluster has no API by which a pod claims devices (resource.k8s.io/v1).",
+            "The checkpoint asks for a memory server, which shares the devices of a claim.",
+            "Use Kubernetes 1.34 or later with a DRA driver for its GPUs, or leave out "
+            "`spec.gpuMemoryService`.",
+        ),
         "PodTemplateInvalid": Reason(
             "Kubernetes refuses the pod template of the checkpoint.",
             "The message is that of the API server and names the field; or no container has the "

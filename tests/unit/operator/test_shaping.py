@@ -10,6 +10,7 @@ import pytest
 from snapshot_operator.core.checkpoint import _job
 from snapshot_operator.core.sharing import identity_hash
 from snapshot_operator.kube.shaping import (
+    devices_template,
     find_container,
     job_manifest,
     source_template,
@@ -173,3 +174,54 @@ def test_adding_a_memory_server_twice_changes_nothing() -> None:
     before = copy.deepcopy(spec)
     with_memory_server(spec, spec["containers"][0], "gms:1")
     assert spec == before
+
+
+def of_gms(target: dict[str, Any] | None = None, **gms: Any) -> dict[str, Any]:
+    document = checkpoint_document()
+    identity = {"model": "m", "backendFramework": "vllm", "tensorParallelSize": 2}
+    main = {"name": "main", "image": "m", **(target or {})}
+    template = {"spec": {"containers": [main]}}
+    document["spec"] |= {"gpuMemoryService": gms, "identity": identity}
+    document["spec"]["job"] = {"podTemplateSpec": template}
+    return document
+
+
+@pytest.mark.parametrize(
+    ("resources", "count"),
+    [({}, 2), ({"limits": {"nvidia.com/gpu": "4"}}, 4), ({"limits": {"nvidia.com/gpu": 1}}, 1)],
+)
+def test_a_worker_claims_as_many_devices_as_its_limit_says_or_it_has_ranks(
+    resources: dict[str, Any], count: int
+) -> None:
+    document = of_gms({"resources": resources}, deviceClassName="gpu.example.com")
+    job = _job(checkpoint("llm"))
+    claimed = devices_template(job, document)
+    assert claimed is not None
+    [request] = claimed["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"] == {"deviceClassName": "gpu.example.com", "count": count}
+    assert claimed["metadata"]["ownerReferences"][0]["name"] == "llm"
+    spec = job_manifest(job, document)["spec"]["template"]["spec"]
+    name = claimed["metadata"]["name"]
+    assert spec["resourceClaims"] == [
+        {"name": "snapback-devices", "resourceClaimTemplateName": name}
+    ]
+    [main], [server] = spec["containers"], spec["initContainers"]
+    assert main["resources"]["claims"] == [{"name": "snapback-devices"}]
+    assert server["resources"]["claims"] == main["resources"]["claims"]
+    assert "nvidia.com/gpu" not in main["resources"].get("limits", {})
+
+
+@pytest.mark.parametrize("document", [of_gms(enabled=False), of_gms({"resources": CLAIM})])
+def test_no_devices_are_claimed_for_a_worker_without_gms_or_with_claims_of_its_own(
+    document: dict[str, Any],
+) -> None:
+    assert devices_template(_job(checkpoint("llm")), document) is None
+
+
+def test_a_checkpoint_that_does_not_name_gms_has_no_memory_server_and_needs_no_claim() -> None:
+    document = of_gms()
+    del document["spec"]["gpuMemoryService"]
+    job = _job(checkpoint("llm"))
+    assert devices_template(job, document) is None
+    spec = job_manifest(job, document)["spec"]["template"]["spec"]
+    assert not {"initContainers", "resourceClaims"} & set(spec)

@@ -39,6 +39,7 @@ DECIDING = (
 """Where every word of two humps is taken for a reason, wherever it stands."""
 
 NO_REASONS = frozenset(KINDS) | {
+    "ResourceClaimTemplate",
     *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
     *("FieldValueForbidden", "FieldValueInvalid"),
 }

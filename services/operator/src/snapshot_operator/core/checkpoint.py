@@ -330,7 +330,7 @@ def _refused(
     """End a checkpoint whose Job cannot be made of its template."""
     failure = replace(
         found,
-        reason="PodTemplateInvalid",
+        reason="PodTemplateInvalid" if found.reason == "InvalidManifest" else found.reason,
         next_step=found.next_step or "correct spec.job.podTemplateSpec and apply it again",
     )
     return _failed(checkpoint, base, failure, now)

@@ -82,14 +82,15 @@ def _rising(name: str) -> Rule:
 _RULES: dict[type, tuple[Rule, ...]] = {
     DynamoCheckpointSpec: (
         Rule(
-            "!has(self.gpuMemoryService.checkpoint)"
+            "!has(self.gpuMemoryService) || !has(self.gpuMemoryService.checkpoint)"
             " || !has(self.gpuMemoryService.checkpoint.loader)",
             LOADER_REFUSED,
             ".gpuMemoryService.checkpoint.loader",
             _FORBIDDEN,
         ),
         Rule(
-            "!self.gpuMemoryService.enabled || self.gpuMemoryService.mode == 'intraPod'",
+            "!has(self.gpuMemoryService) || !self.gpuMemoryService.enabled"
+            " || self.gpuMemoryService.mode == 'intraPod'",
             "a checkpoint captures GPU memory in mode intraPod alone",
             ".gpuMemoryService.mode",
         ),
@@ -135,6 +136,8 @@ _RULES: dict[type, tuple[Rule, ...]] = {
 
 _ADDITIONS = Additions(
     rules=_RULES,
+    # A worker that does not name it has no memory server, and needs no claim.
+    undefaulted=frozenset({(DynamoCheckpointSpec, "gpu_memory_service")}),
     keys={
         Condition: ("type",),
         ClientEnvVar: ("name",),

@@ -48,13 +48,15 @@ class Additions(NamedTuple):
     """What Kubernetes has to know of structs beside their fields.
 
     `keys` names the fields by which the items of a list differ. Structs in `opened` keep the fields
-    that they do not have, and those in `skeletons` are declared as the struct given there.
+    that they do not have, and those in `skeletons` are declared as the struct given there. A field
+    in `undefaulted` stays away where it is left out, because that means something else here.
     """
 
     rules: Mapping[type, tuple[Rule, ...]] = {}
     keys: Mapping[type, tuple[str, ...]] = {}
     opened: frozenset[type] = frozenset()
     skeletons: Mapping[type, type] = {}
+    undefaulted: frozenset[tuple[type, str]] = frozenset()
 
 
 def schema_of(type_: Any, additions: Additions | None = None) -> Schema:
@@ -196,7 +198,8 @@ def _(found: mi.StructType, additions: Additions) -> Schema:
         required.append(found.tag_field)
     for field in found.fields:
         schema = {"description": described(found.cls, field.name), **_schema(field.type, additions)}
-        if default := _default(field):
+        default = _default(field)
+        if default and (found.cls, field.name) not in additions.undefaulted:
             schema["default"] = default
         properties[field.encode_name] = schema
         if field.required:

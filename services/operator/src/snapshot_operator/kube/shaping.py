@@ -10,10 +10,11 @@ import copy
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.objects.kubernetes import Job
+from snapshot_shared.objects.kubernetes import GPU_RESOURCE, Job
 from snapshot_shared.volumes import CONTROL_VOLUME, GMS_VOLUME
 
 Document = dict[str, Any]
@@ -21,6 +22,8 @@ Document = dict[str, Any]
 CONTROL_PATH = "/snapshot-control"
 CONTROL_VARIABLES = ("SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR")
 """Both name the control directory; the second is what images for Dynamo read."""
+DEVICES = "snapback-devices"
+"""The claim of a pod whose devices the operator asks for."""
 GMS_PATH = "/gms-sockets"
 LEASE_SOCKET = "gms.sock"
 GMS_IMAGE = "snapback/gms:dev"
@@ -54,9 +57,11 @@ def job_manifest(job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE) -> 
     spec = checkpoint["spec"]["job"]
     target = spec.get("targetContainerName", "main")
     template = source_template(spec["podTemplateSpec"], target, job.metadata.labels)
-    if checkpoint["spec"].get("gpuMemoryService", {}).get("enabled", True):
+    if has_memory_server(checkpoint):
         pod = template["spec"]
-        with_memory_server(pod, find_container(pod, target), gms_image)
+        container = find_container(pod, target)
+        with_devices(pod, container, devices_name(job.metadata.name))
+        with_memory_server(pod, container, gms_image)
     shaped: Document = {"template": template, "backoffLimit": job.spec.backoff_limit}
     if job.spec.active_deadline_seconds is not None:
         shaped["activeDeadlineSeconds"] = job.spec.active_deadline_seconds
@@ -114,6 +119,61 @@ def with_control_directory(spec: Document, container: Document) -> None:
     put(container.setdefault("volumeMounts", []), mount, by="mountPath")
     for variable in CONTROL_VARIABLES:
         put(container.setdefault("env", []), {"name": variable, "value": CONTROL_PATH}, by="name")
+
+
+def has_memory_server(checkpoint: Document) -> bool:
+    """Whether the weights of a checkpoint's worker are to be in a memory server of its pod."""
+    gms = checkpoint["spec"].get("gpuMemoryService")
+    return gms is not None and bool(gms.get("enabled", True))
+
+
+def devices_name(checkpoint: str) -> str:
+    """Return the name of the ResourceClaimTemplate of a checkpoint's devices."""
+    return f"{checkpoint}-devices"
+
+
+def devices_template(job: Job, checkpoint: Document) -> Document | None:
+    """Return the ResourceClaimTemplate of a checkpoint's devices; None where it needs none.
+
+    As many devices as the limit of the target says, else one for each tensor and pipeline rank.
+    """
+    spec = checkpoint["spec"]
+    container = find_container(
+        spec["job"]["podTemplateSpec"]["spec"], spec["job"].get("targetContainerName", "main")
+    )
+    resources = container.get("resources", {})
+    if not has_memory_server(checkpoint) or resources.get("claims"):
+        return None
+    identity = spec["identity"]
+    ranks = identity.get("tensorParallelSize", 1) * identity.get("pipelineParallelSize", 1)
+    count = int(resources.get("limits", {}).get(GPU_RESOURCE, ranks))
+    device_class = spec["gpuMemoryService"].get("deviceClassName", "gpu.nvidia.com")
+    meta = new_meta(job.metadata)
+    request = {"name": "gpu", "exactly": {"deviceClassName": device_class, "count": max(count, 1)}}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {
+            **msgspec.to_builtins(replace(meta, finalizers=[])),
+            "name": devices_name(job.metadata.name),
+        },
+        "spec": {"spec": {"devices": {"requests": [request]}}},
+    }
+
+
+def with_devices(spec: Document, container: Document, template: str) -> None:
+    """Have a container claim the devices of a template, in place of a limit of GPUs.
+
+    One that claims devices of its own keeps these.
+    """
+    resources = container.setdefault("resources", {})
+    if resources.get("claims"):
+        return
+    for kind in ("limits", "requests"):
+        resources.get(kind, {}).pop(GPU_RESOURCE, None)
+    resources["claims"] = [{"name": DEVICES}]
+    claim = {"name": DEVICES, "resourceClaimTemplateName": template}
+    put(spec.setdefault("resourceClaims", []), claim, by="name")
 
 
 def with_memory_server(spec: Document, container: Document, image: str) -> None:

@@ -24,13 +24,15 @@ from snapshot_operator.kube.client import (
     decoded,
     error_status,
 )
-from snapshot_operator.kube.shaping import GMS_IMAGE, job_manifest
+from snapshot_operator.kube.shaping import GMS_IMAGE, devices_template, job_manifest
 from snapshot_operator.kube.wire import OURS, decoder, job_in, new_meta, node_in, pod_in
 from snapshot_operator.ports import Change, Event
 from snapshot_shared.errors import (
+    AlreadyExists,
     Conflict,
     Forbidden,
     Internal,
+    InvalidManifest,
     NotFound,
     SnapbackError,
     StoreBusy,
@@ -90,6 +92,10 @@ def _resource(name: str) -> Resource:
 
 
 RESOURCES = {name: _resource(name) for name in KINDS}
+
+
+class DRAUnavailable(InvalidManifest):
+    """A pod cannot claim devices in this cluster."""
 
 
 class StoreRewound(SnapbackError):
@@ -226,9 +232,27 @@ class KubeStore:
         resource = RESOURCES[kind_of(value).name]
         body: Any = replace(value, metadata=new_meta(value.metadata))
         if isinstance(value, Job):
-            body = job_manifest(value, await self._owner_of(value), self._gms_image)
+            checkpoint = await self._owner_of(value)
+            body = job_manifest(value, checkpoint, self._gms_image)
+            await self._claim(devices_template(value, checkpoint))
         path = resource.path(value.metadata.namespace)
         return self._written(resource, await self._client.request("POST", path, body=body))
+
+    async def _claim(self, template: dict[str, Any] | None) -> None:
+        """Make the template of a checkpoint's claims, before the Job that names it."""
+        if template is None:
+            return
+        path = f"/apis/resource.k8s.io/v1/namespaces/{template['metadata']['namespace']}"
+        try:
+            await self._client.request("POST", f"{path}/resourceclaimtemplates", body=template)
+        except AlreadyExists:
+            log.info("%s is there already", template["metadata"]["name"])
+        except NotFound as error:
+            raise DRAUnavailable(
+                "this cluster has no resource.k8s.io/v1, by which a memory server gets devices",
+                next_step="use Kubernetes 1.34 or later with a DRA driver for its GPUs, or leave "
+                "out spec.gpuMemoryService",
+            ) from error
 
     async def _owner_of(self, job: Job) -> dict[str, Any]:
         """Return the document of the checkpoint that a Job belongs to, its whole template in it.
