@@ -657,6 +657,24 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "nats-server does not run, the address is wrong, or the operator is down.",
             "For a local cluster: `snapshotctl up`; else check --server and the operator.",
         ),
+        "CRDsMissing": Reason(
+            "The operator waits for CustomResourceDefinitions that others shall apply.",
+            "SNAPBACK_CRDS is `keep`, and some of the definitions that are named are absent.",
+            "`kubectl apply --server-side -f deploy/crds`; it goes on by itself.",
+        ),
+        "CRDsOwnedByOther": Reason(
+            "The operator waits: a CustomResourceDefinition of its name is another product's.",
+            "The definition does not have the label `app.kubernetes.io/part-of: snapback`; Dynamo "
+            "has kinds of the same names. Nothing was touched.",
+            "`kubectl get crd NAME -o yaml` says whose it is. Remove that product, or set "
+            "SNAPBACK_CRDS=adopt; it goes on by itself.",
+        ),
+        "CRDsRefused": Reason(
+            "The API server does not take a CustomResourceDefinition of the operator.",
+            "Objects are stored in a version that the definition does not have, or its scope "
+            "differs; the message is that of the server.",
+            "`kubectl get crd NAME -o yaml`; delete the definition if nothing needs its objects.",
+        ),
         "Conflict": Reason(
             "The object changed since it was read.",
             "It was written since, deleted, or made again under the same name.",

@@ -21,6 +21,7 @@ from snapshot_operator.kube.client import (
     STRATEGIC_PATCH,
     KubeClient,
     ResourceExpired,
+    back_off,
     decoded,
     error_status,
 )
@@ -39,14 +40,12 @@ from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Job, Node, Pod
 from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.service import until_stopped
-from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)
 
 PAGE = "500"
 WATCH_S = 300
 """How long the server lets one watch last, in seconds; the next continues where it ended."""
-MAX_RETRY_S = 30.0
 
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
@@ -286,6 +285,10 @@ class KubeStore:
         """Set one annotation."""
         return await self._patch(value, {"annotations": {key: text}})
 
+    async def label(self, value: AnyObject, key: str, text: str | None) -> AnyObject:
+        """Set one label, or remove it without a text."""
+        return await self._patch(value, {"labels": {key: text}})
+
     async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
         """Put a finalizer on. Conflict, too, when the object is being deleted."""
         if value.metadata.deletion_timestamp is not None:
@@ -315,7 +318,11 @@ class KubeStore:
     async def _patch(self, value: AnyObject, metadata: dict[str, Any]) -> AnyObject:
         """Change metadata of the version that was read."""
         resource = RESOURCES[kind_of(value).name]
-        body = {"metadata": {**metadata, **_as_read(value.metadata)}}
+        read = _as_read(value.metadata)
+        if isinstance(value, Node):
+            # Its version is one of ours, and its kubelet writes it every few seconds.
+            del read["resourceVersion"]
+        body = {"metadata": {**metadata, **read}}
         answer = await self._client.request(
             "PATCH", resource.path_of(value), body=body, content_type=MERGE_PATCH
         )
@@ -350,8 +357,7 @@ class KubeStore:
                 log.warning("%s are not watched: %s", resource.plural, error)
             # One that brought something was a good one, however it ended.
             failures = 0 if self._versions[resource.kind] != before else failures + 1
-            longest = min(MAX_RETRY_S, 2.0 ** min(failures, 10))
-            await any_set(longest * (1 + self._jitter()) / 2)
+            await back_off(failures, self._jitter())
 
     async def _require_history(self, resource: Resource) -> None:
         """Raise StoreRewound when etcd was restored from an older backup since the last watch.
