@@ -83,6 +83,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Nothing is restored from what was not compared with its digests once.",
             "Wait, and watch it: `snapshotctl watch NAME`.",
         ),
+        "NoAgentOnNode": Reason(
+            "The worker's pod is on a node without a snapshot agent, or no node has one.",
+            "The template names a node (`nodeName`) where no agent runs, or no Node has the label "
+            '`nvidia.com/snapback-agent: "true"`, which the operator keeps.',
+            "See which agents are there: `snapshotctl nodes`; start that of the node. It goes on "
+            "by itself.",
+        ),
         "NoNode": Reason(
             "No node is ready to read or to remove the artifact.",
             "Every node is without presence; any ready node would do.",

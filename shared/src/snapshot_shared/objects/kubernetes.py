@@ -30,6 +30,9 @@ UNKNOWN_ARTIFACTS = "UnknownArtifacts"
 
 GPU_RESOURCE = "nvidia.com/gpu"
 
+AGENT_LABEL = "nvidia.com/snapback-agent"
+"""Label of a Node of a cluster, `true` while a snapshot agent is there: pods are placed by it."""
+
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from snapshot_operator.core import conditions
+from snapshot_operator.core import conditions, nodes
 from snapshot_operator.core.owning import child_meta, delete_children, gone, owned_by, taken
 from snapshot_operator.core.plan import (
     NOTHING,
@@ -48,6 +48,7 @@ from snapshot_shared.objects.snapback import (
 class CheckpointView(NamedTuple):
     """What a decision about a checkpoint reads. `pod` is the last pod of its Job.
 
+    `no_agent` says why no agent can capture the pod where it is or will be, if none can.
     `owner` is the other checkpoint that captures for this one, if one does, and `shared` the
     artifact that this one shares or may share: it is there and stays.
     """
@@ -55,6 +56,7 @@ class CheckpointView(NamedTuple):
     checkpoint: DynamoCheckpoint
     job: Job | None = None
     pod: Pod | None = None
+    no_agent: str = ""
     snapshot: Snapshot | None = None
     owner: DynamoCheckpoint | None = None
     shared: SnapshotContent | None = None
@@ -83,7 +85,35 @@ def _before_snapshot(reader: Reader, view: CheckpointView) -> CheckpointView:
     owner = owner_for(reader, view.checkpoint)
     if owner is not None:
         return view._replace(owner=owner, shared=artifact_of(reader, owner))
-    return view._replace(pod=_pod_of(reader, view.job)) if view.job is not None else view
+    if view.job is None:
+        return view
+    pod = _pod_of(reader, view.job)
+    return view._replace(pod=pod, no_agent=_without_agent(reader, pod) if pod is not None else "")
+
+
+def _without_agent(reader: Reader, pod: Pod) -> str:
+    """Return why no agent can capture a pod, and what to do; empty where one can."""
+    if place := pod.status.node_name:
+        if reader.by_index("agents", place) or nodes.node(reader, place) is None:
+            return ""
+        return (
+            f"the pod is on node {place}, which has no snapshot agent. Next: start the agent of "
+            "that node, or let the pod run on another one (spec.job.podTemplateSpec.spec.nodeName)"
+        )
+    scheduled = condition(pod.status.conditions, "PodScheduled")
+    is_stuck = scheduled is not None and scheduled.reason == "Unschedulable"
+    if not is_stuck or _any_agent(reader):
+        return ""
+    return (
+        "no node has a snapshot agent. Next: see why the agents do not run, or are not seen: "
+        "snapshotctl nodes"
+    )
+
+
+def _any_agent(reader: Reader) -> bool:
+    """Whether a node has an agent. Of many that wait, none is woken by one more node with one."""
+    found = next(iter(reader.peek_index("agents", "")), None)
+    return bool(reader.by_index("agents", found.metadata.name if found is not None else ""))
 
 
 def _pod_of(reader: Reader, job: Job) -> Pod | None:
@@ -279,19 +309,21 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         named = replace(base, job_name=checkpoint.metadata.name)
         plan = _status(checkpoint, named, Create(_job(checkpoint)))
         return plan._replace(refused=lambda found: _refused(checkpoint, base, found, now))
-    if pod is None or not is_true(pod.status.conditions, "Ready"):
-        reason, message = _pod_wait(pod)
+    if pod is None or view.no_agent or not is_true(pod.status.conditions, "Ready"):
+        reason, message = _pod_wait(pod, view.no_agent)
         at = deadline_of(checkpoint, job)
         return _waits(checkpoint, base, reason, message, now, wake_at=at)
     named = replace(base, snapshot_name=checkpoint.metadata.name)
     return _status(checkpoint, named, Create(_snapshot(checkpoint, job, pod, now)))
 
 
-def _pod_wait(pod: Pod | None) -> tuple[str, str]:
+def _pod_wait(pod: Pod | None, no_agent: str) -> tuple[str, str]:
     if pod is None:
         return "PodPending", "the pod is being created"
     if pod.status.phase == "Unknown":
         return "NodeSilent", pod.status.message
+    if no_agent:
+        return "NoAgentOnNode", no_agent
     scheduled = condition(pod.status.conditions, "PodScheduled")
     if scheduled is not None and scheduled.status == "False":
         return scheduled.reason, scheduled.message

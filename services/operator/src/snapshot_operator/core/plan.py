@@ -85,7 +85,15 @@ class Finalize(msgspec.Struct, frozen=True):
     value: AnyObject
 
 
-Write = Create | SetStatus | Delete | Adopt | Finalize
+class Label(msgspec.Struct, frozen=True):
+    """Set a label of an object, or remove it without a text."""
+
+    value: AnyObject
+    key: str
+    text: str | None
+
+
+Write = Create | SetStatus | Delete | Adopt | Finalize | Label
 
 
 class Plan(NamedTuple):

@@ -1,4 +1,4 @@
-"""The controllers of a cluster: those of our own kinds, and what is owed to pods that restore.
+"""The controllers of a cluster: those of our own kinds, of pods that restore, and of nodes.
 
 The pods and Jobs themselves are run by Kubernetes.
 """
@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import conditions, controllers
 from snapshot_operator.core.controllers import Controller
-from snapshot_operator.core.plan import NOTHING, Create, Plan, Reader, status_plan
+from snapshot_operator.core.plan import NOTHING, Create, Label, Plan, Reader, status_plan
 from snapshot_operator.core.restore import RESTORED, restore_for, restore_name, source_of
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import condition
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node, Pod
+from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import SnapshotRestore
 from snapshot_shared.transitions import Restore
 
@@ -69,6 +69,24 @@ def _unrestored(pod: Pod, failure: Failure, now: float) -> Plan:
     return status_plan(pod, replace(pod, status=replace(pod.status, conditions=rows)))
 
 
-CONTROLLERS = (*controllers.CONTROLLERS, Controller("Pod", gather, reconcile))
+def label_node(node: Node, _now: float) -> Plan:
+    """Return what makes the label of a Node agree with whether it has an agent.
+
+    It is put on with the agent's presence and taken off when the node is lost; a node that is
+    silent for less keeps it.
+    """
+    rows, has_label = node.status.conditions, AGENT_LABEL in node.metadata.labels
+    if is_true(rows, "Ready") and node.metadata.labels.get(AGENT_LABEL) != "true":
+        return Plan((Label(node, AGENT_LABEL, "true"),))
+    if has_label and is_true(rows, "Lost"):
+        return Plan((Label(node, AGENT_LABEL, None),))
+    return NOTHING
+
+
+CONTROLLERS = (
+    *controllers.CONTROLLERS,
+    Controller("Pod", gather, reconcile),
+    Controller("Node", lambda _, node: node, label_node),
+)
 
 INDEXES = controllers.INDEXES

@@ -13,7 +13,7 @@ import msgspec
 
 from snapshot_operator.kube.wire import OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.objects.kubernetes import Job
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, Job
 
 Document = dict[str, Any]
 
@@ -25,6 +25,8 @@ READY_FILE = "ready-for-snapshot"
 """The file by which a worker says that it may be captured, in its control directory."""
 
 SOURCE_LABEL = f"{OURS}snapshot-is-checkpoint-source"
+
+_HAS_AGENT = {"key": AGENT_LABEL, "operator": "In", "values": ["true"]}
 
 # A proxy beside the worker would hold its connections, which no capture can bring back.
 _NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
@@ -62,6 +64,7 @@ def source_template(template: Document, target: str, labels: dict[str, str]) -> 
     meta["annotations"] = {**meta.get("annotations", {}), **_NO_MESH}
     spec = shaped["spec"]
     spec["restartPolicy"] = "Never"
+    with_agent_affinity(spec)
     container = find_container(spec, target)
     with_control_directory(spec, container)
     container.pop("livenessProbe", None)
@@ -96,6 +99,35 @@ def with_control_directory(spec: Document, container: Document) -> None:
     put(container.setdefault("volumeMounts", []), mount, by="mountPath")
     for variable in CONTROL_VARIABLES:
         put(container.setdefault("env", []), {"name": variable, "value": CONTROL_PATH}, by="name")
+
+
+def with_agent_affinity(spec: Document) -> None:
+    """Require a node with a live agent, beside what the affinity of the pod requires already.
+
+    A template that names its node has nothing to be placed: its kubelet would end the pod.
+    """
+    if spec.get("nodeName"):
+        return
+    where: Any = spec
+    for name in ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"):
+        if where.get(name) is None:
+            where[name] = {}
+        where = where[name]
+        if not isinstance(where, dict):
+            return  # The API server refuses it, with its path.
+    if "nodeSelectorTerms" not in where:
+        where["nodeSelectorTerms"] = [{"matchExpressions": [_HAS_AGENT]}]
+    terms = where["nodeSelectorTerms"]
+    for term in terms if isinstance(terms, list) else ():
+        # One of them is enough for a node. An empty one matches no node, and goes on to.
+        if isinstance(term, dict) and (term.get("matchFields") or term.get("matchExpressions")):
+            _require(term)
+
+
+def _require(term: Document) -> None:
+    rows = term.get("matchExpressions") or []
+    if isinstance(rows, list) and _HAS_AGENT not in rows:
+        term["matchExpressions"] = [*rows, _HAS_AGENT]
 
 
 def put(rows: list[Document], row: Document, *, by: str) -> None:

@@ -150,6 +150,10 @@ class Cluster:
         """Set an annotation. Conflict, NotFound."""
         return self._written(await self._store.annotate(value, key, text))
 
+    async def label(self, value: AnyObject, key: str, text: str | None) -> AnyObject:
+        """Set a label, or remove it without a text. Conflict, NotFound."""
+        return self._written(await self._store.label(value, key, text))
+
     async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
         """Put a finalizer on. Conflict, NotFound."""
         return self._written(await self._store.add_finalizer(value, finalizer))

@@ -12,6 +12,7 @@ from snapshot_operator.core.plan import (
     Create,
     Delete,
     Finalize,
+    Label,
     Plan,
     SetStatus,
     Write,
@@ -117,6 +118,8 @@ class Interpreter:
                 await cluster.remove_finalizer(value, FINALIZER)
             case SetStatus(_, new):
                 await cluster.update_status(new)
+            case Label(value, key, text):
+                await cluster.label(value, key, text)
 
     async def _publish(self, orders: Iterable[OrderStatus]) -> None:
         for order in orders:
