@@ -758,6 +758,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A value is out of its range or of the wrong form; the message names it.",
             "Correct it and run the command again; `snapshotctl COMMAND --help` shows the form.",
         ),
+        "DeprecatedFieldSet": Reason(
+            "The checkpoint sets fields that are accepted for older manifests, and ignored.",
+            "`backoffLimit`: a worker is never started again on Kubernetes; "
+            "`ttlSecondsAfterFinished`: the Job goes with its checkpoint; `location` and "
+            "`storageType`: the SnapshotContent has the place. The message names those set.",
+            "Remove them from the manifest: `kubectl explain dynamocheckpoint.spec.job`.",
+        ),
         "InvalidManifest": Reason(
             "The manifest is refused; nothing was stored.",
             "Every problem is listed with its file, line and field.",

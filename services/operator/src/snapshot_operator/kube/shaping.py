@@ -41,7 +41,8 @@ def job_manifest(job: Job, checkpoint: Document) -> Document:
     template = source_template(
         spec["podTemplateSpec"], spec.get("targetContainerName", "main"), job.metadata.labels
     )
-    shaped: Document = {"template": template, "backoffLimit": job.spec.backoff_limit}
+    # The Job of a worker that ended with its capture would start another one.
+    shaped: Document = {"template": template, "backoffLimit": 0}
     if job.spec.active_deadline_seconds is not None:
         shaped["activeDeadlineSeconds"] = job.spec.active_deadline_seconds
     return {
