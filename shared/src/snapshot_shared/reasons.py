@@ -777,7 +777,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "InvalidName": Reason(
             "A name, an id or a path is outside its alphabet, or too long.",
-            "Names have lower-case letters, digits, dashes and dots, and at most 63 characters.",
+            "Names have lower-case letters, digits, dashes and dots: those of objects at most 253, "
+            "those of nodes and namespaces at most 63.",
             "Choose another name and run the command again.",
         ),
         "NeverTrue": Reason(

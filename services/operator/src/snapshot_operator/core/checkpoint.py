@@ -31,6 +31,7 @@ from snapshot_operator.core.sharing import (
     owner_for,
 )
 from snapshot_shared.errors import Failure
+from snapshot_shared.ids import MAX_LABEL, short_hash
 from snapshot_shared.objects.kubernetes import Job, JobSpec, Pod
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import (
@@ -72,7 +73,7 @@ def gather(reader: Reader, checkpoint: DynamoCheckpoint) -> CheckpointView:
     view = CheckpointView(checkpoint, snapshot=snapshot if isinstance(snapshot, Snapshot) else None)
     if _is_over(status) and not is_going:
         return view
-    job = reader.get("Job", space, name)
+    job = reader.get("Job", space, job_name(checkpoint))
     view = view._replace(job=job if isinstance(job, Job) else None)
     return view if is_going or view.snapshot is not None else _before_snapshot(reader, view)
 
@@ -306,9 +307,9 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         is_late = failure.reason == "DeadlineExceeded"
         return _failed(checkpoint, base, failure, now, *(going if is_late else []))
     if job is None:
-        named = replace(base, job_name=checkpoint.metadata.name)
-        plan = _status(checkpoint, named, Create(_job(checkpoint)))
-        return plan._replace(refused=lambda found: _refused(checkpoint, base, found, now))
+        named = replace(base, job_name=job_name(checkpoint))
+        made = Create(_job(checkpoint), lambda found: _refused(checkpoint, base, found, now))
+        return _status(checkpoint, named, made)
     if pod is None or view.no_agent or not is_true(pod.status.conditions, "Ready"):
         reason, message = _pod_wait(pod, view.no_agent)
         at = deadline_of(checkpoint, job)
@@ -377,13 +378,22 @@ def _status(
     return status_plan(checkpoint, replace(checkpoint, status=status), *before, wake_at=wake_at)
 
 
+def job_name(checkpoint: DynamoCheckpoint) -> str:
+    """Return the name of the Job of a checkpoint: the value of a label, too, so of 63 at most."""
+    name = checkpoint.metadata.name
+    if len(name) <= MAX_LABEL:
+        return name
+    suffix = short_hash("job", name)
+    return f"{name[: MAX_LABEL - 1 - len(suffix)].rstrip('-.')}-{suffix}"
+
+
 def _job(checkpoint: DynamoCheckpoint) -> Job:
     spec = checkpoint.spec.job
     limit = None if spec.source_policy == "Resume" else spec.active_deadline_seconds
     return Job(
         metadata=child_meta(
             checkpoint,
-            checkpoint.metadata.name,
+            job_name(checkpoint),
             labels={CHECKPOINT_ID: identity_hash(checkpoint)},
         ),
         spec=JobSpec(

@@ -70,7 +70,8 @@ def node_absent(node: Node, absent_s: float, now: float) -> Node:
     It changes twice: when the presence is missed first, and when the node is lost.
     """
     rows = node.status.conditions
-    is_lost, missed = absent_s >= LOST_AFTER_S, condition(rows, "Ready")
+    is_lost = absent_s >= LOST_AFTER_S
+    missed = condition(rows, "Ready")
     if missed is None or missed.status != "False":
         message = f"no presence since {timestamp(now - absent_s)}"
         rows = with_conditions(rows, node, now, ("Ready", False, "PresenceMissing", message))

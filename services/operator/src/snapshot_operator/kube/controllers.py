@@ -57,7 +57,8 @@ def reconcile(view: PodView, now: float) -> Plan:
     if restore is None:
         # A restore that someone has deleted is not done again: its worker may serve by now.
         is_over = pod.status.phase in _FINISHED or condition(pod.status.conditions, RESTORED)
-        plan = Plan((Create(restore_for(pod)),), refused=lambda found: _unrestored(pod, found, now))
+        made = Create(restore_for(pod), lambda found: _unrestored(pod, found, now))
+        plan = Plan((made,))
         return NOTHING if is_over else plan
     match restore.status.state:
         case Restore.RESTORED:
