@@ -179,7 +179,9 @@ async def _in_cluster(
         await environment.bus.connect_and_ensure()
         async with lease.held() as lost:
             readiness.why = "the definitions of the operator's kinds are not there yet"
-            world = World(controllers.CONTROLLERS, prepare=crds.ensure, follow=store.run)
+            world = World(
+                controllers.CONTROLLERS, is_cluster=True, prepare=crds.ensure, follow=store.run
+            )
             if settings.namespace_selector:
                 selected = SelectedNamespaces(client, settings.namespace_selector, jitter)
                 world = selecting(world, selected)

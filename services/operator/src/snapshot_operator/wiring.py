@@ -92,7 +92,9 @@ async def _serve(cluster: Cluster, world: World, given: Environment) -> None:
     changes = ChangePublisher(bus, given.new_id(), is_mirroring=given.is_mirrored)
     cluster.subscribe(changes.watcher)
     answers = (
-        Api(cluster, retention, clocks.wall, given.new_id).endpoints()
+        Api(
+            cluster, retention, clocks.wall, given.new_id, is_in_cluster=world.is_cluster
+        ).endpoints()
         | Operations(
             cluster, orders, lambda: Sweeping(sweep.swept_at, sweep.fill), clocks.wall
         ).endpoints()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
@@ -46,6 +47,9 @@ log = logging.getLogger(__name__)
 PAGE = "500"
 WATCH_S = 300
 """How long the server lets one watch last, in seconds; the next continues where it ended."""
+
+MAX_REMEMBERED = 10_000
+"""How many uids are remembered that no object has."""
 
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
@@ -174,9 +178,12 @@ class KubeStore:
         self._listeners.append(listener)
 
     async def list(self, kind: str) -> list[AnyObject]:
-        """Return all objects of a kind; `run` reports what has changed after that."""
+        """Return all objects of a kind; `run` reports what has changed after that.
+
+        An API server that is away, or does not serve the kind yet, is waited for.
+        """
         resource = RESOURCES[kind]
-        items, self._versions[kind] = await self._pages(resource)
+        items, self._versions[kind] = await self._first_pages(resource)
         for item in items:
             self._keep(resource, item)
         return [known.value for known in self._known[kind].values()]
@@ -419,6 +426,17 @@ class KubeStore:
                 self._forget(resource, known[uid].value)
         self._versions[resource.kind] = version
 
+    async def _first_pages(self, resource: Resource) -> tuple[Sequence[msgspec.Raw], str]:
+        """Return all objects of a kind and their version, once the API server has them listed."""
+        failures = 0
+        while True:
+            try:
+                return await self._pages(resource)
+            except (NotFound, ResourceExpired, StoreBusy) as error:
+                log.warning("%s are not listed: %s", resource.plural, error)
+            failures += 1
+            await back_off(failures, self._jitter())
+
     async def _pages(self, resource: Resource) -> tuple[Sequence[msgspec.Raw], str]:
         """Return all objects of a kind, and the version of the list."""
         items: tuple[msgspec.Raw, ...] = ()
@@ -496,26 +514,35 @@ class _UidSearch:
     """Finds objects by a uid that is not in memory, for the API server can only be asked by name.
 
     One search lists the metadata of all objects that orders are given for. Those who ask while one
-    runs share the next: what it finds is newer than their questions.
+    runs share the next: what it finds is newer than their questions. A uid never comes back, and
+    nothing has it before it is given: one that was found, or not, is not searched for again.
     """
 
     def __init__(self, client: KubeClient) -> None:
         self._client = client
         self._lock = asyncio.Lock()
-        self._asked = 0
-        self._covered = 0
+        self._asked: set[str] = set()
         self._found: dict[str, Place] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
 
     async def find(self, uid: str) -> Place | None:
         """Return where the object with a uid is, if there is one."""
-        self._asked += 1
-        mine = self._asked
+        self._asked.add(uid)
         async with self._lock:
-            if self._covered < mine:
-                covered = self._asked
-                self._found = {found: place async for found, place in self._all()}
-                self._covered = covered
+            if uid not in self._found and uid not in self._gone:
+                asked, self._asked = self._asked, set()
+                try:
+                    self._found = {found: place async for found, place in self._all()}
+                except BaseException:
+                    self._asked |= asked
+                    raise
+                self._remember_gone(asked - self._found.keys())
             return self._found.get(uid)
+
+    def _remember_gone(self, uids: Iterable[str]) -> None:
+        self._gone.update(dict.fromkeys(uids))
+        while len(self._gone) > MAX_REMEMBERED:
+            self._gone.popitem(last=False)
 
     async def _all(self) -> AsyncIterator[tuple[str, Place]]:
         for kind in _OWNERS_OF_ORDERS:

@@ -284,8 +284,9 @@ class Manager:
         A write of the status needs no such check: it succeeds on the newest version alone.
         """
         uid = value.metadata.uid if value is not None else ""
-        for owner in {owner_uid(item.report) for item in inputs} - {uid}:
-            if await self._cluster.find(owner) is not None:
+        others = {owner_uid(item.report) for item in inputs} - {uid}
+        for owner, found in (await self._cluster.find_all(others)).items():
+            if found is not None:
                 raise Conflict(f"the object with uid {owner} was not seen yet")
         if value is not None and inputs and not plan.writes:
             await self._cluster.refresh(value)

@@ -48,6 +48,7 @@ class World(NamedTuple):
 
     `tidy` is done with every sweep. `follow` has the store report what others change, until it is
     cancelled. `prepare` returns once the store has what it needs, before anything is read of it.
+    `is_cluster` says whether people write objects with kubectl and rights of their own.
     """
 
     controllers: Sequence[Controller]
@@ -55,3 +56,4 @@ class World(NamedTuple):
     follow: Callable[[], Awaitable[None]] = _until_cancelled
     prepare: Callable[[], Awaitable[None]] = _at_once
     namespaces: Selection = ALL
+    is_cluster: bool = False
