@@ -18,10 +18,12 @@ import msgspec
 import pytest
 import yaml
 
+from snapshot_operator.core.presence import LOST_AFTER_S
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_operator.kube.crds import PART_OF, definitions
 from snapshot_operator.kube.definitions import PATH as DEFINITIONS
+from snapshot_operator.runtime.presence import EVERY_S
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
@@ -228,6 +230,29 @@ async def test_a_pod_is_placed_by_the_label_of_nodes_with_an_agent(
         labels = (await rig.get(f"/api/v1/nodes/{first}"))["metadata"]["labels"]
         assert labels[AGENT_LABEL] == "true"
         assert not await _exists(rig, rig.path("snapshots", "placed"))
+
+
+@pytest.mark.slow
+async def test_a_node_whose_agent_stays_away_loses_the_label_and_not_before_it_is_lost(
+    rig: Rig, own_cluster: Cluster
+) -> None:
+    nodes = [item["metadata"]["name"] for item in (await rig.get("/api/v1/nodes"))["items"]]
+    for name in nodes:
+        labels = {AGENT_LABEL: "true" if name == nodes[0] else None}
+        await rig.patch(f"/api/v1/nodes/{name}", {"labels": labels})
+
+    async def is_labelled() -> bool:
+        found = await rig.get(f"/api/v1/nodes/{nodes[0]}")
+        return AGENT_LABEL in found["metadata"]["labels"]
+
+    async with program(rig) as it:
+        await it.until_ready()
+        await asyncio.sleep(LOST_AFTER_S - 20.0)
+        assert await is_labelled()
+        async with asyncio.timeout(60.0 + EVERY_S):
+            while await is_labelled():  # noqa: ASYNC110 - no event reports it
+                await asyncio.sleep(1.0)
+        assert rig.proxy.requests["PATCH", "nodes"] == 1
 
 
 async def test_it_is_not_ready_while_a_definition_belongs_to_another_product(
