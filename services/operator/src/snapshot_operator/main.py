@@ -46,6 +46,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     the CustomResourceDefinitions of our kinds: apply them unless they belong to another product
     (`apply`), even then (`adopt`), or leave them to others (`keep`). `namespace_selector` is a
     label selector of the namespaces whose objects it reconciles: all of them where it is empty.
+    `gms_image` is that of the memory servers in pods.
     `keep_*` bound what a namespace keeps of captured artifacts; unset, nothing is let go.
     `quarantine` says what is moved aside below an artifact root when no content knows it and it
     has not changed for `quarantine_days`: nothing (`off`), generations without a root manifest
@@ -57,6 +58,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     namespace: Label = "snapback-system"
     crds: Literal["apply", "adopt", "keep"] = "apply"
     namespace_selector: str = ""
+    gms_image: str = "snapback/gms:dev"
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
     keep_days: Annotated[float, Meta(gt=0)] | None = None
@@ -171,7 +173,7 @@ async def _in_cluster(
                 await warn_of(client, namespace, hostname, failure, clocks.wall())
             readiness.why = why
 
-        store = KubeStore(client, jitter)
+        store = KubeStore(client, jitter, settings.gms_image)
         crds = Definitions(client, definitions(), settings.crds, jitter, waits)
         identity = f"{hostname}-{environment.new_id()}"
         lease = KubeLease(client, (namespace, NAME), identity, clocks, jitter)
