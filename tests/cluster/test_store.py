@@ -193,7 +193,9 @@ async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kub
     await rig.direct.request("POST", f"/api/v1/namespaces/{rig.namespace}/pods", body=body)
     await until(lambda: _running(rig) is not None, "the pod", 60.0)
     pod: Any = _running(rig)
-    assert pod.status.node_name == "node-1"
+    path = f"/api/v1/namespaces/{rig.namespace}/pods/worker"
+    placed = msgspec.json.decode(await rig.direct.request("GET", path))
+    assert pod.status.node_name == placed["spec"]["nodeName"]
     assert pod.metadata.annotations["nvidia.com/restore-from"] == "llm"
     rows = with_conditions(
         pod.status.conditions, pod, 0.0, (RESTORED, True, "RestoreSucceeded", "")
