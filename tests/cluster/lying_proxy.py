@@ -164,3 +164,5 @@ async def lying_proxy(configuration: Configuration) -> AsyncIterator[LyingProxy]
         finally:
             proxy.cut_watches()
             await runner.cleanup()
+            # The TLS connections of the watches that were cut close by themselves, a little later.
+            await asyncio.sleep(0.1)

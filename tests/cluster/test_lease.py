@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from snapshot_operator.kube.client import KubeClient, load_configuration
@@ -122,3 +123,16 @@ async def test_a_holder_whose_renewals_get_answers_of_no_api_server_stops_in_tim
         async with asyncio.timeout(LASTS_S):
             await lost.wait()
     await first.aclose()
+
+
+async def test_what_others_wrote_beside_the_spec_of_the_lease_is_kept(rig: Rig) -> None:
+    first, lost = await held(rig.lease("first", rig.direct), 5.0)
+    path = "/apis/coordination.k8s.io/v1/namespaces/{}/leases/{}".format(*rig.place)
+    body = {"metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}}}
+    await rig.direct.request("PATCH", path, body=body, content_type="application/merge-patch+json")
+    await asyncio.sleep(LASTS_S)
+    assert not lost.is_set()
+    await first.aclose()
+    meta = msgspec.json.decode(await rig.direct.request("GET", path))["metadata"]
+    assert meta["labels"] == {"team": "a"}
+    assert meta["annotations"] == {"note": "b"}

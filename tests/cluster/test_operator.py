@@ -21,6 +21,7 @@ from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.world import World
 from snapshot_operator.wiring import Environment, serve
 from snapshot_shared import subjects
+from snapshot_shared.api import DeleteReply, DeleteRequest
 from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
@@ -28,11 +29,13 @@ from snapshot_shared.errors import AlreadyExists, NotFound
 from snapshot_shared.orders import Presence
 from snapshot_shared.telemetry import Telemetry
 from tests.cluster.conftest import SHELL
-from tests.cluster.lying_proxy import LyingProxy, lying_proxy
+from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
 
 pytestmark = pytest.mark.cluster
 
 SECONDS = 120.0
+LONGEST = f"{'a' * 62}.{'b' * 190}"
+"""As long as Kubernetes lets the name of an object be."""
 T = TypeVar("T")
 
 
@@ -178,7 +181,7 @@ async def _operator(stop: asyncio.Event, client: KubeClient, nats_url: str) -> N
     )
     await bus.connect_and_ensure()
     store = KubeStore(client, random.random)
-    world = World(CONTROLLERS, follow=store.run)
+    world = World(CONTROLLERS, is_cluster=True, follow=store.run)
     try:
         await serve(stop, Cluster(store, INDEXES), world, environment)
     finally:
@@ -217,14 +220,15 @@ def worker(script: str = "touch $SNAPSHOT_CONTROL_DIR/ready-for-snapshot; sleep 
     }
 
 
+@pytest.mark.parametrize("name", ["llm", LONGEST], ids=["short", "longest"])
 async def test_a_checkpoint_leads_to_a_job_a_ready_pod_and_the_order_to_prepare_it(
-    rig: Rig,
+    rig: Rig, name: str
 ) -> None:
-    await rig.apply("llm", worker())
+    await rig.apply(name, worker())
 
     async def bound() -> str:
         with contextlib.suppress(NotFound):
-            status = (await rig.get("snapshots", "llm")).get("status", {})
+            status = (await rig.get("snapshots", name)).get("status", {})
             return str(status.get("boundSnapshotContentName", ""))
         return ""
 
@@ -232,7 +236,7 @@ async def test_a_checkpoint_leads_to_a_job_a_ready_pod_and_the_order_to_prepare_
     content = msgspec.json.decode(await rig.direct.request("GET", path))
     wanted = f"snap.order.node-1.agent.prepare-{content['metadata']['uid']}"
     await polled(lambda: rig.bus.subjects_in(subjects.ORDERS, wanted))
-    job = await rig.get("jobs", "llm")
+    job = await rig.get("jobs", (await rig.get("dynamocheckpoints", name))["status"]["jobName"])
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
     assert "livenessProbe" not in container
@@ -250,6 +254,31 @@ async def test_a_template_that_kubernetes_refuses_fails_the_checkpoint_with_the_
     assert "containers[0].image" in failed["message"]
 
 
+async def test_an_operator_that_loses_its_lease_during_its_first_lists_ends(
+    rig: Rig, nats_url: str
+) -> None:
+    lost = asyncio.Event()
+    async with KubeClient(rig.proxy.configuration) as client:
+        with rig.proxy.lying(Lie(500, "GET")):
+            serving = asyncio.ensure_future(_operator(lost, client, nats_url))
+            await asyncio.sleep(2.0)
+            assert not serving.done()
+            lost.set()
+            async with asyncio.timeout(10.0):
+                await serving
+
+
+async def test_a_job_is_not_deleted_with_the_rights_of_the_operator(rig: Rig) -> None:
+    await rig.apply("mine", worker("sleep 600"))
+    await rig.phase("mine", "Running")
+    request = encode_json(DeleteRequest(kind="job", name="mine", namespace=rig.namespace))
+    answer = await rig.bus.request(subjects.api("delete"), request)
+    reply = msgspec.json.decode(answer, type=DeleteReply)
+    assert reply.failure is not None
+    assert reply.failure.next_step == f"kubectl delete job mine --namespace {rig.namespace}"
+    assert (await rig.get("jobs", "mine"))["metadata"].get("deletionTimestamp") is None
+
+
 async def test_objects_that_do_not_change_cost_no_request(rig: Rig) -> None:
     await rig.apply("still", worker("sleep 600"))
     await rig.condition("dynamocheckpoints", "still", "Ready", "False")
@@ -260,8 +289,13 @@ async def test_objects_that_do_not_change_cost_no_request(rig: Rig) -> None:
     assert not [key for key in rig.proxy.requests if key[0] != "WATCH"]
 
 
-async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(rig: Rig) -> None:
-    pod = {"metadata": {"name": "again", "annotations": {"nvidia.com/restore-from": "later"}}}
+@pytest.mark.parametrize("pod_name", ["again", LONGEST], ids=["short", "longest"])
+async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(
+    rig: Rig, pod_name: str
+) -> None:
+    pod: dict[str, Any] = {
+        "metadata": {"name": pod_name, "annotations": {"nvidia.com/restore-from": LONGEST}}
+    }
     pod["spec"] = worker("sleep 600")["spec"]
     created = msgspec.json.decode(await rig.direct.request("POST", rig.path("pods"), body=pod))
     name = f"restore-{created['metadata']['uid']}"
@@ -273,7 +307,7 @@ async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(rig: Rig
 
     assert await polled(waits) == "WaitingForSnapshot"
     body = {"gracePeriodSeconds": 0}
-    await rig.direct.request("DELETE", rig.path("pods", "again"), body=body)
+    await rig.direct.request("DELETE", rig.path("pods", pod_name), body=body)
 
     async def is_gone() -> bool:
         try:

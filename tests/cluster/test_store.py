@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -192,7 +193,9 @@ async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kub
     await rig.direct.request("POST", f"/api/v1/namespaces/{rig.namespace}/pods", body=body)
     await until(lambda: _running(rig) is not None, "the pod", 60.0)
     pod: Any = _running(rig)
-    assert pod.status.node_name == "node-1"
+    path = f"/api/v1/namespaces/{rig.namespace}/pods/worker"
+    placed = msgspec.json.decode(await rig.direct.request("GET", path))
+    assert pod.status.node_name == placed["spec"]["nodeName"]
     assert pod.metadata.annotations["nvidia.com/restore-from"] == "llm"
     rows = with_conditions(
         pod.status.conditions, pod, 0.0, (RESTORED, True, "RestoreSucceeded", "")
@@ -240,3 +243,65 @@ async def test_an_operator_ends_when_the_history_of_the_api_server_has_gone_back
         ):
             async with asyncio.timeout(30.0):
                 await store.run()
+
+
+@pytest.mark.parametrize("lie", [Lie(500, times=2), Lie(404, times=1), Lie("page", times=1)])
+async def test_a_first_list_that_fails_is_tried_again(rig: Rig, lie: Lie) -> None:
+    await rig.others_create("there")
+    async with KubeClient(rig.proxy.configuration) as client:
+        store = KubeStore(client, random.random)
+        with rig.proxy.lying(lie):
+            async with asyncio.timeout(30.0):
+                listed = await store.list("DynamoCheckpoint")
+    names = {value.metadata.name for value in listed if value.metadata.namespace == rig.namespace}
+    assert names == {"there"}
+
+
+async def test_a_uid_is_searched_for_once(rig: Rig) -> None:
+    def searches() -> int:
+        return rig.proxy.requests["GET", "snapshotcontents"]
+
+    gone = [str(uuid.uuid4()) for _ in range(20)]
+    # Each watch begins with a request of its own.
+    await until(lambda: rig.proxy.requests["WATCH", "snapshotcontents"], "the watch")
+    rig.proxy.requests.clear()
+    assert await rig.store.find(gone[0]) is None
+    assert await rig.store.find(gone[0]) is None
+    assert searches() == 1
+    assert await asyncio.gather(*(rig.store.find(uid) for uid in gone)) == [None] * 20
+    # Those that ask while one search runs share the next.
+    assert searches() <= 3
+
+
+async def test_a_restore_that_was_just_created_is_found_by_its_uid(rig: Rig) -> None:
+    """A search that was made before an object was created says nothing of it."""
+    assert await rig.store.find(str(uuid.uuid4())) is None
+    path = f"/apis/nvidia.com/v1alpha1/namespaces/{rig.namespace}/snapshotrestores"
+    reference = {"name": "p", "uid": str(uuid.uuid4())}
+    body = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "SnapshotRestore",
+        "metadata": {"name": "r"},
+        "spec": {"podRef": reference, "source": "llm"},
+    }
+    with rig.proxy.lying(Lie("cut", "WATCH")):
+        rig.proxy.cut_watches()
+        made = msgspec.json.decode(await rig.direct.request("POST", path, body=body))
+        found = await rig.store.find(made["metadata"]["uid"])
+    assert found is not None
+    assert found.metadata.name == "r"
+
+
+async def test_the_label_of_a_node_is_one_request_and_survives_its_heartbeats(rig: Rig) -> None:
+    node = (await rig.store.list("Node"))[0]
+    key = "nvidia.com/test-label"
+    rig.proxy.requests.clear()
+    labelled = await rig.store.label(node, key, "1")
+    assert labelled.metadata.labels[key] == "1"
+    path = f"/api/v1/nodes/{node.metadata.name}"
+    body = {"metadata": {"annotations": {"example.com/heartbeat": uuid.uuid4().hex}}}
+    await rig.direct.request("PATCH", path, body=body, content_type=MERGE_PATCH)
+    bare = await rig.store.label(labelled, key, None)
+    assert key not in bare.metadata.labels
+    assert rig.proxy.requests["PATCH", "nodes"] == 2
+    assert [key for key in rig.proxy.requests if key[0] not in ("PATCH", "WATCH")] == []

@@ -101,6 +101,17 @@ async def test_a_name_is_taken_once(store: Store) -> None:
         await store.create(checkpoint())
 
 
+async def test_a_label_is_set_and_removed(store: Store) -> None:
+    first = await store.label(await store.create(checkpoint()), "nvidia.com/a", "1")
+    second = await store.label(first, "nvidia.com/b", "2")
+    assert second.metadata.labels == {"nvidia.com/a": "1", "nvidia.com/b": "2"}
+    third = await store.label(second, "nvidia.com/a", None)
+    assert third.metadata.labels == {"nvidia.com/b": "2"}
+    assert third.spec == first.spec
+    with pytest.raises(Conflict):
+        await store.label(first, "nvidia.com/a", "3")
+
+
 async def test_a_name_used_again_has_another_uid(store: Store) -> None:
     first = await store.create(checkpoint())
     assert await store.delete(first) is None

@@ -153,6 +153,9 @@ class SimStore:
     async def annotate(self, value: AnyObject, key: str, text: str) -> AnyObject:
         return await self._call(self._world.store.annotate(value, key, text))
 
+    async def label(self, value: AnyObject, key: str, text: str | None) -> AnyObject:
+        return await self._call(self._world.store.label(value, key, text))
+
     async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
         return await self._call(self._world.store.add_finalizer(value, finalizer))
 

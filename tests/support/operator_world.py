@@ -26,6 +26,7 @@ from snapshot_operator.runtime.presence import fold_presence
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.sweep import Sweep
 from snapshot_operator.runtime.upkeep import Retention
+from snapshot_operator.runtime.world import ALL, Selection
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.errors import BusUnavailable, Failure
 from snapshot_shared.objects.kinds import KINDS, AnyObject
@@ -94,6 +95,7 @@ class World:
         *,
         store: Any = None,
         orders: MemoryOrders | None = None,
+        namespaces: Selection = ALL,
     ) -> None:
         self.now = 1_000_000.0
         self.store = store or SqliteStore(None, timestamp=lambda: timestamp(self.now)).open()
@@ -102,7 +104,12 @@ class World:
         self.spans = Spans(Telemetry("snap-operator", "operator", "0"), self.clock)
         self.interpreter = Interpreter(self.cluster, self.orders, self.spans)
         self.manager = Manager(
-            self.cluster, CONTROLLERS, self.interpreter, self.clock, jitter=lambda: 1.0
+            self.cluster,
+            CONTROLLERS,
+            self.interpreter,
+            self.clock,
+            jitter=lambda: 1.0,
+            namespaces=namespaces,
         )
         self.sweep = Sweep(
             self.cluster, self.orders, self.manager, self.interpreter.unpublished, self.clock
@@ -113,7 +120,7 @@ class World:
             lambda: Sweeping(self.sweep.swept_at, self.sweep.fill),
             self.clock,
         )
-        self.retention = Retention(self.cluster, limits, self.clock)
+        self.retention = Retention(self.cluster, limits, self.clock, namespaces)
         ids = itertools.count(1)
         self.api = Api(self.cluster, self.retention, self.clock, lambda: f"request-{next(ids)}")
         self.nodes = NodeApi(self.cluster, Policy())

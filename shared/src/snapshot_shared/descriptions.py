@@ -149,7 +149,7 @@ EXACT = {
     "ArtifactRef.namespace": "the namespace whose folder it is in",
     "ArtifactSource.content_uid": "the uid of the SnapshotContent that made the files",
     "CheckpointJobSpec.backoff_limit": (
-        "deprecated: how often a worker that failed is started again; on Kubernetes it never is"
+        "deprecated, and on Kubernetes ignored: how often a worker that failed is started again"
     ),
     "CheckpointJobSpec.driver": "how the state of the process is captured",
     "CheckpointJobSpec.pod_template_spec": "the pod to start and capture",

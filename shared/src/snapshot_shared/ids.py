@@ -20,7 +20,10 @@ PartName = NewType("PartName", str)
 
 # `$` alone would let a final newline through. None looks ahead: the schemas of Kubernetes have
 # these patterns, too, and Go's regular expressions know no such thing.
-MAX_NAME = 63
+MAX_NAME = 253
+MAX_LABEL = 63
+MAX_NODE_NAME = MAX_LABEL
+"""Shorter than what Kubernetes takes: it stands in subjects, durables and labels."""
 NAME_PATTERN = r"^[a-z0-9]((\.?[-a-z0-9])*\.?[a-z0-9])?\Z"
 LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"
 UID_PATTERN = r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z"
@@ -50,13 +53,13 @@ def _checked(pattern: re.Pattern[str], what: str, value: str, longest: int = 128
 
 
 def check_name(value: str) -> str:
-    """Return an object's or node's name: a DNS name of at most 63 characters. InvalidName else."""
+    """Return an object's name: a DNS name of at most 253 characters. InvalidName else."""
     return _checked(_NAME, "name", value, MAX_NAME)
 
 
 def check_node(value: str) -> NodeName:
-    """Return the node name. InvalidName else."""
-    return NodeName(_checked(_NAME, "node name", value, MAX_NAME))
+    """Return a node's name: a DNS name of at most 63 characters. InvalidName else."""
+    return NodeName(_checked(_NAME, "node name", value, MAX_NODE_NAME))
 
 
 def check_label(value: str) -> str:
@@ -95,14 +98,19 @@ def verb_of(order: OrderId) -> str:
     return order.partition("-")[0]
 
 
-def token(name: str) -> str:
-    """Write a name as one NATS subject token: dots become `_`."""
-    return check_name(name).replace(".", "_")
+def token(node: str) -> str:
+    """Write a node's name as one NATS subject token: dots become `_`."""
+    return check_node(node).replace(".", "_")
 
 
 def name_of(subject_token: str) -> str:
-    """Read a subject token back into the name."""
-    return check_name(subject_token.replace("_", "."))
+    """Read a subject token back into the node's name."""
+    return check_node(subject_token.replace("_", "."))
+
+
+def object_token(name: str) -> str:
+    """Write an object's name as one NATS subject token: dots become `_`."""
+    return check_name(name).replace(".", "_")
 
 
 def short_hash(*values: str, length: int = 16) -> str:

@@ -19,6 +19,7 @@ from snapshot_shared.ids import (
     DIGEST_PATTERN,
     LABEL_PATTERN,
     MAX_NAME,
+    MAX_NODE_NAME,
     NAME_PATTERN,
     ORDER_PATTERN,
     PART_PATTERN,
@@ -32,6 +33,7 @@ FIRST_SCHEMA = 1
 """What a message means that names no version, in every program."""
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=MAX_NAME)]
+NodeStr = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=MAX_NODE_NAME)]
 Label = Annotated[str, Meta(pattern=LABEL_PATTERN, max_length=63)]
 UidStr = Annotated[str, Meta(pattern=UID_PATTERN, max_length=36)]
 OrderIdStr = Annotated[str, Meta(pattern=ORDER_PATTERN, max_length=128)]
@@ -120,7 +122,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
     order: OrderIdStr
     attempt: Attempt
-    node: Name
+    node: NodeStr
     owner: UidStr
     deadline_s: Seconds
     not_after: float | None = None
@@ -403,7 +405,7 @@ class Report(
     attempt: Annotated[int, Meta(ge=0, le=1_000_000)]
     n: Annotated[int, Meta(ge=1, le=10_000)]
     kind: ReportKind
-    node: Name
+    node: NodeStr
     service: Service
     at: float
     traceparent: ShortText = ""
@@ -435,7 +437,7 @@ class Progress(
 
     order: OrderIdStr
     attempt: Attempt
-    node: Name
+    node: NodeStr
     part: ShortText
     step: ShortText
     done: Bytes
@@ -449,7 +451,7 @@ class DeadLetter(
     """A message that is no order or no report: where it came from, why, and a copy."""
 
     subject: Text
-    node: Name
+    node: NodeStr
     service: Literal["agent", "gms", "operator"]
     sequence: int
     at: float
@@ -466,7 +468,7 @@ class Presence(
     what was moved away for that.
     """
 
-    node: Name
+    node: NodeStr
     boot_id: ShortText
     version: ShortText
     schemas: list[int] = msgspec.field(default_factory=lambda: [FIRST_SCHEMA])

@@ -83,6 +83,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Nothing is restored from what was not compared with its digests once.",
             "Wait, and watch it: `snapshotctl watch NAME`.",
         ),
+        "NoAgentOnNode": Reason(
+            "The worker's pod is on a node without a snapshot agent, or no node has one.",
+            "The template names a node (`nodeName`) where no agent runs, or no Node has the label "
+            '`nvidia.com/snapback-agent: "true"`, which the operator keeps.',
+            "See which agents are there: `snapshotctl nodes`; start that of the node. It goes on "
+            "by itself.",
+        ),
         "NoNode": Reason(
             "No node is ready to read or to remove the artifact.",
             "Every node is without presence; any ready node would do.",
@@ -674,6 +681,24 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "nats-server does not run, the address is wrong, or the operator is down.",
             "For a local cluster: `snapshotctl up`; else check --server and the operator.",
         ),
+        "CRDsMissing": Reason(
+            "The operator waits for CustomResourceDefinitions that others shall apply.",
+            "SNAPBACK_CRDS is `keep`, and some of the definitions that are named are absent.",
+            "`kubectl apply --server-side -f deploy/crds`; it goes on by itself.",
+        ),
+        "CRDsOwnedByOther": Reason(
+            "The operator waits: a CustomResourceDefinition of its name is another product's.",
+            "The definition does not have the label `app.kubernetes.io/part-of: snapback`; Dynamo "
+            "has kinds of the same names. Nothing was touched.",
+            "`kubectl get crd NAME -o yaml` says whose it is. Remove that product, or set "
+            "SNAPBACK_CRDS=adopt; it goes on by itself.",
+        ),
+        "CRDsRefused": Reason(
+            "The API server does not take a CustomResourceDefinition of the operator.",
+            "Objects are stored in a version that the definition does not have, or its scope "
+            "differs; the message is that of the server.",
+            "`kubectl get crd NAME -o yaml`; delete the definition if nothing needs its objects.",
+        ),
         "Conflict": Reason(
             "The object changed since it was read.",
             "It was written since, deleted, or made again under the same name.",
@@ -750,6 +775,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A value is out of its range or of the wrong form; the message names it.",
             "Correct it and run the command again; `snapshotctl COMMAND --help` shows the form.",
         ),
+        "DeprecatedFieldSet": Reason(
+            "The checkpoint sets fields that are accepted for older manifests, and ignored.",
+            "`backoffLimit`: a worker is never started again on Kubernetes; "
+            "`ttlSecondsAfterFinished`: the Job goes with its checkpoint; `location` and "
+            "`storageType`: the SnapshotContent has the place. The message names those set.",
+            "Remove them from the manifest: `kubectl explain dynamocheckpoint.spec.job`.",
+        ),
         "InvalidManifest": Reason(
             "The manifest is refused; nothing was stored.",
             "Every problem is listed with its file, line and field.",
@@ -762,7 +794,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "InvalidName": Reason(
             "A name, an id or a path is outside its alphabet, or too long.",
-            "Names have lower-case letters, digits, dashes and dots, and at most 63 characters.",
+            "Names have lower-case letters, digits, dashes and dots: those of objects at most 253, "
+            "those of nodes and namespaces at most 63.",
             "Choose another name and run the command again.",
         ),
         "NeverTrue": Reason(

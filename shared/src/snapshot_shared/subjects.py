@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 
 from snapshot_shared.errors import InvalidName
-from snapshot_shared.ids import NodeName, OrderId, check_label, check_order_id, name_of, token
+from snapshot_shared.ids import (
+    NodeName,
+    OrderId,
+    check_label,
+    check_order_id,
+    name_of,
+    object_token,
+    token,
+)
 
 ORDERS = "ORDERS"
 REPORTS = "REPORTS"
@@ -129,7 +137,7 @@ def event(plural: str, namespace: str | None, name: str) -> str:
 def object_key(plural: str, namespace: str | None, name: str) -> str:
     """Key of an object in the mirror for people."""
     space = check_label(namespace) if namespace else "-"
-    return f"{check_label(plural)}.{space}.{token(name)}"
+    return f"{check_label(plural)}.{space}.{object_token(name)}"
 
 
 def bucket_key(bucket: str, key: str) -> str:

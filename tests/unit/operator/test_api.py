@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_operator.api.objects import Api
 from snapshot_shared import subjects
 from snapshot_shared.api import (
     ApplyReply,
@@ -24,7 +25,7 @@ from snapshot_shared.api import (
 from snapshot_shared.bus import ASKED
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.ids import NodeName
-from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.objects import checkpoint, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
 
 REPLIES = {
@@ -183,3 +184,53 @@ async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() ->
     stale = msgspec.structs.replace(request, uid="00000000-0000-4000-8000-000000000000")
     answer = await ask(world, "template.*", stale, TemplateReply, asked=own)
     assert answer.failure.reason == "StalePodReference"
+
+
+def in_cluster() -> World:
+    world = World()
+    ids = iter(range(100))
+    world.api = Api(
+        world.cluster,
+        world.retention,
+        world.clock,
+        lambda: f"request-{next(ids)}",
+        is_in_cluster=True,
+    )
+    return world
+
+
+async def test_the_operator_of_a_cluster_stores_nothing_for_others() -> None:
+    world = in_cluster()
+    reply = await apply(world, checkpoint_document())
+    assert reply.failure is not None
+    assert reply.failure.reason == "Forbidden"
+    assert reply.failure.next_step == "kubectl apply -f FILE"
+    assert world.cluster.all("DynamoCheckpoint") == []
+    checked = await apply(world, checkpoint_document(), dry_run=True)
+    assert checked.failure is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "command"),
+    [
+        ("job", "llm", "kubectl delete job llm --namespace default"),
+        ("pods", "p", "kubectl delete pod p --namespace default"),
+        ("no", "node-1", "kubectl delete node node-1"),
+    ],
+)
+async def test_the_operator_of_a_cluster_deletes_no_objects_of_kubernetes_for_others(
+    kind: str, name: str, command: str
+) -> None:
+    request = DeleteRequest(kind=kind, name=name)
+    reply = await ask(in_cluster(), "delete", request, DeleteReply)
+    assert reply.failure.reason == "Forbidden"
+    assert reply.failure.next_step == command
+
+
+async def test_the_operator_of_a_cluster_deletes_what_it_captured() -> None:
+    world = in_cluster()
+    await world.cluster.sync()
+    await world.cluster.create(checkpoint())
+    request = DeleteRequest(kind="dckpt", name="llm")
+    reply = await ask(world, "delete", request, DeleteReply)
+    assert reply.failure is None

@@ -75,10 +75,11 @@ def test_the_end_of_a_restore_is_said_at_the_pod_once(
 
 
 def test_a_restore_that_the_api_server_refuses_is_said_at_the_pod_with_its_message() -> None:
-    plan = reconcile(PodView(pod()), 0.0)
-    assert plan.refused is not None
+    (made,) = reconcile(PodView(pod()), 0.0).writes
+    assert isinstance(made, Create)
+    assert made.refused is not None
     message = "spec.source: Invalid value"
-    (write,) = plan.refused(Failure(reason="InvalidManifest", message=message)).writes
+    (write,) = made.refused(Failure(reason="InvalidManifest", message=message)).writes
     assert isinstance(write, SetStatus)
     (row,) = write.new.status.conditions  # type: ignore[union-attr]
     assert (row.status, row.reason, row.message) == ("False", "InvalidManifest", message)

@@ -116,7 +116,7 @@ def test_the_job_is_owned_by_its_checkpoint_and_carries_what_was_decided() -> No
     labels = {"nvidia.com/snapshot-checkpoint-id": identity_hash(value)}
     assert manifest["metadata"]["labels"] == labels
     assert labels.items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
-    assert manifest["spec"]["backoffLimit"] == 2
+    assert manifest["spec"]["backoffLimit"] == 0
     assert manifest["spec"]["activeDeadlineSeconds"] == 120
 
 

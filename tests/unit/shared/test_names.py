@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,16 +17,17 @@ UID = ids.Uid("00000000-0000-0000-0000-000000000001")
 
 @pytest.mark.parametrize(
     "name",
-    ["", "*", ">", "a.>", "a b", "A", "a_b", "../x", "a..b", "-a", "a-", "a" * 64, "a\0", "ä"],
+    ["", "*", ">", "a.>", "a b", "A", "a_b", "../x", "a..b", "-a", "a-", "a" * 254, "a\0", "ä"],
 )
 def test_a_bad_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidName):
         ids.check_name(name)
 
 
-@given(st.text(alphabet="a1-.", max_size=70))
+@given(st.text(alphabet="a1-.", max_size=300))
 def test_a_name_begins_and_ends_with_a_letter_or_digit_and_has_no_two_dots(text: str) -> None:
-    is_name = 0 < len(text) <= 63 and not set(text[0] + text[-1]) & set("-.") and ".." not in text
+    is_name = 0 < len(text) <= 253 and not set(text[0] + text[-1]) & set("-.")
+    is_name = is_name and ".." not in text
     try:
         found = ids.check_name(text) == text
     except InvalidName:
@@ -37,6 +40,18 @@ def test_a_name_survives_the_way_through_a_subject(name: str) -> None:
     token = ids.token(name)
     assert "." not in token
     assert ids.name_of(token) == name
+
+
+@pytest.mark.parametrize("check", [ids.check_node, ids.token])
+def test_the_name_of_a_node_has_63_characters_at_most(check: Callable[[str], str]) -> None:
+    assert check("a" * 63) == "a" * 63
+    with pytest.raises(InvalidName, match="at most 63"):
+        check("a" * 64)
+
+
+def test_an_object_of_the_longest_name_is_announced_on_a_subject() -> None:
+    name = f"{'a' * 126}.{'b' * 126}"
+    assert subjects.event("pods", "team", name) == f"snap.event.pods.team.{name.replace('.', '_')}"
 
 
 @given(st.text(max_size=200))

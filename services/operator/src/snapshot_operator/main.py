@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import socket
 import sys
@@ -20,11 +21,11 @@ from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.local.lock import FileLock
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.cluster import Cluster
-from snapshot_operator.runtime.world import World
+from snapshot_operator.runtime.world import Readiness, World
 from snapshot_operator.wiring import NODE, SERVICE, Environment
 from snapshot_operator.wiring import serve as serve_active
 from snapshot_shared.bus import Bus
-from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.errors import BusUnavailable, Failure
 from snapshot_shared.http import http_port
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.orders import Label
@@ -33,13 +34,19 @@ from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import Common, load
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
+log = logging.getLogger(__name__)
+
 
 class OperatorSettings(Common, frozen=True, kw_only=True):
     """What an operator needs to know. `nats_replicas` is how many servers keep each stream.
 
     `world` says where its objects are: in a file below `state_dir`, or in the API server that
     `kubeconfig` names, else that of the cluster in which the operator is a pod. `namespace` is
-    where the Lease of a cluster's operators is; `gms_image` is that of the memory servers in pods.
+    where the Lease of a cluster's operators is. `crds` says what a cluster's operator does with
+    the CustomResourceDefinitions of our kinds: apply them unless they belong to another product
+    (`apply`), even then (`adopt`), or leave them to others (`keep`). `namespace_selector` is a
+    label selector of the namespaces whose objects it reconciles: all of them where it is empty.
+    `gms_image` is that of the memory servers in pods.
     `keep_*` bound what a namespace keeps of captured artifacts; unset, nothing is let go.
     `quarantine` says what is moved aside below an artifact root when no content knows it and it
     has not changed for `quarantine_days`: nothing (`off`), generations without a root manifest
@@ -49,6 +56,8 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     world: Literal["standalone", "kubernetes"] = "standalone"
     kubeconfig: str | None = None
     namespace: Label = "snapback-system"
+    crds: Literal["apply", "adopt", "keep"] = "apply"
+    namespace_selector: str = ""
     gms_image: str = "snapback/gms:dev"
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
@@ -101,13 +110,18 @@ async def serve(stop: asyncio.Event) -> None:
         metrics=metrics,
         is_mirrored=settings.world == "standalone",
     )
+    readiness = Readiness()
     active = _standalone if settings.world == "standalone" else _in_cluster
     try:
         async with (
-            http_port(settings.http_address, bus.not_ready, metrics.routes()),
+            http_port(
+                settings.http_address,
+                lambda: readiness.why or bus.not_ready(),
+                metrics.routes(),
+            ),
             metrics.running(),
         ):
-            await until_stopped(stop, active(settings, environment))
+            await until_stopped(stop, active(settings, environment, readiness))
     finally:
         with contextlib.suppress(BusUnavailable):
             await telemetry.flush(bus)
@@ -115,7 +129,9 @@ async def serve(stop: asyncio.Event) -> None:
         await bus.close()
 
 
-async def _standalone(settings: OperatorSettings, environment: Environment) -> None:
+async def _standalone(
+    settings: OperatorSettings, environment: Environment, _readiness: Readiness
+) -> None:
     """Wait for the lock of this host, and serve the objects of the file beside it."""
     clocks = environment.clocks
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,25 +145,48 @@ async def _standalone(settings: OperatorSettings, environment: Environment) -> N
             await serve_active(lost, Cluster(store, INDEXES), world, environment)
 
 
-async def _in_cluster(settings: OperatorSettings, environment: Environment) -> None:
+async def _in_cluster(
+    settings: OperatorSettings, environment: Environment, readiness: Readiness
+) -> None:
     """Wait for the Lease of the cluster, and serve the objects of its API server."""
     # Standalone mode does without the client of Kubernetes: 40 MiB and a quarter of a second.
     from snapshot_operator.kube import controllers
     from snapshot_operator.kube.client import KubeClient, load_configuration
+    from snapshot_operator.kube.crds import definitions
+    from snapshot_operator.kube.definitions import Definitions
+    from snapshot_operator.kube.events import warn_of
     from snapshot_operator.kube.lease import KubeLease
+    from snapshot_operator.kube.namespaces import SelectedNamespaces, selecting
+    from snapshot_operator.kube.rbac import NAME
     from snapshot_operator.kube.store import KubeStore
 
-    identity = f"{socket.gethostname()}-{environment.new_id()}"
-    place = (settings.namespace, "snapback-operator")
+    hostname, namespace = socket.gethostname(), settings.namespace
+    clocks, jitter = environment.clocks, environment.jitter
     async with KubeClient(
         await load_configuration(settings.kubeconfig), environment.metrics
     ) as client:
-        store = KubeStore(client, environment.jitter, settings.gms_image)
-        lease = KubeLease(client, place, identity, environment.clocks, environment.jitter)
+
+        async def waits(failure: Failure | None) -> None:
+            why = str(failure or "")
+            if failure is not None and why != readiness.why:
+                log.error("the operator waits: %s", why)
+                await warn_of(client, namespace, hostname, failure, clocks.wall())
+            readiness.why = why
+
+        store = KubeStore(client, jitter, settings.gms_image)
+        crds = Definitions(client, definitions(), settings.crds, jitter, waits)
+        identity = f"{hostname}-{environment.new_id()}"
+        lease = KubeLease(client, (namespace, NAME), identity, clocks, jitter)
         # Before the Lease: one that stands by is ready, or a rolling update would wait for it.
         await environment.bus.connect_and_ensure()
         async with lease.held() as lost:
-            world = World(controllers.CONTROLLERS, follow=store.run)
+            readiness.why = "the definitions of the operator's kinds are not there yet"
+            world = World(
+                controllers.CONTROLLERS, is_cluster=True, prepare=crds.ensure, follow=store.run
+            )
+            if settings.namespace_selector:
+                selected = SelectedNamespaces(client, settings.namespace_selector, jitter)
+                world = selecting(world, selected)
             await serve_active(lost, Cluster(store, controllers.INDEXES), world, environment)
 
 

@@ -50,6 +50,9 @@ class Store(Protocol):
     async def annotate(self, value: AnyObject, key: str, text: str) -> AnyObject:
         """Set one annotation."""
 
+    async def label(self, value: AnyObject, key: str, text: str | None) -> AnyObject:
+        """Set one label, or remove it without a text."""
+
     async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
         """Put a finalizer on. Conflict, too, when the object is being deleted."""
 

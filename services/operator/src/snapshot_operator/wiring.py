@@ -68,7 +68,11 @@ def steady(clocks: Clocks) -> Callable[[], float]:
 
 
 async def serve(stop: asyncio.Event, cluster: Cluster, world: World, given: Environment) -> None:
-    """Serve as the active operator until `stop` is set."""
+    """Serve as the active operator until `stop` is set, which may be before all is read."""
+    await until_stopped(stop, _serve(cluster, world, given))
+
+
+async def _serve(cluster: Cluster, world: World, given: Environment) -> None:
     bus, metrics, clocks = given.bus, given.metrics, given.clocks
     now = steady(clocks)
 
@@ -76,16 +80,21 @@ async def serve(stop: asyncio.Event, cluster: Cluster, world: World, given: Envi
         await world.tidy(cluster)
         await retention.run()
 
+    await world.prepare()
     await cluster.sync()
     orders = NatsOrders(bus, given.telemetry)
     interpreter = Interpreter(cluster, orders, Spans(given.telemetry, now, metrics), metrics)
-    manager = Manager(cluster, world.controllers, interpreter, now, given.jitter, metrics)
+    manager = Manager(
+        cluster, world.controllers, interpreter, now, given.jitter, metrics, world.namespaces
+    )
     sweep = Sweep(cluster, orders, manager, interpreter.unpublished, now, metrics)
-    retention = Retention(cluster, given.limits, now)
+    retention = Retention(cluster, given.limits, now, world.namespaces)
     changes = ChangePublisher(bus, given.new_id(), is_mirroring=given.is_mirrored)
     cluster.subscribe(changes.watcher)
     answers = (
-        Api(cluster, retention, clocks.wall, given.new_id).endpoints()
+        Api(
+            cluster, retention, clocks.wall, given.new_id, is_in_cluster=world.is_cluster
+        ).endpoints()
         | Operations(
             cluster, orders, lambda: Sweeping(sweep.swept_at, sweep.fill), clocks.wall
         ).endpoints()
@@ -95,7 +104,7 @@ async def serve(stop: asyncio.Event, cluster: Cluster, world: World, given: Envi
     await bus.serve(SERVICE, VERSION, {"node": NODE}, endpoints)
     log.info("the operator serves")
     await until_stopped(
-        stop,
+        asyncio.Event(),
         world.follow(),
         bus.keep_assets(),
         given.telemetry.publish_to(bus),

@@ -23,12 +23,15 @@ from snapshot_shared.objects.meta import (
     OrderStatus,
     Quantity,
 )
-from snapshot_shared.orders import DeviceRef, Label, Name, PresenceDevice
+from snapshot_shared.orders import DeviceRef, Label, NodeStr, PresenceDevice
 
 UNKNOWN_ARTIFACTS = "UnknownArtifacts"
 """Condition of a Node: something below its artifact root has no owner."""
 
 GPU_RESOURCE = "nvidia.com/gpu"
+
+AGENT_LABEL = "nvidia.com/snapback-agent"
+"""Label of a Node of a cluster, `true` while a snapshot agent is there: pods are placed by it."""
 
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 
@@ -71,7 +74,7 @@ class PodSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_de
 
     containers: Annotated[list[Container], Meta(min_length=1, max_length=8)]
     restart_policy: Literal["Never"] = "Never"
-    node_name: Name | None = None
+    node_name: NodeStr | None = None
     node_selector: dict[LabelKey, LabelValue] = {}
     termination_grace_period_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None

@@ -32,6 +32,7 @@ from snapshot_shared.orders import (
     Driver,
     Label,
     Name,
+    NodeStr,
     PartResult,
     SourcePolicy,
     UidStr,
@@ -290,7 +291,7 @@ class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", o
 
     namespace: Label
     pod_ref: PodSource | None = None
-    node_name: Name | None = None
+    node_name: NodeStr | None = None
     devices: Annotated[list[DeviceRef], Meta(extra_json_schema={"maxItems": 64})] = []
     memory_server: bool = False
     artifact: ArtifactSource | None = None

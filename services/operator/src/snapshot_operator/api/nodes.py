@@ -28,7 +28,6 @@ from snapshot_shared.api import (
 from snapshot_shared.bus import ASKED
 from snapshot_shared.errors import Forbidden, StalePodReference
 from snapshot_shared.ids import NodeName, check_node
-from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import SnapshotContent
 
@@ -76,11 +75,11 @@ class NodeApi:
 
         A content that memory does not hold is looked for in the store: what it has is not moved.
         """
-        found: dict[str, AnyObject | None] = {}
+        uids = {item.content_uid for item in request.generations}
+        found = {uid: self._cluster.by_uid(uid) for uid in sorted(uids)}
+        found |= await self._cluster.find_all(uid for uid, value in found.items() if value is None)
         for item in request.generations:
             uid = item.content_uid
-            if uid not in found:
-                found[uid] = self._cluster.by_uid(uid) or await self._cluster.find(uid)
             if found[uid] is None:
                 name = import_name(item.namespace, uid, item.generation)
                 found[name] = await self._cluster.look("SnapshotContent", None, name)

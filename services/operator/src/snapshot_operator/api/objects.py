@@ -42,7 +42,7 @@ from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kinds import AnyObject, Kind, find_kind, kind_of
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import TRACEPARENT, is_true
-from snapshot_shared.objects.snapback import VERIFY, SnapshotContent
+from snapshot_shared.objects.snapback import GROUP, VERIFY, SnapshotContent
 from snapshot_shared.redaction import redacted
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,14 @@ class Api:
         retention: Retention,
         wall: Callable[[], float],
         new_id: Callable[[], str],
+        *,
+        is_in_cluster: bool = False,
     ) -> None:
-        """Use the objects and the clock. `new_id` returns an id that was never used."""
+        """Use the objects and the clock. `new_id` returns an id that was never used.
+
+        In a cluster people write with their own rights, and not with those of the operator.
+        """
+        self._is_in_cluster = is_in_cluster
         self._cluster = cluster
         self._retention = retention
         self._wall = wall
@@ -82,6 +88,12 @@ class Api:
 
     async def apply(self, request: ApplyRequest) -> ApplyReply:
         """Check all documents, then create them. InvalidManifest lists every problem of all."""
+        if self._is_in_cluster and not request.dry_run:
+            raise Forbidden(
+                "the operator of a cluster stores nothing for others: it would do so with its own "
+                "rights",
+                next_step="kubectl apply -f FILE",
+            )
         values = _parse_all(request.documents)
         existing = [self._existing(value) for value in values]
         results: list[Applied] = []
@@ -151,6 +163,13 @@ class Api:
     async def delete(self, request: DeleteRequest) -> DeleteReply:
         """Mark one object for deletion. NotFound when it is not there."""
         kind = find_kind(request.kind)
+        if self._is_in_cluster and kind.api_version != GROUP:
+            space = f" --namespace {request.namespace or 'default'}" if kind.namespaced else ""
+            raise Forbidden(
+                f"the operator of a cluster deletes no {kind.name} for others: it would do so with "
+                "its own rights",
+                next_step=f"kubectl delete {kind.name.lower()} {request.name}{space}",
+            )
         value = named(self._cluster, kind, request.namespace, request.name)
         check_uid(value, request.uid)
         if isinstance(value, Node) and not is_true(value.status.conditions, "Lost"):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from snapshot_operator.core import conditions
+from snapshot_operator.core import conditions, nodes
 from snapshot_operator.core.owning import child_meta, delete_children, gone, owned_by, taken
 from snapshot_operator.core.plan import (
     NOTHING,
@@ -31,6 +31,7 @@ from snapshot_operator.core.sharing import (
     owner_for,
 )
 from snapshot_shared.errors import Failure
+from snapshot_shared.ids import MAX_LABEL, short_hash
 from snapshot_shared.objects.kubernetes import Job, JobSpec, Pod
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import (
@@ -48,6 +49,7 @@ from snapshot_shared.objects.snapback import (
 class CheckpointView(NamedTuple):
     """What a decision about a checkpoint reads. `pod` is the last pod of its Job.
 
+    `no_agent` says why no agent can capture the pod where it is or will be, if none can.
     `owner` is the other checkpoint that captures for this one, if one does, and `shared` the
     artifact that this one shares or may share: it is there and stays.
     """
@@ -55,6 +57,7 @@ class CheckpointView(NamedTuple):
     checkpoint: DynamoCheckpoint
     job: Job | None = None
     pod: Pod | None = None
+    no_agent: str = ""
     snapshot: Snapshot | None = None
     owner: DynamoCheckpoint | None = None
     shared: SnapshotContent | None = None
@@ -70,7 +73,7 @@ def gather(reader: Reader, checkpoint: DynamoCheckpoint) -> CheckpointView:
     view = CheckpointView(checkpoint, snapshot=snapshot if isinstance(snapshot, Snapshot) else None)
     if _is_over(status) and not is_going:
         return view
-    job = reader.get("Job", space, name)
+    job = reader.get("Job", space, job_name(checkpoint))
     view = view._replace(job=job if isinstance(job, Job) else None)
     return view if is_going or view.snapshot is not None else _before_snapshot(reader, view)
 
@@ -83,7 +86,35 @@ def _before_snapshot(reader: Reader, view: CheckpointView) -> CheckpointView:
     owner = owner_for(reader, view.checkpoint)
     if owner is not None:
         return view._replace(owner=owner, shared=artifact_of(reader, owner))
-    return view._replace(pod=_pod_of(reader, view.job)) if view.job is not None else view
+    if view.job is None:
+        return view
+    pod = _pod_of(reader, view.job)
+    return view._replace(pod=pod, no_agent=_without_agent(reader, pod) if pod is not None else "")
+
+
+def _without_agent(reader: Reader, pod: Pod) -> str:
+    """Return why no agent can capture a pod, and what to do; empty where one can."""
+    if place := pod.status.node_name:
+        if reader.by_index("agents", place) or nodes.node(reader, place) is None:
+            return ""
+        return (
+            f"the pod is on node {place}, which has no snapshot agent. Next: start the agent of "
+            "that node, or let the pod run on another one (spec.job.podTemplateSpec.spec.nodeName)"
+        )
+    scheduled = condition(pod.status.conditions, "PodScheduled")
+    is_stuck = scheduled is not None and scheduled.reason == "Unschedulable"
+    if not is_stuck or _any_agent(reader):
+        return ""
+    return (
+        "no node has a snapshot agent. Next: see why the agents do not run, or are not seen: "
+        "snapshotctl nodes"
+    )
+
+
+def _any_agent(reader: Reader) -> bool:
+    """Whether a node has an agent. Of many that wait, none is woken by one more node with one."""
+    found = next(iter(reader.peek_index("agents", "")), None)
+    return bool(reader.by_index("agents", found.metadata.name if found is not None else ""))
 
 
 def _pod_of(reader: Reader, job: Job) -> Pod | None:
@@ -276,22 +307,24 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         is_late = failure.reason == "DeadlineExceeded"
         return _failed(checkpoint, base, failure, now, *(going if is_late else []))
     if job is None:
-        named = replace(base, job_name=checkpoint.metadata.name)
-        plan = _status(checkpoint, named, Create(_job(checkpoint)))
-        return plan._replace(refused=lambda found: _refused(checkpoint, base, found, now))
-    if pod is None or not is_true(pod.status.conditions, "Ready"):
-        reason, message = _pod_wait(pod)
+        named = replace(base, job_name=job_name(checkpoint))
+        made = Create(_job(checkpoint), lambda found: _refused(checkpoint, base, found, now))
+        return _status(checkpoint, named, made)
+    if pod is None or view.no_agent or not is_true(pod.status.conditions, "Ready"):
+        reason, message = _pod_wait(pod, view.no_agent)
         at = deadline_of(checkpoint, job)
         return _waits(checkpoint, base, reason, message, now, wake_at=at)
     named = replace(base, snapshot_name=checkpoint.metadata.name)
     return _status(checkpoint, named, Create(_snapshot(checkpoint, job, pod, now)))
 
 
-def _pod_wait(pod: Pod | None) -> tuple[str, str]:
+def _pod_wait(pod: Pod | None, no_agent: str) -> tuple[str, str]:
     if pod is None:
         return "PodPending", "the pod is being created"
     if pod.status.phase == "Unknown":
         return "NodeSilent", pod.status.message
+    if no_agent:
+        return "NoAgentOnNode", no_agent
     scheduled = condition(pod.status.conditions, "PodScheduled")
     if scheduled is not None and scheduled.status == "False":
         return scheduled.reason, scheduled.message
@@ -345,13 +378,22 @@ def _status(
     return status_plan(checkpoint, replace(checkpoint, status=status), *before, wake_at=wake_at)
 
 
+def job_name(checkpoint: DynamoCheckpoint) -> str:
+    """Return the name of the Job of a checkpoint: the value of a label, too, so of 63 at most."""
+    name = checkpoint.metadata.name
+    if len(name) <= MAX_LABEL:
+        return name
+    suffix = short_hash("job", name)
+    return f"{name[: MAX_LABEL - 1 - len(suffix)].rstrip('-.')}-{suffix}"
+
+
 def _job(checkpoint: DynamoCheckpoint) -> Job:
     spec = checkpoint.spec.job
     limit = None if spec.source_policy == "Resume" else spec.active_deadline_seconds
     return Job(
         metadata=child_meta(
             checkpoint,
-            checkpoint.metadata.name,
+            job_name(checkpoint),
             labels={CHECKPOINT_ID: identity_hash(checkpoint)},
         ),
         spec=JobSpec(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from snapshot_operator.core import capture, checkpoint, content, restore, sharing, snapshot
+from snapshot_operator.core import capture, checkpoint, content, nodes, restore, sharing, snapshot
 from snapshot_operator.core.plan import Plan, Reader
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
@@ -66,6 +66,7 @@ CONTROLLERS = (
 
 INDEXES = (
     Index("nodes", "Node", lambda _: ("",), by_change=True),
+    Index("agents", "Node", nodes.agents),
     Index("pods-by-owner", "Pod", _owners, by_change=True),
     Index("captures", "SnapshotContent", _captures),
     Index("identities", "DynamoCheckpoint", sharing.identity_keys),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from snapshot_operator.core.plan import Reader
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import is_true
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node
+from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.orders import version_gap
 
 
@@ -20,6 +20,19 @@ def all_nodes(reader: Reader) -> list[Node]:
     """Return every Node, in the order of their names: the order in which they came is chance."""
     nodes = [found for found in reader.by_index("nodes", "") if isinstance(found, Node)]
     return sorted(nodes, key=lambda found: found.metadata.name)
+
+
+def agents(found: Node) -> tuple[str, ...]:
+    """Return the keys of a node in the index of those with an agent: one for all, and its name.
+
+    It has none where the agent was lost, or has never been seen on a healthy bus. A node that is
+    silent for a moment has its agent.
+    """
+    rows = found.status.conditions
+    is_missed = (ready := condition(rows, "Ready")) is not None and ready.status == "False"
+    is_gone = is_true(rows, "Lost") or not found.status.boot_id
+    has_label = found.metadata.labels.get(AGENT_LABEL) == "true"
+    return () if is_missed and is_gone and not has_label else ("", found.metadata.name)
 
 
 def known(reader: Reader, names: Iterable[str]) -> frozenset[str]:

@@ -52,9 +52,14 @@ class Reader(Protocol):
 
 
 class Create(msgspec.Struct, frozen=True):
-    """Create an object; that it exists already is success, for names are derived."""
+    """Create an object; that it exists already is success, for names are derived.
+
+    `refused` returns the plan to follow instead where the store does not accept this object, such
+    as a Job with a template that Kubernetes finds wrong. What the plan has written before, stays.
+    """
 
     value: AnyObject
+    refused: Callable[[Failure], Plan] | None = None
 
 
 class SetStatus(msgspec.Struct, frozen=True):
@@ -85,21 +90,27 @@ class Finalize(msgspec.Struct, frozen=True):
     value: AnyObject
 
 
-Write = Create | SetStatus | Delete | Adopt | Finalize
+class Label(msgspec.Struct, frozen=True):
+    """Set a label of an object, or remove it without a text."""
+
+    value: AnyObject
+    key: str
+    text: str | None
+
+
+Write = Create | SetStatus | Delete | Adopt | Finalize | Label
 
 
 class Plan(NamedTuple):
     """The writes in their order, and the time (seconds since the epoch) of the next decision.
 
     `relies_on` are other objects that have to be stored still as they were read: what is known of
-    them may be late. `refused` returns the plan instead where the first write is of an object that
-    the store does not accept, such as a Job with a template that Kubernetes finds wrong.
+    them may be late.
     """
 
     writes: tuple[Write, ...] = ()
     wake_at: float | None = None
     relies_on: tuple[AnyObject, ...] = ()
-    refused: Callable[[Failure], Plan] | None = None
 
 
 NOTHING = Plan()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from snapshot_operator.core.conditions import with_conditions
+from snapshot_operator.core.conditions import timestamp, with_conditions
 from snapshot_shared.artifact import QUARANTINE
 from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS, Node, NodeStatus
 from snapshot_shared.objects.meta import Condition, ObjectMeta, condition, is_true
@@ -65,17 +65,20 @@ def _with_unknown(
 
 
 def node_absent(node: Node, absent_s: float, now: float) -> Node:
-    """Return the Node object after `absent_s` seconds without presence on a healthy bus."""
+    """Return the Node object after `absent_s` seconds without presence on a healthy bus.
+
+    It changes twice: when the presence is missed first, and when the node is lost.
+    """
+    rows = node.status.conditions
     is_lost = absent_s >= LOST_AFTER_S
-    message = f"no presence for {int(absent_s)} s" if is_lost else "no presence"
-    rows = with_conditions(
-        node.status.conditions, node, now, ("Ready", False, "PresenceMissing", message)
-    )
+    missed = condition(rows, "Ready")
+    if missed is None or missed.status != "False":
+        message = f"no presence since {timestamp(now - absent_s)}"
+        rows = with_conditions(rows, node, now, ("Ready", False, "PresenceMissing", message))
+    else:
+        message = missed.message
     if is_lost and not is_true(rows, "Lost"):
         rows = with_conditions(rows, node, now, ("Lost", True, "PresenceMissing", message))
-    before = condition(node.status.conditions, "Ready")
-    if before is not None and before.status == "False" and not is_lost:
-        return node
     return replace(node, status=replace(node.status, conditions=rows))
 
 

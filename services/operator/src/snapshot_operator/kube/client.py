@@ -30,6 +30,7 @@ from snapshot_shared.errors import (
     StoreBusy,
 )
 from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.tasks import any_set
 
 T = TypeVar("T")
 
@@ -40,6 +41,10 @@ SILENCE_S = 150.0
 
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+"""Server-side apply; JSON is YAML."""
+
+MAX_RETRY_S = 30.0
 
 _CANNOT_REACH = "check that the API server runs, and the cluster and user of the kubeconfig"
 
@@ -191,6 +196,11 @@ class KubeClient:
                 f"the API server does not answer {verb} {path}: {error or type(error).__name__}",
                 next_step=_CANNOT_REACH,
             ) from error
+
+
+async def back_off(failures: int, jitter: float) -> None:
+    """Wait before the API server is asked again: longer after each failure. `jitter` is 0 to 1."""
+    await any_set(min(MAX_RETRY_S, 2.0 ** min(failures, 10)) * (1 + jitter) / 2)
 
 
 def decoded(decoder: msgspec.json.Decoder[T], answer: bytes) -> T:

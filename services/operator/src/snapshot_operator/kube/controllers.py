@@ -1,4 +1,4 @@
-"""The controllers of a cluster: those of our own kinds, and what is owed to pods that restore.
+"""The controllers of a cluster: those of our own kinds, of pods that restore, and of nodes.
 
 The pods and Jobs themselves are run by Kubernetes.
 """
@@ -9,17 +9,29 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from snapshot_operator.core import conditions, controllers
+from snapshot_operator.core import checkpoint, conditions, controllers
+from snapshot_operator.core.checkpoint import CheckpointView
 from snapshot_operator.core.controllers import Controller
-from snapshot_operator.core.plan import NOTHING, Create, Plan, Reader, status_plan
+from snapshot_operator.core.plan import (
+    NOTHING,
+    Create,
+    Label,
+    Plan,
+    Reader,
+    rebased,
+    status_plan,
+)
 from snapshot_operator.core.restore import RESTORED, restore_for, restore_name, source_of
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import condition
-from snapshot_shared.objects.snapback import SnapshotRestore
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node, Pod
+from snapshot_shared.objects.meta import condition, is_true
+from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotRestore
 from snapshot_shared.transitions import Restore
 
 _FINISHED = ("Succeeded", "Failed")
+
+DEPRECATED = "DeprecatedFieldSet"
+"""Condition of a DynamoCheckpoint: it sets fields that are read for its sake, and not honoured."""
 
 
 class PodView(NamedTuple):
@@ -45,7 +57,8 @@ def reconcile(view: PodView, now: float) -> Plan:
     if restore is None:
         # A restore that someone has deleted is not done again: its worker may serve by now.
         is_over = pod.status.phase in _FINISHED or condition(pod.status.conditions, RESTORED)
-        plan = Plan((Create(restore_for(pod)),), refused=lambda found: _unrestored(pod, found, now))
+        made = Create(restore_for(pod), lambda found: _unrestored(pod, found, now))
+        plan = Plan((made,))
         return NOTHING if is_over else plan
     match restore.status.state:
         case Restore.RESTORED:
@@ -69,6 +82,54 @@ def _unrestored(pod: Pod, failure: Failure, now: float) -> Plan:
     return status_plan(pod, replace(pod, status=replace(pod.status, conditions=rows)))
 
 
-CONTROLLERS = (*controllers.CONTROLLERS, Controller("Pod", gather, reconcile))
+def label_node(node: Node, _now: float) -> Plan:
+    """Return what makes the label of a Node agree with whether it has an agent.
+
+    It is put on with the agent's presence and taken off when the node is lost; a node that is
+    silent for less keeps it.
+    """
+    rows, has_label = node.status.conditions, AGENT_LABEL in node.metadata.labels
+    if is_true(rows, "Ready") and node.metadata.labels.get(AGENT_LABEL) != "true":
+        return Plan((Label(node, AGENT_LABEL, "true"),))
+    if has_label and is_true(rows, "Lost"):
+        return Plan((Label(node, AGENT_LABEL, None),))
+    return NOTHING
+
+
+def deprecated(value: DynamoCheckpoint) -> list[str]:
+    """Return the paths of the fields of the originals that are set and not honoured."""
+    job, status = value.spec.job, value.status
+    found = {
+        "spec.job.backoffLimit": job.backoff_limit > 0,
+        "spec.job.ttlSecondsAfterFinished": job.ttl_seconds_after_finished is not None,
+        "status.location": bool(status.location),
+        "status.storageType": status.storage_type is not None,
+    }
+    return [path for path, is_set in found.items() if is_set]
+
+
+def reconcile_checkpoint(view: CheckpointView, now: float) -> Plan:
+    """Return the next step of a checkpoint; its conditions name deprecated fields that are set."""
+    value = view.checkpoint
+    paths = deprecated(value)
+    if not paths or value.metadata.deletion_timestamp:
+        return checkpoint.reconcile(view, now)
+    message = f"not honoured: {', '.join(paths)}. Next: remove {'them' if paths[1:] else 'it'}"
+    row = (DEPRECATED, True, "DeprecatedFieldSet", message)
+    rows = conditions.with_conditions(value.status.conditions, value, now, row)
+    marked = replace(value, status=replace(value.status, conditions=rows))
+    if marked == value:
+        return checkpoint.reconcile(view, now)
+    return rebased(checkpoint.reconcile(view._replace(checkpoint=marked), now), value, marked)
+
+
+_CORE = tuple(found for found in controllers.CONTROLLERS if found.kind != "DynamoCheckpoint")
+
+CONTROLLERS = (
+    Controller("DynamoCheckpoint", checkpoint.gather, reconcile_checkpoint),
+    *_CORE,
+    Controller("Pod", gather, reconcile),
+    Controller("Node", lambda _, node: node, label_node),
+)
 
 INDEXES = controllers.INDEXES

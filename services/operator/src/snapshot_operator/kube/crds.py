@@ -6,6 +6,7 @@ columns of `kubectl get`.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -48,6 +49,14 @@ from snapshot_shared.orders import Name
 
 CATEGORY = "snapback"
 """`kubectl get snapback` lists all our kinds."""
+
+PART_OF = ("app.kubernetes.io/part-of", "snapback")
+"""The label by which a definition is known to be of this product, and no other's."""
+
+VERSION_ANNOTATION = "nvidia.com/snapback-version"
+"""The release that a definition is of: an older operator leaves it as it is."""
+
+RELEASE = version("snapback-operator")
 
 _RESERVED = frozenset({"namespace"})
 """Words of CEL that are names of fields of ours, too."""
@@ -235,7 +244,8 @@ def _definition(kind: Kind) -> dict[str, Any]:
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{kind.plural}.{group}",
-            "labels": {"app.kubernetes.io/part-of": "snapback"},
+            "labels": dict([PART_OF]),
+            "annotations": {VERSION_ANNOTATION: RELEASE},
         },
         "spec": {
             "group": group,

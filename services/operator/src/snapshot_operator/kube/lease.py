@@ -37,21 +37,18 @@ class LeaseSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True)
     lease_transitions: int = 0
 
 
-class LeaseMeta(msgspec.Struct, frozen=True, rename="camel"):
-    """What is kept of the metadata of a Lease."""
-
-    name: str
-    namespace: str
-    resource_version: str = ""
-
-
 class Lease(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """A coordination.k8s.io/v1 Lease."""
+    """A coordination.k8s.io/v1 Lease; its metadata is written back as it was read."""
 
     api_version: str = "coordination.k8s.io/v1"
     kind: str = "Lease"
-    metadata: LeaseMeta
+    metadata: dict[str, Any]
     spec: LeaseSpec = LeaseSpec()
+
+    @property
+    def version(self) -> str:
+        """The version that was read; empty for a Lease that is to be created."""
+        return str(self.metadata.get("resourceVersion", ""))
 
 
 _LEASE = msgspec.json.Decoder(Lease)
@@ -111,8 +108,8 @@ class KubeLease:
             try:
                 found = await self._found()
                 asked_at = self._clocks.monotonic()
-                if found is not None and found.metadata.resource_version != seen:
-                    seen, since = found.metadata.resource_version, asked_at
+                if found is not None and found.version != seen:
+                    seen, since = found.version, asked_at
                 if found is None or is_free(found, asked_at - since):
                     async with asyncio.timeout(self._kept_s):
                         return await self._store(self._taken(found)), asked_at
@@ -184,7 +181,8 @@ class KubeLease:
     def _taken(self, found: Lease | None) -> Lease:
         now = self._now()
         before = found.spec.lease_transitions if found is not None else -1
-        meta = found.metadata if found is not None else LeaseMeta(self._name, self._namespace)
+        new = {"name": self._name, "namespace": self._namespace}
+        meta = found.metadata if found is not None else new
         spec = LeaseSpec(self._identity, self._lasts_s, now, now, before + 1)
         return Lease(metadata=meta, spec=spec)
 
@@ -204,7 +202,7 @@ class KubeLease:
 
     async def _store(self, lease: Lease) -> Lease:
         """Create or replace the Lease: one that was read has a version, which has to be current."""
-        is_new = not lease.metadata.resource_version
+        is_new = not lease.version
         verb, path = ("POST", self._path) if is_new else ("PUT", f"{self._path}/{self._name}")
         body: Any = lease
         return decoded(_LEASE, await self._client.request(verb, path, body=body))

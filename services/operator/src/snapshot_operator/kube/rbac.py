@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.snapback import GROUP
+
 Document = dict[str, Any]
 
 NAME = "snapback-operator"
@@ -16,13 +19,21 @@ _OURS = "nvidia.com"
 
 
 class Rule(NamedTuple):
-    """What is done to a resource of an API group. `why` is for people who review it."""
+    """What is done to a resource of an API group. `why` is for people who review it.
+
+    With `names` it is done to the objects of these names alone.
+    """
 
     group: str
     resource: str
     verbs: tuple[str, ...]
     why: str
+    names: tuple[str, ...] = ()
 
+
+_DEFINITIONS = tuple(
+    f"{kind.plural}.{_OURS}" for kind in KINDS.values() if kind.api_version == GROUP
+)
 
 RULES = (
     Rule(_OURS, "dynamocheckpoints", (*_SEEN, "patch", "delete"), "finalizer, retention"),
@@ -37,11 +48,20 @@ RULES = (
     Rule("resource.k8s.io", "resourceclaimtemplates", ("create",), "their devices"),
     Rule("", "pods", _SEEN, "what is captured and restored"),
     Rule("", "pods/status", ("patch",), "the condition nvidia.com/Restored"),
-    Rule("", "nodes", _SEEN, "which there are, and which are cordoned"),
+    Rule("", "nodes", (*_SEEN, "patch"), "which are cordoned; the label of those with an agent"),
+    Rule("", "namespaces", ("list", "watch"), "those that SNAPBACK_NAMESPACE_SELECTOR selects"),
+    Rule(
+        "apiextensions.k8s.io",
+        "customresourcedefinitions",
+        ("list", "watch", "create", "patch"),
+        "those of our kinds, applied at the start",
+        _DEFINITIONS,
+    ),
 )
 
 LEASE_RULES = (
     Rule("coordination.k8s.io", "leases", ("get", "create", "update"), "which operator is active"),
+    Rule("", "events", ("create",), "what the operator itself waits for"),
 )
 
 
@@ -61,7 +81,12 @@ def _role(kind: str, metadata: Document, rules: tuple[Rule, ...]) -> Document:
         "kind": kind,
         "metadata": metadata,
         "rules": [
-            {"apiGroups": [rule.group], "resources": [rule.resource], "verbs": list(rule.verbs)}
+            {
+                "apiGroups": [rule.group],
+                "resources": [rule.resource],
+                **({"resourceNames": list(rule.names)} if rule.names else {}),
+                "verbs": list(rule.verbs),
+            }
             for rule in rules
         ],
     }

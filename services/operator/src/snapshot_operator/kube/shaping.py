@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.objects.kubernetes import GPU_RESOURCE, Job
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, GPU_RESOURCE, Job
 from snapshot_shared.volumes import CONTROL_VOLUME, GMS_VOLUME
 
 Document = dict[str, Any]
@@ -45,6 +45,8 @@ READY_FILE = "ready-for-snapshot"
 
 SOURCE_LABEL = f"{OURS}snapshot-is-checkpoint-source"
 
+_HAS_AGENT = {"key": AGENT_LABEL, "operator": "In", "values": ["true"]}
+
 # A proxy beside the worker would hold its connections, which no capture can bring back.
 _NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
 
@@ -62,7 +64,8 @@ def job_manifest(job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE) -> 
         container = find_container(pod, target)
         with_devices(pod, container, devices_name(job.metadata.name))
         with_memory_server(pod, container, gms_image)
-    shaped: Document = {"template": template, "backoffLimit": job.spec.backoff_limit}
+    # The Job of a worker that ended with its capture would start another one.
+    shaped: Document = {"template": template, "backoffLimit": 0}
     if job.spec.active_deadline_seconds is not None:
         shaped["activeDeadlineSeconds"] = job.spec.active_deadline_seconds
     return {
@@ -85,6 +88,7 @@ def source_template(template: Document, target: str, labels: dict[str, str]) -> 
     meta["annotations"] = {**meta.get("annotations", {}), **_NO_MESH}
     spec = shaped["spec"]
     spec["restartPolicy"] = "Never"
+    with_agent_affinity(spec)
     container = find_container(spec, target)
     with_control_directory(spec, container)
     container.pop("livenessProbe", None)
@@ -174,6 +178,35 @@ def with_devices(spec: Document, container: Document, template: str) -> None:
     resources["claims"] = [{"name": DEVICES}]
     claim = {"name": DEVICES, "resourceClaimTemplateName": template}
     put(spec.setdefault("resourceClaims", []), claim, by="name")
+
+
+def with_agent_affinity(spec: Document) -> None:
+    """Require a node with a live agent, beside what the affinity of the pod requires already.
+
+    A template that names its node has nothing to be placed: its kubelet would end the pod.
+    """
+    if spec.get("nodeName"):
+        return
+    where: Any = spec
+    for name in ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"):
+        if where.get(name) is None:
+            where[name] = {}
+        where = where[name]
+        if not isinstance(where, dict):
+            return  # The API server refuses it, with its path.
+    if "nodeSelectorTerms" not in where:
+        where["nodeSelectorTerms"] = [{"matchExpressions": [_HAS_AGENT]}]
+    terms = where["nodeSelectorTerms"]
+    for term in terms if isinstance(terms, list) else ():
+        # One of them is enough for a node. An empty one matches no node, and goes on to.
+        if isinstance(term, dict) and (term.get("matchFields") or term.get("matchExpressions")):
+            _require(term)
+
+
+def _require(term: Document) -> None:
+    rows = term.get("matchExpressions") or []
+    if isinstance(rows, list) and _HAS_AGENT not in rows:
+        term["matchExpressions"] = [*rows, _HAS_AGENT]
 
 
 def with_memory_server(spec: Document, container: Document, image: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +22,7 @@ from snapshot_operator.kube.client import (
     STRATEGIC_PATCH,
     KubeClient,
     ResourceExpired,
+    back_off,
     decoded,
     error_status,
 )
@@ -41,14 +43,15 @@ from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Job, Node, Pod
 from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.service import until_stopped
-from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)
 
 PAGE = "500"
 WATCH_S = 300
 """How long the server lets one watch last, in seconds; the next continues where it ended."""
-MAX_RETRY_S = 30.0
+
+MAX_REMEMBERED = 10_000
+"""How many uids are remembered that no object has."""
 
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
@@ -187,9 +190,12 @@ class KubeStore:
         self._listeners.append(listener)
 
     async def list(self, kind: str) -> list[AnyObject]:
-        """Return all objects of a kind; `run` reports what has changed after that."""
+        """Return all objects of a kind; `run` reports what has changed after that.
+
+        An API server that is away, or does not serve the kind yet, is waited for.
+        """
         resource = RESOURCES[kind]
-        items, self._versions[kind] = await self._pages(resource)
+        items, self._versions[kind] = await self._first_pages(resource)
         for item in items:
             self._keep(resource, item)
         return [known.value for known in self._known[kind].values()]
@@ -316,6 +322,10 @@ class KubeStore:
         """Set one annotation."""
         return await self._patch(value, {"annotations": {key: text}})
 
+    async def label(self, value: AnyObject, key: str, text: str | None) -> AnyObject:
+        """Set one label, or remove it without a text."""
+        return await self._patch(value, {"labels": {key: text}})
+
     async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
         """Put a finalizer on. Conflict, too, when the object is being deleted."""
         if value.metadata.deletion_timestamp is not None:
@@ -345,7 +355,11 @@ class KubeStore:
     async def _patch(self, value: AnyObject, metadata: dict[str, Any]) -> AnyObject:
         """Change metadata of the version that was read."""
         resource = RESOURCES[kind_of(value).name]
-        body = {"metadata": {**metadata, **_as_read(value.metadata)}}
+        read = _as_read(value.metadata)
+        if isinstance(value, Node):
+            # Its version is one of ours, and its kubelet writes it every few seconds.
+            del read["resourceVersion"]
+        body = {"metadata": {**metadata, **read}}
         answer = await self._client.request(
             "PATCH", resource.path_of(value), body=body, content_type=MERGE_PATCH
         )
@@ -380,8 +394,7 @@ class KubeStore:
                 log.warning("%s are not watched: %s", resource.plural, error)
             # One that brought something was a good one, however it ended.
             failures = 0 if self._versions[resource.kind] != before else failures + 1
-            longest = min(MAX_RETRY_S, 2.0 ** min(failures, 10))
-            await any_set(longest * (1 + self._jitter()) / 2)
+            await back_off(failures, self._jitter())
 
     async def _require_history(self, resource: Resource) -> None:
         """Raise StoreRewound when etcd was restored from an older backup since the last watch.
@@ -442,6 +455,17 @@ class KubeStore:
             if known[uid].version <= int(version):
                 self._forget(resource, known[uid].value)
         self._versions[resource.kind] = version
+
+    async def _first_pages(self, resource: Resource) -> tuple[Sequence[msgspec.Raw], str]:
+        """Return all objects of a kind and their version, once the API server has them listed."""
+        failures = 0
+        while True:
+            try:
+                return await self._pages(resource)
+            except (NotFound, ResourceExpired, StoreBusy) as error:
+                log.warning("%s are not listed: %s", resource.plural, error)
+            failures += 1
+            await back_off(failures, self._jitter())
 
     async def _pages(self, resource: Resource) -> tuple[Sequence[msgspec.Raw], str]:
         """Return all objects of a kind, and the version of the list."""
@@ -520,26 +544,35 @@ class _UidSearch:
     """Finds objects by a uid that is not in memory, for the API server can only be asked by name.
 
     One search lists the metadata of all objects that orders are given for. Those who ask while one
-    runs share the next: what it finds is newer than their questions.
+    runs share the next: what it finds is newer than their questions. A uid never comes back, and
+    nothing has it before it is given: one that was found, or not, is not searched for again.
     """
 
     def __init__(self, client: KubeClient) -> None:
         self._client = client
         self._lock = asyncio.Lock()
-        self._asked = 0
-        self._covered = 0
+        self._asked: set[str] = set()
         self._found: dict[str, Place] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
 
     async def find(self, uid: str) -> Place | None:
         """Return where the object with a uid is, if there is one."""
-        self._asked += 1
-        mine = self._asked
+        self._asked.add(uid)
         async with self._lock:
-            if self._covered < mine:
-                covered = self._asked
-                self._found = {found: place async for found, place in self._all()}
-                self._covered = covered
+            if uid not in self._found and uid not in self._gone:
+                asked, self._asked = self._asked, set()
+                try:
+                    self._found = {found: place async for found, place in self._all()}
+                except BaseException:
+                    self._asked |= asked
+                    raise
+                self._remember_gone(asked - self._found.keys())
             return self._found.get(uid)
+
+    def _remember_gone(self, uids: Iterable[str]) -> None:
+        self._gone.update(dict.fromkeys(uids))
+        while len(self._gone) > MAX_REMEMBERED:
+            self._gone.popitem(last=False)
 
     async def _all(self) -> AsyncIterator[tuple[str, Place]]:
         for kind in _OWNERS_OF_ORDERS:

@@ -194,6 +194,15 @@ class SqliteStore:
             value, lambda meta: replace(meta, annotations={**meta.annotations, key: text})
         )
 
+    async def label(self, value: AnyObject, key: str, text: str | None) -> AnyObject:
+        """Set or remove a label of an object that has not changed since it was read."""
+
+        def labelled(meta: ObjectMeta) -> ObjectMeta:
+            others = {name: kept for name, kept in meta.labels.items() if name != key}
+            return replace(meta, labels=others if text is None else {**others, key: text})
+
+        return self._set_meta(value, labelled)
+
     async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
         """Put a finalizer on an object that has not changed since it was read."""
 

@@ -6,6 +6,7 @@ once, never goes back, and may otherwise be late, each object by its own time.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,9 @@ from snapshot_shared.objects.kinds import KINDS, AnyObject
 
 MAX_REMEMBERED = 10_000
 """How many deleted uids are remembered, so that a late event cannot bring one back."""
+
+FOUND_TOGETHER = 64
+"""How many uids are looked for in the store at a time."""
 
 GARBAGE_EVERY = 10_000
 """After how many new containers, less those freed, cycles are looked for."""
@@ -150,6 +154,10 @@ class Cluster:
         """Set an annotation. Conflict, NotFound."""
         return self._written(await self._store.annotate(value, key, text))
 
+    async def label(self, value: AnyObject, key: str, text: str | None) -> AnyObject:
+        """Set a label, or remove it without a text. Conflict, NotFound."""
+        return self._written(await self._store.label(value, key, text))
+
     async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
         """Put a finalizer on. Conflict, NotFound."""
         return self._written(await self._store.add_finalizer(value, finalizer))
@@ -192,6 +200,19 @@ class Cluster:
         """Return the object with a uid as the store has it; it is visible here from then on."""
         found = await self._store.find(uid)
         return self._written(found) if found is not None else None
+
+    async def find_all(self, uids: Iterable[str]) -> dict[str, AnyObject | None]:
+        """Return the objects with some uids as the store has them.
+
+        What is asked together may cost a store one search.
+        """
+        found: dict[str, AnyObject | None] = {}
+        wanted = list(dict.fromkeys(uids))
+        for start in range(0, len(wanted), FOUND_TOGETHER):
+            part = wanted[start : start + FOUND_TOGETHER]
+            values = await asyncio.gather(*(self.find(uid) for uid in part))
+            found.update(zip(part, values, strict=True))
+        return found
 
     async def refresh(self, value: AnyObject) -> None:
         """Read an object again from the store."""

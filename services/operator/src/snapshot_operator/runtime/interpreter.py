@@ -12,6 +12,7 @@ from snapshot_operator.core.plan import (
     Create,
     Delete,
     Finalize,
+    Label,
     Plan,
     SetStatus,
     Write,
@@ -61,16 +62,6 @@ class Interpreter:
         any plan in what it relies on: Stale when that does not hold. `stored` is called when all
         writes are durable, before orders are published.
         """
-        try:
-            await self._carry_out(plan, read, stored)
-        except InvalidManifest as error:
-            if plan.refused is None:
-                raise
-            await self._carry_out(plan.refused(error.to_failure()), read, stored)
-
-    async def _carry_out(
-        self, plan: Plan, read: Tracker | None, stored: Callable[[], None]
-    ) -> None:
         if read is not None and is_final(plan):
             await self._confirm(read)
         for value in plan.relies_on:
@@ -80,7 +71,13 @@ class Interpreter:
         published: list[OrderStatus] = []
         changed: list[tuple[AnyObject, AnyObject]] = []
         for write in plan.writes:
-            await self._write(write)
+            try:
+                await self._write(write)
+            except InvalidManifest as error:
+                if not isinstance(write, Create) or write.refused is None:
+                    raise
+                await self.apply(write.refused(error.to_failure()), read, stored)
+                return
             if isinstance(write, SetStatus):
                 published += new_orders(write.old, write.new)
                 changed.append((write.old, write.new))
@@ -94,8 +91,8 @@ class Interpreter:
         for key, uid in read.absent:
             if not await self._cluster.confirm_gone(key, uid):
                 raise Stale(f"{key.kind} {key.name} is there, and was not seen yet")
-        for uid in read.absent_uids:
-            if await self._cluster.find(uid) is not None:
+        for uid, found in (await self._cluster.find_all(read.absent_uids)).items():
+            if found is not None:
                 raise Stale(f"the object with uid {uid} is there, and was not seen yet")
 
     async def _write(self, write: Write) -> None:
@@ -117,6 +114,8 @@ class Interpreter:
                 await cluster.remove_finalizer(value, FINALIZER)
             case SetStatus(_, new):
                 await cluster.update_status(new)
+            case Label(value, key, text):
+                await cluster.label(value, key, text)
 
     async def _publish(self, orders: Iterable[OrderStatus]) -> None:
         for order in orders:

@@ -28,6 +28,7 @@ from snapshot_operator.runtime.cluster import (
 )
 from snapshot_operator.runtime.interpreter import Interpreter
 from snapshot_operator.runtime.queue import WorkQueue
+from snapshot_operator.runtime.world import ALL, Selection
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -40,6 +41,7 @@ from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import Report
 from snapshot_shared.tasks import end_all, yield_turn
 from snapshot_shared.views import orders_of
@@ -70,11 +72,12 @@ class Manager:
         now: Callable[[], float],
         jitter: Callable[[], float],
         metrics: Metrics = OFF,
+        namespaces: Selection = ALL,
     ) -> None:
         """Listen to the objects; nothing runs before `run`.
 
         `now` returns seconds since the epoch that do not jump while this process lives, `jitter` a
-        random number from 0 to 1.
+        random number from 0 to 1. Objects of other `namespaces` are read and not decided about.
         """
         self._cluster = cluster
         self._controllers = {controller.kind: controller for controller in controllers}
@@ -92,6 +95,8 @@ class Manager:
         self._claimants: dict[Key, None] = {}
         self.reconciles = 0
         """How many decisions were made."""
+        self._namespaces = namespaces
+        namespaces.subscribe(self._selected)
         cluster.on_touch(self._touched)
         metrics.observe(instruments.WORK_QUEUE, lambda: {(): len(self._queue)})
 
@@ -107,9 +112,22 @@ class Manager:
                 self._queue.add(key_of(value))
 
     def take(self, key: Key, *inputs: Input) -> None:
-        """Have reports folded into an object."""
-        self._inbox.setdefault(key, []).extend(inputs)
+        """Have reports folded into an object. One that comes again takes the place of the first."""
+        reports = [item.report for item in inputs]
+        waiting = [item for item in self._inbox.get(key, ()) if item.report not in reports]
+        self._inbox[key] = [*waiting, *inputs]
         self._queue.add(key)
+
+    def _selected(self, namespace: str) -> None:
+        """Have every object of a namespace decided about."""
+        for kind in self._controllers:
+            for value in self._cluster.all(kind):
+                if namespace_of(value) == namespace:
+                    self._queue.add(key_of(value))
+
+    def _is_left_alone(self, value: AnyObject | None) -> bool:
+        namespace = namespace_of(value) if value is not None else ""
+        return bool(namespace) and not self._namespaces.has(namespace)
 
     def set_full(self, *, is_full: bool) -> None:
         """Note whether new work may begin; who waits for room is woken when there is some."""
@@ -160,6 +178,10 @@ class Manager:
 
     def _reconcile(self, key: Key) -> None:
         began = time.perf_counter()
+        if self._is_left_alone(self._cluster.at(key)):
+            self._wait_for(key, frozenset())
+            self._queue.done(key)
+            return
         self.reconciles += 1
         read = Tracker(self._cluster, is_full=self._is_full)
         value, inputs, now = self._cluster.at(key), self._inbox.pop(key, []), self._now()
@@ -262,8 +284,9 @@ class Manager:
         A write of the status needs no such check: it succeeds on the newest version alone.
         """
         uid = value.metadata.uid if value is not None else ""
-        for owner in {owner_uid(item.report) for item in inputs} - {uid}:
-            if await self._cluster.find(owner) is not None:
+        others = {owner_uid(item.report) for item in inputs} - {uid}
+        for owner, found in (await self._cluster.find_all(others)).items():
+            if found is not None:
                 raise Conflict(f"the object with uid {owner} was not seen yet")
         if value is not None and inputs and not plan.writes:
             await self._cluster.refresh(value)
@@ -307,6 +330,13 @@ class Manager:
             self._interests[key] = interests
         else:
             self._interests.pop(key, None)
+
+
+def namespace_of(value: AnyObject) -> str:
+    """Return the namespace that an object belongs to: a content to that of its snapshot."""
+    if isinstance(value, SnapshotContent):
+        return value.spec.snapshot_ref.namespace
+    return value.metadata.namespace or ""
 
 
 def owner_uid(report: Report) -> str:

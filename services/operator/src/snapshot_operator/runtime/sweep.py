@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from snapshot_operator.core import backpressure, fold
 from snapshot_operator.ports import OrderBus
@@ -22,7 +22,7 @@ from snapshot_shared import instruments, subjects
 from snapshot_shared.errors import BusUnavailable, Conflict, InvalidName, StoreBusy
 from snapshot_shared.ids import check_order_id, owner_of
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.tasks import any_set
 from snapshot_shared.views import is_answered, orders_of
@@ -93,9 +93,10 @@ class Sweep:
             if not is_answered(order)
         ]
         awaited = {order.order for order in unanswered}
-        for order_id, subject in published.items():
-            if order_id not in awaited and await self._is_unwanted(order_id):
-                await self._orders.remove(subject)
+        for order_id in await self._unwanted(published.keys() - awaited):
+            # It may have been ordered again while the store was read.
+            if not _awaits(self._cluster.by_uid(_owner_of(order_id)), order_id):
+                await self._orders.remove(published[order_id])
         await self._measure()
         if self._repeats:
             for order in unanswered:
@@ -108,14 +109,11 @@ class Sweep:
         self._swept = time.monotonic()
         self.swept_at = self._now()
 
-    async def _is_unwanted(self, order_id: str) -> bool:
-        """Whether the store itself holds nothing that awaits an answer to an order."""
-        try:
-            owner = await self._cluster.find(owner_of(check_order_id(order_id)))
-        except InvalidName:
-            return True
-        mine = [item for item in orders_of(owner) if item.order == order_id]
-        return all(is_answered(item) for item in mine)
+    async def _unwanted(self, order_ids: Collection[str]) -> list[str]:
+        """Return the orders to which the store itself holds nothing that awaits an answer."""
+        owners = {order_id: _owner_of(order_id) for order_id in sorted(order_ids)}
+        found = await self._cluster.find_all(uid for uid in owners.values() if uid)
+        return [order for order, uid in owners.items() if not _awaits(found.get(uid), order)]
 
     def _is_awaited(self, order: OrderStatus) -> bool:
         """Whether an order is unanswered still; the sweep itself takes its time."""
@@ -142,3 +140,15 @@ class Sweep:
             await self._orders.publish(order)
         except Conflict as error:
             log.warning("sweep: %s", error)
+
+
+def _owner_of(order_id: str) -> str:
+    """Return the uid of the object that an order serves; empty for a name that is no order's."""
+    try:
+        return owner_of(check_order_id(order_id))
+    except InvalidName:
+        return ""
+
+
+def _awaits(owner: AnyObject | None, order_id: str) -> bool:
+    return any(item.order == order_id and not is_answered(item) for item in orders_of(owner))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from snapshot_operator.core.census import Census, census
 from snapshot_operator.core.retention import Decision, Holdings, Limits, judged
 from snapshot_operator.runtime.cluster import Cluster
+from snapshot_operator.runtime.world import ALL, Selection
 from snapshot_shared import instruments
 from snapshot_shared.errors import Conflict, NoSpace, NotFound, StoreBusy
 from snapshot_shared.metrics import Metrics
@@ -23,9 +24,16 @@ COUNT_EVERY_S = 10.0
 class Retention:
     """Deletes captured artifacts that the limits do not keep."""
 
-    def __init__(self, cluster: Cluster, limits: Limits, now: Callable[[], float]) -> None:
-        """Use the objects; without limits nothing is ever deleted."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        limits: Limits,
+        now: Callable[[], float],
+        namespaces: Selection = ALL,
+    ) -> None:
+        """Use the objects; without limits nothing is ever deleted, nor in other `namespaces`."""
         self._cluster = cluster
+        self._namespaces = namespaces
         self.limits = limits
         self._now = now
 
@@ -41,7 +49,7 @@ class Retention:
         if self.limits.is_off:
             return
         for verdict in self.judged():
-            if not verdict.goes:
+            if not verdict.goes or not self._namespaces.has(verdict.value.metadata.namespace or ""):
                 continue
             value, meta = verdict.value, verdict.value.metadata
             name = f"{kind_of(value).name} {meta.namespace}/{meta.name}"

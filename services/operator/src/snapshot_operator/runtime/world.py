@@ -18,13 +18,42 @@ async def _nothing(_: Cluster) -> None:
     pass
 
 
+async def _at_once() -> None:
+    pass
+
+
+class Readiness:
+    """Why an operator cannot do its work; empty when it can, as far as its world goes."""
+
+    def __init__(self) -> None:
+        self.why = ""
+
+
+class Selection:
+    """The namespaces whose objects are reconciled: all of them."""
+
+    def has(self, namespace: str) -> bool:
+        """Whether a namespace is selected now."""
+        return True
+
+    def subscribe(self, listener: Callable[[str], None]) -> None:
+        """Report each namespace that is selected from now on."""
+
+
+ALL = Selection()
+
+
 class World(NamedTuple):
     """One of the two worlds.
 
     `tidy` is done with every sweep. `follow` has the store report what others change, until it is
-    cancelled.
+    cancelled. `prepare` returns once the store has what it needs, before anything is read of it.
+    `is_cluster` says whether people write objects with kubectl and rights of their own.
     """
 
     controllers: Sequence[Controller]
     tidy: Callable[[Cluster], Awaitable[None]] = _nothing
     follow: Callable[[], Awaitable[None]] = _until_cancelled
+    prepare: Callable[[], Awaitable[None]] = _at_once
+    namespaces: Selection = ALL
+    is_cluster: bool = False
