@@ -40,7 +40,7 @@ DECIDING = (
 
 NO_REASONS = frozenset(KINDS) | {
     *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
-    *("FieldValueForbidden", "FieldValueInvalid"),
+    *("FieldValueForbidden", "FieldValueInvalid", "WaitForCheckpoint"),
 }
 """Words of that form which name kinds, types of conditions and, in schemas, kinds of errors."""
 

@@ -123,7 +123,11 @@ class ContainerStatus(
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Where a pod runs and how it is."""
+    """Where a pod runs and how it is.
+
+    `cold_containers` are those of a pod with `nvidia.com/restore-from` that a cluster started
+    without the variable of standby. Standalone there are none.
+    """
 
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
     node_name: str = ""
@@ -131,6 +135,7 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     message: str = ""
     reason: str = ""
     container_statuses: list[ContainerStatus] = []
+    cold_containers: list[str] = []
     orders: list[OrderStatus] = []
     obligations: list[str] = []
     traceparent: str = ""
