@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from snapshot_operator.kube.restoring import problems, standby_patch, startup_probe
+from snapshot_operator.kube.restoring import standby_patch, startup_probe
+from snapshot_shared.validation import restore_problems
 
 FROM = "nvidia.com/restore-from"
 CONTAINER = "nvidia.com/restore-container"
@@ -199,9 +200,9 @@ def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> 
 def test_a_pod_that_cannot_be_restored_as_it_asks_is_refused_by_path(
     document: Any, path: str, text: str
 ) -> None:
-    assert [*problems(document)] == [(path, text)]
+    assert [*restore_problems(document)] == [(path, text)]
 
 
 def test_a_pod_without_contradictions_has_no_problems() -> None:
     own = {"name": "snapshot-control", "emptyDir": {"medium": "Memory"}}
-    assert [*problems(pod(volumes=[own], restore_policy="Immediate"))] == []
+    assert [*restore_problems(pod(volumes=[own], restore_policy="Immediate"))] == []

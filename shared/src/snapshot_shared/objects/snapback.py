@@ -62,6 +62,9 @@ RESTORE_POLICY = "nvidia.com/restore-policy"
 WAIT, IMMEDIATE = "WaitForCheckpoint", "Immediate"
 """Its values: wait in standby, which is the default, or start cold at once."""
 
+CONTROL_VOLUME = "snapshot-control"
+"""The volume of a pod in a cluster that holds the control directories of its containers."""
+
 STANDBY_VARIABLES = ("SNAPSHOT_RESTORE_STANDBY", "DYN_SNAPSHOT_RESTORE_STANDBY")
 """Either is 1 for a worker that waits to be restored; images for Dynamo read the second."""
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.snapback import (
-    IMMEDIATE,
     RESTORE_CONTAINER,
     RESTORE_CONTENT,
     RESTORE_DIGEST,
@@ -19,8 +18,6 @@ from snapshot_shared.objects.snapback import (
     Snapshot,
     SnapshotContent,
 )
-
-POLICIES = (WAIT, IMMEDIATE)
 
 
 class RestoreRequest(NamedTuple):

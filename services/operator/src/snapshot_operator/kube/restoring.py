@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from snapshot_operator.core.restore import LONGEST_S
-from snapshot_operator.core.restore_request import POLICIES, RestoreRequest, request_in
+from snapshot_operator.core.restore_request import RestoreRequest, request_in
 from snapshot_operator.kube.shaping import (
     CONTROL_PATH,
-    CONTROL_VOLUME,
     put,
     with_control_directory,
 )
-from snapshot_shared.objects.snapback import RESTORE_CONTAINER, RESTORE_POLICY, STANDBY_VARIABLES
+from snapshot_shared.objects.snapback import RESTORE_CONTAINER, STANDBY_VARIABLES
 
 Document = dict[str, Any]
 
@@ -36,30 +35,8 @@ def restore_request(pod: Document) -> RestoreRequest:
     return request_in(pod.get("metadata", {}).get("annotations") or {})
 
 
-def problems(pod: Document) -> Iterator[tuple[str, str]]:
-    """Yield why a pod cannot be made ready for a restore: the path of a field, and the reason."""
-    request, spec = restore_request(pod), pod["spec"]
-    names = [container["name"] for container in spec["containers"]]
-    if request.container and request.container not in names:
-        yield (
-            f"metadata.annotations[{RESTORE_CONTAINER}]",
-            f"{request.container!r} is no container of the pod (found {', '.join(names)})",
-        )
-    if request.policy not in POLICIES:
-        yield (
-            f"metadata.annotations[{RESTORE_POLICY}]",
-            f"{request.policy!r} is not one of {', '.join(POLICIES)}",
-        )
-    for index, volume in enumerate(spec.get("volumes") or ()):
-        if volume["name"] == CONTROL_VOLUME and "emptyDir" not in volume:
-            yield (
-                f"spec.volumes[{index}]",
-                f"{CONTROL_VOLUME} is the name of the control directory; rename this volume",
-            )
-
-
 def standby_patch(pod: Document) -> list[Document]:
-    """Return the JSON Patch by which the worker of a pod without `problems` waits to be restored.
+    """Return the JSON Patch by which the worker of a pod waits to be restored.
 
     The container that is restored is written down: another webhook may put one before it.
     """

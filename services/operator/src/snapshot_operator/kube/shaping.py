@@ -14,10 +14,10 @@ import msgspec
 from snapshot_operator.kube.wire import OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects.kubernetes import Job
+from snapshot_shared.objects.snapback import CONTROL_VOLUME
 
 Document = dict[str, Any]
 
-CONTROL_VOLUME = "snapshot-control"
 CONTROL_PATH = "/snapshot-control"
 CONTROL_VARIABLES = ("SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR")
 """Both name the control directory; the second is what images for Dynamo read."""
