@@ -41,6 +41,8 @@ DECIDING = (
 NO_REASONS = frozenset(KINDS) | {
     *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
     *("FieldValueForbidden", "FieldValueInvalid", "WaitForCheckpoint"),
+    *("AdmissionReview", "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"),
+    *("IfNeeded", "NotIn"),
 }
 """Words of that form which name kinds, types of conditions and, in schemas, kinds of errors."""
 

@@ -8,7 +8,9 @@ import random
 import socket
 import sys
 import uuid
-from typing import Annotated, Literal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
@@ -33,6 +35,9 @@ from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import Common, load
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
+if TYPE_CHECKING:
+    from snapshot_operator.kube.client import KubeClient
+
 
 class OperatorSettings(Common, frozen=True, kw_only=True):
     """What an operator needs to know. `nats_replicas` is how many servers keep each stream.
@@ -40,6 +45,9 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     `world` says where its objects are: in a file below `state_dir`, or in the API server that
     `kubeconfig` names, else that of the cluster in which the operator is a pod. `namespace` is
     where the Lease of a cluster's operators is.
+    `webhook_address` (host:port) is where admission is served in a cluster; unset, nowhere. API
+    servers reach it at the Service `webhook_service`, or at `webhook_url` if they cannot. Its
+    certificate is in `webhook_certificate_dir`, or is made by the operators.
     `keep_*` bound what a namespace keeps of captured artifacts; unset, nothing is let go.
     `quarantine` says what is moved aside below an artifact root when no content knows it and it
     has not changed for `quarantine_days`: nothing (`off`), generations without a root manifest
@@ -49,6 +57,10 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     world: Literal["standalone", "kubernetes"] = "standalone"
     kubeconfig: str | None = None
     namespace: Label = "snapback-system"
+    webhook_address: str | None = None
+    webhook_service: Label = "snapback-webhook"
+    webhook_url: str = ""
+    webhook_certificate_dir: Path | None = None
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
     keep_days: Annotated[float, Meta(gt=0)] | None = None
@@ -138,9 +150,12 @@ async def _in_cluster(settings: OperatorSettings, environment: Environment) -> N
 
     identity = f"{socket.gethostname()}-{environment.new_id()}"
     place = (settings.namespace, "snapback-operator")
-    async with KubeClient(
-        await load_configuration(settings.kubeconfig), environment.metrics
-    ) as client:
+    configuration = await load_configuration(settings.kubeconfig)
+    async with (
+        KubeClient(configuration, environment.metrics) as client,
+        # Before the Lease: every replica answers the API server, and has to before it is ready.
+        _admission(settings, environment, client),
+    ):
         store = KubeStore(client, environment.jitter)
         lease = KubeLease(client, place, identity, environment.clocks, environment.jitter)
         # Before the Lease: one that stands by is ready, or a rolling update would wait for it.
@@ -148,6 +163,32 @@ async def _in_cluster(settings: OperatorSettings, environment: Environment) -> N
         async with lease.held() as lost:
             world = World(controllers.CONTROLLERS, follow=store.run)
             await serve_active(lost, Cluster(store, controllers.INDEXES), world, environment)
+
+
+@contextlib.asynccontextmanager
+async def _admission(
+    settings: OperatorSettings, environment: Environment, client: KubeClient
+) -> AsyncIterator[None]:
+    """Answer what the API server asks, where there is an address for it, while the block runs."""
+    from snapshot_operator.kube.admission import Admission, serving
+    from snapshot_operator.kube.webhook_tls import MountedCertificate, OwnCertificate
+    from snapshot_operator.kube.webhooks import Endpoint
+
+    if settings.webhook_address is None:
+        yield
+        return
+    endpoint = Endpoint(settings.namespace, settings.webhook_service, url=settings.webhook_url)
+    certificate: MountedCertificate | OwnCertificate
+    if settings.webhook_certificate_dir is not None:
+        certificate = MountedCertificate(settings.webhook_certificate_dir)
+    else:
+        certificate = OwnCertificate(client, endpoint, environment.clocks, environment.jitter)
+    admission = Admission(client, environment.metrics)
+    async with (
+        certificate.kept() as context,
+        serving(admission, settings.webhook_address, context),
+    ):
+        yield
 
 
 def main() -> int:

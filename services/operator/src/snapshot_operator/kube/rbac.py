@@ -10,18 +10,23 @@ from typing import Any, NamedTuple
 Document = dict[str, Any]
 
 NAME = "snapback-operator"
+CERTIFICATE_SECRET = "snapback-webhook-certificate"
 
 _SEEN = ("get", "list", "watch")
 _OURS = "nvidia.com"
 
 
 class Rule(NamedTuple):
-    """What is done to a resource of an API group. `why` is for people who review it."""
+    """What is done to a resource of an API group, of these names where there are some.
+
+    `why` is for people who review it.
+    """
 
     group: str
     resource: str
     verbs: tuple[str, ...]
     why: str
+    names: tuple[str, ...] = ()
 
 
 RULES = (
@@ -37,10 +42,23 @@ RULES = (
     Rule("", "pods", _SEEN, "what is captured and restored"),
     Rule("", "pods/status", ("patch",), "the condition nvidia.com/Restored"),
     Rule("", "nodes", _SEEN, "which there are, and which are cordoned"),
+    *(
+        Rule(
+            "admissionregistration.k8s.io",
+            f"{kind}webhookconfigurations",
+            ("get", "watch", "patch"),
+            "which authorities the API server trusts for the operator's webhooks",
+            (NAME,),
+        )
+        for kind in ("mutating", "validating")
+    ),
 )
 
 LEASE_RULES = (
     Rule("coordination.k8s.io", "leases", ("get", "create", "update"), "which operator is active"),
+    # What is to be created has no name yet for the rules.
+    Rule("", "secrets", ("create",), "the certificate of the webhooks"),
+    Rule("", "secrets", ("get", "watch", "update"), "its renewal", (CERTIFICATE_SECRET,)),
 )
 
 
@@ -60,7 +78,12 @@ def _role(kind: str, metadata: Document, rules: tuple[Rule, ...]) -> Document:
         "kind": kind,
         "metadata": metadata,
         "rules": [
-            {"apiGroups": [rule.group], "resources": [rule.resource], "verbs": list(rule.verbs)}
+            {
+                "apiGroups": [rule.group],
+                "resources": [rule.resource],
+                "verbs": list(rule.verbs),
+                **({"resourceNames": list(rule.names)} if rule.names else {}),
+            }
             for rule in rules
         ],
     }
