@@ -6,11 +6,13 @@ import asyncio
 import base64
 import json
 import os
+import random
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,7 +27,9 @@ from snapshot_operator.kube import rbac
 from snapshot_operator.kube.certificates import Certificates, renewed
 from snapshot_operator.kube.client import KubeClient, load_configuration
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET
+from snapshot_operator.kube.webhook_tls import OwnCertificate
 from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint, configurations
+from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import InvalidManifest
 from tests.cluster.conftest import SHELL
 from tests.cluster.kubectl import Kubectl, KubectlError
@@ -218,6 +222,28 @@ def test_a_pod_that_is_to_be_restored_waits_for_it_and_any_other_is_as_it_was_wr
     assert "startupProbe" not in container
 
 
+def test_a_worker_in_standby_has_its_control_directory_and_is_ready_once_it_says_restored(
+    operator: Operator, namespace: Kubectl, shell_image: str
+) -> None:
+    document = pod("restored", restore_from="llm")
+    document["spec"] |= {"nodeSelector": {}, "terminationGracePeriodSeconds": 0}
+    (container,) = document["spec"]["containers"]
+    del container["readinessProbe"]
+    container["image"] = shell_image
+    namespace.apply(document)
+    namespace.wait("pod/restored", until="jsonpath={.status.phase}=Running", within_s=90)
+
+    def status() -> Any:
+        (found,) = namespace.get("pod", "restored")["status"]["containerStatuses"]
+        return found
+
+    assert (status()["started"], status()["ready"]) == (False, False)
+    script = 'test "$SNAPSHOT_RESTORE_STANDBY" = 1 && touch "$SNAPSHOT_CONTROL_DIR/restored"'
+    namespace.run("exec", "restored", "--", "bash", "-c", script)
+    until(lambda: status()["ready"] and status()["started"], "the worker is ready")
+    assert status()["restartCount"] == 0
+
+
 def test_a_pod_that_asks_for_what_there_is_not_is_refused_with_every_path(
     operator: Operator, namespace: Kubectl
 ) -> None:
@@ -255,10 +281,7 @@ def test_nothing_is_changed_in_the_namespaces_of_the_system_and_of_the_operator(
     operator: Operator, target: Target
 ) -> None:
     for space in ("kube-system", operator.namespace):
-        within = target.kubectl.within(space)
-        document = json.dumps(pod("asks", restore_from="llm"))
-        words = ("create", "--dry-run=server", "--output=json", "--filename", "-")
-        assert STANDBY not in env_of(json.loads(within.run(*words, given=document)))
+        assert STANDBY not in env_of(dry_run(target.kubectl.within(space)))
 
 
 async def test_a_checkpoint_that_is_wrong_is_refused_with_every_path(
@@ -393,6 +416,41 @@ async def test_certificates_are_renewed_while_the_api_server_asks_and_no_request
     assert len({*served}) == 3
     assert None not in served
     assert asked > 20
+
+
+async def test_several_operators_make_and_renew_one_certificate(
+    namespace: Kubectl, kubeconfig: str
+) -> None:
+    assert namespace.namespace is not None
+    endpoint = Endpoint(namespace.namespace)
+    now = time.time()
+    async with KubeClient(await load_configuration(kubeconfig)) as client:
+        for later in (0.0, 61 * 86_400.0):
+            clocks = Clocks(time.monotonic, lambda: now + later, "boot")  # noqa: B023 - used here
+            several = [OwnCertificate(client, endpoint, clocks, random.random) for _ in range(4)]
+            found = await asyncio.gather(*(each._current() for each in several))
+            assert len({*found}) == 1
+            stored = namespace.get("secret", CERTIFICATE_SECRET)["data"]["tls.crt"]
+            assert base64.b64decode(stored) == found[0].certificate
+
+
+def test_a_configuration_that_is_made_again_is_trusted_again(
+    operator: Operator, target: Target, namespace: Kubectl
+) -> None:
+    kubectl = target.kubectl
+    for kind in (MUTATING, VALIDATING):
+        kubectl.run("delete", kind, rbac.NAME)
+    assert STANDBY not in env_of(dry_run(namespace))
+    kubectl.apply(*configurations(operator.endpoint))
+    until(lambda: trusts(kubectl), "the API server trusts the operator")
+    until(lambda: STANDBY in env_of(dry_run(namespace)), "pods are changed")
+
+
+def dry_run(kubectl: Kubectl) -> Any:
+    """Return how a pod that asks for a restore would be stored."""
+    given = json.dumps(pod("asks", restore_from="llm"))
+    words = ("create", "--dry-run=server", "--output=json", "--filename", "-")
+    return json.loads(kubectl.run(*words, given=given))
 
 
 def test_the_operator_was_refused_nothing(operator: Operator) -> None:

@@ -255,6 +255,8 @@ async def test_objects_that_do_not_change_cost_no_request(rig: Rig) -> None:
 async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(rig: Rig) -> None:
     pod = {"metadata": {"name": "again", "annotations": {"nvidia.com/restore-from": "later"}}}
     pod["spec"] = worker("sleep 600")["spec"]
+    # As the webhook for pods has it, which does not run here.
+    pod["spec"]["containers"][0]["env"] += [{"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}]
     created = msgspec.json.decode(await rig.direct.request("POST", rig.path("pods"), body=pod))
     name = f"restore-{created['metadata']['uid']}"
 

@@ -41,8 +41,8 @@ from snapshot_shared.validation import Problem, changes, problems, restore_probl
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 16 * 2**20
-"""An object of Kubernetes has at most 3 MiB, and a review of a change has two."""
+MAX_BYTES = 8 * 2**20
+"""An API server takes objects of at most 3 MiB, and a review of a change has two."""
 KEEP_ALIVE_S = 120.0
 """Longer than an API server keeps a connection that it does not use (90 s): it is the one to end
 it, or a request could be lost that is on its way."""

@@ -22,7 +22,7 @@ import msgspec
 from asyncinotify import Inotify, Mask
 
 from snapshot_operator.kube.certificates import LIFE, Certificates, at, renewal, renewed
-from snapshot_operator.kube.client import MERGE_PATCH, KubeClient
+from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, decoded
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET, NAME
 from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint
 from snapshot_shared.clocks import Clocks
@@ -131,9 +131,12 @@ class OwnCertificate:
                     await self._trust(plural)
                 self._serve(found)
                 failures = 0
-            except (SnapbackError, ssl.SSLError) as error:
+            except Exception as error:
+                # Whatever it was: the certificate ends some day, and nothing else renews it.
                 failures += 1
-                log.warning("the certificate of the webhooks is not looked after: %s", error)
+                unknown = None if isinstance(error, SnapbackError | ssl.SSLError) else error
+                text = "the certificate of the webhooks is not looked after: %s"
+                log.warning(text, error, exc_info=unknown)
                 await self._pause(failures)
                 continue
             left = renewal(found).timestamp() - self._clocks.wall()
@@ -171,7 +174,7 @@ class OwnCertificate:
             answer = await self._client.request("GET", f"{self._path}/{CERTIFICATE_SECRET}")
         except NotFound:
             return "", None
-        secret = _SECRET.decode(answer)
+        secret = decoded(_SECRET, answer)
         try:
             values = [base64.b64decode(secret.data[name]) for name in _FIELDS]
         except (KeyError, ValueError):
@@ -205,7 +208,7 @@ class OwnCertificate:
         """
         path = f"{BASE}/{plural}/{NAME}"
         try:
-            found: Any = msgspec.json.decode(await self._client.request("GET", path))
+            found = decoded(_DOCUMENT, await self._client.request("GET", path))
         except NotFound:
             log.info("there are no %s called %s", plural, NAME)
             return
@@ -257,6 +260,7 @@ class _Secret(msgspec.Struct, frozen=True):
 
 
 _SECRET = msgspec.json.Decoder(_Secret)
+_DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 
 
 class MountedCertificate:
