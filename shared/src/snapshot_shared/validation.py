@@ -8,7 +8,7 @@ cluster all of it, which Kubernetes checks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -76,6 +76,19 @@ def problems(document: Any, world: World) -> list[Problem]:
         if not any(each.path.startswith(problem.path) for each in found)
     ]
     return [*found, *rules]
+
+
+def repetitions(documents: Sequence[Any]) -> Iterator[tuple[int, Problem]]:
+    """Yield the place of each document that is about the object of one before it."""
+    seen: set[tuple[str, str, str]] = set()
+    for place, document in enumerate(documents):
+        name, space = _at(document, "metadata.name"), _at(document, "metadata.namespace")
+        if not isinstance(name, str):
+            continue
+        key = (str(document.get("kind")), str(space or "default"), name)
+        if key in seen:
+            yield place, Problem("metadata.name", f"{name} appears twice")
+        seen.add(key)
 
 
 def kind_problem(document: Any, world: World) -> Problem | None:

@@ -15,6 +15,7 @@ from snapshot_shared.validation import (
     Problem,
     changes,
     problems,
+    repetitions,
     warnings,
     without_server_fields,
 )
@@ -194,6 +195,18 @@ def test_a_volume_that_the_template_does_not_have_is_a_warning_and_no_error() ->
             f"no volume is called 'keys'; add it to {volumes}",
         ),
     ]
+
+
+def test_a_document_about_an_object_that_another_one_has_is_named_by_its_place() -> None:
+    def named(name: object, **meta: str) -> dict[str, Any]:
+        return {"kind": "Snapshot", "metadata": {"name": name, **meta}}
+
+    documents = [
+        *(named("a"), None, named("a", namespace="team"), named("a", namespace="default")),
+        *(named("a", namespace="team"), named(["a"]), {"kind": "Pod", "metadata": {"name": "a"}}),
+    ]
+    problem = Problem("metadata.name", "a appears twice")
+    assert [*repetitions(documents)] == [(3, problem), (4, problem)]
 
 
 def test_a_change_of_a_spec_is_named_at_every_field_that_differs() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.validation import World, problems, warnings
+from snapshot_shared.validation import World, problems, repetitions, warnings
 from snapshotctl.command import File, command, new_app
-from snapshotctl.domain.documents import Document
 from snapshotctl.tools import Tools
 
 app = new_app()
@@ -36,27 +35,25 @@ async def validate(
     """
     world: World = "standalone" if standalone else "kubernetes"
     documents = tools.documents(file)
-    found = [_checked(document, world) for document in documents]
-    if refused := [f"{each['where']}: {problem}" for each in found for problem in each["problems"]]:
+    values = [msgspec.json.decode(document.encode()) for document in documents]
+    found = [[str(problem) for problem in problems(value, world)] for value in values]
+    for place, problem in repetitions(values):
+        found[place].append(str(problem))
+    missing = [list(map(str, [] if standalone else warnings(value))) for value in values]
+    wheres = [document.where for document in documents]
+    if refused := [
+        f"{where}: {problem}" for where, each in zip(wheres, found, strict=True) for problem in each
+    ]:
         raise InvalidManifest(
             f"{len(refused)} problem{'' if len(refused) == 1 else 's'}",
             next_step="correct the fields and run it again",
             problems=refused,
         )
+    checked = list(zip(wheres, missing, strict=True))
     if not tools.screen.wants_table:
-        tools.screen.value(found)
+        tools.screen.value([{"where": where, "warnings": each} for where, each in checked])
         return
-    for each in found:
-        for warning in each["warnings"]:
-            tools.screen.note(f"warning: {each['where']}: {warning}")
-        tools.screen.line(f"{each['where']}: right")
-
-
-def _checked(document: Document, world: World) -> dict[str, Any]:
-    value = msgspec.json.decode(document.encode())
-    missing = warnings(value) if world == "kubernetes" else []
-    return {
-        "where": document.where,
-        "problems": [str(problem) for problem in problems(value, world)],
-        "warnings": [str(problem) for problem in missing],
-    }
+    for where, each in checked:
+        for warning in each:
+            tools.screen.note(f"warning: {where}: {warning}")
+        tools.screen.line(f"{where}: right")
