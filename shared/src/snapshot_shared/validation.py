@@ -17,7 +17,6 @@ import msgspec
 from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.objects.kubernetes import GPU_RESOURCE
 from snapshot_shared.objects.snapback import (
-    CONTROL_VOLUME,
     GROUP,
     IMMEDIATE,
     LOADER_REFUSED,
@@ -27,6 +26,7 @@ from snapshot_shared.objects.snapback import (
     WAIT,
 )
 from snapshot_shared.objects.template import OPENED, TemplateSkeleton
+from snapshot_shared.volumes import CONTROL_VOLUME
 
 if TYPE_CHECKING:
     import jsonschema

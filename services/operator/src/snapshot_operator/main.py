@@ -44,7 +44,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
 
     `world` says where its objects are: in a file below `state_dir`, or in the API server that
     `kubeconfig` names, else that of the cluster in which the operator is a pod. `namespace` is
-    where the Lease of a cluster's operators is.
+    where the Lease of a cluster's operators is; `gms_image` is that of the memory servers in pods.
     `webhook_address` (host:port) is where admission is served in a cluster; unset, nowhere. API
     servers reach it at the Service `webhook_service`, or at `webhook_url` if they cannot. Its
     certificate is in `webhook_certificate_dir`, or is made by the operators.
@@ -61,6 +61,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     webhook_service: Label = "snapback-webhook"
     webhook_url: str = ""
     webhook_certificate_dir: Path | None = None
+    gms_image: str = "snapback/gms:dev"
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
     keep_days: Annotated[float, Meta(gt=0)] | None = None
@@ -156,7 +157,7 @@ async def _in_cluster(settings: OperatorSettings, environment: Environment) -> N
         # Before the Lease: every replica answers the API server, and has to before it is ready.
         _admission(settings, environment, client),
     ):
-        store = KubeStore(client, environment.jitter)
+        store = KubeStore(client, environment.jitter, settings.gms_image)
         lease = KubeLease(client, place, identity, environment.clocks, environment.jitter)
         # Before the Lease: one that stands by is ready, or a rolling update would wait for it.
         await environment.bus.connect_and_ensure()

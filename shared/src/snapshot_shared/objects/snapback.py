@@ -62,9 +62,6 @@ RESTORE_POLICY = "nvidia.com/restore-policy"
 WAIT, IMMEDIATE = "WaitForCheckpoint", "Immediate"
 """Its values: wait in standby, which is the default, or start cold at once."""
 
-CONTROL_VOLUME = "snapshot-control"
-"""The volume of a pod in a cluster that holds the control directories of its containers."""
-
 STANDBY_VARIABLES = ("SNAPSHOT_RESTORE_STANDBY", "DYN_SNAPSHOT_RESTORE_STANDBY")
 """Either is 1 for a worker that waits to be restored; images for Dynamo read the second."""
 
@@ -307,12 +304,16 @@ class SnapshotRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """The captured pod, its node and its devices, fixed at binding; or an artifact that exists."""
+    """The captured pod, its node and its devices, fixed at binding; or an artifact that exists.
+
+    With `memory_server` the pod has one, and `prepare` says which devices it serves.
+    """
 
     namespace: Label
     pod_ref: PodSource | None = None
     node_name: Name | None = None
     devices: Annotated[list[DeviceRef], Meta(extra_json_schema={"maxItems": 64})] = []
+    memory_server: bool = False
     artifact: ArtifactSource | None = None
 
 
