@@ -297,6 +297,8 @@ async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(
         "metadata": {"name": pod_name, "annotations": {"nvidia.com/restore-from": LONGEST}}
     }
     pod["spec"] = worker("sleep 600")["spec"]
+    # As the webhook for pods has it, which does not run here.
+    pod["spec"]["containers"][0]["env"] += [{"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}]
     created = msgspec.json.decode(await rig.direct.request("POST", rig.path("pods"), body=pod))
     name = f"restore-{created['metadata']['uid']}"
 

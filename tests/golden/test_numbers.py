@@ -17,11 +17,20 @@ from gms.domain import tasks, transfer
 from snapback_client import codec as client_codec
 from snapback_client import frames as client_frames
 from snapshot_agent.domain import control
-from snapshot_shared import artifact, codec, frames, identity, ledger, manifests, orders
+from snapshot_shared import (
+    artifact,
+    codec,
+    frames,
+    identity,
+    ledger,
+    manifests,
+    orders,
+    validation,
+)
 
 FILE = Path(__file__).parent / "data" / "numbers.json"
 MODULES = (
-    *(artifact, codec, frames, identity, ledger, manifests, orders),
+    *(artifact, codec, frames, identity, ledger, manifests, orders, validation),
     *(client_codec, client_frames),
     *(control, tasks, transfer),
 )

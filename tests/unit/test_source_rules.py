@@ -37,6 +37,7 @@ PURE_HELPERS = {"check_component", "check_space", "translated"}
 
 A_COMMAND = "services/snapshotctl/src/"  # Nobody else's work waits in its event loop.
 AT_THE_START = "nothing else runs yet"
+IN_MEMORY = "a file in memory, for what reads files alone"
 NODES_OWN = "a small file on a disk of the node, which is not made durable"
 
 # Functions that block the event loop all the same, and why they may.
@@ -46,6 +47,9 @@ ALLOWED_BLOCKS = {
     "services/gms/src/gms/adapters/lease_socket.py:close": NODES_OWN,
     "services/gms/src/gms/containers.py:_carry_out": "a process that does one thing",
     "services/gms/src/gms/main.py:serve": AT_THE_START,
+    "services/operator/src/snapshot_operator/kube/webhook_tls.py:_first": IN_MEMORY,
+    "services/operator/src/snapshot_operator/kube/webhook_tls.py:_keep": IN_MEMORY,
+    "services/operator/src/snapshot_operator/kube/webhook_tls.py:_take": IN_MEMORY,
     "services/operator/src/snapshot_operator/local/lock.py:held": AT_THE_START,
     "services/operator/src/snapshot_operator/main.py:_standalone": AT_THE_START,
     "services/page/src/snapshot_page/main.py:serve": AT_THE_START,

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from snapshot_shared.errors import AddressInUse, InvalidInput
 
 if TYPE_CHECKING:
+    import ssl
+
     from aiohttp import web
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,6 @@ async def http_port(
         reason = not_ready()
         return web.Response(text=f"{reason or 'ok'}\n", status=503 if reason else 200)
 
-    host, port = parse_address(address)
     app = web.Application()
     app.add_routes([web.get("/healthz", alive), web.get("/readyz", ready), *routes])
     runner = web.AppRunner(
@@ -67,10 +68,10 @@ async def http_port(
     )
     await runner.setup()
     try:
-        listening = await _listening(runner, host, port, most)
+        listening = await listen(runner, address, most=most)
         try:
             number: int = listening.sockets[0].getsockname()[1]
-            log.info("HTTP on %s port %d", host, number)
+            log.info("HTTP on %s port %d", parse_address(address)[0], number)
             yield number
         finally:
             listening.close()
@@ -78,7 +79,19 @@ async def http_port(
         await runner.cleanup()
 
 
-async def _listening(runner: web.AppRunner, host: str, port: int, most: int) -> asyncio.Server:
+async def listen(
+    runner: web.AppRunner,
+    address: str,
+    *,
+    variable: str = "SNAPBACK_HTTP_ADDRESS",
+    most: int = MAX_CONNECTIONS,
+    context: ssl.SSLContext | None = None,
+) -> asyncio.Server:
+    """Listen on the address that a setting gives, over TLS where there is a context for it.
+
+    InvalidInput for an address that is none, AddressInUse when it cannot be had.
+    """
+    host, port = parse_address(address, variable)
     server = runner.server
     assert server is not None  # noqa: S101 - the runner is set up
 
@@ -86,11 +99,11 @@ async def _listening(runner: web.AppRunner, host: str, port: int, most: int) -> 
         return server() if len(server.connections) < most else _Refused()
 
     try:
-        return await asyncio.get_running_loop().create_server(connected, host, port)
+        return await asyncio.get_running_loop().create_server(connected, host, port, ssl=context)
     except OSError as error:
         raise AddressInUse(
             f"cannot listen on {host}:{port}: {error.strerror or error}",
-            next_step="set SNAPBACK_HTTP_ADDRESS to a free address, or unset it",
+            next_step=f"set {variable} to a free address, or unset it",
         ) from error
 
 
@@ -101,12 +114,12 @@ class _Refused(asyncio.Protocol):
         transport.close()
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """Take `host:port` apart; IPv6 hosts stand in brackets. InvalidInput."""
+def parse_address(address: str, variable: str = "SNAPBACK_HTTP_ADDRESS") -> tuple[str, int]:
+    """Take `host:port` apart; IPv6 hosts stand in brackets. InvalidInput names the setting."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise InvalidInput(
-            f"SNAPBACK_HTTP_ADDRESS={address!r} is not host:port",
+            f"{variable}={address!r} is not host:port",
             next_step="write for example 127.0.0.1:9090, or [::]:9090",
         )
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -81,6 +81,7 @@ SECONDS: tuple[float, ...] = (
 """Upper bounds of the buckets of every histogram: from a journal record to a long capture."""
 
 VERB, STEP, OUTCOME = "snapback.verb", "snapback.step", "snapback.outcome"
+WEBHOOK = "snapback.webhook"
 KIND, PHASE, STATE = "snapback.kind", "snapback.phase", "snapback.state"
 DEVICE, DOMAIN, LOCK = "snapback.device", "snapback.domain", "snapback.lock"
 METHOD, RESOURCE, STATUS = "http.request.method", "snapback.resource", "http.response.status_code"
@@ -270,6 +271,15 @@ API_REQUEST_DURATION = Instrument(
     "time of one request to the Kubernetes API, by method, resource and HTTP status",
     "objects do not move in a cluster: 409 are two writers, 429 and 5xx an API server in need",
     (METHOD, RESOURCE, STATUS),
+)
+ADMISSION_DURATION = Instrument(
+    "snapback.admission.duration",
+    Shape.HISTOGRAM,
+    "s",
+    Of.OPERATOR,
+    "time of one request of the API server: `allowed`, `changed`, `denied` or `failed`",
+    "pods start cold or manifests are refused in a cluster: `failed` are answers that are missing",
+    (WEBHOOK, OUTCOME),
 )
 WORK_QUEUE = Instrument(
     "snapback.workqueue.depth",

@@ -311,6 +311,15 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Choose a target that is like the source: `snapshotctl artifacts show NAME` says what "
             "the source was.",
         ),
+        "NotInStandby": Reason(
+            "Nothing is restored into the pod, for its worker was started to begin by itself.",
+            "The operator's webhook did not answer when the pod was created, or the pod has "
+            "`nvidia.com/restore-policy: Immediate` and its source was not captured yet; so the "
+            "container has no `SNAPSHOT_RESTORE_STANDBY=1`. Or "
+            "`nvidia.com/restore-container` names none of its containers.",
+            "Let it serve as it is; or see that the operator is ready and create the pod again: "
+            "`kubectl delete pod NAME`.",
+        ),
         "Quarantined": Reason(
             "The artifact was found damaged; no restore begins from it.",
             "A load, a restore or a verification found bytes that differ from their digests.",
@@ -338,6 +347,14 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "What the pod shall be restored from was deleted while its worker waited for it.",
             "A user deleted the snapshot or checkpoint after the pod had got its place.",
             "Name another snapshot in `nvidia.com/restore-from`, or start the worker cold.",
+        ),
+        "SourceMismatch": Reason(
+            "The snapshot or checkpoint is not the one that the annotations of the pod ask for.",
+            "`nvidia.com/restore-from-uid`, `nvidia.com/restore-content` or "
+            "`nvidia.com/restore-digest` has another value than what has the name now: it was "
+            "deleted and made again, or captured again. Both values stand in the message.",
+            "Compare with `snapshotctl describe KIND NAME`; correct the annotation, or remove it, "
+            "and create the pod again.",
         ),
         "SnapshotFailed": Reason(
             "What the pod shall be restored from has failed itself.",

@@ -10,5 +10,6 @@ RECORDED_ELSEWHERE: dict[Instrument, str] = {
     instruments.DEAD_LETTERS: "test_a_dead_letter_is_counted_by_its_reason",
     instruments.UNPUBLISHED: "test_an_order_that_waits_for_the_sweep_is_counted",
     instruments.API_REQUEST_DURATION: "test_a_request_to_the_kubernetes_api_is_counted",
+    instruments.ADMISSION_DURATION: "test_an_admission_is_counted_by_its_webhook_and_outcome",
     instruments.CLIENTS_REFUSED: "test_a_client_without_a_session_is_counted_by_its_reason",
 }

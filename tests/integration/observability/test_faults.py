@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from kubernetes_asyncio.client import Configuration
@@ -17,7 +18,9 @@ from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import SimulatedDevice
 from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
+from snapshot_operator.kube.admission import Admission
 from snapshot_operator.kube.client import KubeClient
+from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH
 from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
@@ -226,3 +229,23 @@ async def test_a_request_to_the_kubernetes_api_is_counted() -> None:
         await runner.cleanup()
     labels = {"snapback_resource": "pods", "http_response_status_code": "404"}
     assert read(metrics, instruments.API_REQUEST_DURATION, **labels) > 0
+
+
+async def test_an_admission_is_counted_by_its_webhook_and_outcome() -> None:
+    metrics = scraped("snap-operator")
+    request = {"uid": "u", "operation": "CREATE", "object": {"kind": "Snapshot"}}
+    async with KubeClient(Configuration()) as client, aiohttp.ClientSession() as session:
+        runner = web.AppRunner(Admission(client, metrics).app(), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = "http://{}:{}{}".format(*runner.addresses[0][:2], OBJECTS_PATH)
+        try:
+            async with session.post(url, json={"request": request}) as response:
+                assert (await response.json())["response"]["allowed"] is False
+            async with session.post(url, data="no review") as response:
+                assert response.status == 400
+        finally:
+            await runner.cleanup()
+    for outcome in ("denied", "failed"):
+        labels = {"snapback_webhook": OBJECTS, "snapback_outcome": outcome}
+        assert read(metrics, instruments.ADMISSION_DURATION, **labels) > 0

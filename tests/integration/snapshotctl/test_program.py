@@ -45,6 +45,7 @@ def _both(cli: Cli, *words: str, stdin: str = "") -> tuple[Ended, Ended]:
     [
         ("apply -f -", POD, 0),
         ("identity -f -", CHECKPOINT, 0),
+        ("validate -f -", CHECKPOINT, 4),
         ("get pods -o json", "", 0),
         ("describe pod there -o json", "", 0),
         ("explain DeviceTooSmall", "", 0),

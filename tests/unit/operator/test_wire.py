@@ -81,6 +81,34 @@ def test_the_state_of_a_container_is_one_of_three(state: Any, known: Any) -> Non
     assert (found.state, found.exit_code) == known
 
 
+STANDBY = "SNAPSHOT_RESTORE_STANDBY"
+
+
+@pytest.mark.parametrize(
+    ("annotations", "env", "cold"),
+    [
+        ({"nvidia.com/restore-from": "llm"}, [{"name": STANDBY, "value": "1"}], []),
+        ({"nvidia.com/restore-from": "llm"}, [{"name": STANDBY, "value": "0"}], ["main"]),
+        (
+            {"nvidia.com/restore-from": "llm"},
+            [{"name": STANDBY, "value": "1"}, {"name": STANDBY, "valueFrom": {"fieldRef": {}}}],
+            ["main"],
+        ),
+        ({"nvidia.com/restore-from": "llm"}, None, ["main"]),
+        ({}, None, []),
+    ],
+)
+def test_a_container_of_a_pod_to_restore_is_cold_unless_its_environment_says_standby(
+    annotations: dict[str, str], env: Any, cold: list[str]
+) -> None:
+    container = {"name": "main", **({} if env is None else {"env": env})}
+    document = {
+        "metadata": META | {"annotations": annotations},
+        "spec": {"containers": [container]},
+    }
+    assert pod_in(json.dumps(document).encode()).status.cold_containers == cold
+
+
 def test_a_job_has_its_counts_and_conditions() -> None:
     row = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}
     found = job_in(encoded(status={"failed": 3, "conditions": [row]}))

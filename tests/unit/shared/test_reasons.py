@@ -41,7 +41,9 @@ DECIDING = (
 NO_REASONS = frozenset(KINDS) | {
     "ResourceClaimTemplate",
     *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
-    *("FieldValueForbidden", "FieldValueInvalid"),
+    *("FieldValueForbidden", "FieldValueInvalid", "WaitForCheckpoint"),
+    *("AdmissionReview", "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"),
+    *("IfNeeded", "NotIn"),
 }
 """Words of that form which name kinds, types of conditions and, in schemas, kinds of errors."""
 

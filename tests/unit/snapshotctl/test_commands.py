@@ -214,6 +214,7 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["get", "pod", "x", "-A"], "exclude each other"),
         (["apply"], "--filename"),
         (["identity"], "--filename"),
+        (["validate"], "--filename"),
         (["checkpoint", "x", "--framework", "pod"], "'trtllm'"),
         (["delete", "pods"], "a name is missing"),
         (["wait", "pod/x", "--for", "Ready"], "condition=Ready"),
@@ -427,6 +428,70 @@ def test_every_identity_that_is_wrong_is_refused_by_its_field_value_and_line(
     captured = capsys.readouterr()
     assert [problem for problem in problems if problem not in captured.err] == []
     assert "next: correct the fields" in captured.err
+    assert captured.out == ""
+
+
+TEMPLATE = "podTemplateSpec: {spec: {containers: [{name: main, image: i, volumeMounts: [%s]}]}}"
+MANIFESTS = f"""\
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoCheckpoint
+metadata: {{name: llama}}
+spec:
+  identity: {{model: m, backendFramework: vllm}}
+  job: {{{TEMPLATE % "{name: models, mountPath: /models}"}}}
+---
+apiVersion: v1
+kind: ConfigMap
+"""
+
+
+def test_manifests_for_a_cluster_are_right_without_a_server_and_what_is_missing_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(MANIFESTS)
+    assert _run(monkeypatch, "validate", "-f", str(file)) == Exit.OK
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [f"{file}:1: right", f"{file}:8: right"]
+    assert f"warning: {file}:1: spec.job.podTemplateSpec.spec.containers[0]" in captured.err
+    assert _run(monkeypatch, "validate", "-f", str(file), "-o", "json") == Exit.OK
+    first, second = json.loads(capsys.readouterr().out)
+    assert (len(first["warnings"]), second["warnings"]) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "problems"),
+    [
+        (
+            [],
+            ("model: m,", "model: 7, seed: 1,"),
+            ["two.yaml:1: spec.identity.model: ", "two.yaml:1: spec.identity.seed: "],
+        ),
+        (
+            ["--standalone"],
+            ("name: main, ", "name: main, tty: true, "),
+            ["containers[0].tty: ", "containers[0].command: is required", "two.yaml:8: kind: "],
+        ),
+        (
+            [],
+            ("apiVersion: v1\nkind: ConfigMap", MANIFESTS.partition("---")[0]),
+            ["two.yaml:8: metadata.name: llama appears twice"],
+        ),
+    ],
+)
+def test_manifests_that_are_wrong_are_refused_by_every_field_and_line_without_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    change: tuple[str, str],
+    problems: list[str],
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(MANIFESTS.replace(*change))
+    assert _run(monkeypatch, "validate", *words, "-f", str(file)) == Exit.REFUSED
+    captured = capsys.readouterr()
+    assert [problem for problem in problems if problem not in captured.err] == []
     assert captured.out == ""
 
 

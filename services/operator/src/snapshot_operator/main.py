@@ -9,7 +9,9 @@ import random
 import socket
 import sys
 import uuid
-from typing import Annotated, Literal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
@@ -35,6 +37,8 @@ from snapshot_shared.settings import Common, load
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
 log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from snapshot_operator.kube.client import KubeClient
 
 
 class OperatorSettings(Common, frozen=True, kw_only=True):
@@ -47,6 +51,9 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     (`apply`), even then (`adopt`), or leave them to others (`keep`). `namespace_selector` is a
     label selector of the namespaces whose objects it reconciles: all of them where it is empty.
     `gms_image` is that of the memory servers in pods.
+    `webhook_address` (host:port) is where admission is served in a cluster; unset, nowhere. API
+    servers reach it at the Service `webhook_service`, or at `webhook_url` if they cannot. Its
+    certificate is in `webhook_certificate_dir`, or is made by the operators.
     `keep_*` bound what a namespace keeps of captured artifacts; unset, nothing is let go.
     `quarantine` says what is moved aside below an artifact root when no content knows it and it
     has not changed for `quarantine_days`: nothing (`off`), generations without a root manifest
@@ -58,6 +65,10 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     namespace: Label = "snapback-system"
     crds: Literal["apply", "adopt", "keep"] = "apply"
     namespace_selector: str = ""
+    webhook_address: str | None = None
+    webhook_service: Label = "snapback-webhook"
+    webhook_url: str = ""
+    webhook_certificate_dir: Path | None = None
     gms_image: str = "snapback/gms:dev"
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
@@ -162,9 +173,12 @@ async def _in_cluster(
 
     hostname, namespace = socket.gethostname(), settings.namespace
     clocks, jitter = environment.clocks, environment.jitter
-    async with KubeClient(
-        await load_configuration(settings.kubeconfig), environment.metrics
-    ) as client:
+    configuration = await load_configuration(settings.kubeconfig)
+    async with (
+        KubeClient(configuration, environment.metrics) as client,
+        # Before the Lease: every replica answers the API server, and has to before it is ready.
+        _admission(settings, environment, client),
+    ):
 
         async def waits(failure: Failure | None) -> None:
             why = str(failure or "")
@@ -188,6 +202,32 @@ async def _in_cluster(
                 selected = SelectedNamespaces(client, settings.namespace_selector, jitter)
                 world = selecting(world, selected)
             await serve_active(lost, Cluster(store, controllers.INDEXES), world, environment)
+
+
+@contextlib.asynccontextmanager
+async def _admission(
+    settings: OperatorSettings, environment: Environment, client: KubeClient
+) -> AsyncIterator[None]:
+    """Answer what the API server asks, where there is an address for it, while the block runs."""
+    from snapshot_operator.kube.admission import Admission, serving
+    from snapshot_operator.kube.webhook_tls import MountedCertificate, OwnCertificate
+    from snapshot_operator.kube.webhooks import Endpoint
+
+    if settings.webhook_address is None:
+        yield
+        return
+    endpoint = Endpoint(settings.namespace, settings.webhook_service, url=settings.webhook_url)
+    certificate: MountedCertificate | OwnCertificate
+    if settings.webhook_certificate_dir is not None:
+        certificate = MountedCertificate(settings.webhook_certificate_dir)
+    else:
+        certificate = OwnCertificate(client, endpoint, environment.clocks, environment.jitter)
+    admission = Admission(client, environment.metrics)
+    async with (
+        certificate.kept() as context,
+        serving(admission, settings.webhook_address, context),
+    ):
+        yield
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from snapshotctl.tools import Tools
 
 COMMANDS = {
     "apply": "Store the manifests of a file, all or none.",
+    "validate": "Check the manifests of a file by the rules of the operator, without a server.",
     "identity": "Print the identity hash of each DynamoCheckpoint of a file, without a server.",
     "get": "Show one object, or all of a kind.",
     "describe": "Show all that is known of one object, and what happened to it.",

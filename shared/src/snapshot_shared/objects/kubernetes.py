@@ -126,7 +126,11 @@ class ContainerStatus(
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Where a pod runs and how it is; `memory_server` is how far one of its own is."""
+    """Where a pod runs and how it is; `memory_server` is how far one of its own is.
+
+    `cold_containers` are those of a pod with `nvidia.com/restore-from` that a cluster started
+    without the variable of standby. Standalone there are none.
+    """
 
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
     node_name: str = ""
@@ -135,6 +139,7 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     message: str = ""
     reason: str = ""
     container_statuses: list[ContainerStatus] = []
+    cold_containers: list[str] = []
     orders: list[OrderStatus] = []
     obligations: list[str] = []
     traceparent: str = ""

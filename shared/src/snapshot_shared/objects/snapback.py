@@ -45,6 +45,27 @@ GROUP = "nvidia.com/v1alpha1"
 RESTORE_FROM = "nvidia.com/restore-from"
 """Annotation of a Pod: `<snapshot or checkpoint>` in the same namespace to restore from."""
 
+RESTORE_CONTAINER = "nvidia.com/restore-container"
+"""Annotation of a Pod: which of its containers is restored; the first without it."""
+
+RESTORE_UID = "nvidia.com/restore-from-uid"
+"""Annotation of a Pod: the uid that the snapshot or checkpoint has to have."""
+
+RESTORE_CONTENT = "nvidia.com/restore-content"
+"""Annotation of a Pod: the SnapshotContent that the snapshot or checkpoint has to lead to."""
+
+RESTORE_DIGEST = "nvidia.com/restore-digest"
+"""Annotation of a Pod: the digest that the root manifest of the artifact has to have."""
+
+RESTORE_POLICY = "nvidia.com/restore-policy"
+"""Annotation of a Pod: what it does in a cluster when its source is not captured yet."""
+
+WAIT, IMMEDIATE = "WaitForCheckpoint", "Immediate"
+"""Its values: wait in standby, which is the default, or start cold at once."""
+
+STANDBY_VARIABLES = ("SNAPSHOT_RESTORE_STANDBY", "DYN_SNAPSHOT_RESTORE_STANDBY")
+"""Either is 1 for a worker that waits to be restored; images for Dynamo read the second."""
+
 SNAPSHOT_UID = "nvidia.com/snapshot-uid"
 """Label of a SnapshotContent, which is in no namespace and so has no owner: whose it is."""
 

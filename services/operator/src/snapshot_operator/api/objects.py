@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.retention import Decision
-from snapshot_operator.runtime.cluster import Cluster, key_of
+from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.upkeep import Retention
 from snapshot_shared.api import (
     Applied,
@@ -44,6 +44,7 @@ from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import TRACEPARENT, is_true
 from snapshot_shared.objects.snapback import GROUP, VERIFY, SnapshotContent
 from snapshot_shared.redaction import redacted
+from snapshot_shared.validation import repetitions
 
 log = logging.getLogger(__name__)
 
@@ -260,23 +261,18 @@ def _page_key(value: AnyObject) -> str:
 def _parse_all(documents: list[msgspec.Raw]) -> list[AnyObject]:
     problems: list[str] = []
     values: list[AnyObject] = []
+    decoded: list[Any] = []
     for index, raw in enumerate(documents):
         where = f"[{index}] " if len(documents) > 1 else ""
+        decoded.append(None)
         try:
-            document: Any = json.loads(bytes(raw))
-            value = parse(document, where=where)
-        except (ValueError, RecursionError) as error:
-            problems.append(f"{where}not JSON: {error}")
+            decoded[index] = json.loads(bytes(raw))
+            values.append(_with_namespace(parse(decoded[index], where=where)))
         except InvalidManifest as error:
             problems += error.values["problems"]
-        else:
-            values.append(_with_namespace(value))
-    seen: set[tuple[str, ...]] = set()
-    for index, value in enumerate(values):
-        identity = key_of(value)
-        if identity in seen:
-            problems.append(f"[{index}] metadata.name: {value.metadata.name} appears twice")
-        seen.add(identity)
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{where}not JSON: {error}")
+    problems += [f"[{index}] {problem}" for index, problem in repetitions(decoded)]
     if problems:
         raise InvalidManifest(
             f"{len(problems)} problem{'s' if len(problems) != 1 else ''}: " + "; ".join(problems),

@@ -25,6 +25,7 @@ from snapshot_operator.core.plan import (
     is_adopted,
     status_plan,
 )
+from snapshot_operator.core.restore_request import mismatch, request_in
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Pod
@@ -38,7 +39,7 @@ from snapshot_shared.objects.meta import (
     time_of,
 )
 from snapshot_shared.objects.snapback import (
-    RESTORE_FROM,
+    STANDBY_VARIABLES,
     Committed,
     DynamoCheckpoint,
     RestoreTarget,
@@ -54,6 +55,10 @@ from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
 from snapshot_shared.views import is_answered
 
 MAX_RETRIES = 2
+LONGEST_S = (1 + MAX_RETRIES) * sum(
+    ordering.BUDGET_S[verb] + fold.ANSWER_GRACE_S for verb in ("load", "commit", "restore", "drop")
+)
+"""How long a restore may take that waits for nothing, with all its attempts, in seconds."""
 RESTORED = "nvidia.com/Restored"
 """The condition of a pod that says how its restore ended."""
 ENDED = (Restore.RESTORED, Restore.FAILED)
@@ -79,7 +84,7 @@ class RestoreView(NamedTuple):
 
 def source_of(pod: Pod) -> str:
     """Return what the pod's annotation names to be restored from, or nothing."""
-    return pod.metadata.annotations.get(RESTORE_FROM, "")
+    return request_in(pod.metadata.annotations).source
 
 
 def restore_name(pod: Pod) -> str:
@@ -90,6 +95,7 @@ def restore_name(pod: Pod) -> str:
 def restore_for(pod: Pod) -> SnapshotRestore:
     """Return the restore that a pod asks for by its annotation."""
     kind = KINDS["Pod"]
+    request = request_in(pod.metadata.annotations)
     trace = pod.metadata.annotations.get(TRACEPARENT)
     owner = OwnerReference(
         api_version=kind.api_version, kind="Pod", name=pod.metadata.name, uid=pod.metadata.uid
@@ -106,9 +112,9 @@ def restore_for(pod: Pod) -> SnapshotRestore:
             pod_ref=RestoreTarget(
                 name=pod.metadata.name,
                 uid=pod.metadata.uid,
-                container=pod.spec.containers[0].name,
+                container=request.container or pod.spec.containers[0].name,
             ),
-            source=source_of(pod),
+            source=request.source,
         ),
     )
 
@@ -142,6 +148,8 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
     source = snapshot or checkpoint
     content = content_behind(reader.get, source) if source is not None else None
     view = RestoreView(restore, pod, content)
+    if wrong := _wrong(pod, (snapshot, checkpoint), content):
+        return view._replace(refusal=wrong)
     failure = _failure_of(snapshot) or _failure_of(checkpoint)
     if content is not None and content.status.failure is not None:
         failure = failure or content.status.failure.message
@@ -172,6 +180,16 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
     if content.status.committed is None:
         return view._replace(missing=f"{name} is not captured yet")
     return view._replace(refusal=quarantine.refusal(content, name))
+
+
+def _wrong(
+    pod: Pod | None, found: tuple[AnyObject | None, ...], content: SnapshotContent | None
+) -> Failure | None:
+    """Return why a source is not the one that the annotations of the pod name."""
+    if pod is None:
+        return None
+    sources = [each for each in found if isinstance(each, Snapshot | DynamoCheckpoint)]
+    return mismatch(request_in(pod.metadata.annotations), sources, content)
 
 
 def _may_be_captured(snapshot: AnyObject | None, checkpoint: AnyObject | None) -> bool:
@@ -273,6 +291,23 @@ def _pod_ended(view: RestoreView, _now: float) -> Failure | None:
     )
 
 
+def _not_in_standby(view: RestoreView, _now: float) -> Failure | None:
+    """Return why nothing may be restored into a container that does its work already."""
+    pod, name = view.pod, view.restore.spec.pod_ref.container
+    if pod is None:
+        return None
+    is_there = any(container.name == name for container in pod.spec.containers)
+    if is_there and name not in pod.status.cold_containers:
+        return None
+    without = f"was started without {STANDBY_VARIABLES[0]}=1 and starts cold"
+    return Failure(
+        reason="NotInStandby",
+        message=f"the container {name} {without if is_there else 'is none of the pod'}",
+        next_step="let it serve as it is, or delete the pod and create it again while the "
+        "operator's webhook for pods answers",
+    )
+
+
 def _refused(view: RestoreView, _now: float) -> Failure | None:
     return view.refusal if view.restore.status.state is Restore.PENDING else None
 
@@ -281,6 +316,7 @@ _ENDS: tuple[Callable[[RestoreView, float], Failure | None], ...] = (
     _deleted,
     _order_failed,
     _pod_ended,
+    _not_in_standby,
     _refused,
 )
 

@@ -19,14 +19,6 @@ from snapshot_operator.kube.openapi import (
     Schema,
     schema_of,
 )
-from snapshot_operator.kube.template import (
-    OPENED,
-    TemplateContainer,
-    TemplateEnvVar,
-    TemplateSkeleton,
-    TemplateVolume,
-    TemplateVolumeMount,
-)
 from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.objects.kubernetes import PodTemplateSpec
 from snapshot_shared.objects.meta import Condition
@@ -44,6 +36,14 @@ from snapshot_shared.objects.snapback import (
     SnapshotSource,
     SnapshotStatus,
     VolumeMount,
+)
+from snapshot_shared.objects.template import (
+    OPENED,
+    TemplateContainer,
+    TemplateEnvVar,
+    TemplateSkeleton,
+    TemplateVolume,
+    TemplateVolumeMount,
 )
 from snapshot_shared.orders import Name
 

@@ -13,6 +13,7 @@ from snapshot_shared.objects.snapback import GROUP
 Document = dict[str, Any]
 
 NAME = "snapback-operator"
+CERTIFICATE_SECRET = "snapback-webhook-certificate"
 
 _SEEN = ("get", "list", "watch")
 _OURS = "nvidia.com"
@@ -57,11 +58,24 @@ RULES = (
         "those of our kinds, applied at the start",
         _DEFINITIONS,
     ),
+    *(
+        Rule(
+            "admissionregistration.k8s.io",
+            f"{kind}webhookconfigurations",
+            ("get", "watch", "patch"),
+            "which authorities the API server trusts for the operator's webhooks",
+            (NAME,),
+        )
+        for kind in ("mutating", "validating")
+    ),
 )
 
 LEASE_RULES = (
     Rule("coordination.k8s.io", "leases", ("get", "create", "update"), "which operator is active"),
     Rule("", "events", ("create",), "what the operator itself waits for"),
+    # What is to be created has no name yet for the rules.
+    Rule("", "secrets", ("create",), "the certificate of the webhooks"),
+    Rule("", "secrets", ("get", "watch", "update"), "its renewal", (CERTIFICATE_SECRET,)),
 )
 
 

@@ -250,9 +250,14 @@ def _group_of(spec: Document) -> dict[str, str]:
 
 
 def put(rows: list[Document], row: Document, *, by: str) -> None:
-    """Put a row in the place of the one with the same key, or behind all others."""
-    for index, found in enumerate(rows):
-        if found.get(by) == row[by]:
-            rows[index] = row
-            return
-    rows.append(row)
+    """Put a row in the place of the first with the same key, or behind all others.
+
+    Any further row of that key is taken out: of several variables of one name the last counts.
+    """
+    places = [index for index, found in enumerate(rows) if found.get(by) == row[by]]
+    if not places:
+        rows.append(row)
+        return
+    rows[places[0]] = row
+    for index in reversed(places[1:]):
+        del rows[index]

@@ -31,6 +31,8 @@ from snapshot_shared.objects.kubernetes import (
 )
 from snapshot_shared.objects.meta import Condition, ObjectMeta, OwnerReference
 from snapshot_shared.objects.snapback import (
+    RESTORE_FROM,
+    STANDBY_VARIABLES,
     CheckpointJobSpec,
     DynamoCheckpoint,
     DynamoCheckpointSpec,
@@ -98,11 +100,19 @@ class WireResources(_Wire, frozen=True):
     limits: dict[str, str | int] = {}
 
 
+class WireEnvVar(_Wire, frozen=True):
+    """An environment variable; one whose value comes from elsewhere has none here."""
+
+    name: str
+    value: str = ""
+
+
 class WireContainer(_Wire, frozen=True):
-    """A container of a pod."""
+    """A container of a pod. Its environment is decoded only where a decision needs it."""
 
     name: str
     image: str = ""
+    env: msgspec.Raw = msgspec.Raw(b"[]")
     resources: WireResources = WireResources()
 
 
@@ -213,6 +223,7 @@ _POD = msgspec.json.Decoder(WirePod)
 _JOB = msgspec.json.Decoder(WireJob)
 _NODE = msgspec.json.Decoder(WireNode)
 _TEMPLATE = msgspec.json.Decoder(_WireTemplate)
+_ENV = msgspec.json.Decoder(list[WireEnvVar])
 
 
 def pod_in(data: bytes | msgspec.Raw) -> Pod:
@@ -229,6 +240,7 @@ def pod_in(data: bytes | msgspec.Raw) -> Pod:
             message=status.message,
             reason=status.reason,
             container_statuses=[_container_status(found) for found in status.container_statuses],
+            cold_containers=_cold(wire),
             conditions=_conditions(status.conditions),
         ),
     )
@@ -341,6 +353,19 @@ def _container(wire: WireContainer) -> Container:
     gpus = wire.resources.limits.get(GPU_RESOURCE)
     limits = ResourceRequirements(limits={GPU_RESOURCE: gpus} if gpus is not None else {})
     return Container(name=wire.name, image=wire.image, resources=limits)
+
+
+def _cold(wire: WirePod) -> list[str]:
+    """Return the containers of a pod that is to be restored which do not wait for that."""
+    if RESTORE_FROM not in wire.metadata.annotations:
+        return []
+    return [found.name for found in wire.spec.containers if not _waits(found)]
+
+
+def _waits(container: WireContainer) -> bool:
+    # Of several entries of one name the last counts.
+    found = {entry.name: entry.value for entry in _ENV.decode(container.env)}
+    return found.get(STANDBY_VARIABLES[0]) == "1"
 
 
 def _container_status(wire: WireContainerStatus) -> ContainerStatus:

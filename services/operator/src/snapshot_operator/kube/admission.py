@@ -1,0 +1,264 @@
+"""What the operator answers when the API server asks before it stores: reviews over HTTPS.
+
+Every replica answers, whether it is the active one or not. A pod is read no further than its
+annotations ask for: where they leave the source open, nothing but the pod itself decides.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from snapshot_operator.core.content import content_behind
+from snapshot_operator.core.restore_request import RestoreRequest, mismatch
+from snapshot_operator.kube.client import KubeClient
+from snapshot_operator.kube.restoring import restore_request, standby_patch
+from snapshot_operator.kube.store import RESOURCES
+from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH, PODS, PODS_PATH
+from snapshot_shared import instruments
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import Failure, NotFound, SnapbackError
+from snapshot_shared.http import CLOSE_S, listen
+from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.snapback import (
+    IMMEDIATE,
+    RESTORE_FROM,
+    DynamoCheckpoint,
+    Snapshot,
+    SnapshotContent,
+)
+from snapshot_shared.validation import Problem, changes, problems, restore_problems, warnings
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 8 * 2**20
+"""An API server takes objects of at most 3 MiB, and a review of a change has two."""
+KEEP_ALIVE_S = 120.0
+"""Longer than an API server keeps a connection that it does not use (90 s): it is the one to end
+it, or a request could be lost that is on its way."""
+MAX_SHOWN = 50
+
+
+class RequestedKind(msgspec.Struct, frozen=True):
+    """The kind of the object in a request."""
+
+    group: str = ""
+    kind: str = ""
+
+
+class Request(msgspec.Struct, frozen=True, rename="camel"):
+    """The request of an AdmissionReview."""
+
+    uid: str
+    operation: str
+    kind: RequestedKind = RequestedKind()
+    namespace: str = ""
+    name: str = ""
+    object: msgspec.Raw = msgspec.Raw(b"null")
+    old_object: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class Review(msgspec.Struct, frozen=True):
+    """An admission.k8s.io/v1 AdmissionReview."""
+
+    request: Request
+
+
+class Answer(NamedTuple):
+    """Whether an object may be stored, and changed in what: a JSON Patch."""
+
+    refused: tuple[Problem, ...] = ()
+    warned: tuple[str, ...] = ()
+    patch: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """How it is counted."""
+        return "denied" if self.refused else "changed" if self.patch else "allowed"
+
+
+class Sources(NamedTuple):
+    """What the name in `restore-from` leads to, as it is stored now."""
+
+    named: tuple[Snapshot | DynamoCheckpoint, ...] = ()
+    content: SnapshotContent | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is an artifact to restore from."""
+        return self.content is not None and self.content.status.committed is not None
+
+
+_REVIEW = msgspec.json.Decoder(Review)
+
+
+class Admission:
+    """Answers reviews. Sources are read from the API server itself, and never from memory."""
+
+    def __init__(self, client: KubeClient, metrics: Metrics = OFF) -> None:
+        """Read by `client`."""
+        self._client = client
+        self._metrics = metrics
+
+    def app(self) -> web.Application:
+        """Return what serves both webhooks."""
+        app = web.Application(client_max_size=MAX_BYTES)
+        app.router.add_post(PODS_PATH, self._answering(PODS, self.pod))
+        app.router.add_post(OBJECTS_PATH, self._answering(OBJECTS, self.object))
+        return app
+
+    def _answering(
+        self, webhook: str, decide: Callable[[Request], Awaitable[Answer]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(http: web.Request) -> web.Response:
+            began = time.perf_counter()
+            outcome = "failed"
+            try:
+                request = _REVIEW.decode(await http.read()).request
+                found = await decide(request)
+                outcome = found.outcome
+                return web.Response(body=review(request, found), content_type="application/json")
+            except msgspec.DecodeError as error:
+                return web.Response(status=HTTPStatus.BAD_REQUEST, text=f"{error}\n")
+            finally:
+                taken = time.perf_counter() - began
+                self._metrics.record(instruments.ADMISSION_DURATION, taken, webhook, outcome)
+
+        return answer
+
+    async def pod(self, request: Request) -> Answer:
+        """Return how a pod has to be changed that is to be restored; a denial names its fields."""
+        pod: Any = msgspec.json.decode(request.object)
+        asked = restore_request(pod)
+        if request.operation != "CREATE" or not asked.source:
+            return Answer()
+        if refused := tuple(restore_problems(pod)):
+            return Answer(refused)
+        found = await self._sources(request.namespace, asked)
+        if wrong := mismatch(asked, found.named, found.content):
+            return Answer((_denied(wrong),))
+        if asked.policy == IMMEDIATE and (
+            found.content is None or not found.content.status.committed
+        ):
+            text = f"{asked.source} is not captured yet, and the pod does not wait: it starts cold"
+            return Answer(warned=(text,))
+        return Answer(patch=tuple(standby_patch(pod)))
+
+    async def object(self, request: Request) -> Answer:
+        """Return whether an object of ours may be stored, with everything that is wrong with it."""
+        new: Any = msgspec.json.decode(request.object)
+        old: Any = msgspec.json.decode(request.old_object)
+        if old is not None and old.get("spec") == new.get("spec"):
+            return Answer()
+        changed = changes(old.get("spec"), new.get("spec")) if old is not None else ()
+        refused = (*problems(new, "kubernetes"), *changed)
+        return Answer(refused, tuple(map(str, warnings(new))))
+
+    async def _sources(self, namespace: str, asked: RestoreRequest) -> Sources:
+        """Return what there is; nothing where it is of no account, or cannot be read now.
+
+        A restore compares it again before its first order.
+        """
+        if not asked.is_pinned and asked.policy != IMMEDIATE:
+            return Sources()
+        try:
+            kinds = ("Snapshot", "DynamoCheckpoint")
+            read = [await self._read(kind, namespace, asked.source) for kind in kinds]
+            named = tuple(each for each in read if isinstance(each, Snapshot | DynamoCheckpoint))
+            return Sources(named, await self._content(named[0]) if named else None)
+        except SnapbackError as error:
+            log.warning("%s is not compared with what the pod asks for: %s", asked.source, error)
+            return Sources()
+
+    async def _content(self, source: AnyObject) -> SnapshotContent | None:
+        places: list[tuple[str, str | None, str]] = []
+        content_behind(lambda *place: places.append(place), source)
+        found = await self._read(*places[0]) if places else None
+        return content_behind(lambda *_: found, source)
+
+    async def _read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
+        resource = RESOURCES[kind]
+        try:
+            return resource.decode(
+                await self._client.request("GET", resource.path(namespace, name))
+            )
+        except NotFound:
+            return None
+
+
+def _denied(wrong: Failure) -> Problem:
+    return Problem(f"metadata.annotations[{RESTORE_FROM}]", f"{wrong.message}; {wrong.next_step}")
+
+
+def review(request: Request, answer: Answer) -> bytes:
+    """Return an answer as the API server takes it."""
+    response: dict[str, Any] = {"uid": request.uid, "allowed": not answer.refused}
+    if answer.refused:
+        response["status"] = _status(request, answer.refused)
+    elif answer.patch:
+        patch = base64.b64encode(encode_json(answer.patch)).decode()
+        response |= {"patchType": "JSONPatch", "patch": patch}
+    if answer.warned:
+        response["warnings"] = [*answer.warned[:MAX_SHOWN]]
+    return encode_json(
+        {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+    )
+
+
+def _status(request: Request, refused: Iterable[Problem]) -> dict[str, Any]:
+    """Return a refusal as the API server says one itself, with a cause for each field."""
+    shown = [*refused]
+    return {
+        "status": "Failure",
+        "code": HTTPStatus.UNPROCESSABLE_ENTITY.value,
+        "reason": "Invalid",
+        "message": "; ".join(map(str, shown[:MAX_SHOWN])),
+        "details": {
+            "group": request.kind.group,
+            "kind": request.kind.kind,
+            "name": request.name,
+            "causes": [
+                {"reason": "FieldValueInvalid", "field": each.path, "message": each.text}
+                for each in shown[:MAX_SHOWN]
+            ],
+        },
+    }
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    admission: Admission, address: str, context: ssl.SSLContext
+) -> AsyncIterator[int]:
+    """Answer at `host:port` for the length of the block, and return the port.
+
+    InvalidInput for an address that is none, AddressInUse when it cannot be had. What is being
+    answered at the end has a second for it.
+    """
+    runner = web.AppRunner(
+        admission.app(),
+        access_log=None,
+        shutdown_timeout=CLOSE_S,
+        keepalive_timeout=KEEP_ALIVE_S,
+    )
+    await runner.setup()
+    try:
+        variable = "SNAPBACK_WEBHOOK_ADDRESS"
+        listening = await listen(runner, address, variable=variable, context=context)
+        try:
+            number: int = listening.sockets[0].getsockname()[1]
+            log.info("admission is served on port %d", number)
+            yield number
+        finally:
+            listening.close()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,151 @@
+"""The configurations of the operator's webhooks: where they are, and what they are asked about.
+
+A pod that asks for a restore starts cold where no webhook answers. Our own kinds are refused then,
+rather than stored without a check that comes too late: a spec never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from snapshot_operator.kube.rbac import NAME
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.snapback import GROUP, RESTORE_FROM
+
+Document = dict[str, Any]
+
+PODS_PATH = "/restored-pods"
+OBJECTS_PATH = "/objects"
+PODS, OBJECTS = "pods.snapback.nvidia.com", "objects.snapback.nvidia.com"
+"""The names of the webhooks, as a refusal shows them."""
+
+MUTATING, VALIDATING = "mutatingwebhookconfigurations", "validatingwebhookconfigurations"
+BASE = "/apis/admissionregistration.k8s.io/v1"
+
+TIMEOUT_S = 5
+SYSTEM_NAMESPACES = ("kube-system", "kube-public", "kube-node-lease")
+_CHECKED = ("DynamoCheckpoint", "Snapshot")
+"""The kinds that people apply."""
+
+
+class Endpoint(NamedTuple):
+    """Where the API server reaches the webhooks: at a Service of the operator, or at a URL.
+
+    A `url` such as `https://198.51.100.7:9443` is for API servers that cannot reach Services.
+    """
+
+    namespace: str
+    service: str = "snapback-webhook"
+    port: int = 443
+    url: str = ""
+
+    def client_config(self, path: str, bundle: str = "") -> Document:
+        """Return the `clientConfig` of a webhook; `bundle` is base64 of the PEM of authorities."""
+        trusted = {"caBundle": bundle} if bundle else {}
+        if self.url:
+            return {"url": f"{self.url.rstrip('/')}{path}", **trusted}
+        named = {"namespace": self.namespace, "name": self.service}
+        return {"service": {**named, "path": path, "port": self.port}, **trusted}
+
+    @property
+    def names(self) -> list[str]:
+        """The names and addresses that the certificate has to have."""
+        within = f"{self.service}.{self.namespace}.svc"
+        own = [within, f"{self.service}.{self.namespace}", f"{within}.cluster.local"]
+        host = urlsplit(self.url).hostname if self.url else None
+        return [host, *own] if host else own
+
+
+def configurations(
+    endpoint: Endpoint,
+    *,
+    bundle: str = "",
+    annotations: dict[str, str] | None = None,
+    excluded: Sequence[str] = (),
+) -> list[Document]:
+    """Return the configurations of both webhooks, as `kubectl apply` takes them.
+
+    `annotations` are for what injects the authorities, such as cert-manager. `excluded` are
+    namespaces without restored pods, beside those of the system and the operator's own.
+    """
+    metadata = {
+        "name": NAME,
+        "labels": {"app.kubernetes.io/part-of": "snapback"},
+        **({"annotations": annotations} if annotations else {}),
+    }
+    spaces = [*SYSTEM_NAMESPACES, endpoint.namespace, *excluded]
+    version = "admissionregistration.k8s.io/v1"
+    return [
+        {
+            "apiVersion": version,
+            "kind": "MutatingWebhookConfiguration",
+            "metadata": metadata,
+            "webhooks": [_pods_webhook(endpoint, bundle, spaces)],
+        },
+        {
+            "apiVersion": version,
+            "kind": "ValidatingWebhookConfiguration",
+            "metadata": metadata,
+            "webhooks": [_objects_webhook(endpoint, bundle)],
+        },
+    ]
+
+
+def _pods_webhook(endpoint: Endpoint, bundle: str, spaces: Sequence[str]) -> Document:
+    asks = f"has(object.metadata.annotations) && '{RESTORE_FROM}' in object.metadata.annotations"
+    names = {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [*spaces]}
+    return {
+        "name": PODS,
+        **_common(endpoint.client_config(PODS_PATH, bundle), "Ignore"),
+        "rules": [_rule("", "v1", ["pods"], ["CREATE"])],
+        "namespaceSelector": {"matchExpressions": [names]},
+        "matchConditions": [{"name": "asks-for-a-restore", "expression": asks}],
+        # A webhook that comes later may change the containers.
+        "reinvocationPolicy": "IfNeeded",
+    }
+
+
+def _objects_webhook(endpoint: Endpoint, bundle: str) -> Document:
+    group, _, version = GROUP.partition("/")
+    plurals = [KINDS[name].plural for name in _CHECKED]
+    operator = f"system:serviceaccount:{endpoint.namespace}:{NAME}"
+    # Metadata has no rules, so that finalizers can be taken off while no operator is there.
+    changes = (
+        "request.operation == 'CREATE' || (object.spec != oldObject.spec"
+        " && !has(object.metadata.deletionTimestamp))"
+    )
+    return {
+        "name": OBJECTS,
+        **_common(endpoint.client_config(OBJECTS_PATH, bundle), "Fail"),
+        "rules": [_rule(group, version, plurals, ["CREATE", "UPDATE"])],
+        "matchConditions": [
+            {
+                "name": "not-of-the-operator",
+                "expression": f"request.userInfo.username != '{operator}'",
+            },
+            {"name": "changes-a-spec", "expression": changes},
+        ],
+    }
+
+
+def _common(client_config: Document, policy: str) -> Document:
+    return {
+        "clientConfig": client_config,
+        "admissionReviewVersions": ["v1"],
+        "failurePolicy": policy,
+        "matchPolicy": "Equivalent",
+        "sideEffects": "None",
+        "timeoutSeconds": TIMEOUT_S,
+    }
+
+
+def _rule(group: str, version: str, resources: list[str], operations: list[str]) -> Document:
+    return {
+        "apiGroups": [group],
+        "apiVersions": [version],
+        "resources": resources,
+        "operations": operations,
+        "scope": "Namespaced",
+    }

@@ -1,0 +1,417 @@
+"""Whether a manifest is right: every independent problem at once, each by its exact path.
+
+The rules are the same for standalone mode, for the operator's webhook and for a file on its own.
+What differs is what each world honours: standalone mode a part of a pod, which it runs itself; a
+cluster all of it, which Kubernetes checks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+from snapshot_shared.objects.kinds import KINDS, Kind
+from snapshot_shared.objects.kubernetes import GPU_RESOURCE
+from snapshot_shared.objects.snapback import (
+    GROUP,
+    IMMEDIATE,
+    LOADER_REFUSED,
+    RESTORE_CONTAINER,
+    RESTORE_FROM,
+    RESTORE_POLICY,
+    WAIT,
+)
+from snapshot_shared.objects.template import OPENED, TemplateSkeleton
+from snapshot_shared.volumes import CONTROL_VOLUME
+
+if TYPE_CHECKING:
+    import jsonschema
+
+World = Literal["standalone", "kubernetes"]
+
+MAX_GPUS = 64
+_TEMPLATE = "spec.job.podTemplateSpec.spec"
+_NEEDS_GMS = "needs gpuMemoryService.enabled: true"
+_SET_BY_STORE = (
+    "uid",
+    "resourceVersion",
+    "generation",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "finalizers",
+    "ownerReferences",
+)
+
+
+class Problem(NamedTuple):
+    """What is wrong, and the path of the field."""
+
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        """Return both, as people read them."""
+        return f"{self.path}: {self.text}"
+
+
+def problems(document: Any, world: World) -> list[Problem]:
+    """Return everything that is wrong with a document; a kind that is not ours has no rules.
+
+    A rule that reads a field which is wrong already is left out.
+    """
+    unknown = kind_problem(document, world)
+    if unknown is not None:
+        return [unknown]
+    kind = KINDS.get(document["kind"])
+    cleaned = without_server_fields(document)
+    is_checked = kind is not None and (world == "standalone" or kind.api_version == GROUP)
+    found = schema_problems(kind.type, cleaned, world) if kind and is_checked else []
+    rules = [
+        problem
+        for problem in _rule_problems(cleaned, world)
+        if not any(each.path.startswith(problem.path) for each in found)
+    ]
+    return [*found, *rules]
+
+
+def repetitions(documents: Sequence[Any]) -> Iterator[tuple[int, Problem]]:
+    """Yield the place of each document that is about the object of one before it."""
+    seen: set[tuple[str, str, str]] = set()
+    for place, document in enumerate(documents):
+        name, space = _at(document, "metadata.name"), _at(document, "metadata.namespace")
+        if not isinstance(name, str):
+            continue
+        key = (str(document.get("kind")), str(space or "default"), name)
+        if key in seen:
+            yield place, Problem("metadata.name", f"{name} appears twice")
+        seen.add(key)
+
+
+def kind_problem(document: Any, world: World) -> Problem | None:
+    """Return why a document is none of a kind that may be applied; None for one that is."""
+    if not isinstance(document, dict):
+        return Problem("(document)", f"expected a mapping, found {type(document).__name__}")
+    name, version = document.get("kind"), document.get("apiVersion")
+    group = str(version).partition("/")[0]
+    if world == "kubernetes" and isinstance(name, str) and group != GROUP.partition("/")[0]:
+        return None if name not in KINDS else _version_problem(KINDS[name], version)
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is None or not kind.appliable:
+        known = ", ".join(kind.name for kind in KINDS.values() if kind.appliable)
+        return Problem("kind", f"{name!r} cannot be applied; use one of {known}")
+    return _version_problem(kind, version)
+
+
+def _version_problem(kind: Kind, version: object) -> Problem | None:
+    if version == kind.api_version:
+        return None
+    return Problem("apiVersion", f"{kind.name} is {kind.api_version}, found {version!r}")
+
+
+def changes(old: Any, new: Any, path: str = "spec") -> Iterator[Problem]:
+    """Yield each field of a spec that differs from what it was: a spec never changes.
+
+    The rules of a definition see no field that it does not declare, such as most of a template.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from changes(old.get(name), new.get(name), f"{path}.{name}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from changes(before, after, f"{path}[{index}]")
+    elif old != new:
+        yield Problem(path, "is immutable; delete the object and apply it again")
+
+
+def warnings(document: Any) -> list[Problem]:
+    """Return what a cluster would refuse or lack later: volumes that a template does not have."""
+    if not isinstance(document, dict) or document.get("kind") != "DynamoCheckpoint":
+        return []
+    volumes = [volume.get("name") for _, volume in _rows(document, f"{_TEMPLATE}.volumes")]
+    saver = "spec.gpuMemoryService.checkpoint.saver.volumeMounts"
+    lists = [saver]
+    for name in ("initContainers", "containers"):
+        path = f"{_TEMPLATE}.{name}"
+        lists += [f"{path}[{index}].volumeMounts" for index, _ in _rows(document, path)]
+    return [
+        Problem(
+            f"{path}[{index}].name",
+            f"no volume is called {mount.get('name')!r}; add it to {_TEMPLATE}.volumes",
+        )
+        for path in lists
+        for index, mount in _rows(document, path)
+        if mount.get("name") not in volumes
+    ]
+
+
+def restore_problems(pod: Any) -> Iterator[Problem]:
+    """Yield why a pod cannot be restored as its annotations ask for it."""
+    annotations = _at(pod, "metadata.annotations")
+    if not isinstance(annotations, dict) or RESTORE_FROM not in annotations:
+        return
+    names = [str(each.get("name")) for _, each in _rows(pod, "spec.containers")]
+    wanted, policy = annotations.get(RESTORE_CONTAINER), annotations.get(RESTORE_POLICY)
+    if wanted and wanted not in names:
+        yield Problem(
+            f"metadata.annotations[{RESTORE_CONTAINER}]",
+            f"{wanted!r} is no container of the pod (found {', '.join(names)})",
+        )
+    if policy and policy not in (WAIT, IMMEDIATE):
+        yield Problem(
+            f"metadata.annotations[{RESTORE_POLICY}]",
+            f"{policy!r} is not one of {WAIT}, {IMMEDIATE}",
+        )
+    for index, volume in _rows(pod, "spec.volumes"):
+        if volume.get("name") == CONTROL_VOLUME and "emptyDir" not in volume:
+            yield Problem(
+                f"spec.volumes[{index}]",
+                f"{CONTROL_VOLUME} is the name of the control directory; rename this volume",
+            )
+
+
+def without_server_fields(document: dict[str, Any]) -> dict[str, Any]:
+    """Drop what only the store may set, so that the output of `get` can be applied again."""
+    cleaned = {key: value for key, value in document.items() if key != "status"}
+    if isinstance(meta := cleaned.get("metadata"), dict):
+        cleaned["metadata"] = {k: v for k, v in meta.items() if k not in _SET_BY_STORE}
+    return cleaned
+
+
+# What a schema says.
+
+
+def schema_problems(
+    type_: type[msgspec.Struct], document: Any, world: World = "standalone"
+) -> list[Problem]:
+    """Return what a document has that its type does not allow."""
+    errors = sorted(
+        _validator(type_, world).iter_errors(document),
+        key=lambda e: [str(p) for p in e.absolute_path],
+    )
+    return [problem for error in errors for problem in _describe(error)]
+
+
+@cache
+def _validator(type_: type[msgspec.Struct], world: World) -> jsonschema.Draft202012Validator:
+    import jsonschema  # noqa: PLC0415 - costs start-up time
+
+    schema = closed(msgspec.json.schema(type_))
+    return jsonschema.Draft202012Validator(schema if world == "standalone" else _in_cluster(schema))
+
+
+def closed(schema: Any) -> Any:
+    """Make every object of a JSON Schema refuse properties that it does not name."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: closed(value) for key, value in schema.items()}
+    if result.get("type") == "object" and isinstance(result.get("properties"), dict):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+def _in_cluster(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with the metadata and the pod templates that Kubernetes takes."""
+    (_, skeletons) = msgspec.json.schema_components([TemplateSkeleton])
+    own = {type_.__name__ for type_ in OPENED}
+    opened = {
+        name: closed(found) | ({"additionalProperties": True} if name in own else {})
+        for name, found in skeletons.items()
+    }
+    definitions = {**schema["$defs"], **opened}
+    definitions["PodTemplateSpec"] = definitions[TemplateSkeleton.__name__]
+    named = definitions["ObjectMeta"]["properties"]
+    kept = {name: named[name] for name in ("name", "namespace")}
+    definitions["ObjectMeta"] = {"type": "object", "properties": kept}
+    return {**schema, "$defs": definitions}
+
+
+def _describe(error: jsonschema.ValidationError) -> Iterator[Problem]:
+    path = _path(error)
+    if error.validator == "additionalProperties" and isinstance(error.instance, dict):
+        allowed = set(_keyword(error, "properties") or {})
+        for name in sorted(set(error.instance) - allowed):
+            near = ", ".join(sorted(allowed))
+            text = f"unknown or unsupported field (known here: {near})"
+            yield Problem(join(path, str(name)), text)
+    elif error.validator == "required":
+        missing = re.match(r"'(.+)' is a required property", error.message)
+        yield Problem(join(path, missing[1] if missing else ""), "is required")
+    elif error.validator == "anyOf" and error.context:
+        kinds = " or ".join(str(_keyword(sub, "type") or "another value") for sub in error.context)
+        yield Problem(path, f"expected {kinds}, found {_short(error.instance)}")
+    elif error.validator == "type":
+        yield Problem(path, f"expected {error.validator_value}, found {_short(error.instance)}")
+    elif error.validator == "pattern":
+        yield Problem(path, f"{_short(error.instance)} does not match {error.validator_value}")
+    else:
+        yield Problem(path, error.message[:300])
+
+
+def _keyword(error: jsonschema.ValidationError, name: str) -> Any:
+    return error.schema.get(name) if isinstance(error.schema, dict) else None
+
+
+def _path(error: jsonschema.ValidationError) -> str:
+    text = ""
+    for part in error.absolute_path:
+        text = f"{text}[{part}]" if isinstance(part, int) else join(text, str(part))
+    return text or "(document)"
+
+
+def join(path: str, name: str) -> str:
+    """Return the path of a field below another."""
+    return name if path in ("", "(document)") else f"{path}.{name}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# What a schema cannot say. Documents are read as they are: nothing is where it should be for sure.
+
+
+def _rule_problems(document: dict[str, Any], world: World) -> Iterator[Problem]:
+    is_standalone = world == "standalone"
+    match document["kind"]:
+        case "Pod":
+            yield from restore_problems(document)
+            if is_standalone:
+                yield from _pod_problems(document, "spec", world)
+        case "Job" if is_standalone:
+            yield from _pod_problems(document, "spec.template.spec", world)
+        case "DynamoCheckpoint":
+            yield from _pod_problems(document, _TEMPLATE, world)
+            yield from _target_problems(document)
+            rules = _standalone_problems if is_standalone else _memory_problems
+            yield from rules(document)
+        case "Snapshot":
+            yield from _source_problems(_at(document, "spec.source"))
+        case _:
+            return
+
+
+def _source_problems(source: Any) -> Iterator[Problem]:
+    if not isinstance(source, dict):
+        return
+    number = sum(1 for name in ("podRef", "artifact") if source.get(name))
+    if number != 1:
+        found = "both" if number else "neither"
+        text = f"exactly one of podRef and artifact is needed, found {found}"
+        yield Problem("spec.source", text)
+
+
+def _target_problems(document: Any) -> Iterator[Problem]:
+    names = [str(each.get("name")) for _, each in _rows(document, f"{_TEMPLATE}.containers")]
+    job = _at(document, "spec.job")
+    target = job.get("targetContainerName", "main") if isinstance(job, dict) else None
+    if names and target not in names:
+        yield Problem(
+            "spec.job.targetContainerName",
+            f"{target!r} is no container of the template (found {', '.join(names)})",
+        )
+
+
+def _standalone_problems(document: Any) -> Iterator[Problem]:
+    """Refuse what only Kubernetes can honour: pods whose containers standalone mode never makes."""
+    memory = "spec.gpuMemoryService"
+    if _at(document, f"{memory}.checkpoint.loader") is not None:
+        yield Problem(f"{memory}.checkpoint.loader", LOADER_REFUSED)
+    found = {
+        f"{memory}.mode": _at(document, f"{memory}.mode") not in (None, "intraPod"),
+        f"{memory}.deviceClassName": _at(document, f"{memory}.deviceClassName")
+        not in (None, "gpu.nvidia.com"),
+        f"{memory}.extraClientContainers": _at(document, f"{memory}.extraClientContainers"),
+        f"{memory}.checkpoint.saver": _at(document, f"{memory}.checkpoint.saver"),
+        "spec.job.sharedMemory": _at(document, "spec.job.sharedMemory") is not None,
+        "spec.job.ttlSecondsAfterFinished": _at(document, "spec.job.ttlSecondsAfterFinished")
+        is not None,
+    }
+    for path, is_set in found.items():
+        if is_set:
+            text = "is honoured on Kubernetes alone; remove it, or apply this to a cluster"
+            yield Problem(path, text)
+
+
+def _memory_problems(document: Any) -> Iterator[Problem]:
+    """Check what the definition of a checkpoint refuses by its own rules, with the same words."""
+    memory = "spec.gpuMemoryService"
+    is_enabled = _at(document, f"{memory}.enabled") is not False
+    if _at(document, f"{memory}.checkpoint.loader") is not None:
+        yield Problem(f"{memory}.checkpoint.loader", LOADER_REFUSED)
+    if is_enabled and _at(document, f"{memory}.mode") not in (None, "intraPod"):
+        text = "a checkpoint captures GPU memory in mode intraPod alone"
+        yield Problem(f"{memory}.mode", text)
+    if not is_enabled and _at(document, f"{memory}.checkpoint.saver") is not None:
+        yield Problem(f"{memory}.checkpoint.saver", _NEEDS_GMS)
+    clients = _at(document, f"{memory}.extraClientContainers") or []
+    if not is_enabled and clients:
+        yield Problem(f"{memory}.extraClientContainers", _NEEDS_GMS)
+    names = [each.get("name") for _, each in _rows(document, f"{_TEMPLATE}.containers")]
+    for index, client in enumerate(clients if isinstance(clients, list) else ()):
+        if names and client not in names:
+            text = (
+                f"{client!r} is no container of the template (found {', '.join(map(str, names))})"
+            )
+            yield Problem(f"{memory}.extraClientContainers[{index}]", text)
+    shared = "spec.job.sharedMemory"
+    if _at(document, f"{shared}.disabled") is True and _at(document, f"{shared}.size") is not None:
+        yield Problem(f"{shared}.size", "must not be set together with disabled: true")
+
+
+def _pod_problems(document: Any, where: str, world: World) -> Iterator[Problem]:
+    seen: list[object] = []
+    wanted = 0
+    for index, container in _rows(document, f"{where}.containers"):
+        path = f"{where}.containers[{index}]"
+        name = container.get("name")
+        if name in seen:
+            yield Problem(f"{path}.name", f"{name!r} appears twice")
+        seen.append(name)
+        wanted += _gpus(container)
+        if world == "standalone":
+            yield from _process_problems(container, path)
+    if not 0 <= wanted <= MAX_GPUS:
+        text = f"nvidia.com/gpu must be a whole number up to {MAX_GPUS}"
+        yield Problem(f"{where}.containers", text)
+
+
+def _process_problems(container: dict[str, Any], path: str) -> Iterator[Problem]:
+    """Check what a container needs that is run as a process of a node."""
+    if not container.get("command"):
+        text = "is required: standalone mode starts it as a local process"
+        yield Problem(f"{path}.command", text)
+    folder = container.get("workingDir")
+    if isinstance(folder, str) and folder and not folder.startswith("/"):
+        yield Problem(f"{path}.workingDir", f"{folder!r} is not an absolute path")
+
+
+def _gpus(container: dict[str, Any]) -> int:
+    limits = _at(container, "resources.limits")
+    found = limits.get(GPU_RESOURCE, 0) if isinstance(limits, dict) else 0
+    try:
+        return int(found)
+    except (TypeError, ValueError):
+        return MAX_GPUS + 1
+
+
+def _at(document: Any, path: str) -> Any:
+    """Return what a document has at a path, or None."""
+    for name, index in re.findall(r"([^.\[\]]+)(?:\[(\d+)\])?", path):
+        document = document.get(name) if isinstance(document, dict) else None
+        if index:
+            document = document[int(index)] if isinstance(document, list) else None
+    return document
+
+
+def _rows(document: Any, path: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the mappings in the list at a path, each with its place."""
+    found = _at(document, path)
+    rows = found if isinstance(found, list) else []
+    return [(index, each) for index, each in enumerate(rows) if isinstance(each, dict)]

@@ -1,0 +1,457 @@
+"""The operator's webhooks on a real API server: the whole program, at an address of this host."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import random
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+import yaml
+
+from snapshot_operator.kube import rbac
+from snapshot_operator.kube.certificates import Certificates, renewed
+from snapshot_operator.kube.client import KubeClient, load_configuration
+from snapshot_operator.kube.rbac import CERTIFICATE_SECRET
+from snapshot_operator.kube.webhook_tls import OwnCertificate
+from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint, configurations
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.errors import InvalidManifest
+from tests.cluster.conftest import SHELL
+from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.simulated import until
+from tests.cluster.target import Target
+from tests.cluster.test_operator import polled
+
+pytestmark = pytest.mark.cluster
+
+FIELDS = ("ca.crt", "ca.key", "tls.crt", "tls.key")
+STANDBY = {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}
+
+
+class Operator:
+    """`python -m snapshot_operator.main`, with the rights of the operator alone."""
+
+    def __init__(
+        self, namespace: str, endpoint: Endpoint, settings: dict[str, str], log: Path
+    ) -> None:
+        self.namespace = namespace
+        self.endpoint = endpoint
+        self.log = log
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, **settings: str) -> None:
+        """Start, and return when it answers at its port."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "snapshot_operator.main"],
+                env=os.environ | self._settings | settings,
+                stderr=log,
+            )
+        until(self._answers, f"the operator answers, whose log is {self.log}")
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(30)
+            self._process = None
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log.read_text()[-2000:]
+        return self.serial() is not None
+
+    def serial(self) -> int | None:
+        """Return the serial number of the certificate that is served now."""
+        from cryptography import x509
+
+        where = urlsplit(self.endpoint.url)
+        try:
+            pem = ssl.get_server_certificate((where.hostname or "", where.port or 0), timeout=5)
+        except OSError:
+            return None
+        return x509.load_pem_x509_certificate(pem.encode()).serial_number
+
+
+def host_towards(url: str) -> str:
+    """Return the address of this host that an API server reaches it at."""
+    where = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((where.hostname, where.port))
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as server:
+        number: int = server.getsockname()[1]
+    return number
+
+
+def with_token(kubectl: Kubectl, token: str) -> dict[str, Any]:
+    """Return a kubeconfig for the same API server with another user."""
+    config: dict[str, Any] = yaml.safe_load(kubectl.kubeconfig.read_text())
+    config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
+    return config
+
+
+@pytest.fixture(scope="module")
+def operator(
+    target: Target, kubeconfig: str, nats_url_session: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Operator]:
+    """An operator that runs, whose webhooks are configured; it is a pod of its own namespace."""
+    if target.own is None:
+        pytest.skip("only on a cluster that the tests start: unset KUBECONFIG")
+    kubectl, folder = target.kubectl, tmp_path_factory.mktemp("operator")
+    space = f"admission-{os.getpid()}"
+    server = yaml.safe_load(kubectl.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
+    address = host_towards(server)
+    endpoint = Endpoint(space, url=f"https://{address}:{free_port(address)}")
+    kubectl.run("create", "namespace", space)
+    kubectl.run("create", "serviceaccount", rbac.NAME, "--namespace", space)
+    kubectl.apply(rbac.cluster_role(), rbac.lease_role(space), *configurations(endpoint))
+    account = f"--serviceaccount={space}:{rbac.NAME}"
+    role = f"--clusterrole={rbac.NAME}"
+    kubectl.run("create", "clusterrolebinding", space, role, account)
+    own = kubectl.within(space)
+    own.run("create", "rolebinding", rbac.NAME, f"--role={rbac.NAME}", account)
+    token = own.run("create", "token", rbac.NAME, "--duration=2h").strip()
+    file = folder / "kubeconfig"
+    file.write_text(yaml.safe_dump(with_token(kubectl, token)))
+    settings = {
+        "SNAPBACK_WORLD": "kubernetes",
+        "SNAPBACK_KUBECONFIG": str(file),
+        "SNAPBACK_NAMESPACE": space,
+        "SNAPBACK_NATS_URL": nats_url_session,
+        "SNAPBACK_STATE_DIR": str(folder / "state"),
+        "SNAPBACK_WEBHOOK_ADDRESS": endpoint.url.removeprefix("https://"),
+        "SNAPBACK_WEBHOOK_URL": endpoint.url,
+    }
+    running = Operator(space, endpoint, settings, folder / "operator.log")
+    running.start()
+    until(lambda: trusts(kubectl), "the API server trusts the operator")
+    try:
+        yield running
+    finally:
+        running.end()
+        for kind in ("mutatingwebhookconfiguration", "validatingwebhookconfiguration"):
+            kubectl.run("delete", kind, rbac.NAME)
+        kubectl.run("delete", "clusterrolebinding", space)
+        kubectl.run("delete", "namespace", space, "--wait=false")
+
+
+def trusts(kubectl: Kubectl) -> bool:
+    """Whether both webhooks have an authority that is trusted."""
+    kinds = (MUTATING, VALIDATING)
+    found = [kubectl.get(kind, rbac.NAME)["webhooks"][0]["clientConfig"] for kind in kinds]
+    return all("caBundle" in each for each in found)
+
+
+def pod(name: str, **annotations: str) -> dict[str, Any]:
+    marks = {f"nvidia.com/{key.replace('_', '-')}": text for key, text in annotations.items()}
+    main = {
+        "name": "main",
+        "image": SHELL,
+        "command": ["sleep", "600"],
+        "env": [{"name": "Z", "value": "1"}, {"name": "A", "value": "2"}],
+        "readinessProbe": {"exec": {"command": ["false"]}, "initialDelaySeconds": 60},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "annotations": marks},
+        # Nothing is to run: no node has this label.
+        "spec": {"containers": [main], "nodeSelector": {"no-node": "has-it"}},
+    }
+
+
+def checkpoint(name: str, **template: Any) -> dict[str, Any]:
+    main = {"name": "main", "image": SHELL, "command": ["sleep", "600"]}
+    spec = {"nodeSelector": {"no-node": "has-it"}, "containers": [main], **template}
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoCheckpoint",
+        "metadata": {"name": name},
+        "spec": {
+            "identity": {"model": f"example/{name}", "backendFramework": "vllm"},
+            "job": {"podTemplateSpec": {"spec": spec}},
+        },
+    }
+
+
+def env_of(found: Any) -> list[Any]:
+    env: list[Any] = found["spec"]["containers"][0].get("env", [])
+    return env
+
+
+def test_a_pod_that_is_to_be_restored_waits_for_it_and_any_other_is_as_it_was_written(
+    operator: Operator, namespace: Kubectl
+) -> None:
+    namespace.apply(pod("restored", restore_from="llm"), pod("other"))
+    restored, other = namespace.get("pod", "restored"), namespace.get("pod", "other")
+    (container,) = restored["spec"]["containers"]
+    assert [row["name"] for row in container["env"]] == [
+        *("Z", "A", "SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR"),
+        *("SNAPSHOT_RESTORE_STANDBY", "DYN_SNAPSHOT_RESTORE_STANDBY"),
+    ]
+    assert STANDBY in container["env"]
+    assert {"name": "snapshot-control", "emptyDir": {}} in restored["spec"]["volumes"]
+    mount = next(row for row in container["volumeMounts"] if row["name"] == "snapshot-control")
+    assert (mount["mountPath"], mount["subPath"]) == ("/snapshot-control", "main")
+    probe = container["startupProbe"]
+    assert (probe["exec"], probe["periodSeconds"]) == ({"command": ["false"]}, 1)
+    assert "initialDelaySeconds" not in probe
+    assert restored["metadata"]["annotations"]["nvidia.com/restore-container"] == "main"
+    (container,) = other["spec"]["containers"]
+    assert [row["name"] for row in container["env"]] == ["Z", "A"]
+    assert "startupProbe" not in container
+
+
+def test_a_worker_in_standby_has_its_control_directory_and_is_ready_once_it_says_restored(
+    operator: Operator, namespace: Kubectl, shell_image: str
+) -> None:
+    document = pod("restored", restore_from="llm")
+    document["spec"] |= {"nodeSelector": {}, "terminationGracePeriodSeconds": 0}
+    (container,) = document["spec"]["containers"]
+    del container["readinessProbe"]
+    container["image"] = shell_image
+    namespace.apply(document)
+    namespace.wait("pod/restored", until="jsonpath={.status.phase}=Running", within_s=90)
+
+    def status() -> Any:
+        (found,) = namespace.get("pod", "restored")["status"]["containerStatuses"]
+        return found
+
+    assert (status()["started"], status()["ready"]) == (False, False)
+    script = 'test "$SNAPSHOT_RESTORE_STANDBY" = 1 && touch "$SNAPSHOT_CONTROL_DIR/restored"'
+    namespace.run("exec", "restored", "--", "bash", "-c", script)
+    until(lambda: status()["ready"] and status()["started"], "the worker is ready")
+    assert status()["restartCount"] == 0
+
+
+def test_a_pod_that_asks_for_what_there_is_not_is_refused_with_every_path(
+    operator: Operator, namespace: Kubectl
+) -> None:
+    wrong = pod("wrong", restore_from="llm", restore_container="engine", restore_policy="Never")
+    with pytest.raises(KubectlError, match='The Pod "wrong" is invalid') as caught:
+        namespace.apply(wrong)
+    assert (
+        "restore-container]: 'engine' is no container of the pod (found main)" in f"{caught.value}"
+    )
+    assert "restore-policy]: 'Never' is not one of" in f"{caught.value}"
+
+
+def test_a_pod_that_pins_another_snapshot_is_refused_and_one_that_does_not_wait_starts_cold(
+    operator: Operator, namespace: Kubectl
+) -> None:
+    snapshot = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": "llm"},
+        "spec": {"source": {"podRef": {"name": "no-such-pod"}}},
+    }
+    namespace.apply(snapshot)
+    uid = namespace.get("snapshot", "llm")["metadata"]["uid"]
+    with pytest.raises(KubectlError, match=f"llm is {uid}, and nvidia.com/restore-from-uid"):
+        namespace.apply(pod("wrong", restore_from="llm", restore_from_uid="another"))
+    namespace.apply(
+        pod("right", restore_from="llm", restore_from_uid=uid),
+        pod("cold", restore_from="llm", restore_policy="Immediate"),
+    )
+    assert STANDBY in env_of(namespace.get("pod", "right"))
+    assert STANDBY not in env_of(namespace.get("pod", "cold"))
+
+
+def test_nothing_is_changed_in_the_namespaces_of_the_system_and_of_the_operator(
+    operator: Operator, target: Target
+) -> None:
+    for space in ("kube-system", operator.namespace):
+        assert STANDBY not in env_of(dry_run(target.kubectl.within(space)))
+
+
+async def test_a_checkpoint_that_is_wrong_is_refused_with_every_path(
+    operator: Operator, namespace: Kubectl, kubeconfig: str
+) -> None:
+    document = checkpoint("llm")
+    document["spec"]["gpuMemoryService"] = {"extraClientContainers": ["main", "proxy", "other"]}
+    path = f"/apis/nvidia.com/v1alpha1/namespaces/{namespace.namespace}/dynamocheckpoints"
+    async with KubeClient(await load_configuration(kubeconfig)) as client:
+        with pytest.raises(InvalidManifest) as caught:
+            await client.request("POST", path, body=document)
+    assert [cause["field"] for cause in caught.value.values["problems"]] == [
+        "spec.gpuMemoryService.extraClientContainers[1]",
+        "spec.gpuMemoryService.extraClientContainers[2]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hostNetwork": True},
+        {"tolerations": [{"operator": "Exists"}]},
+        {"containers": [{"name": "main", "image": SHELL, "command": ["sleep", "601"]}]},
+    ],
+)
+def test_no_field_of_a_pod_template_can_be_changed_and_metadata_can(
+    operator: Operator, namespace: Kubectl, change: dict[str, Any]
+) -> None:
+    namespace.apply(checkpoint("llm"))
+    with pytest.raises(KubectlError, match=r"spec\.job\.podTemplateSpec\S*: .*is immutable"):
+        namespace.apply(checkpoint("llm", **change))
+    namespace.run("label", "dynamocheckpoint", "llm", "team=a")
+    namespace.apply(checkpoint("llm"))
+
+
+def test_a_volume_that_is_missing_is_a_warning(operator: Operator, namespace: Kubectl) -> None:
+    main = {"name": "main", "image": SHELL, "command": ["sleep"]}
+    main |= {"volumeMounts": [{"name": "models", "mountPath": "/models"}]}
+    given = json.dumps(checkpoint("llm", containers=[main]))
+    done = namespace.try_("apply", "--filename", "-", given=given)
+    assert done.returncode == 0, done.stderr
+    assert "containers[0].volumeMounts[0].name: no volume is called 'models'" in done.stderr
+
+
+def test_without_an_operator_a_pod_starts_cold_and_nothing_is_restored_into_it(
+    operator: Operator, namespace: Kubectl
+) -> None:
+    operator.end(signal.SIGKILL)
+    namespace.apply(pod("restored", restore_from="llm"))
+    assert STANDBY not in env_of(namespace.get("pod", "restored"))
+    given = json.dumps(checkpoint("llm"))
+    assert namespace.try_("apply", "--filename", "-", given=given).returncode == 1
+    operator.start()
+    namespace.apply(pod("again", restore_from="llm"))
+    assert STANDBY in env_of(namespace.get("pod", "again"))
+
+    def reason() -> str:
+        rows = namespace.get("pod", "restored")["status"].get("conditions", [])
+        return next((row["reason"] for row in rows if row["type"] == "nvidia.com/Restored"), "")
+
+    until(lambda: reason() == "NotInStandby", "the pod says that it is not restored")
+
+
+def of_authority(stored: Certificates, issued: datetime) -> Certificates:
+    """Return the same with a certificate that was issued at a time by the newest authority."""
+    return renewed(stored._replace(certificate=b"", key=b""), ["old"], issued)
+
+
+def with_old_authority(stored: Certificates) -> Certificates:
+    """Return the same with one more authority, which is to be followed by another one."""
+    old = renewed(None, ["old"], datetime.now(UTC) - timedelta(days=7 * 365))
+    both = old.authorities + stored.authorities
+    return stored._replace(authorities=both, authority_key=old.authority_key)
+
+
+async def test_certificates_are_renewed_while_the_api_server_asks_and_no_request_is_lost(
+    operator: Operator, namespace: Kubectl, kubeconfig: str
+) -> None:
+    secret = f"/api/v1/namespaces/{operator.namespace}/secrets/{CERTIFICATE_SECRET}"
+    config = f"{BASE}/{MUTATING}/{rbac.NAME}"
+    pods = f"/api/v1/namespaces/{namespace.namespace}/pods"
+    stop = asyncio.Event()
+    asked = 0
+
+    async with KubeClient(await load_configuration(kubeconfig)) as client:
+
+        async def load() -> None:
+            nonlocal asked
+            body = pod("p", restore_from="llm")
+            while not stop.is_set():
+                answer = await client.request("POST", pods, params={"dryRun": "All"}, body=body)
+                assert STANDBY in env_of(msgspec.json.decode(answer))
+                asked += 1
+
+        async def store(change: Callable[[Certificates], Certificates]) -> None:
+            """Put certificates of another age into the Secret, and wait for those that follow."""
+            found: Any = msgspec.json.decode(await client.request("GET", secret))
+            stored = Certificates(*(base64.b64decode(found["data"][key]) for key in FIELDS))
+            values = [base64.b64encode(each).decode() for each in change(stored)]
+            found["data"] = dict(zip(FIELDS, values, strict=True))
+            await client.request("PUT", secret, body=found)
+
+            async def is_followed() -> bool:
+                now: Any = msgspec.json.decode(await client.request("GET", secret))
+                return bool(now["data"] != found["data"])
+
+            await polled(is_followed)
+            await asyncio.sleep(1.0)
+
+        async def authorities() -> int:
+            found: Any = msgspec.json.decode(await client.request("GET", config))
+            bundle = base64.b64decode(found["webhooks"][0]["clientConfig"]["caBundle"])
+            return bundle.count(b"BEGIN CERTIFICATE")
+
+        month = datetime.now(UTC) - timedelta(days=61)
+        loading = [asyncio.ensure_future(load()) for _ in range(3)]
+        try:
+            served = [operator.serial()]
+            await store(lambda stored: of_authority(stored, month))
+            served.append(operator.serial())
+            trusted = await authorities()
+            await store(with_old_authority)
+            served.append(operator.serial())
+            assert await authorities() == trusted + 2
+            await store(lambda stored: of_authority(stored, month))
+            served.append(operator.serial())
+        finally:
+            stop.set()
+            await asyncio.gather(*loading)
+    # The second step changes what is trusted alone.
+    assert served[1] == served[2]
+    assert len({*served}) == 3
+    assert None not in served
+    assert asked > 20
+
+
+async def test_several_operators_make_and_renew_one_certificate(
+    namespace: Kubectl, kubeconfig: str
+) -> None:
+    assert namespace.namespace is not None
+    endpoint = Endpoint(namespace.namespace)
+    now = time.time()
+    async with KubeClient(await load_configuration(kubeconfig)) as client:
+        for later in (0.0, 61 * 86_400.0):
+            clocks = Clocks(time.monotonic, lambda: now + later, "boot")  # noqa: B023 - used here
+            several = [OwnCertificate(client, endpoint, clocks, random.random) for _ in range(4)]
+            found = await asyncio.gather(*(each._current() for each in several))
+            assert len({*found}) == 1
+            stored = namespace.get("secret", CERTIFICATE_SECRET)["data"]["tls.crt"]
+            assert base64.b64decode(stored) == found[0].certificate
+
+
+def test_a_configuration_that_is_made_again_is_trusted_again(
+    operator: Operator, target: Target, namespace: Kubectl
+) -> None:
+    kubectl = target.kubectl
+    for kind in (MUTATING, VALIDATING):
+        kubectl.run("delete", kind, rbac.NAME)
+    assert STANDBY not in env_of(dry_run(namespace))
+    kubectl.apply(*configurations(operator.endpoint))
+    until(lambda: trusts(kubectl), "the API server trusts the operator")
+    until(lambda: STANDBY in env_of(dry_run(namespace)), "pods are changed")
+
+
+def dry_run(kubectl: Kubectl) -> Any:
+    """Return how a pod that asks for a restore would be stored."""
+    given = json.dumps(pod("asks", restore_from="llm"))
+    words = ("create", "--dry-run=server", "--output=json", "--filename", "-")
+    return json.loads(kubectl.run(*words, given=given))
+
+
+def test_the_operator_was_refused_nothing(operator: Operator) -> None:
+    assert "forbidden" not in operator.log.read_text()

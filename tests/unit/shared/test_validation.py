@@ -1,0 +1,259 @@
+"""One set of rules says whether a manifest is right, in standalone mode and for a cluster."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapshot_shared.objects.kubernetes import GPU_RESOURCE
+from snapshot_shared.objects.snapback import LOADER_REFUSED
+from snapshot_shared.validation import (
+    Problem,
+    changes,
+    problems,
+    repetitions,
+    warnings,
+    without_server_fields,
+)
+from tests.support import crd_samples
+from tests.support.objects import checkpoint_document, restore_document
+
+SAVER = {"image": "saver:1", "volumeMounts": [{"name": "models", "mountPath": "/models"}]}
+ARTIFACT = {
+    "contentUID": "00000000-0000-4000-8000-000000000001",
+    "generation": 1,
+    "rootDigest": "sha256:" + "0" * 64,
+}
+
+
+def in_cluster(**spec: Any) -> dict[str, Any]:
+    """Return a checkpoint with what only a cluster honours in its template."""
+    document = checkpoint_document()
+    document["metadata"]["annotations"] = {"kubectl.kubernetes.io/last": "x" * 100_000}
+    template = document["spec"]["job"]["podTemplateSpec"]
+    template["spec"] |= {"restartPolicy": "Always", "tolerations": [{"operator": "Exists"}]}
+    (container,) = template["spec"]["containers"]
+    del container["command"]
+    container["securityContext"] = {"runAsUser": 1}
+    container["env"] = [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+    document["spec"] |= spec
+    return document
+
+
+def found(document: Any) -> list[tuple[str, str]]:
+    return [tuple(problem) for problem in problems(document, "kubernetes")]
+
+
+def paths(document: Any) -> list[str]:
+    return [path for path, _ in found(document)]
+
+
+def test_a_cluster_takes_the_whole_pod_template_and_standalone_mode_what_it_honours() -> None:
+    assert problems(in_cluster(), "kubernetes") == []
+    refused = {problem.path for problem in problems(in_cluster(), "standalone")}
+    where = "spec.job.podTemplateSpec.spec"
+    assert {f"{where}.tolerations", f"{where}.restartPolicy"} <= refused
+    assert f"{where}.containers[0].securityContext" in refused
+
+
+@pytest.mark.parametrize("kind", ["DynamoCheckpoint", "Snapshot"])
+def test_what_a_definition_takes_is_right(kind: str) -> None:
+    assert problems(crd_samples.document(kind), "kubernetes") == []
+
+
+def test_a_wrong_field_hides_no_rule_that_does_not_read_it() -> None:
+    document = in_cluster(
+        gpuMemoryService={
+            "mode": "interPod",
+            "extraClientContainers": ["main", "proxy"],
+            "checkpoint": {"loader": {}},
+        }
+    )
+    document["spec"]["identity"]["tensorParallelSize"] = 0
+    job = document["spec"]["job"]
+    job |= {"backoffLimit": "x", "targetContainerName": "engine", "extra": 1}
+    job["sharedMemory"] = {"disabled": True, "size": "1Gi"}
+    assert paths(document) == [
+        "spec.identity.tensorParallelSize",
+        "spec.job.extra",
+        "spec.job.backoffLimit",
+        "spec.job.targetContainerName",
+        "spec.gpuMemoryService.checkpoint.loader",
+        "spec.gpuMemoryService.mode",
+        "spec.gpuMemoryService.extraClientContainers[1]",
+        "spec.job.sharedMemory.size",
+    ]
+
+
+def test_a_rule_that_reads_a_wrong_field_is_left_out() -> None:
+    document = in_cluster()
+    document["spec"]["job"]["targetContainerName"] = 7
+    assert paths(document) == ["spec.job.targetContainerName"]
+    document = in_cluster()
+    document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"] = "main"
+    assert paths(document) == ["spec.job.podTemplateSpec.spec.containers"]
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "spec.gpuMemoryService.checkpoint.loader": {"checkpoint": {"loader": {"image": "l"}}},
+    "spec.gpuMemoryService.mode": {"mode": "interPod"},
+    "spec.gpuMemoryService.checkpoint.saver": {"enabled": False, "checkpoint": {"saver": SAVER}},
+    "spec.gpuMemoryService.extraClientContainers": {
+        "enabled": False,
+        "extraClientContainers": ["main"],
+    },
+}
+
+
+@pytest.mark.parametrize("path", BROKEN)
+def test_a_rule_of_the_definition_is_kept_with_the_same_path_and_words(path: str) -> None:
+    refused = found(in_cluster(gpuMemoryService=BROKEN[path]))
+    assert [each for each, _ in refused] == [path]
+    assert refused[0] in set(crd_samples.rules("DynamoCheckpoint"))
+
+
+def test_the_loader_of_a_checkpoint_is_refused_in_both_worlds_with_the_same_words() -> None:
+    document = checkpoint_document()
+    document["spec"]["gpuMemoryService"] = {"checkpoint": {"loader": {}}}
+    expected = Problem("spec.gpuMemoryService.checkpoint.loader", LOADER_REFUSED)
+    assert problems(document, "standalone") == problems(document, "kubernetes") == [expected]
+
+
+@pytest.mark.parametrize("world", ["standalone", "kubernetes"])
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [({}, "neither"), ({"podRef": {"name": "p"}, "artifact": ARTIFACT}, "both")],
+)
+def test_a_snapshot_has_one_source_in_both_worlds(world: Any, source: Any, number: str) -> None:
+    document = {"apiVersion": "nvidia.com/v1alpha1", "kind": "Snapshot", "metadata": {"name": "s"}}
+    text = f"exactly one of podRef and artifact is needed, found {number}"
+    refused = problems({**document, "spec": {"source": source}}, world)
+    assert refused == [Problem("spec.source", text)]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"apiVersion": "v1", "kind": "ConfigMap", "data": {"a": 1}},
+        {"apiVersion": "apps/v1", "kind": "Deployment"},
+        {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [{"name": "a"}]}},
+        {"apiVersion": "batch/v1", "kind": "Job"},
+    ],
+)
+def test_a_kind_of_kubernetes_itself_is_left_to_kubernetes(document: Any) -> None:
+    assert problems(document, "kubernetes") == []
+
+
+@pytest.mark.parametrize(
+    ("document", "path"),
+    [
+        (None, "(document)"),
+        ({}, "kind"),
+        ({"kind": ["Pod"]}, "kind"),
+        ({"apiVersion": "nvidia.com/v1alpha1", "kind": "SnapshotJob"}, "kind"),
+        ({"apiVersion": "nvidia.com/v1alpha1", "kind": "SnapshotRestore"}, "kind"),
+        ({"apiVersion": "nvidia.com/v1", "kind": "Snapshot"}, "apiVersion"),
+        ({"apiVersion": "v1", "kind": "Snapshot"}, "apiVersion"),
+    ],
+)
+def test_a_kind_that_cannot_be_applied_is_refused(document: Any, path: str) -> None:
+    assert paths(document) == [path]
+
+
+@pytest.mark.parametrize("world", ["standalone", "kubernetes"])
+def test_a_pod_that_cannot_be_restored_as_it_asks_is_refused_in_both_worlds(world: Any) -> None:
+    document = restore_document()
+    document["metadata"]["annotations"] |= {
+        "nvidia.com/restore-container": "engine",
+        "nvidia.com/restore-policy": "Never",
+    }
+    assert [problem.path for problem in problems(document, world)] == [
+        "metadata.annotations[nvidia.com/restore-container]",
+        "metadata.annotations[nvidia.com/restore-policy]",
+    ]
+
+
+def test_a_volume_that_the_template_does_not_have_is_a_warning_and_no_error() -> None:
+    document = in_cluster(gpuMemoryService={"checkpoint": {"saver": SAVER}})
+    spec = document["spec"]["job"]["podTemplateSpec"]["spec"]
+    spec["volumes"] = [{"name": "cache", "emptyDir": {}}]
+    mounts = [{"name": "cache", "mountPath": "/a"}, {"name": "keys", "mountPath": "/b"}]
+    spec["containers"][0]["volumeMounts"] = mounts
+    assert problems(document, "kubernetes") == []
+    volumes = "spec.job.podTemplateSpec.spec.volumes"
+    assert warnings(document) == [
+        Problem(
+            "spec.gpuMemoryService.checkpoint.saver.volumeMounts[0].name",
+            f"no volume is called 'models'; add it to {volumes}",
+        ),
+        Problem(
+            "spec.job.podTemplateSpec.spec.containers[0].volumeMounts[1].name",
+            f"no volume is called 'keys'; add it to {volumes}",
+        ),
+    ]
+
+
+def test_a_document_about_an_object_that_another_one_has_is_named_by_its_place() -> None:
+    def named(name: object, **meta: str) -> dict[str, Any]:
+        return {"kind": "Snapshot", "metadata": {"name": name, **meta}}
+
+    documents = [
+        *(named("a"), None, named("a", namespace="team"), named("a", namespace="default")),
+        *(named("a", namespace="team"), named(["a"]), {"kind": "Pod", "metadata": {"name": "a"}}),
+    ]
+    problem = Problem("metadata.name", "a appears twice")
+    assert [*repetitions(documents)] == [(3, problem), (4, problem)]
+
+
+def test_a_change_of_a_spec_is_named_at_every_field_that_differs() -> None:
+    before = in_cluster()["spec"]
+    after = copy.deepcopy(before)
+    pod = after["job"]["podTemplateSpec"]["spec"]
+    pod["tolerations"][0]["operator"] = "Equal"
+    pod["hostNetwork"] = True
+    pod["containers"].append({"name": "more"})
+    del after["identity"]["backendFramework"]
+    text = "is immutable; delete the object and apply it again"
+    where = "spec.job.podTemplateSpec.spec"
+    assert [*changes(before, after)] == [
+        Problem("spec.identity.backendFramework", text),
+        Problem(f"{where}.containers", text),
+        Problem(f"{where}.hostNetwork", text),
+        Problem(f"{where}.tolerations[0].operator", text),
+    ]
+    assert [*changes(before, copy.deepcopy(before))] == []
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    *("job", "podTemplateSpec", "spec", "containers", "name", "resources"),
+                    *("limits", GPU_RESOURCE, "gpuMemoryService", "checkpoint", "saver"),
+                    *("extraClientContainers", "volumeMounts", "volumes", "source", "identity"),
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(spec=JSON, meta=JSON, kind=st.sampled_from(["DynamoCheckpoint", "Snapshot", "Pod", "Job"]))
+def test_any_document_is_judged_and_none_raises(spec: Any, meta: Any, kind: str) -> None:
+    version = {"Pod": "v1", "Job": "batch/v1"}.get(kind, "nvidia.com/v1alpha1")
+    document = {"apiVersion": version, "kind": kind, "metadata": meta, "spec": spec}
+    assert problems(document, "standalone")
+    problems(document, "kubernetes")
+    warnings(document)
+    assert [*changes(spec, copy.deepcopy(spec))] == []
+    assert without_server_fields(document)["kind"] == kind
