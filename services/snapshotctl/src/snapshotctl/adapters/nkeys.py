@@ -1,14 +1,12 @@
-"""Nkeys (Ed25519): a seed in a file of its owner; only its public key goes elsewhere."""
+"""The seeds of users of NATS: each in a file of its owner; only its public key goes elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-import nkeys
-
+from snapshot_shared import nkey
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.permissions import User
 from snapshotctl.adapters.folders import make_private, replace_file
@@ -35,28 +33,17 @@ def public_key(seed: Path) -> str:
         seed.chmod(0o600)
         return _known(seed)
     make_private(seed.parent)
-    made = nkeys.encode_seed(secrets.token_bytes(32), prefix=nkeys.PREFIX_BYTE_USER)
+    made = nkey.new_seed()
     replace_file(seed, made + b"\n")
-    return _public(made)
+    return nkey.public_key(made)
 
 
 def _known(seed: Path) -> str:
     try:
-        found = _public(seed.read_bytes().strip())
-    except (nkeys.NkeysError, ValueError):
-        found = ""
-    if not found.startswith("U"):
+        return nkey.public_key(seed.read_bytes().strip())
+    except ValueError as error:
         raise InvalidInput(
             f"{seed} holds no nkey seed of a user",
             next_step="remove it, and another one is made",
             path=str(seed),
-        )
-    return found
-
-
-def _public(seed: bytes) -> str:
-    pair = nkeys.from_seed(bytearray(seed))
-    try:
-        return str(pair.public_key.decode())
-    finally:
-        pair.wipe()
+        ) from error
