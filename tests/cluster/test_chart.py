@@ -1,0 +1,319 @@
+"""The chart on a real cluster: installed, looked at, upgraded, and uninstalled."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from gms.domain.claims import DRIVER
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.permissions import User
+from tests.cluster import programs
+from tests.cluster.cluster import FAILED
+from tests.cluster.evidence import collect
+from tests.cluster.kubectl import Kubectl
+from tests.cluster.target import Target
+from tests.support import helm
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.waits,
+    pytest.mark.cpu(300),
+    # Images are unpacked on each node.
+    pytest.mark.timeout(900),
+]
+
+PATIENCE_S = 120.0
+DEVICES = 2
+SLICES = ("get", "resourceslices", f"--field-selector=spec.driver={DRIVER}", "--output=json")
+
+
+class Release(NamedTuple):
+    """An installed chart: commands in its namespace, and the options of its install."""
+
+    kubectl: Kubectl
+    name: str
+    options: tuple[str, ...]
+
+    def helm(self, *words: str) -> str:
+        where = ("--namespace", str(self.kubectl.namespace))
+        return helm.run(*words, *where, kubeconfig=self.kubectl.kubeconfig)
+
+    def install(self, *words: str) -> str:
+        """Install or upgrade it, and return when all its pods are ready."""
+        chart = (self.name, str(helm.CHART), "--install", *self.options)
+        return self.helm("upgrade", *chart, "--wait", "--timeout", "6m", *words)
+
+    @property
+    def keys(self) -> dict[str, dict[str, bytes]]:
+        """The keys of NATS, by the last word of the name of their Secret."""
+        found = self.kubectl.list("secrets", "--selector=app.kubernetes.io/component=nats-keys")
+        return {
+            each["metadata"]["name"].rpartition("-")[2]: {
+                key: base64.b64decode(value) for key, value in each["data"].items()
+            }
+            for each in found
+        }
+
+    def pods(self, component: str) -> list[Any]:
+        return list(self.kubectl.list("pods", f"--selector={self.label},{COMPONENT}={component}"))
+
+    def agents(self) -> dict[str, str]:
+        """The pods of the DaemonSet, by their nodes."""
+        return {pod["spec"]["nodeName"]: pod["metadata"]["name"] for pod in self.pods("node")}
+
+    @property
+    def label(self) -> str:
+        return f"app.kubernetes.io/instance={self.name}"
+
+
+COMPONENT = "app.kubernetes.io/component"
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE_S:g} s"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def release(
+    request: pytest.FixtureRequest, target: Target, service_images: dict[str, str]
+) -> Iterator[Release]:
+    """The chart with simulated devices, in a namespace of its own."""
+    if helm.find() is None:
+        pytest.skip(f"helm is missing: {programs.NEXT_STEP}")
+    suffix = secrets.token_hex(3)
+    namespace, name = f"chart-{suffix}", f"chart-{suffix}"
+    images = {
+        "operator.image": "operator",
+        "node.agent.image": "snapshot-agent",
+        "node.gms.image": "gms",
+        "nats.image": "nats",
+    }
+    # A cluster has one of its name, which another test may have made.
+    has_class = target.kubectl.try_("get", "deviceclass", "gpu.nvidia.com").returncode == 0
+    options = {
+        **{value: service_images[image] for value, image in images.items()},
+        "simulation.enabled": "true",
+        "simulation.devices": str(DEVICES),
+        "simulation.deviceClass": "false" if has_class else "true",
+    }
+    words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
+    found = Release(target.kubectl.within(namespace), name, tuple(words))
+    failed = request.session.testsfailed
+    try:
+        found.install("--create-namespace")
+        yield found
+    except helm.HelmError:
+        print(f"\nsee {collect(FAILED / namespace, found.kubectl, target.own)}")
+        raise
+    finally:
+        if request.session.testsfailed > failed:
+            print(f"\nsee {collect(FAILED / namespace, found.kubectl, target.own)}")
+        with contextlib.suppress(helm.HelmError):
+            found.helm("uninstall", name, "--wait")
+        target.kubectl.run("delete", "namespace", namespace, "--wait=false")
+
+
+@contextlib.contextmanager
+def forwarded(release: Release) -> Iterator[str]:
+    """Forward a port of this host to NATS, and yield its address."""
+    service = f"service/{release.name}-snapback-nats"
+    words = release.kubectl.words("port-forward", service, ":4222")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        found = re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())
+        assert found
+        try:
+            yield f"nats://127.0.0.1:{found[1]}"
+        finally:
+            process.terminate()
+
+
+async def announced(release: Release, folder: Path) -> set[str]:
+    """Return the nodes that the bucket of NATS has, as a viewer sees it."""
+    seed = folder / "viewer.nk"
+    seed.write_bytes(release.keys["viewer"]["seed.nk"])
+    with forwarded(release) as url:
+        bus = Bus(url, "test", credentials=str(seed), inbox=User("viewer").inbox)
+        await bus.connect()
+        try:
+            return set(await bus.entries(subjects.NODES_BUCKET))
+        finally:
+            await bus.close()
+
+
+def nodes(release: Release) -> set[str]:
+    return {each["metadata"]["name"] for each in release.kubectl.list("nodes")}
+
+
+async def test_all_pods_are_ready_and_every_node_announces_itself(
+    release: Release, tmp_path: Path
+) -> None:
+    found = [pod for each in ("operator", "nats", "node") for pod in release.pods(each)]
+    assert len(found) == 2 + len(nodes(release))
+    ready = [
+        next(each["status"] for each in pod["status"]["conditions"] if each["type"] == "Ready")
+        for pod in found
+    ]
+    assert set(ready) == {"True"}
+    assert await announced(release, tmp_path) == nodes(release)
+
+
+def test_a_container_finds_the_key_of_its_own_node_and_service_and_no_other(
+    release: Release,
+) -> None:
+    keys = release.keys
+    assert set(keys["agents"]) == set(keys["gms"]) == nodes(release)
+    assert len({*keys["agents"].values(), *keys["gms"].values()}) == 2 * len(nodes(release))
+    for node, pod in release.agents().items():
+        for container, role in (("agent", "agents"), ("gms", "gms")):
+            inside = ("exec", pod, "--container", container, "--", "sh", "-c")
+            found = release.kubectl.run(*inside, "ls /var/lib/snapback/keys")
+            seed = release.kubectl.run(*inside, "cat /var/lib/snapback/keys/seed.nk")
+            assert found.split() == ["seed.nk"]
+            assert seed.encode() == keys[role][node]
+
+
+def test_the_agent_has_no_token_and_neither_container_more_than_its_capabilities(
+    release: Release,
+) -> None:
+    capabilities = {"agent": 0b101011, "gms": 0}
+    """CHOWN, DAC_OVERRIDE, FOWNER, KILL by their numbers 0, 1, 3, 5."""
+    token = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    for pod in release.agents().values():
+        for container, expected in capabilities.items():
+            inside = ("exec", pod, "--container", container, "--")
+            status = release.kubectl.run(*inside, "cat", "/proc/self/status")
+            effective = re.search(r"CapEff:\s*(\w+)", status)
+            assert effective
+            assert int(effective[1], 16) == expected
+            has_token = release.kubectl.try_(*inside, "test", "-e", token).returncode == 0
+            assert has_token == (container == "gms")
+
+
+def test_the_simulated_devices_are_published_and_a_pod_can_claim_one(
+    release: Release, namespace: Kubectl, service_images: dict[str, str]
+) -> None:
+    def published() -> dict[str, int]:
+        items = json.loads(release.kubectl.run(*SLICES))["items"]
+        return {each["spec"]["nodeName"]: len(each["spec"]["devices"]) for each in items}
+
+    until(lambda: published() == dict.fromkeys(nodes(release), DEVICES), "slices")
+    claim = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": "gpu"},
+        "spec": {
+            "devices": {
+                "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]
+            }
+        },
+    }
+    container = {
+        "name": "main",
+        "image": service_images["gms"],
+        "command": ["sleep", "infinity"],
+        "resources": {"claims": [{"name": "gpu"}]},
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "worker"},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "resourceClaims": [{"name": "gpu", "resourceClaimName": "gpu"}],
+            "containers": [container],
+        },
+    }
+    namespace.apply(claim, pod)
+    namespace.wait("pod/worker", until="condition=Ready", within_s=PATIENCE_S)
+    found = namespace.run("exec", "worker", "--", "cat", "/run/snapback/gpu/0/device.json")
+    assert json.loads(found)["capacity"] == 2**30
+    namespace.run("delete", "pod", "worker")
+
+
+def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:
+    words = (
+        "serviceaccounts,roles,rolebindings,jobs,pods",
+        f"--selector={release.label},{COMPONENT}=keys",
+    )
+    assert release.kubectl.list(*words) == []
+    of_cluster = ("clusterroles,clusterrolebindings", f"--selector={release.label}")
+    found = {each["metadata"]["name"] for each in release.kubectl.list(*of_cluster)}
+    assert found == {f"{release.name}-snapback-{each}" for each in ("operator", "simulation")}
+
+
+async def test_an_upgrade_keeps_every_key_and_nats_reads_its_users_again(
+    release: Release, tmp_path: Path
+) -> None:
+    keys, server = release.keys, release.pods("nats")[0]["metadata"]["uid"]
+    release.install()
+    assert release.keys == keys
+    assert release.pods("nats")[0]["metadata"]["uid"] != server
+    # What NATS had was in an emptyDir: the nodes announce themselves again.
+    assert await announced(release, tmp_path) <= nodes(release)
+    found: set[str] = set()
+    end = time.monotonic() + PATIENCE_S
+    while found != nodes(release):
+        assert time.monotonic() < end
+        found = await announced(release, tmp_path)
+
+
+def test_an_upgrade_makes_a_key_that_is_missing_and_leaves_the_others(release: Release) -> None:
+    keys = release.keys
+    lost = min(nodes(release))
+    secret = f"secret/{release.name}-snapback-nats-gms"
+    patch = json.dumps([{"op": "remove", "path": f"/data/{lost}"}])
+    release.kubectl.run("patch", secret, "--type=json", f"--patch={patch}")
+    release.install()
+    after = release.keys
+    assert after["gms"][lost] != keys["gms"][lost]
+    for role in ("agents", "operator", "snapshotctl", "viewer"):
+        assert after[role] == keys[role]
+    assert {k: v for k, v in after["gms"].items() if k != lost} == {
+        k: v for k, v in keys["gms"].items() if k != lost
+    }
+
+
+def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: Release) -> None:
+    release.helm("uninstall", release.name, "--wait")
+    kinds = release.kubectl.run("api-resources", "--verbs=list", "--output=name").split()
+    selector = f"--selector={release.label}"
+    of_cluster = release.kubectl.run("get", "clusterroles,clusterrolebindings", selector)
+    assert of_cluster == ""
+    namespaced = ("--verbs=list", "--namespaced", "--output=name")
+    kinds = [
+        each
+        for each in release.kubectl.run("api-resources", *namespaced).split()
+        if not each.startswith("events")
+    ]
+
+    def left() -> set[str]:
+        items = release.kubectl.list(",".join(kinds))
+        return {f"{each['kind']}/{each['metadata']['name']}" for each in items}
+
+    roles = ("accounts", "agents", "gms", "operator", "snapshotctl", "viewer")
+    expected = {f"Secret/{release.name}-snapback-nats-{role}" for role in roles}
+    # Of every namespace.
+    expected |= {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"}
+    # The Lease of the operator is no part of the release either.
+    expected |= {"Lease/snapback-operator"}
+    until(lambda: left() == expected, f"only {sorted(expected)} left")
+    until(lambda: json.loads(release.kubectl.run(*SLICES))["items"] == [], "the end of slices")
+    found = {each["metadata"]["name"] for each in release.kubectl.list("crd")}
+    files = (helm.CHART / "crds").iterdir()
+    assert found >= {file.stem for file in files}
