@@ -20,7 +20,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.permissions import User
 from tests.cluster import programs
-from tests.cluster.cluster import FAILED
+from tests.cluster.cluster import FAILED, Cluster
 from tests.cluster.evidence import collect
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.target import Target
@@ -79,6 +79,10 @@ class Release(NamedTuple):
 
 
 COMPONENT = "app.kubernetes.io/component"
+
+
+SEED = "seed.nk"
+READABLE = ("/var/lib", "/run", "/tmp", "/etc", "/srv")
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -170,22 +174,35 @@ async def test_all_pods_are_ready_and_every_node_announces_itself(
         for pod in found
     ]
     assert set(ready) == {"True"}
-    assert await announced(release, tmp_path) == nodes(release)
+    await announced_by_all(release, tmp_path)
 
 
-def test_a_container_finds_the_key_of_its_own_node_and_service_and_no_other(
-    release: Release,
-) -> None:
-    keys = release.keys
-    assert set(keys["agents"]) == set(keys["gms"]) == nodes(release)
-    assert len({*keys["agents"].values(), *keys["gms"].values()}) == 2 * len(nodes(release))
+def seeds(release: Release) -> dict[str, str]:
+    """Return the seed of each service of each node, as its container finds it."""
+    found = {}
     for node, pod in release.agents().items():
-        for container, role in (("agent", "agents"), ("gms", "gms")):
+        for container in ("agent", "gms"):
             inside = ("exec", pod, "--container", container, "--", "sh", "-c")
-            found = release.kubectl.run(*inside, "ls /var/lib/snapback/keys")
-            seed = release.kubectl.run(*inside, "cat /var/lib/snapback/keys/seed.nk")
-            assert found.split() == ["seed.nk"]
-            assert seed.encode() == keys[role][node]
+            assert release.kubectl.run(*inside, "ls -A /var/lib/snapback/keys").split() == [SEED]
+            seed = release.kubectl.run(*inside, f"cat /var/lib/snapback/keys/{SEED}")
+            found[f"{node}/{container}"] = seed.strip()
+    return found
+
+
+def test_an_agent_can_read_no_key_but_its_own(release: Release) -> None:
+    found = seeds(release)
+    assert len(set(found.values())) == 2 * len(nodes(release))
+    secrets = json.dumps(release.kubectl.list("secrets"))
+    for seed in found.values():
+        assert seed not in secrets
+        assert base64.b64encode(seed.encode()).decode().rstrip("=")[:-1] not in secrets
+    # All that an agent can read, the volumes of all pods of its node among it.
+    look = f"grep -rshoE 'SU[A-Z2-7]{{56}}' {' '.join(READABLE)} | sort -u"
+    for node, pod in release.agents().items():
+        inside = ("exec", pod, "--container", "agent", "--", "sh", "-c", look)
+        seen = set(release.kubectl.run(*inside).split())
+        assert found[f"{node}/agent"] in seen
+        assert seen & {seed for name, seed in found.items() if name != f"{node}/agent"} == set()
 
 
 def test_the_agent_has_no_token_and_neither_container_more_than_its_capabilities(
@@ -248,10 +265,11 @@ def test_the_simulated_devices_are_published_and_a_pod_can_claim_one(
 
 def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:
     words = (
-        "serviceaccounts,roles,rolebindings,jobs,pods",
-        f"--selector={release.label},{COMPONENT}=keys",
+        "serviceaccounts,roles,rolebindings,jobs,daemonsets,pods",
+        f"--selector={release.label},{COMPONENT} in (keys,node-keys)",
     )
-    assert release.kubectl.list(*words) == []
+    # The pods of a DaemonSet end after it.
+    until(lambda: release.kubectl.list(*words) == [], "the end of what made keys")
     of_cluster = ("clusterroles,clusterrolebindings", f"--selector={release.label}")
     found = {each["metadata"]["name"] for each in release.kubectl.list(*of_cluster)}
     assert found == {f"{release.name}-snapback-{each}" for each in ("operator", "simulation")}
@@ -260,33 +278,37 @@ def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:
 async def test_an_upgrade_keeps_every_key_and_nats_reads_its_users_again(
     release: Release, tmp_path: Path
 ) -> None:
-    keys, server = release.keys, release.pods("nats")[0]["metadata"]["uid"]
+    before, of_nodes = release.keys, seeds(release)
+    server = release.pods("nats")[0]["metadata"]["uid"]
     release.install()
-    assert release.keys == keys
+    assert release.keys == before
+    assert seeds(release) == of_nodes
     assert release.pods("nats")[0]["metadata"]["uid"] != server
     # What NATS had was in an emptyDir: the nodes announce themselves again.
-    assert await announced(release, tmp_path) <= nodes(release)
-    found: set[str] = set()
-    end = time.monotonic() + PATIENCE_S
-    while found != nodes(release):
-        assert time.monotonic() < end
-        found = await announced(release, tmp_path)
+    await announced_by_all(release, tmp_path)
 
 
-def test_an_upgrade_makes_a_key_that_is_missing_and_leaves_the_others(release: Release) -> None:
-    keys = release.keys
-    lost = min(nodes(release))
-    secret = f"secret/{release.name}-snapback-nats-gms"
-    patch = json.dumps([{"op": "remove", "path": f"/data/{lost}"}])
-    release.kubectl.run("patch", secret, "--type=json", f"--patch={patch}")
+async def test_an_upgrade_lets_a_node_in_that_has_other_keys(
+    release: Release, tmp_path: Path, own_cluster: Cluster
+) -> None:
+    """As one that has joined the cluster, or was set up again."""
+    before, of_nodes = release.keys, seeds(release)
+    node = own_cluster.nodes[0]
+    node.run("rm", "-r", "/var/lib/snapback/keys")
+    release.kubectl.run("delete", "pod", release.agents()[node.name], "--wait")
     release.install()
-    after = release.keys
-    assert after["gms"][lost] != keys["gms"][lost]
-    for role in ("agents", "operator", "snapshotctl", "viewer"):
-        assert after[role] == keys[role]
-    assert {k: v for k, v in after["gms"].items() if k != lost} == {
-        k: v for k, v in keys["gms"].items() if k != lost
-    }
+    after = seeds(release)
+    changed = {f"{node.name}/{service}" for service in ("agent", "gms")}
+    assert {name for name in after if after[name] != of_nodes[name]} == changed
+    own = ("operator", "snapshotctl", "viewer")
+    assert {each: release.keys[each] for each in own} == {each: before[each] for each in own}
+    await announced_by_all(release, tmp_path)
+
+
+async def announced_by_all(release: Release, folder: Path) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while await announced(release, folder) != nodes(release):
+        assert time.monotonic() < end
 
 
 def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: Release) -> None:
@@ -306,7 +328,7 @@ def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: 
         items = release.kubectl.list(",".join(kinds))
         return {f"{each['kind']}/{each['metadata']['name']}" for each in items}
 
-    roles = ("accounts", "agents", "gms", "operator", "snapshotctl", "viewer")
+    roles = ("accounts", "operator", "snapshotctl", "viewer")
     expected = {f"Secret/{release.name}-snapback-nats-{role}" for role in roles}
     # Of every namespace.
     expected |= {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"}

@@ -15,7 +15,7 @@ from docs.generate import chart as generated
 
 from gms.main import GmsSettings
 from snapshot_agent.main import AgentSettings
-from snapshot_operator.keys import KeysSettings, users_by_secret
+from snapshot_operator.keys import CLUSTERS_OWN, KeysSettings
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.crds import definitions
 from snapshot_operator.main import OperatorSettings
@@ -86,7 +86,7 @@ def test_no_container_has_more_than_it_needs(words: tuple[str, ...]) -> None:
             assert added == ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"]
         else:
             assert added == [], name
-        if not name.startswith("snapback-node/"):
+        if not name.startswith("snapback-node"):
             assert (context["runAsNonRoot"], context["runAsUser"]) == (True, 65532), name
             assert not any("hostPath" in volume for volume in pod["volumes"]), name
 
@@ -130,33 +130,54 @@ def test_the_nodes_have_no_rights_without_simulation_and_the_agent_never_has_a_t
 
 
 @needs_helm
-def test_the_containers_of_a_node_mount_one_key_each_by_the_name_of_the_node() -> None:
-    pod = found(helm.rendered(), "DaemonSet", "node")["spec"]["template"]["spec"]
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    for container in pod["containers"]:
-        [mount] = [each for each in container["volumeMounts"] if each["name"].endswith("-keys")]
-        role = {"agent": "agents", "gms": "gms"}[container["name"]]
-        assert mount["subPathExpr"] == "$(SNAPBACK_NODE)"
-        assert volumes[mount["name"]]["secret"]["secretName"] == f"snapback-nats-{role}"
+def test_the_keys_of_a_node_are_in_no_secret_and_each_service_mounts_its_own_alone() -> None:
+    documents = helm.rendered()
+    for name in ("node", "node-keys"):
+        pod = found(documents, "DaemonSet", name)["spec"]["template"]["spec"]
+        assert not any("secret" in volume for volume in pod["volumes"])
+    volumes = {volume["name"]: volume for volume in pod_of_nodes(documents)["volumes"]}
+    for container in pod_of_nodes(documents)["containers"]:
+        mounts = {
+            volumes[mount["name"]]["hostPath"]["path"]: mount
+            for mount in container["volumeMounts"]
+            if "keys" in mount["name"]
+        }
+        [(path, mount)] = mounts.items()
+        assert path == f"/var/lib/snapback/keys/{container['name']}"
+        assert mount["readOnly"]
+
+
+def pod_of_nodes(documents: list[Any]) -> Any:
+    return found(documents, "DaemonSet", "node")["spec"]["template"]["spec"]
 
 
 @needs_helm
 def test_what_makes_keys_is_a_hook_that_may_touch_the_secrets_of_its_program_alone() -> None:
     documents = helm.rendered()
-    hooks = [each for each in documents if each["metadata"]["name"] == "snapback-keys"]
+    names = ("snapback-keys", "snapback-node-keys")
+    hooks = [each for each in documents if each["metadata"]["name"] in names]
     assert {each["kind"] for each in hooks} == {
-        *("ClusterRole", "ClusterRoleBinding", "Job", "Role", "RoleBinding", "ServiceAccount"),
+        *("ClusterRole", "ClusterRoleBinding", "DaemonSet", "Job"),
+        *("Role", "RoleBinding", "ServiceAccount"),
     }
     for each in hooks:
         notes = each["metadata"]["annotations"]
         assert notes["helm.sh/hook"] == "pre-install,pre-upgrade"
         assert notes["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
     settings = load(KeysSettings, environment(documents, "snapback-keys/keys"))
-    names = {*users_by_secret(settings.keys_prefix, []), f"{settings.keys_prefix}-accounts"}
-    rules = found(documents, "Role", "keys")["rules"]
-    assert {name for rule in rules for name in rule.get("resourceNames", ())} == names
-    assert {(verb, "resourceNames" in rule) for rule in rules for verb in rule["verbs"]} == {
-        *(("create", False), ("get", True), ("update", True)),
+    assert settings.keys_daemon_set == "snapback-node-keys"
+    rules = {
+        (rule["resources"][0], verb): rule.get("resourceNames")
+        for rule in found(documents, "Role", "keys")["rules"]
+        for verb in rule["verbs"]
+    }
+    secrets = [f"{settings.keys_prefix}-{each}" for each in (*CLUSTERS_OWN, "accounts")]
+    assert rules == {
+        ("daemonsets", "watch"): [settings.keys_daemon_set],
+        ("pods", "list"): None,
+        ("secrets", "create"): None,
+        ("secrets", "get"): secrets,
+        ("secrets", "update"): secrets,
     }
     assert found(documents, "ClusterRole", "keys")["rules"] == [
         {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}
@@ -205,19 +226,14 @@ def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside
 
 
 @needs_helm
-def test_with_a_nats_of_the_readers_the_chart_runs_none_and_makes_no_keys() -> None:
-    documents = helm.rendered(*OWN_NATS, "--set", "nats.keysPrefix=ours")
+def test_with_a_nats_of_the_readers_the_chart_makes_keys_for_it_and_runs_none() -> None:
+    documents = helm.rendered(*OWN_NATS)
     kinds = {each["kind"] for each in documents}
-    assert kinds & {"StatefulSet", "Job", "Service", "ConfigMap"} == set()
-    given = environment(documents, "snapback-operator/operator")
-    assert given["SNAPBACK_NATS_URL"] == "nats://nats.example:4222"
-    used = {
-        volume["secret"]["secretName"]
-        for _, _, pod in containers(documents)
-        for volume in pod["volumes"]
-        if "secret" in volume
-    }
-    assert used == {"ours-operator", "ours-agents", "ours-gms"}
+    assert kinds & {"StatefulSet", "Service", "ConfigMap"} == set()
+    assert "Job" in kinds
+    for name in ("operator/operator", "node/agent", "node/gms"):
+        given = environment(documents, f"snapback-{name}")
+        assert given["SNAPBACK_NATS_URL"] == "nats://nats.example:4222"
 
 
 @needs_helm

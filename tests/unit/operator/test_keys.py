@@ -1,50 +1,105 @@
-"""The keys of NATS in a cluster: which seeds there are, and what the server makes of them."""
+"""The keys of NATS in a cluster: what nodes report, and what the server makes of them."""
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from snapshot_operator.keys import SEED, accounts, users_by_secret, with_missing
-from snapshot_shared.errors import InvalidInput
+from snapshot_operator.keys import (
+    ACCOUNTS,
+    CLUSTERS_OWN,
+    NODES,
+    DaemonSet,
+    KeyPod,
+    accounts,
+    admitted,
+    progress,
+)
 from snapshot_shared.ids import NodeName
-from snapshot_shared.nkey import new_seed, public_key
-from snapshot_shared.permissions import User, users_of
+from snapshot_shared.nkey import new_seed, public_half
 from tests.support.nats_server import nats_server_binary
 
-NODES = [NodeName("node-2"), NodeName("a.example")]
+ONE, TWO, THREE = (NodeName(f"node-{number}") for number in (1, 2, 3))
 
 
-def test_each_user_has_one_seed_and_those_of_nodes_are_found_by_the_name_of_the_node() -> None:
-    found = users_by_secret("x-nats", NODES)
-    users = [user for keys in found.values() for user in keys.values()]
-    assert sorted(users, key=lambda user: user.name) == sorted(
-        users_of(NODES), key=lambda user: user.name
+def keys() -> dict[str, str]:
+    return {service: public_half(new_seed()) for service in ("agent", "gms")}
+
+
+def daemon_set(desired: int, observed: int = 1) -> DaemonSet:
+    return msgspec.convert(
+        {
+            "metadata": {"name": "x", "generation": 1},
+            "status": {"observedGeneration": observed, "desiredNumberScheduled": desired},
+        },
+        DaemonSet,
     )
-    assert found["x-nats-operator"] == {SEED: User("operator")}
-    assert found["x-nats-agents"]["a.example"] == User("agent", NodeName("a.example"))
-    assert list(found["x-nats-gms"]) == ["a.example", "node-2"]
 
 
-def test_a_seed_that_exists_is_never_replaced_nor_removed() -> None:
-    first = with_missing({}, ["node-1", "node-2"])
-    second = with_missing(first, ["node-2", "node-3"])
-    assert set(second) == {"node-1", "node-2", "node-3"}
-    assert {key: second[key] for key in first} == first
-    assert len({public_key(seed) for seed in second.values()}) == 3
+def pod(node: str, message: Any = None) -> KeyPod:
+    """Return a pod whose first container has ended with a message, or runs still."""
+    text = message if isinstance(message, str) else json.dumps(message)
+    state = {"terminated": {"message": text}} if message is not None else {"running": {}}
+    status = {"initContainerStatuses": [{"name": "keys", "state": state}]}
+    return msgspec.convert({"spec": {"nodeName": node}, "status": status}, KeyPod)
 
 
-def test_the_accounts_hold_public_keys_alone_and_nats_server_takes_them(tmp_path: Path) -> None:
-    seeds = [(user, "place", new_seed()) for user in users_of(NODES)]
-    text = accounts(seeds)
-    for _, _, seed in seeds:
-        assert seed not in text
-        assert public_key(seed).encode() in text
-    (tmp_path / "accounts.conf").write_bytes(text)
+def test_reports_are_complete_when_every_ready_node_that_has_a_pod_has_reported() -> None:
+    first, second = keys(), keys()
+    begun = progress(daemon_set(2), [pod(ONE, first)], [ONE, TWO])
+    assert begun == ({ONE: first}, False)
+    waiting = progress(daemon_set(2), [pod(ONE, first), pod(TWO)], [ONE, TWO])
+    assert waiting == ({ONE: first}, False)
+    done = progress(daemon_set(2), [pod(ONE, first), pod(TWO, second)], [ONE, TWO, THREE])
+    assert done == ({ONE: first, TWO: second}, True)
+
+
+def test_a_node_that_is_not_ready_is_not_awaited() -> None:
+    first = keys()
+    assert progress(daemon_set(2), [pod(ONE, first), pod(TWO)], [ONE]) == ({ONE: first}, True)
+
+
+def test_nothing_is_complete_before_the_daemon_set_was_looked_at() -> None:
+    assert not progress(daemon_set(0, observed=0), [], [ONE]).is_complete
+    assert progress(daemon_set(0), [], [ONE]).is_complete
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *("", "junk", "[]", "{}", '{"agent": 1, "gms": 2}', '{"agent": "UX", "gms": "UX"}'),
+        {"agent": public_half(new_seed())},
+        keys() | {"operator": public_half(new_seed())},
+        keys() | {"gms": public_half(new_seed()) + '", x: "'},
+    ],
+)
+def test_what_is_no_report_admits_no_one(message: Any) -> None:
+    assert progress(daemon_set(1), [pod(ONE, message)], [ONE]) == ({}, False)
+
+
+def test_a_node_that_is_away_stays_admitted_and_one_that_is_gone_does_not() -> None:
+    first, second, third, again = (keys() for _ in range(4))
+    own = {role: public_half(new_seed()) for role in CLUSTERS_OWN}
+    kept = accounts(own, admitted({}, {ONE: first, TWO: second, THREE: third}, [ONE, TWO, THREE]))
+    assert admitted(kept, {ONE: again}, [ONE, TWO]) == {ONE: again, TWO: second}
+    assert admitted({NODES: b"junk"}, {ONE: again}, [ONE, TWO]) == {ONE: again}
+
+
+def test_nats_server_takes_the_accounts(tmp_path: Path) -> None:
+    own = {role: public_half(new_seed()) for role in CLUSTERS_OWN}
+    nodes = {"node-1": keys(), "a.example": keys()}
+    text = accounts(own, nodes)[ACCOUNTS]
+    for key in (*own.values(), *nodes["node-1"].values(), *nodes["a.example"].values()):
+        assert key.encode() in text
+    (tmp_path / ACCOUNTS).write_bytes(text)
     configuration = tmp_path / "nats.conf"
-    configuration.write_text("jetstream {}\ninclude accounts.conf\n")
+    configuration.write_text(f"jetstream {{}}\ninclude {ACCOUNTS}\n")
     done = subprocess.run(
         [str(nats_server_binary()), "-t", "-c", str(configuration)],
         capture_output=True,
@@ -54,6 +109,17 @@ def test_the_accounts_hold_public_keys_alone_and_nats_server_takes_them(tmp_path
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_no_seed_is_named_by_its_place() -> None:
-    with pytest.raises(InvalidInput, match="snapback-nats-agents/node-1"):
-        accounts([(User("operator"), "snapback-nats-agents/node-1", b"SUXX")])
+def test_the_program_of_a_node_prints_the_public_keys_of_seeds_that_it_makes_once(
+    tmp_path: Path,
+) -> None:
+    def reported() -> dict[str, str]:
+        words = [sys.executable, "-m", "snapshot_shared.nkey", str(tmp_path), "agent", "gms"]
+        return json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
+
+    first = reported()
+    assert progress(daemon_set(1), [pod(ONE, first)], [ONE]) == ({ONE: first}, True)
+    for service, key in first.items():
+        seed = tmp_path / service / "seed.nk"
+        assert (seed.stat().st_mode & 0o777, seed.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        assert public_half(seed.read_bytes().strip()) == key
+    assert reported() == first

@@ -7,10 +7,6 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "snapback.keys" -}}
-{{ .Values.nats.keysPrefix | default (printf "%s-nats" (include "snapback.name" .)) }}
-{{- end -}}
-
 {{- define "snapback.natsUrl" -}}
 {{ .Values.nats.url | default (printf "nats://%s-nats.%s.svc:4222" (include "snapback.name" .) .Release.Namespace) }}
 {{- end -}}
@@ -95,4 +91,37 @@ livenessProbe:
 helm.sh/hook: pre-install,pre-upgrade
 helm.sh/hook-weight: {{ . | quote }}
 helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
+{{/* Where the pods of nodes are. */}}
+{{- define "snapback.placement" -}}
+{{- with .Values.node.nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.node.tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Of a pod of a node: its folders belong to root. */}}
+{{- define "snapback.root" -}}
+runAsUser: 0
+runAsGroup: 0
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* Makes the keys of a node, where it lacks them, and reports the public ones. */}}
+{{- define "snapback.nodeKeys" -}}
+- name: keys
+  {{- include "snapback.image" (list . "snapshot-agent" .Values.node.agent.image) | nindent 2 }}
+  securityContext: {{ include "snapback.confined" . | nindent 4 }}
+  command: [sh, -c, "python -P -m snapshot_shared.nkey /keys agent gms >/dev/termination-log"]
+  terminationMessagePolicy: FallbackToLogsOnError
+  volumeMounts:
+    - {name: keys, mountPath: /keys}
+{{- end -}}
+
+{{- define "snapback.nodeKeysVolume" -}}
+- name: keys
+  hostPath: {path: /var/lib/snapback/keys, type: DirectoryOrCreate}
 {{- end -}}
