@@ -7,6 +7,7 @@ that was killed has left is found by these names and removed before the next clu
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
@@ -15,6 +16,7 @@ import ssl
 import subprocess
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,6 +56,14 @@ class Cluster:
     @property
     def machines(self) -> list[Machine]:
         return [self.control, *self.nodes]
+
+    @property
+    def host_address(self) -> str:
+        """The address of this host on its link to the cluster, which all pods reach."""
+        config = json.loads(self.kubectl.kubeconfig.read_text())
+        server = urllib.parse.urlsplit(config["clusters"][0]["cluster"]["server"])
+        # The first of the two addresses of the link; the second is the API server's.
+        return str(ipaddress.ip_address(server.hostname or "") - 1)
 
     @property
     def kept(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from gms.domain.claims import DRIVER
 from snapshot_shared import subjects
@@ -208,7 +209,7 @@ def test_an_agent_can_read_no_key_but_its_own(release: Release) -> None:
 def test_the_agent_has_no_token_and_neither_container_more_than_its_capabilities(
     release: Release,
 ) -> None:
-    capabilities = {"agent": 0b101011, "gms": 0}
+    capabilities = {"agent": 0b101011, "gms": 0b10}
     """CHOWN, DAC_OVERRIDE, FOWNER, KILL by their numbers 0, 1, 3, 5."""
     token = "/var/run/secrets/kubernetes.io/serviceaccount/token"
     for pod in release.agents().values():
@@ -261,6 +262,27 @@ def test_the_simulated_devices_are_published_and_a_pod_can_claim_one(
     found = namespace.run("exec", "worker", "--", "cat", "/run/snapback/gpu/0/device.json")
     assert json.loads(found)["capacity"] == 2**30
     namespace.run("delete", "pod", "worker")
+
+
+def test_the_example_of_a_checkpoint_becomes_ready(
+    release: Release, namespace: Kubectl, service_images: dict[str, str]
+) -> None:
+    example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
+    documents = list(yaml.safe_load_all(example.read_text()))
+    [main] = documents[1]["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    main["image"] = service_images["gms"]
+    namespace.apply(*documents)
+    name = "dynamocheckpoint/demo-llm"
+    namespace.wait(name, until="condition=Ready", within_s=PATIENCE_S)
+    [content] = [
+        each
+        for each in release.kubectl.list("snapshotcontents")
+        if each["spec"]["snapshotRef"]["namespace"] == namespace.namespace
+    ]
+    assert content["status"]["committed"]
+    # The operator deletes the artifact, and then lets the objects go.
+    namespace.run("delete", name, "--timeout=90s")
+    namespace.run("delete", "jobs,pods", "--all")
 
 
 def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:

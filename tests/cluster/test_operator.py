@@ -86,7 +86,11 @@ class Rig(NamedTuple):
             wanted = (type_, status)
             return next((row for row in rows if (row["type"], row["status"]) == wanted), None)
 
-        return await polled(found)
+        try:
+            return await polled(found)
+        except TimeoutError:
+            shown = msgspec.json.encode((await self.get(plural, name)).get("status")).decode()
+            raise AssertionError(f"{name} is not {type_} {status}: {shown}") from None
 
     async def phase(self, job: str, phase: str) -> None:
         """Wait until the pod of a Job is in a phase."""

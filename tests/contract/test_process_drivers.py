@@ -219,10 +219,10 @@ signal.pause()
 """
     source = await node.start("source", [sys.executable, "-c", program])
     await until((source.control / "forking").exists, "the program")
-    await until(lambda: procfs.session_of(*source.worker.process)[1:], "its child")
+    await until(lambda: procfs.family_of(*source.worker.process)[1:], "its child")
     driver = Cooperative()
     await driver.freeze(a_dump(source, part=-1))
-    assert all(map(procfs.has_stopped, procfs.session_of(*source.worker.process)))
+    assert all(map(procfs.has_stopped, procfs.family_of(*source.worker.process)))
     await driver.thaw(a_dump(source, part=-1))
 
 

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gms.handlers.control import GmsControl
 from gms.handlers.orders import GmsOrders
+from gms.ports import Memory
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
@@ -46,7 +48,7 @@ from snapshot_shared.files import (
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.order_book import OrderBook
-from snapshot_shared.orders import Presence, PresenceDevice
+from snapshot_shared.orders import PodRef, Presence, PresenceDevice
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import until_stopped
 from snapshot_shared.telemetry import Telemetry
@@ -227,12 +229,15 @@ async def _gms_main(node: SimNode, process: Process) -> None:
     journal = Journal.open(node.state / "gms", wall=clocks.wall)
     bus = node.world.bus(f"gms-{node.name}", process, node.build)
     book = OrderBook(node=check_node(node.name), service="gms", journal=journal, clocks=clocks)
+
+    async def own(_pod: PodRef | None) -> Memory:
+        return Memory(GmsControl(server.gms), Path("/run"))
+
     orders = GmsOrders(
-        server.gms,
+        own,
         SimTransfers(node),
         telemetry,
         book,
-        socket_dir=Path("/run"),
         root=SHARED,
     )
     courier = Courier(

@@ -21,7 +21,7 @@ from typing import IO
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 10.0
 
-_LISTENING = re.compile(r"Listening for client connections on 127\.0\.0\.1:(\d+)")
+_LISTENING = re.compile(r"Listening for client connections on [0-9.]+:(\d+)")
 _READY = "Server is ready"
 _LOG_LINES = 200
 
@@ -42,14 +42,17 @@ def nats_server_binary() -> Path:
 
 
 class NatsServer:
-    """One nats-server on 127.0.0.1 with its JetStream store in `store`.
+    """One nats-server on `address` with its JetStream store in `store`.
 
     `start` after `stop` brings it back on the same port with the same store, which is what a
     client that reconnects sees when a server restarts.
     """
 
-    def __init__(self, store: Path, *, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, store: Path, *, arguments: Sequence[str] = (), address: str = "127.0.0.1"
+    ) -> None:
         self.store = store
+        self._address = address
         self.port = -1
         self._arguments = tuple(arguments)
         self._process: subprocess.Popen[str] | None = None
@@ -59,7 +62,7 @@ class NatsServer:
     @property
     def url(self) -> str:
         """Where clients connect. Only of use once the server has started."""
-        return f"nats://127.0.0.1:{self.port}"
+        return f"nats://{self._address}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -122,7 +125,7 @@ class NatsServer:
             [
                 str(nats_server_binary()),
                 "--jetstream",
-                "--addr=127.0.0.1",
+                f"--addr={self._address}",
                 f"--port={self.port}",
                 f"--store_dir={self.store}",
                 *self._arguments,
@@ -155,9 +158,11 @@ class NatsServer:
 
 
 @contextmanager
-def nats_server(store: Path, *, arguments: Sequence[str] = ()) -> Iterator[NatsServer]:
+def nats_server(
+    store: Path, *, arguments: Sequence[str] = (), address: str = "127.0.0.1"
+) -> Iterator[NatsServer]:
     """A running server, for tests and fixtures outside an event loop."""
-    server = NatsServer(store, arguments=arguments)
+    server = NatsServer(store, arguments=arguments, address=address)
     server.start()
     try:
         yield server

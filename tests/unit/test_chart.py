@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from docs.generate import chart as generated
 
 from gms.main import GmsSettings
 from snapshot_agent.main import AgentSettings
@@ -30,6 +29,10 @@ needs_helm = pytest.mark.skipif(
 SCHEMA = json.loads((helm.CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((helm.CHART / "values.yaml").read_text())
 SIMULATED = ("--set", "simulation.enabled=true")
+CAPABILITIES = {
+    "snapback-node/agent": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"],
+    "snapback-node/gms": ["DAC_OVERRIDE"],
+}
 OWN_NATS = ("--set", "nats.url=nats://nats.example:4222")
 
 
@@ -82,10 +85,7 @@ def test_no_container_has_more_than_it_needs(words: tuple[str, ...]) -> None:
         assert not container.get("privileged"), name
         assert context["capabilities"]["drop"] == ["ALL"], name
         added = context["capabilities"].get("add", [])
-        if name == "snapback-node/agent":
-            assert added == ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"]
-        else:
-            assert added == [], name
+        assert added == CAPABILITIES.get(name, []), name
         if not name.startswith("snapback-node"):
             assert (context["runAsNonRoot"], context["runAsUser"]) == (True, 65532), name
             assert not any("hostPath" in volume for volume in pod["volumes"]), name
@@ -191,16 +191,18 @@ def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
     given = environment(documents, "snapback-operator/operator")
     operator = load(OperatorSettings, given | {"SNAPBACK_STATE_DIR": "/tmp"})
     assert (operator.world, operator.namespace) == ("kubernetes", "snapback-system")
-    assert operator.keep_count == 5
+    assert (operator.keep_count, operator.gms_image) == (5, f"snapback/gms:{VERSION}")
     assert operator.nats_url == "nats://snapback-nats.snapback-system.svc:4222"
     agent = load(AgentSettings, environment(documents, "snapback-node/agent"))
     gms = load(GmsSettings, environment(documents, "snapback-node/gms"))
     assert agent.node == gms.node == "node-1"
+    assert agent.world == gms.world == "kubernetes"
+    assert agent.kubelet_dir == gms.kubelet_dir == Path("/var/lib/kubelet")
     assert (agent.socket_dir, agent.artifact_root) == (gms.socket_dir, gms.artifact_root)
     assert agent.state_dir != gms.state_dir
     assert agent.http_address != gms.http_address
     assert (gms.gms_device, gms.devices, gms.device_bytes) == ("simulated", 2, 2**30)
-    assert (gms.kubelet_plugin, gms.kubelet_dir) == ("auto", Path("/var/lib/kubelet"))
+    assert gms.kubelet_plugin == "auto"
     without = load(GmsSettings, environment(helm.rendered(), "snapback-node/gms"))
     assert (without.gms_device, without.kubelet_plugin) == ("cuda", "off")
 
@@ -213,16 +215,15 @@ def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside
     paths = {
         each["name"]: each["hostPath"]["path"] for each in pod["volumes"] if "hostPath" in each
     }
-    [gms] = [each for each in pod["containers"] if each["name"] == "gms"]
-    mounts = {each["name"]: each["mountPath"] for each in gms["volumeMounts"]}
-    for name in ("plugins", "plugins-registry", "cdi"):
-        assert mounts[name] == paths[name]
+    for container in pod["containers"]:
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        read = ("plugins", "plugins-registry", "cdi") if container["name"] == "gms" else ()
+        for name in ("pods", *read):
+            assert mounts[name] == paths[name]
+        given = environment(documents, f"snapback-node/{container['name']}")
+        assert given["SNAPBACK_KUBELET_DIR"] == "/data/kubelet"
     assert paths["plugins"] == "/data/kubelet/plugins"
-    assert environment(documents, "snapback-node/gms")["SNAPBACK_KUBELET_DIR"] == "/data/kubelet"
-    # The agent has one path for it, wherever it is on the node.
     assert paths["pods"] == "/data/kubelet/pods"
-    given = environment(documents, "snapback-node/agent")
-    assert given["SNAPBACK_KUBELET_DIR"] == "/var/lib/kubelet"
 
 
 @needs_helm
@@ -283,9 +284,16 @@ def test_the_schema_takes_the_defaults() -> None:
     jsonschema.validate(VALUES, SCHEMA)
 
 
-@pytest.mark.parametrize(
-    "path", [value.path for value in generated.values((helm.CHART / "values.yaml").read_text())]
-)
+def leaves(schema: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each value that has no values of its own."""
+    for name, each in schema["properties"].items():
+        if "properties" in each:
+            yield from leaves(each, f"{path}{name}.")
+        elif name != "global":
+            yield f"{path}{name}"
+
+
+@pytest.mark.parametrize("path", list(leaves(SCHEMA)))
 def test_a_value_of_another_type_or_beside_the_known_ones_is_refused(path: str) -> None:
     *parents, last = path.split(".")
     for key, wrong in ((last, 1.5), (last + "X", "x")):

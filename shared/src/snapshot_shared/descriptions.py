@@ -169,6 +169,8 @@ EXACT = {
     "Condition.type": "what this is about",
     "ContentSource.artifact": "an artifact that exists, to be imported",
     "ContentSource.devices": "the devices of the pod, in the worker's own order",
+    "ContentSource.memory_server": "whether the pod has a memory server, which says its devices",
+    "PrepareOrder.memory_server": "whether the pod has a memory server, which says its devices",
     "ContentSource.namespace": "the namespace of the pod",
     "ContentSource.node_name": "the node of the pod",
     "ContentSource.pod_ref": "the pod and the container that are captured",

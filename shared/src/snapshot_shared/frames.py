@@ -67,9 +67,10 @@ class FenceReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnfenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """End a fence, or make sure that it never begins."""
+    """End a fence, or make sure that it never begins. With `device` it goes on on the others."""
 
     token: Token
+    device: ShortText | msgspec.UnsetType = msgspec.UNSET
 
 
 class UnfenceReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,10 +291,15 @@ class PublishReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Free what a load left hidden, and refuse its token from now on."""
+    """Free what a load left, hidden or published, and refuse its token from now on.
+
+    Without a token all layouts of the device are freed. Sessions that use them are waited for
+    during `wait_s`.
+    """
 
     device: DeviceUuid
-    load_token: Token
+    load_token: ShortText = ""
+    wait_s: Wait | msgspec.UnsetType = msgspec.UNSET
 
 
 class ForgetReply(msgspec.Struct, frozen=True, kw_only=True):

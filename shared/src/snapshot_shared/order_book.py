@@ -93,6 +93,12 @@ def _name(report: Report) -> tuple[str, int, int]:
     return (report.order, report.attempt, report.n)
 
 
+class ServiceStopped(Aborted):
+    """The service was stopped within an order, which was undone."""
+
+    retryable = True
+
+
 class OrderBook:
     """What one service has promised, and the tasks that keep it."""
 
@@ -111,6 +117,7 @@ class OrderBook:
         self.journal = journal
         self.clocks = clocks
         self.outbox = Outbox()
+        self._is_draining = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unwritten: dict[tuple[str, int], list[Report]] = {}
         self._metrics = metrics
@@ -204,7 +211,10 @@ class OrderBook:
                     await over(previous)
                 result = await work(entry)
             except asyncio.CancelledError:
-                await asyncio.shield(self.fail(entry, Aborted("the order was aborted here")))
+                error = Aborted("the order was aborted here")
+                if self._is_draining:
+                    error = ServiceStopped(f"{self.service} was stopped; the order was undone")
+                await asyncio.shield(self.fail(entry, error))
                 raise
             except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a report
                 await self.fail(entry, error)
@@ -226,8 +236,9 @@ class OrderBook:
     async def drain(self, within_s: float | None = None) -> None:
         """Cancel what runs and wait until its compensation is over and journalled.
 
-        For `within_s` seconds at most, if given.
+        For `within_s` seconds at most, if given. The service ends after it.
         """
+        self._is_draining = True
         await _cancelled(*self._tasks.values(), within_s=within_s)
         await self.journal.settled()
 

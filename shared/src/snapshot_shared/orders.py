@@ -52,7 +52,10 @@ Driver = Literal["cooperative", "respawn", "criu", "criu+cuda"]
 
 
 class DeviceRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A device given to a pod: `ordinal` is the worker's own numbering, `uuid` the device."""
+    """A device given to a pod: `ordinal` is the worker's own numbering, `uuid` the device.
+
+    Where the memory server of the pod knows which device that is, `uuid` is its part, as `gpu-0`.
+    """
 
     ordinal: Annotated[int, Meta(ge=0, le=63)]
     uuid: ShortText
@@ -151,11 +154,13 @@ class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prep
     """Open a capture: gates, quiesce, fence. Ends `prepared` with the vector.
 
     `hold_s` bounds how long the worker may stay quiesced in all; at it the agent releases alone.
+    With `memory_server` the devices are those of the memory server in the pod.
     """
 
     pod: PodRef
     content_uid: UidStr
     devices: list[DeviceRef] = []
+    memory_server: bool = False
     fence_token: ShortText
     hold_s: Seconds = 600.0
     quiesce_s: Seconds = 60.0
@@ -180,6 +185,7 @@ class SaveOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.save_order"):
     layout: LayoutRef
     fence_token: ShortText
     parent: ArtifactRef | None = None
+    pod: PodRef | None = None
 
 
 class SealOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.seal_order"):
@@ -212,6 +218,7 @@ class LoadOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.load_order"):
     structure_hash: ShortText
     load_token: ShortText
     bytes: Bytes = 0
+    pod: PodRef | None = None
 
 
 class CommitOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.commit_order"):
@@ -220,6 +227,7 @@ class CommitOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.commit_orde
     device: ShortText
     load_token: ShortText
     layout_id: ShortText
+    pod: PodRef | None = None
 
 
 class DropOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.drop_order"):
@@ -231,6 +239,7 @@ class DropOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.drop_order"):
 
     device: ShortText
     load_token: ShortText = ""
+    pod: PodRef | None = None
 
 
 class RestoreOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.restore_order"):

@@ -147,6 +147,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A container is captured for one snapshot at a time.",
             "See what the other one waits for: `snapshotctl get snapshotcontents`.",
         ),
+        "WaitingForMemoryServer": Reason(
+            "The pod has been placed, and its memory server has not started yet.",
+            "Its image is pulled, or it cannot open the devices of its claim.",
+            "Wait; `kubectl logs POD --container gms-server` shows what it does.",
+        ),
         "WaitingForPod": Reason(
             "The pod to capture is not ready for a snapshot yet, or the pod to restore not placed.",
             "The worker has not written `ready-for-snapshot` into its control directory; or no "
@@ -556,9 +561,9 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "give it up: `snapshotctl delete node NODE`.",
         ),
         "Aborted": Reason(
-            "The work was ended by an abort order or a shutdown.",
-            "Another part of the same capture or restore failed, a user aborted the capture or "
-            "deleted the object, or the service was stopped.",
+            "The work was ended by an abort order.",
+            "Another part of the same capture or restore failed, or a user aborted the capture or "
+            "deleted the object.",
             "`snapshotctl explain NAME` shows which order failed first.",
         ),
         "AgentUnresponsive": Reason(
@@ -623,6 +628,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A step that must not run twice was interrupted; how it ended is not known.",
             "The service crashed within the step.",
             "The worker was thawed or ended. Take a new snapshot: `snapshotctl checkpoint POD`.",
+        ),
+        "ServiceStopped": Reason(
+            "The agent or GMS was stopped within an order, which was undone.",
+            "It was restarted or updated during the order.",
+            "It is tried again by itself where nothing was frozen and no worker was touched; else "
+            "take a new snapshot: `snapshotctl checkpoint POD`.",
         ),
         "PresenceMissing": Reason(
             "The agent of this node was silent for more than 30 s.",

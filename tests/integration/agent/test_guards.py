@@ -378,8 +378,8 @@ def test_only_our_user_and_root_may_speak_to_a_guard(
 def test_a_pid_that_was_given_again_is_another_process(guarded: Guarded) -> None:
     found = procfs.read(guarded.child.pid)
     assert found is not None
-    assert [member.pid for member in procfs.session_of(found.pid, found.start)] == [found.pid]
-    assert procfs.session_of(found.pid, found.start - 1) == []
+    assert [member.pid for member in procfs.family_of(found.pid, found.start)] == [found.pid]
+    assert procfs.family_of(found.pid, found.start - 1) == []
     with procfs.opened(found.pid, found.start) as ours:
         assert ours is not None
     with procfs.opened(found.pid, found.start - 1) as of_another:

@@ -91,6 +91,25 @@ async def test_an_order_that_is_ended_before_it_could_begin_is_reported_all_the_
     assert found in (["accepted", "failed"], ["accepted", "deleted"])
 
 
+async def test_an_order_that_the_end_of_its_service_interrupts_may_be_given_again(
+    book: OrderBook,
+) -> None:
+    begun = asyncio.Event()
+
+    async def endless(_entry: Entry) -> Result:
+        begun.set()
+        await asyncio.Event().wait()
+        return {}
+
+    await book.accept(order())
+    book.start(order(), endless)
+    await begun.wait()
+    await book.drain()
+    failure = (await reports_of(book, 2))[1].failure
+    assert failure is not None
+    assert (failure.reason, failure.retryable) == ("ServiceStopped", True)
+
+
 async def test_a_third_attempt_begins_when_the_first_has_ended_although_the_second_is_given_up(
     book: OrderBook,
 ) -> None:

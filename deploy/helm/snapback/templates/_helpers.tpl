@@ -26,11 +26,16 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: snapback-{{ (index . 0).Chart.Version }}
 {{- end -}}
 
-{{/* The image of a service: a list of the root, its name, and a whole reference or nothing. */}}
-{{- define "snapback.image" -}}
+{{/* The reference to an image: a list of the root, its name, and a whole reference or nothing. */}}
+{{- define "snapback.reference" -}}
 {{- $image := (index . 0).Values.image -}}
-image: {{ index . 2 | default (printf "%s/%s:%s" $image.repository (index . 1) ($image.tag | default (index . 0).Chart.AppVersion)) | quote }}
-imagePullPolicy: {{ $image.pullPolicy }}
+{{ index . 2 | default (printf "%s/%s:%s" $image.repository (index . 1) ($image.tag | default (index . 0).Chart.AppVersion)) | quote }}
+{{- end -}}
+
+{{/* The image of a container, from the same. */}}
+{{- define "snapback.image" -}}
+image: {{ include "snapback.reference" . }}
+imagePullPolicy: {{ (index . 0).Values.image.pullPolicy }}
 {{- end -}}
 
 {{- define "snapback.pullSecrets" -}}

@@ -112,7 +112,7 @@ class DeadlineExceeded(SnapbackError):
 
 
 class Aborted(SnapbackError):
-    """The work was ended by an abort order or a shutdown."""
+    """The work was ended by an abort order."""
 
 
 class DeviceError(SnapbackError):

@@ -29,6 +29,7 @@ from gms.adapters.kubelet_plugin import (
     plugin_folder,
 )
 from gms.adapters.lease_socket import LeaseServer
+from gms.adapters.pod_memory import PodMemories
 from gms.adapters.simulated import PRODUCT, SimulatedDevice, allow_many_descriptors
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.claims import DEVICE_DIR, DRIVER, ClaimableDevice
@@ -40,7 +41,7 @@ from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
 from gms.handlers.slices import publish_slices
 from gms.handlers.transfers import GmsTransfers
-from gms.ports import Device
+from gms.ports import Device, Memory
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
@@ -53,6 +54,7 @@ from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.order_book import OrderBook
+from snapshot_shared.orders import PodRef
 from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -71,6 +73,8 @@ FLUSH_S = 2.0
 class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     """What GMS needs to know.
 
+    `world` says where the memory is that orders are about: here, or in the memory servers of the
+    pods of this node. Without `nats_url` there are no orders: so is the memory server of a pod.
     `gms_device` says what kind of devices it serves: every GPU that CUDA shows; `devices`
     simulated ones of `device_bytes` each, in huge pages of the host with `device_huge_pages`; or
     those that a pod has claimed of such a GMS, which are in `device_dir`. With `kubelet_plugin`
@@ -80,6 +84,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     other socket.
     """
 
+    world: Literal["standalone", "kubernetes"] = "standalone"
     gms_device: Literal["simulated", "claimed", "cuda"] = "simulated"
     devices: Annotated[int, Meta(ge=0, le=64)] = 2
     device_bytes: Annotated[int, Meta(ge=2**21, le=2**50)] = 4 * 2**30
@@ -117,7 +122,8 @@ async def serve(stop: asyncio.Event) -> None:
     control = GmsControl(gms)
     policy = LeasePolicy(group=settings.lease_group)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
-    processes = TransferProcesses(spares=len(devices))
+    # The bytes of a memory server in a pod are moved by processes of its node.
+    processes = TransferProcesses(spares=len(devices) if settings.nats_url else 0)
     transfers = GmsTransfers(
         gms,
         processes,
@@ -131,7 +137,10 @@ async def serve(stop: asyncio.Event) -> None:
         await grpc.start()
         log.info("GMS serves %d devices", len(devices))
         async with processes, _kubelet_plugin(stop, settings, devices):
-            await _serve_orders(stop, settings, gms, processes, control, telemetry, metrics)
+            if settings.nats_url:
+                await _serve_orders(stop, settings, processes, control, telemetry, metrics)
+            else:
+                await stop.wait()
     finally:
         await grpc.close()
         await lease.close()
@@ -247,7 +256,6 @@ def _telemetry(settings: GmsSettings, service: str, metrics: Metrics) -> Telemet
 async def _serve_orders(
     stop: asyncio.Event,
     settings: GmsSettings,
-    gms: MemoryServer,
     processes: TransferProcesses,
     control: GmsControl,
     telemetry: Telemetry,
@@ -266,12 +274,16 @@ async def _serve_orders(
         metrics=metrics,
     )
     book = OrderBook(node=node, service="gms", journal=journal, clocks=clocks, metrics=metrics)
+
+    async def own(_pod: PodRef | None) -> Memory:
+        return Memory(control, settings.socket_dir)
+
+    in_pods = PodMemories(settings.kubelet_dir, settings.socket_dir)
     orders = GmsOrders(
-        gms,
+        in_pods.find if settings.world == "kubernetes" else own,
         processes,
         transfers,
         book,
-        socket_dir=Path(settings.socket_dir),
         root=settings.artifact_root,
         options=TransferOptions(settings.transfer_backend, settings.object_storage),
         metrics=metrics,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from gms.domain.claims import ClaimableDevice, ClaimRef, PreparedClaim, ResourceClaim
 from gms.domain.sessions import Peer, Session
@@ -35,6 +35,7 @@ from snapshot_shared.frames import (
     WatchReply,
     WatchRequest,
 )
+from snapshot_shared.orders import PodRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +176,17 @@ class Control(Protocol):
     def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
         """Yield events until cancelled, with the number of those that a slow reader has missed."""
         ...
+
+
+class Memory(NamedTuple):
+    """A memory server: what it is asked, and the folder of its sockets."""
+
+    control: Control
+    socket_dir: Path
+
+
+FindMemory = Callable[[PodRef | None], Awaitable[Memory]]
+"""Finds the memory server that has the devices of a pod. GmsUnavailable, a NotFound."""
 
 
 class TransferControl(Protocol):

@@ -39,7 +39,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
 
     `world` says where its objects are: in a file below `state_dir`, or in the API server that
     `kubeconfig` names, else that of the cluster in which the operator is a pod. `namespace` is
-    where the Lease of a cluster's operators is.
+    where the Lease of a cluster's operators is; `gms_image` is that of the memory servers in pods.
     `keep_*` bound what a namespace keeps of captured artifacts; unset, nothing is let go.
     `quarantine` says what is moved aside below an artifact root when no content knows it and it
     has not changed for `quarantine_days`: nothing (`off`), generations without a root manifest
@@ -49,6 +49,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     world: Literal["standalone", "kubernetes"] = "standalone"
     kubeconfig: str | None = None
     namespace: Label = "snapback-system"
+    gms_image: str = "snapback/gms:dev"
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
     keep_days: Annotated[float, Meta(gt=0)] | None = None
@@ -141,7 +142,7 @@ async def _in_cluster(settings: OperatorSettings, environment: Environment) -> N
     async with KubeClient(
         await load_configuration(settings.kubeconfig), environment.metrics
     ) as client:
-        store = KubeStore(client, environment.jitter)
+        store = KubeStore(client, environment.jitter, settings.gms_image)
         lease = KubeLease(client, place, identity, environment.clocks, environment.jitter)
         # Before the Lease: one that stands by is ready, or a rolling update would wait for it.
         await environment.bus.connect_and_ensure()

@@ -10,12 +10,14 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
-from snapshot_agent.adapters.gms_grpc import GmsClient
+from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
+from snapshot_agent.adapters.kubelet import KubeletPods
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.adapters.operator import OperatorClient
 from snapshot_agent.adapters.presence import PresencePublisher
@@ -56,8 +58,14 @@ container engines wait after SIGTERM; guards let go the workers of orders that t
 
 
 class AgentSettings(NodeSettings, frozen=True, kw_only=True):
-    """The settings of an agent. It writes or reads at most `slots` parts at a time."""
+    """The settings of an agent. It writes or reads at most `slots` parts at a time.
 
+    `world` says what starts the workers: the agent itself, by orders, or the kubelet of its node,
+    whose folder is `kubelet_dir`.
+    """
+
+    world: Literal["standalone", "kubernetes"] = "standalone"
+    kubelet_dir: Path = Path("/var/lib/kubelet")
     workdir: Path | None = None
     slots: int = 2
 
@@ -99,12 +107,15 @@ class _Node:
         self.operator = OperatorClient(self.bus, settings.node)
         self.launcher = LocalProcesses()
         self.control = ControlDirectories()
+        self.drivers: dict[Driver, ProcessDriver] = {Cooperative.name: Cooperative()}
+        kubelets = None
         self.gms = GmsClient(settings.socket_dir)
-        respawn = Respawn(self.launcher, self.control, self.clocks.monotonic)
-        self.drivers: dict[Driver, ProcessDriver] = {
-            Cooperative.name: Cooperative(),
-            Respawn.name: respawn,
-        }
+        if settings.world == "kubernetes":
+            self.gms = PodGms(settings.socket_dir, settings.kubelet_dir)
+            kubelets = KubeletPods(self.launcher, settings.kubelet_dir, settings.state_dir)
+        else:
+            # A container ends with its first process, so in a cluster none can be replaced.
+            self.drivers[Respawn.name] = Respawn(self.launcher, self.control, self.clocks.monotonic)
         self.faults = FaultPlan("agent", settings.node) if settings.sim else None
         self.book = OrderBook(
             node=self.name,
@@ -114,7 +125,12 @@ class _Node:
             metrics=self.metrics,
         )
         self.agent = Agent(
-            self._machine(), self.book, self._environment(), settings.state_dir, settings.slots
+            self._machine(),
+            self.book,
+            self._environment(),
+            settings.state_dir,
+            settings.slots,
+            kubelets,
         )
         self.courier = Courier(
             self.book,
@@ -129,7 +145,14 @@ class _Node:
             settings.node,
             self.clocks.wall,
         )
-        self.pod_inventory = PodInventory(self.agent.pods, self.operator)
+        pods = self.agent.pods
+        self.pod_inventory = PodInventory(pods, self.operator) if pods else None
+        self.may_offer = asyncio.Event()
+        if self.pod_inventory is not None:
+            self.may_offer = self.pod_inventory.is_known
+        else:
+            # In a cluster the kubelet ends the pods that have no object any more.
+            self.may_offer.set()
 
     def _machine(self) -> Machine:
         return Machine(
@@ -222,14 +245,14 @@ async def serve(stop: asyncio.Event) -> None:
                     node.telemetry.publish_to(node.bus),
                     _announcer(node, stop).run(),
                     node.inventory.run(stop),
-                    node.pod_inventory.run(stop),
+                    *([node.pod_inventory.run(stop)] if node.pod_inventory else []),
                 )
     finally:
         await node.close()
 
 
 def _announcer(node: _Node, stop: asyncio.Event) -> PresencePublisher:
-    return PresencePublisher(node.bus, node.gms, node.presence, stop, node.pod_inventory.is_known)
+    return PresencePublisher(node.bus, node.gms, node.presence, stop, node.may_offer)
 
 
 async def _connect(node: _Node) -> None:

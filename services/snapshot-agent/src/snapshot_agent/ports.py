@@ -232,7 +232,7 @@ class GpuMemory(Protocol):
     """A GPU memory service: that of the node, or with `at` that of a pod."""
 
     def at(self, pod: PodRef) -> GpuMemory:
-        """Return the service that owns the memory of a pod."""
+        """Return the service that owns the memory of a pod; its calls fail when there is none."""
 
     async def fence(
         self, token: str, devices: Sequence[str], *, wait_s: float, deadline_s: float

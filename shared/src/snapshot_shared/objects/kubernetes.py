@@ -123,11 +123,12 @@ class ContainerStatus(
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Where a pod runs and how it is."""
+    """Where a pod runs and how it is; `memory_server` is how far one of its own is."""
 
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
     node_name: str = ""
     devices: list[DeviceRef] = []
+    memory_server: Literal["none", "starting", "ready"] = "none"
     message: str = ""
     reason: str = ""
     container_statuses: list[ContainerStatus] = []

@@ -283,12 +283,16 @@ class SnapshotRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """The captured pod, its node and its devices, fixed at binding; or an artifact that exists."""
+    """The captured pod, its node and its devices, fixed at binding; or an artifact that exists.
+
+    With `memory_server` the pod has one, and `prepare` says which devices it serves.
+    """
 
     namespace: Label
     pod_ref: PodSource | None = None
     node_name: Name | None = None
     devices: Annotated[list[DeviceRef], Meta(extra_json_schema={"maxItems": 64})] = []
+    memory_server: bool = False
     artifact: ArtifactSource | None = None
 
 

@@ -77,17 +77,17 @@ class GmsCaller:
 
     async def status(self, *, events: int = MAX_EVENTS) -> StatusReply:
         """Return what the service holds, with its latest events."""
-        return await self._call("Status", StatusRequest(events=events), StatusReply)
+        return await self.call("Status", StatusRequest(events=events), StatusReply)
 
     async def publish(self, device: str, load_token: str) -> LayoutRef:
         """Commit what a load left hidden."""
         request = PublishRequest(device=device, load_token=load_token)
-        return (await self._call("Publish", request, PublishReply)).layout
+        return (await self.call("Publish", request, PublishReply)).layout
 
     async def forget(self, device: str, load_token: str) -> None:
         """Free what a load left hidden."""
         request = ForgetRequest(device=device, load_token=load_token)
-        await self._call("Forget", request, ForgetReply)
+        await self.call("Forget", request, ForgetReply)
 
     def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
         """Follow what happens."""
@@ -101,10 +101,13 @@ class GmsCaller:
         """Load; closing the iterator cancels."""
         return self._stream("Load", request, TransferUpdate, request.deadline_s)
 
-    async def _call(self, method: str, request: object, kind: type[T]) -> T:
+    async def call(
+        self, method: str, request: object, kind: type[T], within_s: float = CALL_S
+    ) -> T:
+        """Send a request and return the reply."""
         call: Any = self._open.unary_unary(grpc_method(method))
         try:
-            data = await call(encode_msgpack(request), timeout=CALL_S, metadata=self._metadata)
+            data = await call(encode_msgpack(request), timeout=within_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._translated(method, error) from error
         return decode_msgpack(data, kind, limit=8 * MAX_FRAME_BYTES)

@@ -111,6 +111,7 @@ def container_load(settings: Settings, order: LoadOrder, *, load_token: str) -> 
     return load_task(
         order,
         settings.options,
+        device=order.device,
         socket_dir=settings.socket_dir,
         root=_root(settings, artifact.namespace, artifact.content_uid, artifact.generation),
         deadline_s=order.deadline_s,

@@ -118,7 +118,6 @@ def load_task(order: LoadOrder, options: TransferOptions, /, **fields: Any) -> L
     """Return the task of an order. `fields` are what the order does not say."""
     return LoadTask(
         **options._asdict(),
-        device=order.device,
         namespace=order.artifact.namespace,
         content_uid=order.artifact.content_uid,
         generation=order.artifact.generation,

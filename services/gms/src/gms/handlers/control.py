@@ -50,6 +50,9 @@ class GmsControl:
         return FenceReply(vector=list(vector))
 
     async def unfence(self, request: UnfenceRequest) -> UnfenceReply:
+        if request.device:
+            self._gms.saved(request.device, request.token)
+            return UnfenceReply(ended=True)
         return UnfenceReply(ended=self._gms.unfence(request.token))
 
     async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
@@ -59,7 +62,11 @@ class GmsControl:
         return PublishReply(layout=self._gms.publish_hidden(request.device, request.load_token))
 
     async def forget(self, request: ForgetRequest) -> ForgetReply:
-        self._gms.drop_hidden(request.device, request.load_token)
+        device, token, wait_s = request.device, request.load_token, request.wait_s or 0.0
+        if token:
+            await self._gms.drop_hidden_when_unused(device, token, wait_s=wait_s)
+        else:
+            await self._gms.forget_when_unused(device, wait_s=wait_s)
         return ForgetReply()
 
     async def status(self, request: StatusRequest) -> StatusReply:

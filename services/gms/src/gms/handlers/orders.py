@@ -23,11 +23,17 @@ from gms.domain.tasks import (
     load_task,
     save_task,
 )
-from gms.handlers.memory_server import MemoryServer
 from gms.handlers.transfers import persistent
-from gms.ports import Tracer, Transfers
+from gms.ports import FindMemory, Memory, Tracer, Transfers
 from snapshot_shared.courier import Handler, OrderContext, Result
 from snapshot_shared.errors import Internal, NotFound, UnknownDevice
+from snapshot_shared.frames import (
+    DeviceStatus,
+    ForgetRequest,
+    PublishRequest,
+    StatusRequest,
+    UnfenceRequest,
+)
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import (
@@ -57,21 +63,19 @@ class GmsOrders:
 
     def __init__(
         self,
-        gms: MemoryServer,
+        memory: FindMemory,
         transfers: Transfers,
         tracer: Tracer,
         book: OrderBook,
         *,
-        socket_dir: Path,
         root: Path,
         metrics: Metrics = OFF,
         options: TransferOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """Work on `gms`, with parts below the artifact root `root`, moved in this way."""
-        self._gms = gms
+        """Work on the `memory` of a pod, with parts below the artifact root, moved in this way."""
+        self._memory = memory
         self._transfers = transfers
         self._tracer = tracer
-        self._socket_dir = str(socket_dir)
         self._root = str(root)
         self._book = book
         self._metrics = metrics
@@ -89,18 +93,19 @@ class GmsOrders:
 
     async def save(self, order: SaveOrder, context: OrderContext) -> Result:
         """Write one device's fenced layout as a part: `leased`, then `staged`."""
-        self._require_device(order.layout.device)
+        memory = await self._memory(order.pod)
+        device = await _device(memory, order.layout.device)
         self._book.require_current(f"capture-{order.content_uid}", order.attempt)
         task = save_task(
             order,
             self._options,
-            socket_dir=self._socket_dir,
+            socket_dir=str(memory.socket_dir),
             root=self._root,
             deadline_s=max(context.remaining_s(), 0.001),
             traceparent=current_traceparent(),
             attempt=order.attempt,
             fence_token=order.fence_token,
-            product=self._gms.devices[order.layout.device].info.product,
+            product=device.product,
         )
         transfer = _Transfer(context, order.part, persistent(self._transfers, task))
 
@@ -115,18 +120,21 @@ class GmsOrders:
         with self._metrics.moving("save") as moved, self._tracer.span("transfer"):
             await context.steps("save", table)
             moved(transfer.result().bytes)
-        self._gms.saved(order.layout.device, order.fence_token)
+        # The worker may have its weights again, while those of other devices are written.
+        await memory.control.unfence(UnfenceRequest(token=order.fence_token, device=device.uuid))
         done = transfer.result()
         _log_moved("save", order.part, done)
         return {"part": PartResult(part=order.part, bytes=done.bytes, digest=done.digest)}
 
     async def load(self, order: LoadOrder, context: OrderContext) -> Result:
         """Read one part into a device, verified, and leave it hidden: `loaded`."""
-        self._require_device(order.device)
+        memory = await self._memory(order.pod)
+        device = await _device(memory, order.device)
         task = load_task(
             order,
             self._options,
-            socket_dir=self._socket_dir,
+            device=device.uuid,
+            socket_dir=str(memory.socket_dir),
             root=self._root,
             deadline_s=max(context.remaining_s(), 0.001),
             traceparent=current_traceparent(),
@@ -138,7 +146,8 @@ class GmsOrders:
 
         async def forget() -> None:
             await transfer.end()
-            self._gms.drop_hidden(order.device, order.load_token)
+            request = ForgetRequest(device=device.uuid, load_token=order.load_token)
+            await memory.control.forget(request)
 
         table = [
             Step("check", transfer.until_leased, deadline_s=LEASE_S, undo=forget),
@@ -153,11 +162,13 @@ class GmsOrders:
 
     async def commit(self, order: CommitOrder, context: OrderContext) -> Result:
         """Publish the layout that a load left hidden: `committed`."""
-        self._require_device(order.device)
+        memory = await self._memory(order.pod)
+        device = await _device(memory, order.device)
         generations: list[int] = []
 
         async def publish() -> None:
-            ref = self._gms.publish_hidden(order.device, order.load_token)
+            request = PublishRequest(device=device.uuid, load_token=order.load_token)
+            ref = (await memory.control.publish(request)).layout
             if ref.layout_id != order.layout_id:
                 raise NotFound(
                     f"the load left layout {ref.layout_id}, the order names {order.layout_id}",
@@ -171,17 +182,18 @@ class GmsOrders:
 
     async def drop(self, order: DropOrder, context: OrderContext) -> Result:
         """Forget a load, or all that a pod that has ended left on the device: `dropped`."""
-        self._require_device(order.device)
+        memory = await self._memory(order.pod)
+        device = await _device(memory, order.device)
 
         async def forget() -> None:
             if order.load_token:
                 await self._book.cancel(order.order.replace("drop-", "load-", 1), order.attempt)
-                await self._gms.drop_hidden_when_unused(
-                    order.device, order.load_token, wait_s=UNUSED_S
-                )
-            else:
-                await self._gms.forget_when_unused(order.device, wait_s=UNUSED_S)
-            await self._gms.drained()
+            request = ForgetRequest(
+                device=device.uuid, load_token=order.load_token, wait_s=UNUSED_S
+            )
+            await memory.control.forget(request)
+            # Its answer comes when the memory is free.
+            await memory.control.status(StatusRequest())
 
         await context.steps("drop", [Step("forget", forget, deadline_s=UNUSED_S + 10.0)])
         return {}
@@ -199,7 +211,7 @@ class GmsOrders:
             saves = [name for name in book.journal.ledger.entries if name.startswith(prefix)]
             await asyncio.gather(*(book.cancel(name, order.attempt) for name in saves))
             if order.fence_token:
-                self._gms.unfence(order.fence_token)
+                await self._unfence(order)
 
         table = [
             # A full disk takes no tombstone, and an abort must not wait for room on it.
@@ -209,13 +221,26 @@ class GmsOrders:
         await context.steps("abort", table)
         return {}
 
-    def _require_device(self, uuid: str) -> None:
-        if uuid not in self._gms.devices:
-            raise UnknownDevice(
-                f"device {uuid} is not served here",
-                found=uuid,
-                expected=sorted(self._gms.devices),
-            )
+    async def _unfence(self, order: AbortOrder) -> None:
+        try:
+            memory = await self._memory(order.pod)
+            await memory.control.unfence(UnfenceRequest(token=order.fence_token or ""))
+        except NotFound as error:
+            # Fences are in the memory of a server, so they have ended with it.
+            log.info("no fence to end: %s", error)
+
+
+async def _device(memory: Memory, name: str) -> DeviceStatus:
+    """Return a device by its uuid, or by the part of a worker that it holds, as `gpu-0`."""
+    devices = (await memory.control.status(StatusRequest())).devices
+    for device in devices:
+        if name in (device.uuid, f"gpu-{device.index}"):
+            return device
+    raise UnknownDevice(
+        f"device {name} is not served here",
+        found=name,
+        expected=sorted(device.uuid for device in devices),
+    )
 
 
 def _log_moved(verb: str, part: str, done: TransferDone) -> None:

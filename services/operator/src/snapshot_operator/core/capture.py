@@ -373,7 +373,12 @@ def _parents(
 
 
 def _vector_failure(content: SnapshotContent, parts: list[str]) -> Failure | None:
-    wanted = ["process", *(f"gpu-{device.ordinal}" for device in content.spec.source.devices)]
+    source = content.spec.source
+    ordinals: Iterable[int] = (device.ordinal for device in source.devices)
+    if source.memory_server:
+        # It serves devices 0, 1, ...: how many is its own to say.
+        ordinals = range(max(len(parts) - 1, 1))
+    wanted = ["process", *(f"gpu-{ordinal}" for ordinal in ordinals)]
     if sorted(parts) == sorted(wanted):
         return None
     return Failure(

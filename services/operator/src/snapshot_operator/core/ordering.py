@@ -211,6 +211,17 @@ def forget(pod: Pod, device: DeviceRef, trace: str, now: float) -> OrderStatus:
     return status_of(DropOrder(device=device.uuid, **common), "gms", now)
 
 
+def target_ref(restore: SnapshotRestore) -> PodRef:
+    """Name the pod and the container that are restored."""
+    target = restore.spec.pod_ref
+    return PodRef(
+        namespace=restore.metadata.namespace or "default",
+        name=target.name,
+        uid=target.uid,
+        container=target.container,
+    )
+
+
 def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> OrderStatus:
     """Open a capture."""
     source = content.spec.source
@@ -218,6 +229,7 @@ def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> O
         pod=source_ref(content),
         content_uid=content.metadata.uid,
         devices=source.devices,
+        memory_server=source.memory_server,
         fence_token=fence_token(content, attempt),
         hold_s=HOLD_S,
         driver=content.spec.driver,
@@ -258,6 +270,7 @@ def stage(
                     layout=entry.layout,
                     fence_token=fence_token(content, attempt),
                     parent=parents.get(entry.part),
+                    pod=source_ref(content),
                     **common,
                 )
             )
@@ -307,7 +320,7 @@ def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) ->
     }
     common = _common("abort", uid, attempt, source_node(content), trace)
     found = [status_of(AbortOrder(**common, **details), "agent", now)]
-    if source.devices:
+    if source.devices or source.memory_server:
         common = _common("abort", uid, attempt, source_node(content), trace, "gms")
         found.append(status_of(AbortOrder(**common, **details), "gms", now))
     return found
@@ -379,6 +392,7 @@ def load(
             structure_hash=entry.layout.structure_hash,
             load_token=load_token(value, status.attempt, entry.part),
             bytes=entry.layout.bytes,
+            pod=target_ref(value),
             **_of_restore("load", value, trace, entry.part),
         )
         found.append(status_of(order, "gms", now))
@@ -407,6 +421,7 @@ def commit(
                 device=done.device,
                 load_token=done.load_token,
                 layout_id=done.layout_id,
+                pod=done.pod,
                 **_of_restore("commit", value, trace, done.part),
             ),
             "gms",
@@ -425,6 +440,7 @@ def drop(
             DropOrder(
                 device=done.device,
                 load_token=done.load_token,
+                pod=done.pod,
                 **_of_restore("drop", value, trace, done.part),
             ),
             "gms",
@@ -436,15 +452,9 @@ def drop(
 
 def restore(value: SnapshotRestore, artifact: ArtifactRef, trace: str, now: float) -> OrderStatus:
     """Fill the waiting worker and let it go."""
-    target = value.spec.pod_ref
     order = RestoreOrder(
         artifact=artifact,
-        pod=PodRef(
-            namespace=value.metadata.namespace or "default",
-            name=target.name,
-            uid=target.uid,
-            container=target.container,
-        ),
+        pod=target_ref(value),
         devices=value.status.devices,
         driver=value.status.driver,
         **_of_restore("restore", value, trace),

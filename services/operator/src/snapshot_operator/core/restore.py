@@ -48,7 +48,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestoreSpec,
     SnapshotRestoreStatus,
 )
-from snapshot_shared.orders import ArtifactRef
+from snapshot_shared.orders import ArtifactRef, DeviceRef
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
 from snapshot_shared.views import is_answered
@@ -335,6 +335,9 @@ def _pending(view: RestoreView, now: float) -> Plan:
     if content is None or committed is None or not is_registered:
         message = f"{status.content_name} has not registered this restore as a reader yet"
         return _waits(restore, "WaitingForSnapshot", message, now)
+    if pod.status.memory_server == "starting":
+        message = "the memory server of the pod has not started yet"
+        return _waits(restore, "WaitingForMemoryServer", message, now)
     if view.is_full:
         return _waits(restore, backpressure.REASON, backpressure.MESSAGE, now)
     artifact = ordering.artifact_ref(content, committed)
@@ -365,7 +368,7 @@ def _begin(
         artifact=artifact,
         driver=committed.driver,
         node_name=pod.status.node_name,
-        devices=pod.status.devices,
+        devices=_devices(pod, committed),
         started_at=status.started_at or time_of(now),
         traceparent=trace,
         failure=None,
@@ -375,6 +378,16 @@ def _begin(
     message = f"attempt {attempt} is under way"
     rows = conditions.pending(status.conditions, restore, now, "Restoring", message)
     return _plan(restore, _moved(begun, RestoreEvent.BEGIN, *loads, conditions=rows), now)
+
+
+def _devices(pod: Pod, committed: Committed) -> list[DeviceRef]:
+    """Return the devices to restore on; those of a memory server by their parts."""
+    if pod.status.memory_server == "none":
+        return pod.status.devices
+    ordinals = [
+        entry.ordinal for entry in committed.vector if entry.layout and entry.ordinal is not None
+    ]
+    return [DeviceRef(ordinal=ordinal, uuid=f"gpu-{ordinal}") for ordinal in ordinals]
 
 
 def _waits(restore: SnapshotRestore, reason: str, message: str, now: float) -> Plan:

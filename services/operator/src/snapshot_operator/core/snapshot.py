@@ -181,6 +181,7 @@ def _bind(view: SnapshotView, now: float) -> Plan:
         namespace=snapshot.metadata.namespace or "default",
         node_name=pod.status.node_name,
         devices=pod.status.devices,
+        memory_server=pod.status.memory_server != "none",
     )
     return _bound(snapshot, bound, now)
 

@@ -11,16 +11,32 @@ from typing import Any
 
 import msgspec
 
-from snapshot_operator.kube.wire import OURS, new_meta
+from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects.kubernetes import Job
+from snapshot_shared.volumes import CONTROL_VOLUME, GMS_VOLUME
 
 Document = dict[str, Any]
 
-CONTROL_VOLUME = "snapshot-control"
 CONTROL_PATH = "/snapshot-control"
 CONTROL_VARIABLES = ("SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR")
 """Both name the control directory; the second is what images for Dynamo read."""
+GMS_PATH = "/gms-sockets"
+LEASE_SOCKET = "gms.sock"
+GMS_IMAGE = "snapback/gms:dev"
+GMS_START_S = 120
+"""How long a memory server may take to open its devices, in seconds."""
+
+_GMS_ENV = {
+    # Nothing in a pod has credentials of NATS.
+    "SNAPBACK_NATS_URL": "",
+    "SNAPBACK_SOCKET_DIR": GMS_PATH,
+    # Without orders it keeps and reads nothing there.
+    "SNAPBACK_STATE_DIR": GMS_PATH,
+    "SNAPBACK_ARTIFACT_ROOT": GMS_PATH,
+    # Where the claim is one of simulated devices, the runtime sets another value.
+    "SNAPBACK_GMS_DEVICE": "cuda",
+}
 READY_FILE = "ready-for-snapshot"
 """The file by which a worker says that it may be captured, in its control directory."""
 
@@ -30,15 +46,18 @@ SOURCE_LABEL = f"{OURS}snapshot-is-checkpoint-source"
 _NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
 
 
-def job_manifest(job: Job, checkpoint: Document) -> Document:
+def job_manifest(job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE) -> Document:
     """Return the Job of a DynamoCheckpoint, given what is decided of it and its document.
 
     InvalidManifest where the template has no container of the target's name.
     """
     spec = checkpoint["spec"]["job"]
-    template = source_template(
-        spec["podTemplateSpec"], spec.get("targetContainerName", "main"), job.metadata.labels
-    )
+    target = spec.get("targetContainerName", "main")
+    template = source_template(spec["podTemplateSpec"], target, job.metadata.labels)
+    gms = checkpoint["spec"].get("gpuMemoryService")
+    if gms is not None and gms.get("enabled", True):
+        pod = template["spec"]
+        with_memory_server(pod, find_container(pod, target), gms_image)
     shaped: Document = {"template": template, "backoffLimit": job.spec.backoff_limit}
     if job.spec.active_deadline_seconds is not None:
         shaped["activeDeadlineSeconds"] = job.spec.active_deadline_seconds
@@ -96,6 +115,52 @@ def with_control_directory(spec: Document, container: Document) -> None:
     put(container.setdefault("volumeMounts", []), mount, by="mountPath")
     for variable in CONTROL_VARIABLES:
         put(container.setdefault("env", []), {"name": variable, "value": CONTROL_PATH}, by="name")
+
+
+def with_memory_server(spec: Document, container: Document, image: str) -> None:
+    """Add a memory server to a pod, for the devices that a container has claimed.
+
+    An init container of its name in the template is what it is made of: its image, command and
+    mounts stay. InvalidManifest where the container has claimed no devices.
+    """
+    claims = container.get("resources", {}).get("claims")
+    name = container["name"]
+    if not claims:
+        raise InvalidManifest(
+            f"container {name} claims no devices, which its memory server would share",
+            next_step="name a claim of the pod in resources.claims of the container, or leave out "
+            "spec.gpuMemoryService",
+            problems=[f"container {name}: resources.claims is empty"],
+        )
+    init: list[Document] = spec.setdefault("initContainers", [])
+    named = (each for each in init if each.get("name") == GMS_SERVER)
+    server: Document = next(named, {"name": GMS_SERVER})
+    server.setdefault("image", image)
+    # An init container that restarts is started before the engine, and runs beside it.
+    server["restartPolicy"] = "Always"
+    server["resources"] = {**server.get("resources", {}), "claims": claims}
+    server["startupProbe"] = {
+        "exec": {"command": ["test", "-S", f"{GMS_PATH}/{LEASE_SOCKET}"]},
+        "periodSeconds": 1,
+        "failureThreshold": GMS_START_S,
+    }
+    node = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    put(server.setdefault("env", []), {"name": "SNAPBACK_NODE", "valueFrom": node}, by="name")
+    for variable, value in {**_GMS_ENV, **_group_of(spec)}.items():
+        put(server["env"], {"name": variable, "value": value}, by="name")
+    spec["initContainers"] = [server, *(each for each in init if each is not server)]
+    volumes = spec.setdefault("volumes", [])
+    put(volumes, {"name": GMS_VOLUME, "emptyDir": {}}, by="name")
+    for each in (server, container):
+        mount = {"name": GMS_VOLUME, "mountPath": GMS_PATH}
+        put(each.setdefault("volumeMounts", []), mount, by="mountPath")
+    put(container.setdefault("env", []), {"name": "GMS_SOCKET_DIR", "value": GMS_PATH}, by="name")
+
+
+def _group_of(spec: Document) -> dict[str, str]:
+    """Return how workers of other users reach the memory server: by the group of the volumes."""
+    group = spec.get("securityContext", {}).get("fsGroup")
+    return {} if group is None else {"SNAPBACK_LEASE_GROUP": str(group)}
 
 
 def put(rows: list[Document], row: Document, *, by: str) -> None:

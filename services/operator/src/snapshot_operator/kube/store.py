@@ -24,7 +24,7 @@ from snapshot_operator.kube.client import (
     decoded,
     error_status,
 )
-from snapshot_operator.kube.shaping import job_manifest
+from snapshot_operator.kube.shaping import GMS_IMAGE, job_manifest
 from snapshot_operator.kube.wire import OURS, decoder, job_in, new_meta, node_in, pod_in
 from snapshot_operator.ports import Change, Event
 from snapshot_shared.errors import (
@@ -158,8 +158,14 @@ _CHANGE = msgspec.json.Decoder(_Change)
 class KubeStore:
     """The `Store` port over the Kubernetes API."""
 
-    def __init__(self, client: KubeClient, jitter: Callable[[], float]) -> None:
-        """Use an API server. `jitter` returns a random number from 0 to 1."""
+    def __init__(
+        self, client: KubeClient, jitter: Callable[[], float], gms_image: str = GMS_IMAGE
+    ) -> None:
+        """Use an API server. `jitter` returns a random number from 0 to 1.
+
+        `gms_image` is that of the memory servers in pods.
+        """
+        self._gms_image = gms_image
         self._client = client
         self._jitter = jitter
         self._listeners: list[Callable[[Event], None]] = []
@@ -220,7 +226,7 @@ class KubeStore:
         resource = RESOURCES[kind_of(value).name]
         body: Any = replace(value, metadata=new_meta(value.metadata))
         if isinstance(value, Job):
-            body = job_manifest(value, await self._owner_of(value))
+            body = job_manifest(value, await self._owner_of(value), self._gms_image)
         path = resource.path(value.metadata.namespace)
         return self._written(resource, await self._client.request("POST", path, body=body))
 

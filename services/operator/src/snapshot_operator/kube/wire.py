@@ -35,6 +35,7 @@ from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
     DynamoCheckpointSpec,
 )
+from snapshot_shared.volumes import GMS_VOLUME
 
 OURS = "nvidia.com/"
 """Labels and annotations with this prefix are kept; a pod has many others that nothing reads."""
@@ -44,6 +45,9 @@ TEMPLATE_DIGEST = f"{OURS}template-digest"
 
 Two checkpoints of one identity share an artifact only where their templates are the same.
 """
+
+GMS_SERVER = "gms-server"
+"""The init container of a pod that has its memory server, and goes on beside the others."""
 
 _Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
@@ -120,13 +124,21 @@ class WireContainerStatus(_Wire, frozen=True):
 
     name: str
     ready: bool = False
+    started: bool | None = None
     state: WireState = WireState()
+
+
+class WireVolume(_Wire, frozen=True):
+    """A volume of a pod."""
+
+    name: str
 
 
 class WirePodSpec(_Wire, frozen=True):
     """The spec of a pod."""
 
     containers: list[WireContainer] = []
+    volumes: list[WireVolume] = []
     node_name: str | None = None
 
 
@@ -138,6 +150,7 @@ class WirePodStatus(_Wire, frozen=True):
     message: str = ""
     conditions: list[WireCondition] = []
     container_statuses: list[WireContainerStatus] = []
+    init_container_statuses: list[WireContainerStatus] = []
 
 
 class WirePod(_Wire, frozen=True):
@@ -212,12 +225,20 @@ def pod_in(data: bytes | msgspec.Raw) -> Pod:
         status=PodStatus(
             phase=status.phase,
             node_name=wire.spec.node_name or "",
+            memory_server=_memory_server(wire),
             message=status.message,
             reason=status.reason,
             container_statuses=[_container_status(found) for found in status.container_statuses],
             conditions=_conditions(status.conditions),
         ),
     )
+
+
+def _memory_server(wire: WirePod) -> Literal["none", "starting", "ready"]:
+    if not any(each.name == GMS_VOLUME for each in wire.spec.volumes):
+        return "none"
+    found = (each for each in wire.status.init_container_statuses if each.name == GMS_SERVER)
+    return "ready" if any(each.started for each in found) else "starting"
 
 
 def job_in(data: bytes | msgspec.Raw) -> Job:

@@ -31,7 +31,7 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.tasks import in_thread
 
-_CHANGES = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.ONLYDIR
+_CHANGES = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.ONLYDIR | Mask.DONT_FOLLOW
 _GONE = (ArtifactMissing, FileNotFoundError)
 
 
@@ -46,12 +46,12 @@ class ControlDirectories:
 
     def create(self, where: ContainerPaths) -> None:
         (where.control / control.STATE).mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(where) as folder, opened(open_dir(folder, [control.STATE])) as state:
+        with opened_control(where) as folder, opened(open_dir(folder, [control.STATE])) as state:
             for directory in (folder, state):
                 hand_over(directory, where.access, where.access.folder_mode)
 
     def put(self, where: ContainerPaths, name: str, data: bytes) -> None:
-        with workers_own(), contextlib.suppress(*_GONE), _opened(where) as directory:
+        with workers_own(), contextlib.suppress(*_GONE), opened_control(where) as directory:
             access = where.access
             owner = (access.uid, access.gid)
             write_replacing(
@@ -60,7 +60,7 @@ class ControlDirectories:
 
     def get(self, where: ContainerPaths, name: str) -> bytes | None:
         try:
-            with _opened(where) as directory:
+            with opened_control(where) as directory:
                 return read_bounded(directory, name, control.MAX_BODY_BYTES)
         except (ArtifactCorrupt, ArtifactMissing, FileNotFoundError):
             return None
@@ -70,7 +70,7 @@ class ControlDirectories:
         with (
             workers_own(),
             contextlib.suppress(*_GONE, IsADirectoryError),
-            _opened(where) as directory,
+            opened_control(where) as directory,
         ):
             os.unlink(name, dir_fd=directory)
 
@@ -148,7 +148,7 @@ def workers_own() -> Iterator[None]:
 
 
 def _clear(where: ContainerPaths, names: Sequence[str]) -> None:
-    with workers_own(), contextlib.suppress(*_GONE), _opened(where) as directory:
+    with workers_own(), contextlib.suppress(*_GONE), opened_control(where) as directory:
         for name in names:
             _remove(directory, name)
         if control.STATE in names:
@@ -158,11 +158,11 @@ def _clear(where: ContainerPaths, names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _opened(where: ContainerPaths) -> Iterator[int]:
+def opened_control(where: ContainerPaths) -> Iterator[int]:
     """Open a control directory. ArtifactCorrupt when it is a link."""
     with (
-        opened(open_root(str(where.home))) as home,
-        opened(open_dir(home, [where.control.name])) as found,
+        opened(open_root(str(where.control.parent))) as above,
+        opened(open_dir(above, [where.control.name])) as found,
     ):
         yield found
 

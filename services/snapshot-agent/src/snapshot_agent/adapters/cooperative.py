@@ -10,14 +10,14 @@ import signal
 from collections.abc import Sequence
 
 from snapshot_agent.adapters import processes, procfs
-from snapshot_agent.adapters.control_dir import hand_over, workers_own
+from snapshot_agent.adapters.control_dir import hand_over, opened_control, workers_own
 from snapshot_agent.adapters.copying import ROOT, ByteCounter, copy_in, listed, read_checked
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase, Release
 from snapshot_agent.ports import Dump, Process, RestoreSource, Stage, Worker
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import SourceExited
-from snapshot_shared.files import make_dir, open_dir, open_regular, open_root, opened, remove_tree
+from snapshot_shared.files import make_dir, open_dir, open_regular, opened, remove_tree
 from snapshot_shared.orders import Driver
 from snapshot_shared.tasks import in_thread
 
@@ -82,7 +82,7 @@ def _size(worker: Worker) -> int:
 
 
 def _fresh_state(worker: Worker) -> int:
-    with workers_own(), opened(open_root(str(worker.paths.control))) as folder:
+    with workers_own(), opened_control(worker.paths) as folder:
         remove_tree(folder, control.STATE, durable=False)
         return make_dir(folder, [control.STATE], exclusive=True)
 
@@ -96,9 +96,9 @@ def _hand_over(worker: Worker, state: int, files: Sequence[FileEntry]) -> None:
 
 
 def _members(worker: Worker) -> list[procfs.Stat]:
-    return procfs.session_of(*worker.process)
+    return procfs.family_of(*worker.process)
 
 
 def _state(worker: Worker) -> int:
-    with opened(open_root(str(worker.paths.control))) as folder:
+    with opened_control(worker.paths) as folder:
         return open_dir(folder, [control.STATE])

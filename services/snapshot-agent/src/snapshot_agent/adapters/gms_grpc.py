@@ -23,6 +23,7 @@ from snapshot_shared.errors import (
     OutcomeUnknown,
     SnapbackError,
 )
+from snapshot_shared.files import short_link
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
     GRPC_SOCKET,
@@ -34,8 +35,10 @@ from snapshot_shared.frames import (
     UnfenceRequest,
     grpc_method,
 )
+from snapshot_shared.ids import check_uid
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
 from snapshot_shared.telemetry import current_traceparent
+from snapshot_shared.volumes import GMS_VOLUME, folder_of, short_folder_of
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +135,37 @@ class GmsClient:
         return decode_msgpack(data, reply)
 
     async def close(self) -> None:
-        """Close the connection."""
-        if self._channel is not None:
-            await self._channel.close()
+        """Close the connection; another call opens it again."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+class PodGms(GmsClient):
+    """The `GpuMemory` port on a node whose pods have memory servers of their own."""
+
+    def __init__(self, socket_dir: Path, kubelet_dir: Path) -> None:
+        """Use the service of the node in `socket_dir`, and pods below `<kubelet_dir>/pods`."""
+        super().__init__(socket_dir)
+        self._kubelet_dir = kubelet_dir
+
+    def at(self, pod: PodRef) -> GmsClient:
+        uid = check_uid(pod.uid)
+        link = Path(short_folder_of(self._socket_dir, uid))
+        short_link(link, Path(folder_of(self._kubelet_dir, uid, GMS_VOLUME)), GRPC_SOCKET)
+        return _Briefly(link)
+
+
+class _Briefly(GmsClient):
+    """A connection for each call: a pod has few, and then is gone."""
+
+    async def _call(
+        self, method: str, body: Any, reply: type[T], within_s: float, *, patiently: bool = False
+    ) -> T:
+        try:
+            return await super()._call(method, body, reply, within_s, patiently=patiently)
+        finally:
+            await self.close()
 
 
 def _translated(method: str, error: grpc.aio.AioRpcError) -> SnapbackError:

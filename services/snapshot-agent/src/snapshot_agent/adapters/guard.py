@@ -291,7 +291,7 @@ def free(
     run_program(release.program, release.within_s)
     let_go(process, ends=release.ends or (task.kill and not is_over))
     if control is not None and not is_over:
-        while not _is_written(control, task) and any(procfs.session_of(*process)):
+        while not _is_written(control, task) and any(procfs.family_of(*process)):
             # The disk is full. The worker waits for this file, and no other process writes it.
             select.select([], [], [], FULL_S)
         with contextlib.suppress(OSError):
@@ -299,9 +299,9 @@ def free(
 
 
 def let_go(process: tuple[int, int], *, ends: bool) -> None:
-    """Let every process of a session run, or kill it."""
+    """Let every process of a worker run, or kill it."""
     number = signal.SIGKILL if ends else signal.SIGCONT
-    for member in procfs.session_of(*process):
+    for member in procfs.family_of(*process):
         procfs.send(member, number)
 
 

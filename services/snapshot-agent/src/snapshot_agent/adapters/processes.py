@@ -91,7 +91,7 @@ class LocalProcesses:
         self, process: Process | None, where: ContainerPaths, grace_s: float
     ) -> None:
         if grace_s > 0 and process is not None and procfs.is_alive(*process):
-            for member in procfs.session_of(*process):
+            for member in procfs.family_of(*process):
                 procfs.send(member, signal.SIGCONT)
                 procfs.send(member, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -225,7 +225,7 @@ def _reap(pidfd: int) -> int | None:
 
 def _everything_of(process: Process | None, where: ContainerPaths) -> list[procfs.Stat]:
     """Return the processes of the session, and those that left it but keep its environment."""
-    members: Iterable[procfs.Stat] = procfs.session_of(*process) if process else ()
+    members: Iterable[procfs.Stat] = procfs.family_of(*process) if process else ()
     found = {member.pid: member for member in (*members, *procfs.carrying(where.marker))}
     return list(found.values())
 
@@ -265,7 +265,8 @@ async def stop(members: Callable[[], Sequence[procfs.Stat]]) -> None:
             return
         for member in found:
             procfs.send(member, signal.SIGSTOP)
-        # The kernel reports a stop to the parent alone, so the state is read again after a wait.
+        # The kernel reports a stop to the parent alone, so the state is read again between waits
+        # for the end, which a pidfd does report.
         running = {member.pid for member in found if not procfs.has_stopped(member)}
         halted = {member.key for member in found if member.pid not in running}
         for member in found:
@@ -273,7 +274,9 @@ async def stop(members: Callable[[], Sequence[procfs.Stat]]) -> None:
             if member.parent in running and member.pid not in running:
                 procfs.send(member, signal.SIGCONT)
                 halted.discard(member.key)
-        await asyncio.sleep(wait_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await asyncio.gather(*(ended(each) for each in found if each.pid in running))
     raise DeadlineExceeded(
         f"processes {sorted(running)} did not stop within {sum(LOOK_AGAIN_S):.0f} s",
         next_step="see what their threads wait for: /proc/<pid>/task/*/stack",

@@ -68,14 +68,29 @@ def running() -> Iterator[Stat]:
             yield found
 
 
-def session_of(leader: int, start: int) -> list[Stat]:
-    """Return the running processes of the session that this process leads, or led."""
+def family_of(leader: int, start: int) -> list[Stat]:
+    """Return the running processes of the session of this leader, and what descends from them.
+
+    The first process of a container adopts its orphans, which may lead sessions of their own.
+    """
     # The kernel gives no pid again while a session has its number, so the session is still this
     # one unless another process has the pid.
     found = read(leader)
     if found is not None and found.start != start:
         return []
-    return [process for process in running() if process.session == leader]
+    children: dict[int, list[Stat]] = {}
+    family: dict[int, Stat] = {}
+    for process in running():
+        children.setdefault(process.parent, []).append(process)
+        if process.session == leader:
+            family[process.pid] = process
+    unseen = list(family)
+    while unseen:
+        for child in children.get(unseen.pop(), ()):
+            if child.pid not in family:
+                family[child.pid] = child
+                unseen.append(child.pid)
+    return list(family.values())
 
 
 def carrying(entry: str) -> list[Stat]:

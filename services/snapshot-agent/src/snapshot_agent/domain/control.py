@@ -51,16 +51,20 @@ class Access(NamedTuple):
 
 
 class ContainerPaths(NamedTuple):
-    """The paths of one container on this node, and the access to its control files."""
+    """The paths of one container on this node, and the access to its control files.
+
+    `volume` is the control directory of a container that has it in a volume of its pod.
+    """
 
     home: Path
     sockets: Path
     access: Access = Access()
+    volume: Path | None = None
 
     @property
     def control(self) -> Path:
         """The control directory."""
-        return self.home / "control"
+        return self.volume or self.home / "control"
 
     @property
     def log(self) -> Path:

@@ -41,13 +41,18 @@ class Agent:
         environment: NodeEnvironment,
         state_dir: Path,
         slots: int,
+        kubelets: Workers | None = None,
     ) -> None:
-        """Make the handlers; at most `slots` parts are written or read at a time."""
+        """Make the handlers; at most `slots` parts are written or read at a time.
+
+        Without `kubelets`, which are the workers of a kubelet, the agent itself starts pods.
+        """
         semaphore = Slots(slots)
         self._clocks = machine.clocks
         self.background = Background()
-        self.pods = Pods(machine, orders, self.background, environment, state_dir)
-        workers: Workers = self.pods
+        pods = Pods(machine, orders, self.background, environment, state_dir)
+        self.pods = pods if kubelets is None else None
+        workers: Workers = kubelets or pods
         self.holds = Holds(machine, orders, workers, self.background)
         self.captures = Captures(machine, orders, workers, self.holds, semaphore)
         self.artifacts = Artifacts(machine, orders, semaphore)
@@ -56,7 +61,8 @@ class Agent:
         observe = machine.metrics.observe
         observe(instruments.SLOTS_USED, lambda: {(): semaphore.used})
         observe(instruments.SLOTS_LIMIT, lambda: {(): semaphore.limit})
-        observe(instruments.PODS, lambda: {(): len(self.pods.known)})
+        if self.pods is not None:
+            observe(instruments.PODS, lambda: {(): len(pods.known)})
 
     async def recover(self) -> None:
         """Recover what an earlier agent left behind. Call it before orders are accepted."""
@@ -79,7 +85,7 @@ class Agent:
                     "containers": {name: w.process.pid for name, w in pod.workers.items()},
                     "ended": pod.codes,
                 }
-                for uid, pod in self.pods.known.items()
+                for uid, pod in (self.pods.known.items() if self.pods else ())
             ],
             "captures": [
                 {
@@ -95,9 +101,10 @@ class Agent:
 
 def routes(agent: Agent) -> dict[type[Order], Handler]:
     """Return the handler of each type of order."""
-    return {
-        RunOrder: agent.pods.run,
-        StopOrder: agent.pods.stop,
+    starts: dict[type[Order], Handler] = {}
+    if agent.pods is not None:
+        starts = {RunOrder: agent.pods.run, StopOrder: agent.pods.stop}
+    return starts | {
         PrepareOrder: agent.captures.prepare,
         DumpOrder: agent.captures.dump,
         ReleaseOrder: agent.captures.release,

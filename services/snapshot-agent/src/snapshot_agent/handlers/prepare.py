@@ -36,6 +36,8 @@ DEADLINE_NOTE = "hold-deadline"
 """The note with the deadline of the hold, in seconds of the monotonic clock."""
 
 FACTS_NOTE = "facts"
+DEVICES_NOTE = "devices"
+"""The note with the devices of a memory server in the pod, which the order does not name."""
 
 _GIVEN_UP = Aborted("the capture could not be opened").to_failure()
 
@@ -114,6 +116,7 @@ class Prepare:
         unlock = self._machine.locks.take(worker.paths.lock)
         if unlock is None:
             raise NotEligible(f"another process captures container {order.pod.container}")
+        order = await self._of_the_pod(order)
         now = self._machine.clocks.monotonic()
         self._hold = Hold(order, worker, driver, now + order.hold_s, unlock)
         self._holds.by_content[content] = self._hold
@@ -127,6 +130,16 @@ class Prepare:
         # A worker that polls may miss the end of its last capture, so `quiesce` repeats it.
         self._previous = self._outcome_left(worker)
         await self._machine.control.clear(worker.paths, *control.CAPTURE_FILES, control.STATE)
+
+    async def _of_the_pod(self, order: PrepareOrder) -> PrepareOrder:
+        """Return the order with the devices that the memory server of the pod serves."""
+        if not order.memory_server:
+            return order
+        listed = await self._machine.gpu_memory.at(order.pod).devices(wait_s=0.0)
+        devices = [DeviceRef(ordinal=device.index, uuid=device.uuid) for device in listed]
+        await self._ctx.note(DEVICES_NOTE, msgspec.to_builtins(devices))
+        self._order = msgspec.structs.replace(order, devices=devices)
+        return self._order
 
     def _outcome_left(self, worker: Worker) -> str:
         for name, outcome in control.OUTCOMES.items():
@@ -225,6 +238,14 @@ async def device_product(machine: Machine, pod: PodRef, devices: Sequence[Device
     listed = await machine.gpu_memory.at(pod).devices(wait_s=0.0)
     found = {device.uuid: device.product for device in listed}
     return found.get(devices[0].uuid, "")
+
+
+def with_devices(order: PrepareOrder, notes: dict[str, Any]) -> PrepareOrder:
+    """Return an order with the devices that were noted for it, if any were."""
+    if DEVICES_NOTE not in notes:
+        return order
+    found = msgspec.convert(notes[DEVICES_NOTE], list[DeviceRef])
+    return msgspec.structs.replace(order, devices=found)
 
 
 def facts_of(notes: dict[str, Any]) -> Facts:

@@ -10,7 +10,7 @@ from snapshot_agent.domain.driving import Phase, phase_of
 from snapshot_agent.domain.recovery import CaptureLeft, Recovery, deadline_of, decide, interruption
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.pods import Pods
-from snapshot_agent.handlers.prepare import DEADLINE_NOTE
+from snapshot_agent.handlers.prepare import DEADLINE_NOTE, with_devices
 from snapshot_agent.ports import Machine, Orders, Worker, Workers
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import SnapbackError
@@ -25,7 +25,7 @@ class Recoverer:
     """Recovers what an earlier agent left behind."""
 
     def __init__(
-        self, machine: Machine, orders: Orders, workers: Workers, pods: Pods, holds: Holds
+        self, machine: Machine, orders: Orders, workers: Workers, pods: Pods | None, holds: Holds
     ) -> None:
         """Use the parts of the node."""
         self._machine = machine
@@ -37,7 +37,8 @@ class Recoverer:
     async def run(self) -> None:
         """Adopt the processes, then recover the captures."""
         # All at the same time, for any of the workers may be frozen.
-        await asyncio.gather(*(self._safely(self._pods.recover, e) for e in self._all("run")))
+        if pods := self._pods:
+            await asyncio.gather(*(self._safely(pods.recover, e) for e in self._all("run")))
         await asyncio.gather(
             *(self._safely(self._recover_capture, e) for e in self._all("prepare"))
         )
@@ -55,6 +56,7 @@ class Recoverer:
 
     async def _recover_capture(self, prepare: Entry) -> None:
         order = decode_json(bytes(prepare.accepted.payload), PrepareOrder)
+        order = with_devices(order, prepare.notes)
         worker = (await self._workers.resolve(order.pod)).worker
         left = self._observe(prepare, order, worker)
         decision = decide(left)

@@ -24,7 +24,7 @@ from snapshot_agent.ports import (
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import Aborted, DeadlineExceeded, Internal
-from snapshot_shared.orders import RestoreOrder
+from snapshot_shared.orders import DeviceRef, RestoreOrder
 from snapshot_shared.runner import Step
 
 PROCESS = "process"
@@ -47,6 +47,15 @@ class Restores:
             await ctx.steps("restore", steps.table())
             moved(steps.part.bytes)
         return {"bytes": steps.part.bytes}
+
+
+async def with_uuids(machine: Machine, order: RestoreOrder) -> RestoreOrder:
+    """Return an order with the devices of the pod's memory server where it names them by part."""
+    if not any(device.uuid == f"gpu-{device.ordinal}" for device in order.devices):
+        return order
+    listed = await machine.gpu_memory.at(order.pod).devices(wait_s=0.0)
+    found = [DeviceRef(ordinal=device.index, uuid=device.uuid) for device in listed]
+    return replace(order, devices=found)
 
 
 class _RestoreSteps:
@@ -104,6 +113,7 @@ class _RestoreSteps:
         found = await self._workers.resolve(order.pod)
         refuse(RESTORE_CHECKS, found.pod)
         self._root = root = await self._machine.artifacts.read_root(order.artifact)
+        order = self._order = await with_uuids(self._machine, order)
         product = ""
         if root.facts.device_product:
             product = await device_product(self._machine, order.pod, order.devices)

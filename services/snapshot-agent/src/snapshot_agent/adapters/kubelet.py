@@ -1,0 +1,156 @@
+"""The workers of a node whose containers a kubelet has started: the port `Workers`.
+
+The agent is in the process namespace of the node and has the kubelet's folder of pods. It asks
+neither the API server nor the runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from snapshot_agent.adapters import procfs
+from snapshot_agent.domain.control import Access, ContainerPaths
+from snapshot_agent.domain.gate import ObservedPod
+from snapshot_agent.domain.kubelet import (
+    SeenProcess,
+    access_of,
+    command_of,
+    container_in,
+    first_processes,
+    name_in,
+)
+from snapshot_agent.ports import Launcher, Process, ResolvedContainer, SetProcess, Worker
+from snapshot_shared.errors import NotEligible
+from snapshot_shared.ids import Uid, check_label, check_uid
+from snapshot_shared.orders import PodRef
+from snapshot_shared.tasks import in_thread
+from snapshot_shared.volumes import CONTROL_VOLUME, folder_of
+
+_GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+
+
+class _Container(NamedTuple):
+    process: Process
+    access: Access
+    command: list[str]
+
+
+class KubeletPods:
+    """The `Workers` port. A pod is the kubelet's: what ends here is started again by its policy."""
+
+    def __init__(self, launcher: Launcher, kubelet_dir: Path, state_dir: Path) -> None:
+        """Use `<kubelet_dir>/pods`; the locks of containers are below `state_dir`."""
+        self._launcher = launcher
+        self._kubelet_dir = kubelet_dir
+        self._pods = kubelet_dir / "pods"
+        self._homes = state_dir / "pods"
+
+    async def resolve(self, pod: PodRef) -> ResolvedContainer:
+        return await in_thread(self._resolve, pod)
+
+    def _resolve(self, pod: PodRef) -> ResolvedContainer:
+        uid, name = check_uid(pod.uid), check_label(pod.container)
+        self._forget_the_gone()
+        started = _names(self._pods / uid / "containers")
+        running = _containers(uid)
+        found = running.get(name)
+        seen = ObservedPod(
+            pod,
+            pod if started else None,
+            containers=tuple(started),
+            alive=found is not None,
+            # The operator has read it in the spec of the pod, which is not to be seen here.
+            standby=True,
+        )
+        if found is None:
+            return ResolvedContainer(seen)
+        paths = ContainerPaths(
+            home=self._homes / uid / name,
+            sockets=self._homes / uid / name,
+            access=found.access,
+            volume=Path(folder_of(self._kubelet_dir, uid, CONTROL_VOLUME), name),
+        )
+        if not paths.control.is_dir():
+            raise NotEligible(
+                f"container {name} of pod {pod.name} has no control directory",
+                next_step=f"mount the emptyDir {paths.control.parent.name} with subPath {name}, "
+                "or let Snapback make the pod",
+                expected=str(paths.control),
+            )
+        return ResolvedContainer(seen, Worker(pod, found.process, paths), command=found.command)
+
+    def _forget_the_gone(self) -> None:
+        """Remove the locks of pods that the kubelet has removed."""
+        for uid in set(_names(self._homes)) - set(_names(self._pods)):
+            shutil.rmtree(self._homes / uid, ignore_errors=True)
+
+    def is_alive(self, process: Process) -> bool:
+        return self._launcher.adopt(process)
+
+    async def ended(self, process: Process) -> int | None:
+        return await self._launcher.ended(process)
+
+    async def end(self, worker: Worker) -> None:
+        await self._launcher.terminate(worker.process, worker.paths, 0.0)
+
+    async def end_pod(self, pod_uid: str, grace_s: float) -> None:
+        found = await in_thread(_containers, check_uid(pod_uid))
+        homes = {name: self._homes / pod_uid / name for name in found}
+        await asyncio.gather(
+            *(
+                self._launcher.terminate(found[name].process, ContainerPaths(home, home), grace_s)
+                for name, home in homes.items()
+            )
+        )
+
+    @contextlib.asynccontextmanager
+    async def replacing(self, worker: Worker) -> AsyncIterator[SetProcess]:
+        async def set_process(process: Process) -> Worker:
+            if process != worker.process:
+                raise NotEligible("a container of a kubelet ends with its first process")
+            return worker
+
+        yield set_process
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _containers(uid: Uid) -> dict[str, _Container]:
+    """Return the containers of a pod that run, by name."""
+    found = {}
+    for first in first_processes(_processes(uid)):
+        with contextlib.suppress(*_GONE):
+            name = name_in(_read(first.pid, "mountinfo").decode(errors="surrogateescape"), uid)
+            if name is not None:
+                found[name] = _Container(
+                    Process(first.pid, first.start),
+                    access_of(
+                        _read(first.pid, "status").decode(errors="replace"),
+                        _read(first.pid, "uid_map").decode(),
+                        _read(first.pid, "gid_map").decode(),
+                    ),
+                    list(command_of(_read(first.pid, "cmdline"))),
+                )
+    return found
+
+
+def _processes(uid: Uid) -> Iterator[SeenProcess]:
+    for process in procfs.running():
+        with contextlib.suppress(*_GONE):
+            cgroups = _read(process.pid, "cgroup").decode(errors="replace")
+            if container := container_in(cgroups, uid):
+                yield SeenProcess(process.pid, process.start, container)
+
+
+def _read(pid: int, name: str) -> bytes:
+    return Path(f"/proc/{pid}/{name}").read_bytes()

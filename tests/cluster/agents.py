@@ -1,0 +1,82 @@
+"""An agent on every node, in a pod with the rights of the chart's, from this tree."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.simulated import container, pod
+
+NAME = "snapback-node"
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL")
+TINY_WORKER = Path(__file__).resolve().parents[1] / "support" / "tiny_worker.py"
+
+
+def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
+    """Return a DaemonSet of agents that share the folder `artifacts` of this host."""
+    environment = {
+        "SNAPBACK_WORLD": "kubernetes",
+        "SNAPBACK_NATS_URL": nats_url,
+        "SNAPBACK_STATE_DIR": "/var/lib/snapback/agent",
+        "SNAPBACK_ARTIFACT_ROOT": "/artifacts",
+        "SNAPBACK_SOCKET_DIR": "/var/lib/snapback/sockets",
+        "SNAPBACK_HTTP_ADDRESS": "0.0.0.0:9090",
+        "SNAPBACK_SIM": "1",
+        "HOME": "/tmp",
+        **settings,
+    }
+    env: list[dict[str, Any]] = [
+        {"name": name, "value": value} for name, value in environment.items()
+    ]
+    node = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    env.append({"name": "SNAPBACK_NODE", "valueFrom": node})
+    paths = {
+        "pods": ("/var/lib/kubelet/pods", "/var/lib/kubelet/pods"),
+        "state": ("/var/lib/snapback", "/var/lib/snapback"),
+        "artifacts": (str(artifacts), "/artifacts"),
+    }
+    agent = container(
+        "agent",
+        *(sys.executable, "-m", "snapshot_agent.main"),
+        env=env,
+        readinessProbe={"httpGet": {"port": 9090, "path": "/readyz"}, "periodSeconds": 1},
+        securityContext={
+            "runAsUser": 0,
+            "capabilities": {"drop": ["ALL"], "add": list(CAPABILITIES)},
+        },
+        volumeMounts=[{"name": name, "mountPath": at} for name, (_, at) in paths.items()],
+    )
+    volumes = [{"name": name, "hostPath": {"path": of}} for name, (of, _) in paths.items()]
+    template = pod(
+        NAME,
+        agent,
+        hostPID=True,
+        automountServiceAccountToken=False,
+        volumes=volumes,
+        terminationGracePeriodSeconds=20,
+    )
+    labels = {"app": NAME}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": NAME},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": template["spec"]},
+        },
+    }
+
+
+def worker(*arguments: str, standby: bool = False) -> dict[str, Any]:
+    """Return a container of the worker of the control directory's protocol."""
+    main = container("main", sys.executable, str(TINY_WORKER), *arguments)
+    if standby:
+        main["env"] = [{"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}]
+    return main
+
+
+def nodes_of(cluster: Cluster) -> list[str]:
+    """Return the names of the nodes."""
+    return [node.name for node in cluster.nodes]

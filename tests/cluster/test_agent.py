@@ -1,0 +1,169 @@
+"""The agent beside real kubelets: workers in pods are captured and restored, by orders on NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapshot_operator.core.restore import RESTORED
+from snapshot_operator.kube import shaping
+from snapshot_shared import subjects
+from snapshot_shared.api import Fault, SimReply, SimRequest
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import NotFound
+from snapshot_shared.ids import NodeName
+from tests.cluster.agents import agents, worker
+from tests.cluster.cluster import Cluster
+from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.simulated import pod
+from tests.cluster.test_operator import Rig, polled, rig
+from tests.support.nats_server import nats_server
+
+__all__ = ["rig"]
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def nats_url(own_cluster: Cluster, tmp_path: Path) -> Iterator[str]:
+    """Where a nats-server listens that pods and this host reach."""
+    with nats_server(tmp_path / "nats", address=own_cluster.host_address) as server:
+        yield server.url
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> Path:
+    """The artifact root of all nodes."""
+    (tmp_path / "artifacts").mkdir()
+    return tmp_path / "artifacts"
+
+
+@pytest.fixture
+def nodes(own_cluster: Cluster, nats_url: str, artifacts: Path, rig: Rig) -> Kubectl:
+    """Commands in the namespace of the rig, with an agent on every node."""
+    kubectl = own_cluster.kubectl.within(rig.namespace)
+    kubectl.apply(agents(nats_url, artifacts))
+    kubectl.run("rollout", "status", "daemonset/snapback-node", "--timeout=60s")
+    return kubectl
+
+
+def placeholder(name: str, source: str, node: str, **spec: Any) -> dict[str, Any]:
+    """Return a pod that waits to be restored, as the webhook makes it."""
+    document = pod(name, worker(standby=True), nodeName=node, **spec)
+    document["metadata"]["annotations"] = {"nvidia.com/restore-from": source}
+    shaping.with_control_directory(document["spec"], document["spec"]["containers"][0])
+    return document
+
+
+async def arm(rig: Rig, node: str, step: str, action: Any) -> None:
+    """Have the agent of a node do something else at a step."""
+    request = encode_json(SimRequest(arm=Fault(step=step, action=action)))
+    answer = await rig.bus.request(
+        subjects.rpc(NodeName(node), "agent", "sim"), request, timeout_s=10.0
+    )
+    assert decode_json(answer, SimReply).armed
+
+
+async def running(nodes: Kubectl, job: str) -> str:
+    """Return the name of the pod of a Job."""
+    [found] = await asyncio.to_thread(nodes.list, "pods", f"--selector=job-name={job}")
+    return str(found["metadata"]["name"])
+
+
+async def events_of(nodes: Kubectl, name: str) -> list[str]:
+    """Return what a worker has written of itself."""
+    said = await asyncio.to_thread(nodes.run, "exec", name, "--", "cat", "/events")
+    return said.splitlines()
+
+
+async def restored(rig: Rig, name: str) -> None:
+    """Wait until the pod says that it is restored."""
+
+    async def is_true() -> bool:
+        with contextlib.suppress(NotFound):
+            rows = (await rig.get("pods", name)).get("status", {}).get("conditions", [])
+            return any((row["type"], row["status"]) == (RESTORED, "True") for row in rows)
+        return False
+
+    await polled(is_true)
+
+
+async def test_a_worker_is_captured_on_one_node_and_restored_on_the_other(
+    rig: Rig, nodes: Kubectl, artifacts: Path
+) -> None:
+    source = pod("source", worker("--answer", "42", "--child"), nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]})
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    assert list(artifacts.glob("*/*/gen-1/process/weights.bin"))
+    events = await events_of(nodes, await running(nodes, "llm"))
+    assert events[-2:] == ["quiesced 1", "snapshot-complete 1"]
+    nodes.apply(placeholder("again", "llm", "node-2"))
+    await restored(rig, "again")
+    assert (await events_of(nodes, "again"))[-1] == "restored 42 1024"
+
+
+async def test_a_worker_goes_on_when_its_agent_is_killed_while_it_is_frozen(
+    rig: Rig, nodes: Kubectl
+) -> None:
+    await arm(rig, "node-1", "copy-state", "crash")
+    source = pod("source", worker("--child"), nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]})
+    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
+    assert failed["reason"] == "AgentRestarted"
+    name = await running(nodes, "llm")
+    assert (await events_of(nodes, name))[-1] == "snapshot-aborted 1"
+    states = "for each in /proc/[0-9]*/stat; do cut -d' ' -f3 $each; done"
+    said = await asyncio.to_thread(nodes.run, "exec", name, "--", "sh", "-c", states)
+    assert "T" not in said
+
+
+async def test_agents_that_are_replaced_in_the_middle_of_a_capture_lose_none(
+    rig: Rig, nodes: Kubectl
+) -> None:
+    await arm(rig, "node-1", "facts", "stall")
+    source = pod("source", worker("--answer", "42"), nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]})
+
+    async def is_quiet() -> bool:
+        with contextlib.suppress(KubectlError, ValueError):
+            return "quiesced 1" in await events_of(nodes, await running(nodes, "llm"))
+        return False
+
+    await polled(is_quiet)
+    await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    events = await events_of(nodes, await running(nodes, "llm"))
+    assert [event.split()[0] for event in events[1:]] == [
+        "quiesced",
+        "snapshot-aborted",
+        "quiesced",
+        "snapshot-complete",
+    ]
+
+
+async def test_a_second_agent_of_a_node_waits_for_the_end_of_the_first(
+    rig: Rig, nodes: Kubectl, nats_url: str, artifacts: Path
+) -> None:
+    other = agents(nats_url, artifacts)
+    other["metadata"]["name"] = "other"
+    labels = other["spec"]["selector"]["matchLabels"] = {"app": "other"}
+    other["spec"]["template"]["metadata"]["labels"] = labels
+    nodes.apply(other)
+
+    async def says_why() -> bool:
+        with contextlib.suppress(KubectlError):
+            words = ("logs", "daemonset/other", "--previous")
+            return "another process works" in await asyncio.to_thread(nodes.run, *words)
+        return False
+
+    await polled(says_why)
+    await asyncio.to_thread(nodes.run, "delete", "daemonset/snapback-node")
+    words = ("rollout", "status", "daemonset/other", "--timeout=90s")
+    await asyncio.to_thread(nodes.run, *words)
+    source = pod("source", worker(), nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]})
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
