@@ -54,7 +54,11 @@ class Release(NamedTuple):
     def install(self, *words: str) -> str:
         """Install or upgrade it, and return when all its pods are ready."""
         chart = (self.name, str(helm.CHART), "--install", *self.options)
-        return self.helm("upgrade", *chart, "--wait", "--timeout", "6m", *words)
+        said = self.helm("upgrade", *chart, "--wait", "--timeout", "6m", *words)
+        # For helm a DaemonSet is ready while as many pods are not as its strategy allows.
+        nodes = f"daemonset/{self.name}-snapback-node"
+        self.kubectl.run("rollout", "status", nodes, f"--timeout={PATIENCE_S:g}s")
+        return said
 
     @property
     def keys(self) -> dict[str, dict[str, bytes]]:
