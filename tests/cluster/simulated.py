@@ -49,7 +49,9 @@ def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE
 class Driver:
     """`python -m gms.main` of one node, on the folders of its kubelet and its runtime."""
 
-    def __init__(self, node: str, home: Path, state: Path, kubectl: Kubectl) -> None:
+    def __init__(
+        self, node: str, home: Path, state: Path, kubectl: Kubectl, **settings: str
+    ) -> None:
         self.node = node
         self.kubelet, self.cdi = home / "kubelet", home / "cdi"
         self.claims = self.kubelet / "plugins" / DRIVER / "claims"
@@ -68,6 +70,7 @@ class Driver:
             "SNAPBACK_KUBELET_DIR": str(self.kubelet),
             "SNAPBACK_CDI_DIR": str(self.cdi),
             "SNAPBACK_KUBECONFIG": str(kubectl.kubeconfig),
+            **settings,
         }
 
     def start(self, plugin: str = "dra") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,19 @@ from snapshot_shared.ids import NodeName
 from tests.cluster.agents import agents, worker
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError
-from tests.cluster.simulated import pod
+from tests.cluster.simulated import GPU, ROOT, Driver, container, pod, template
 from tests.cluster.test_operator import Rig, polled, rig
 from tests.support.nats_server import nats_server
 
 __all__ = ["rig"]
 pytestmark = pytest.mark.cluster
+
+EXAMPLE = ROOT / "deploy/examples/worker_template.py"
+READER = """
+import snapback_client as client
+with client.connect(0, lock="RO", deadline_s=60) as pool:
+    print(pool["table"].min(), pool["table"].max(), pool["table"].shape)
+"""
 
 
 @pytest.fixture
@@ -104,6 +112,77 @@ async def test_a_worker_is_captured_on_one_node_and_restored_on_the_other(
     nodes.apply(placeholder("again", "llm", "node-2"))
     await restored(rig, "again")
     assert (await events_of(nodes, "again"))[-1] == "restored 42 1024"
+
+
+@pytest.fixture
+def memory(
+    own_cluster: Cluster,
+    nodes: Kubectl,
+    nats_url: str,
+    artifacts: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Kubectl]:
+    """As `nodes`, with the GMS of every node, which has simulated devices for claims."""
+    kubectl = own_cluster.kubectl
+    kubectl.run("apply", "--filename", str(ROOT / "deploy/simulation/device-class.yaml"))
+    settings = {
+        "SNAPBACK_WORLD": "kubernetes",
+        "SNAPBACK_NATS_URL": nats_url,
+        "SNAPBACK_ARTIFACT_ROOT": str(artifacts),
+    }
+    # A short name, for the path of a unix socket has at most 107 bytes.
+    state = tmp_path_factory.mktemp("g")
+    drivers = [
+        Driver(node.name, node.home, state, kubectl, **settings) for node in own_cluster.nodes
+    ]
+    try:
+        for driver in drivers:
+            driver.start()
+        nodes.apply(template("gpu"))
+        yield nodes
+        # The devices of a claim are given back by the drivers.
+        nodes.run("delete", "jobs,pods", "--selector=app!=snapback-node")
+    finally:
+        for driver in drivers:
+            driver.end()
+
+
+def with_weights(node: str, **main: Any) -> dict[str, Any]:
+    """Return a pod of a worker that has its weights on the devices of a claim."""
+    # Not by `nodeName`, as only the scheduler gives a claim its devices.
+    where = {"kubernetes.io/hostname": node}
+    worker = container("main", sys.executable, str(EXAMPLE), resources=GPU, **main)
+    server = container("gms-server", sys.executable, "-m", "gms.main")
+    return pod("source", worker, claim="gpu", initContainers=[server], nodeSelector=where)
+
+
+async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node_is_lost(
+    rig: Rig, memory: Kubectl, artifacts: Path, own_cluster: Cluster
+) -> None:
+    source = with_weights("node-1")["spec"]
+    await rig.apply("llm", {"spec": source})
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    assert len(list(artifacts.glob("*/*/gen-1/gpu-0"))) == 1
+    own_cluster.kill("node-1")
+    again = with_weights("node-2", env=[{"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}])
+    again["metadata"] = {"name": "again", "annotations": {"nvidia.com/restore-from": "llm"}}
+    [main] = again["spec"]["containers"]
+    shaping.with_control_directory(again["spec"], main)
+    shaping.with_memory_server(again["spec"], main, "none")
+    memory.apply(again)
+    await restored(rig, "again")
+    words = ("exec", "again", "--container", "main", "--", sys.executable, "-c", READER)
+    assert await asyncio.to_thread(memory.run, *words) == "1.5 1.5 (1024, 1024)\n"
+    await asyncio.to_thread(own_cluster.start, "node-1")
+
+
+async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(
+    rig: Rig, memory: Kubectl, artifacts: Path
+) -> None:
+    await arm(rig, "node-1", "facts", "crash")
+    await rig.apply("llm", {"spec": with_weights("node-1")["spec"]})
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    assert [path.name for path in artifacts.glob("*/*/*")] == ["gen-2"]
 
 
 async def test_a_worker_goes_on_when_its_agent_is_killed_while_it_is_frozen(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core.capture import ContentView
+from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.content import reconcile
 from snapshot_operator.core.plan import SetStatus
 from snapshot_shared.objects.meta import Condition, condition, is_true
@@ -82,6 +82,26 @@ async def test_a_worker_that_ends_is_released_only_after_ready_is_stored(world: 
     content = await world.content()
     assert content.status.capture is Capture.READY
     assert world.open("release")
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_planned"),
+    [
+        (["process", "gpu-0"], True),
+        (["process", "gpu-0", "gpu-1", "gpu-2"], True),
+        (["process"], False),
+        (["process", "gpu-1"], False),
+        (["gpu-0"], False),
+    ],
+)
+async def test_the_devices_of_a_memory_server_are_those_that_it_says_from_the_first_on(
+    world: World, parts: list[str], *, is_planned: bool
+) -> None:
+    await capturing(world)
+    content = await world.content()
+    source = replace(content.spec.source, devices=[], memory_server=True)
+    content = replace(content, spec=replace(content.spec, source=source))
+    assert (_vector_failure(content, parts) is None) == is_planned
 
 
 async def test_a_part_missing_from_the_vector_fails_the_capture(world: World) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from msgspec.structs import replace
 
@@ -11,7 +13,7 @@ from snapshot_operator.core.plan import Finalize, Plan, SetStatus
 from snapshot_operator.core.restore import RestoreView, reconcile
 from snapshot_shared.errors import StoreBusy
 from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import ContainerStatus
+from snapshot_shared.objects.kubernetes import ContainerStatus, PodStatus
 from snapshot_shared.objects.meta import is_true, time_of
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestoreStatus
 from snapshot_shared.transitions import Restore
@@ -95,6 +97,38 @@ async def test_a_pod_that_another_scheduler_has_placed_waits_for_a_source_that_n
     await world.cluster.update_status(placed)
     await world.settle()
     assert (await world.restore("restored")).status.state is Restore.PENDING
+
+
+async def test_a_restore_waits_for_the_memory_server_of_its_pod_and_names_devices_by_their_parts(
+    world: World,
+) -> None:
+    committed = (await world.content()).status.committed
+    await world.apply(restore_document())
+    value, content = await world.restore("restored"), await world.content()
+    reading = replace(content.status, readers=[value.metadata.uid], committed=committed)
+    content = replace(content, status=reading)
+    pending = replace(
+        value, status=SnapshotRestoreStatus(content_name=content.metadata.name, node_name="node-2")
+    )
+
+    def begun(memory_server: str) -> SnapshotRestoreStatus:
+        status = PodStatus(node_name="node-2", memory_server=memory_server)  # type: ignore[arg-type]
+        target = replace(pod, status=status)
+        plan = reconcile(RestoreView(with_columns(pending), target, content), world.now)
+        (write,) = plan.writes
+        assert isinstance(write, SetStatus)
+        found: SnapshotRestoreStatus = write.new.status
+        return found
+
+    pod = await world.get("Pod", "restored")
+    assert begun("starting").conditions[0].reason == "WaitingForMemoryServer"
+    ready = begun("ready")
+    assert [device.uuid for device in ready.devices] == ["gpu-0", "gpu-1"]
+    loads = [json.loads(bytes(order.payload)) for order in ready.orders]
+    assert [(load["device"], load["pod"]["name"]) for load in loads] == [
+        ("gpu-0", "restored"),
+        ("gpu-1", "restored"),
+    ]
 
 
 async def test_a_pod_that_has_its_place_waits_for_a_snapshot_that_may_be_taken_yet(

@@ -9,7 +9,12 @@ import pytest
 
 from snapshot_operator.core.checkpoint import _job
 from snapshot_operator.core.sharing import identity_hash
-from snapshot_operator.kube.shaping import find_container, job_manifest, source_template
+from snapshot_operator.kube.shaping import (
+    find_container,
+    job_manifest,
+    source_template,
+    with_memory_server,
+)
 from snapshot_shared.errors import InvalidManifest
 from tests.support.objects import checkpoint, checkpoint_document
 
@@ -112,3 +117,59 @@ def test_the_job_is_owned_by_its_checkpoint_and_carries_what_was_decided() -> No
     assert labels.items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
     assert manifest["spec"]["backoffLimit"] == 2
     assert manifest["spec"]["activeDeadlineSeconds"] == 120
+
+
+CLAIM = {"claims": [{"name": "gpu"}]}
+
+
+def with_server(**changes: Any) -> dict[str, Any]:
+    main = {"name": "main", "resources": CLAIM}
+    spec = {"containers": [main], "initContainers": [{"name": "fetch"}], **changes}
+    with_memory_server(spec, main, "gms:1")
+    return spec
+
+
+def test_a_memory_server_runs_before_the_worker_and_beside_it_with_the_devices_of_its_claim() -> (
+    None
+):
+    spec = with_server()
+    server, fetch = spec["initContainers"]
+    assert (server["name"], server["image"], fetch["name"]) == ("gms-server", "gms:1", "fetch")
+    assert (server["restartPolicy"], server["resources"]) == ("Always", CLAIM)
+    [main] = spec["containers"]
+    mount = {"name": "gms-sockets", "mountPath": "/gms-sockets"}
+    assert mount in main["volumeMounts"]
+    assert mount in server["volumeMounts"]
+    assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main["env"]
+    assert {"name": "SNAPBACK_NATS_URL", "value": ""} in server["env"]
+
+
+def test_a_memory_server_of_the_template_keeps_its_image_command_and_mounts() -> None:
+    own = {
+        "name": "gms-server",
+        "image": "mine:2",
+        "command": ["mine"],
+        "volumeMounts": [{"name": "x", "mountPath": "/x"}],
+    }
+    [server] = with_server(initContainers=[own])["initContainers"]
+    assert (server["image"], server["command"]) == ("mine:2", ["mine"])
+    assert server["volumeMounts"][0]["mountPath"] == "/x"
+
+
+def test_a_memory_server_serves_workers_of_the_group_of_the_volumes() -> None:
+    [server, _] = with_server(securityContext={"fsGroup": 2000})["initContainers"]
+    assert {"name": "SNAPBACK_LEASE_GROUP", "value": "2000"} in server["env"]
+
+
+def test_a_worker_that_claims_no_devices_has_no_memory_server() -> None:
+    main = {"name": "main", "resources": {"limits": {"cpu": "1"}}}
+    spec: dict[str, Any] = {"containers": [main]}
+    with_memory_server(spec, main, "gms:1")
+    assert spec == {"containers": [{"name": "main", "resources": {"limits": {"cpu": "1"}}}]}
+
+
+def test_adding_a_memory_server_twice_changes_nothing() -> None:
+    spec = with_server()
+    before = copy.deepcopy(spec)
+    with_memory_server(spec, spec["containers"][0], "gms:1")
+    assert spec == before

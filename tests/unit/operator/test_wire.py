@@ -51,6 +51,23 @@ def test_a_pod_is_its_node_its_containers_and_the_devices_that_they_ask_for() ->
 
 
 @pytest.mark.parametrize(
+    ("volumes", "started", "known"),
+    [
+        ([], None, "none"),
+        (["gms-sockets"], None, "starting"),
+        (["gms-sockets"], False, "starting"),
+        (["models", "gms-sockets"], True, "ready"),
+    ],
+)
+def test_a_pod_has_a_memory_server_from_the_start_of_its_init_container(
+    volumes: list[str], started: bool | None, known: str
+) -> None:
+    status = {"initContainerStatuses": [{"name": "gms-server", "started": started}]}
+    spec = {"containers": [], "volumes": [{"name": name} for name in volumes]}
+    assert pod_in(encoded(spec=spec, status=status)).status.memory_server == known
+
+
+@pytest.mark.parametrize(
     ("state", "known"),
     [
         ({"running": {"startedAt": "2026-01-01T00:00:00Z"}}, ("running", None)),

@@ -54,8 +54,7 @@ def job_manifest(job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE) -> 
     spec = checkpoint["spec"]["job"]
     target = spec.get("targetContainerName", "main")
     template = source_template(spec["podTemplateSpec"], target, job.metadata.labels)
-    gms = checkpoint["spec"].get("gpuMemoryService")
-    if gms is not None and gms.get("enabled", True):
+    if checkpoint["spec"].get("gpuMemoryService", {}).get("enabled", True):
         pod = template["spec"]
         with_memory_server(pod, find_container(pod, target), gms_image)
     shaped: Document = {"template": template, "backoffLimit": job.spec.backoff_limit}
@@ -118,20 +117,14 @@ def with_control_directory(spec: Document, container: Document) -> None:
 
 
 def with_memory_server(spec: Document, container: Document, image: str) -> None:
-    """Add a memory server to a pod, for the devices that a container has claimed.
+    """Add a memory server to a pod, for the devices that a container has claimed, if it has.
 
     An init container of its name in the template is what it is made of: its image, command and
-    mounts stay. InvalidManifest where the container has claimed no devices.
+    mounts stay.
     """
     claims = container.get("resources", {}).get("claims")
-    name = container["name"]
     if not claims:
-        raise InvalidManifest(
-            f"container {name} claims no devices, which its memory server would share",
-            next_step="name a claim of the pod in resources.claims of the container, or leave out "
-            "spec.gpuMemoryService",
-            problems=[f"container {name}: resources.claims is empty"],
-        )
+        return
     init: list[Document] = spec.setdefault("initContainers", [])
     named = (each for each in init if each.get("name") == GMS_SERVER)
     server: Document = next(named, {"name": GMS_SERVER})
