@@ -195,7 +195,7 @@ bench-pause: $(STAMP) ## Measure a worker's pause and its restore (SIZES_MIB="25
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
-docs: $(STAMP) ## Write what is made from the code: pages of docs/, files of deploy/crds
+docs: $(STAMP) ## Write what is made from the code: pages of docs/, deploy/crds, the chart
 	$(BIN)/python -m docs.generate
 
 screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
@@ -225,6 +225,7 @@ cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) down
 
 test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG
+	@$(BIN)/pytest -q tests/unit/test_chart.py
 	@$(BIN)/pytest -s -m cluster tests/cluster tests/contract
 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)

@@ -124,7 +124,7 @@ def memory(
 ) -> Iterator[Kubectl]:
     """As `nodes`, with the GMS of every node, which has simulated devices for claims."""
     kubectl = own_cluster.kubectl
-    kubectl.run("apply", "--filename", str(ROOT / "deploy/simulation/device-class.yaml"))
+    kubectl.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
     settings = {
         "SNAPBACK_WORLD": "kubernetes",
         "SNAPBACK_NATS_URL": nats_url,

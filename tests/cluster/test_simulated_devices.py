@@ -62,7 +62,7 @@ def cluster(target: Target) -> PodKubectl:
     if target.own is None:
         pytest.skip("only on a cluster that the tests start: unset KUBECONFIG")
     found = target.kubectl
-    found.run("apply", "--filename", str(ROOT / "deploy/simulation/device-class.yaml"))
+    found.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
     return PodKubectl(found.kubeconfig, found.program)
 
 

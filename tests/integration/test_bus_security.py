@@ -24,9 +24,9 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import ASKED, Bus
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound, NotPermitted
 from snapshot_shared.ids import NodeName, OrderId, token
+from snapshot_shared.nkey import public_key
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.permissions import User, users_of
-from snapshotctl.adapters.nkeys import public_key
 from snapshotctl.adapters.observer import unstored
 from tests.support.keyed_server import KeyedServer, everything, keyed_server
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from snapshot_shared.bus import Bus
 from snapshot_shared.bus.client import BusClient
+from snapshot_shared.nkey import public_key
 from snapshot_shared.permissions import MAIN, STREAMS, User, server_accounts
-from snapshotctl.adapters.nkeys import public_key
 from tests.support.nats_server import running_nats_server
 
 

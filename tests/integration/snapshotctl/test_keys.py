@@ -11,8 +11,8 @@ import pytest
 
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import NotPermitted
+from snapshot_shared.nkey import public_key
 from snapshot_shared.permissions import User
-from snapshotctl.adapters.nkeys import public_key
 from tests.integration.snapshotctl.conftest import Cli
 from tests.support.nats_server import nats_server_binary
 

@@ -206,3 +206,13 @@ def test_a_pod_that_cannot_be_restored_as_it_asks_is_refused_by_path(
 def test_a_pod_without_contradictions_has_no_problems() -> None:
     own = {"name": "snapshot-control", "emptyDir": {"medium": "Memory"}}
     assert [*restore_problems(pod(volumes=[own], restore_policy="Immediate"))] == []
+
+
+def test_a_worker_that_claims_devices_gets_a_memory_server_once() -> None:
+    document = pod()
+    main_of(document)["resources"] = {"claims": [{"name": "gpu"}]}
+    once = patched(document)
+    [server] = once["spec"]["initContainers"]
+    assert (server["name"], server["resources"]["claims"]) == ("gms-server", [{"name": "gpu"}])
+    assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(once)["env"]
+    assert patched(once) == once

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from snapshot_shared.errors import InvalidInput
+from snapshot_shared.nkey import public_key
 from snapshot_shared.permissions import User
-from snapshotctl.adapters.nkeys import admit, public_key
+from snapshotctl.adapters.nkeys import admit
 from snapshotctl.domain.cluster import NatsServer
 
 

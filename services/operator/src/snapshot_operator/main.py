@@ -222,7 +222,7 @@ async def _admission(
         certificate = MountedCertificate(settings.webhook_certificate_dir)
     else:
         certificate = OwnCertificate(client, endpoint, environment.clocks, environment.jitter)
-    admission = Admission(client, environment.metrics)
+    admission = Admission(client, environment.metrics, settings.gms_image)
     async with (
         certificate.kept() as context,
         serving(admission, settings.webhook_address, context),

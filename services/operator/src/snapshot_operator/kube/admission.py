@@ -22,6 +22,7 @@ from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.restore_request import RestoreRequest, mismatch
 from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.restoring import restore_request, standby_patch
+from snapshot_operator.kube.shaping import GMS_IMAGE
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH, PODS, PODS_PATH
 from snapshot_shared import instruments
@@ -105,9 +106,12 @@ _REVIEW = msgspec.json.Decoder(Review)
 class Admission:
     """Answers reviews. Sources are read from the API server itself, and never from memory."""
 
-    def __init__(self, client: KubeClient, metrics: Metrics = OFF) -> None:
-        """Read by `client`."""
+    def __init__(
+        self, client: KubeClient, metrics: Metrics = OFF, gms_image: str = GMS_IMAGE
+    ) -> None:
+        """Read by `client`; `gms_image` is that of the memory servers in pods."""
         self._client = client
+        self._gms_image = gms_image
         self._metrics = metrics
 
     def app(self) -> web.Application:
@@ -152,7 +156,7 @@ class Admission:
         ):
             text = f"{asked.source} is not captured yet, and the pod does not wait: it starts cold"
             return Answer(warned=(text,))
-        return Answer(patch=tuple(standby_patch(pod)))
+        return Answer(patch=tuple(standby_patch(pod, self._gms_image)))
 
     async def object(self, request: Request) -> Answer:
         """Return whether an object of ours may be stored, with everything that is wrong with it."""

@@ -14,8 +14,10 @@ from snapshot_operator.core.restore import LONGEST_S
 from snapshot_operator.core.restore_request import RestoreRequest, request_in
 from snapshot_operator.kube.shaping import (
     CONTROL_PATH,
+    GMS_IMAGE,
     put,
     with_control_directory,
+    with_memory_server,
 )
 from snapshot_shared.objects.snapback import RESTORE_CONTAINER, STANDBY_VARIABLES
 
@@ -27,6 +29,7 @@ RESTORED_FILE = "restored"
 SOURCE_WAIT_S = 86_400
 """The longest deadline that a capture may have, in seconds: a restore waits for its source."""
 
+_GROWN = ("volumes", "initContainers")
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
@@ -35,10 +38,11 @@ def restore_request(pod: Document) -> RestoreRequest:
     return request_in(pod.get("metadata", {}).get("annotations") or {})
 
 
-def standby_patch(pod: Document) -> list[Document]:
+def standby_patch(pod: Document, gms_image: str = GMS_IMAGE) -> list[Document]:
     """Return the JSON Patch by which the worker of a pod waits to be restored.
 
-    The container that is restored is written down: another webhook may put one before it.
+    One that claims devices has a memory server for them. The container that is restored is written
+    down: another webhook may put one before it.
     """
     index = _target(pod)
     spec = copy.deepcopy(pod["spec"])
@@ -46,12 +50,13 @@ def standby_patch(pod: Document) -> list[Document]:
     with_control_directory(spec, container)
     for variable in STANDBY_VARIABLES:
         put(container["env"], {"name": variable, "value": "1"}, by="name")
+    with_memory_server(spec, container, gms_image)
     container["startupProbe"] = startup_probe(container)
     before = pod["spec"]
     marked = {**pod["metadata"]["annotations"], RESTORE_CONTAINER: container["name"]}
     return [
         *_changes("/metadata", pod["metadata"], {"annotations": marked}),
-        *_changes("/spec", before, {"volumes": spec["volumes"]}),
+        *_changes("/spec", before, {name: spec[name] for name in _GROWN if name in spec}),
         *_changes(f"/spec/containers/{index}", before["containers"][index], container),
     ]
 

@@ -1,0 +1,367 @@
+"""The chart on a real cluster: installed, looked at, upgraded, and uninstalled."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from gms.domain.claims import DRIVER
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.permissions import User
+from tests.cluster import programs
+from tests.cluster.cluster import FAILED, Cluster
+from tests.cluster.evidence import collect
+from tests.cluster.kubectl import Kubectl
+from tests.cluster.target import Target
+from tests.support import helm
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.waits,
+    pytest.mark.cpu(300),
+    # Images are unpacked on each node.
+    pytest.mark.timeout(900),
+]
+
+PATIENCE_S = 120.0
+DEVICES = 2
+SLICES = ("get", "resourceslices", f"--field-selector=spec.driver={DRIVER}", "--output=json")
+
+
+class Release(NamedTuple):
+    """An installed chart: commands in its namespace, and the options of its install."""
+
+    kubectl: Kubectl
+    name: str
+    options: tuple[str, ...]
+
+    def helm(self, *words: str) -> str:
+        where = ("--namespace", str(self.kubectl.namespace))
+        return helm.run(*words, *where, kubeconfig=self.kubectl.kubeconfig)
+
+    def install(self, *words: str) -> str:
+        """Install or upgrade it, and return when all its pods are ready."""
+        chart = (self.name, str(helm.CHART), "--install", *self.options)
+        said = self.helm("upgrade", *chart, "--wait", "--timeout", "6m", *words)
+        # For helm a DaemonSet is ready while as many pods are not as its strategy allows.
+        nodes = f"daemonset/{self.name}-snapback-node"
+        self.kubectl.run("rollout", "status", nodes, f"--timeout={PATIENCE_S:g}s")
+        return said
+
+    @property
+    def keys(self) -> dict[str, dict[str, bytes]]:
+        """The keys of NATS, by the last word of the name of their Secret."""
+        found = self.kubectl.list("secrets", "--selector=app.kubernetes.io/component=nats-keys")
+        return {
+            each["metadata"]["name"].rpartition("-")[2]: {
+                key: base64.b64decode(value) for key, value in each["data"].items()
+            }
+            for each in found
+        }
+
+    def pods(self, component: str) -> list[Any]:
+        return list(self.kubectl.list("pods", f"--selector={self.label},{COMPONENT}={component}"))
+
+    def agents(self) -> dict[str, str]:
+        """The pods of the DaemonSet, by their nodes."""
+        return {pod["spec"]["nodeName"]: pod["metadata"]["name"] for pod in self.pods("node")}
+
+    @property
+    def label(self) -> str:
+        return f"app.kubernetes.io/instance={self.name}"
+
+
+COMPONENT = "app.kubernetes.io/component"
+
+
+SEED = "seed.nk"
+READABLE = ("/var/lib", "/run", "/tmp", "/etc", "/srv")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE_S:g} s"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def release(
+    request: pytest.FixtureRequest, target: Target, service_images: dict[str, str]
+) -> Iterator[Release]:
+    """The chart with simulated devices, in a namespace of its own."""
+    if helm.find() is None:
+        pytest.skip(f"helm is missing: {programs.NEXT_STEP}")
+    suffix = secrets.token_hex(3)
+    namespace, name = f"chart-{suffix}", f"chart-{suffix}"
+    images = {
+        "operator.image": "operator",
+        "node.agent.image": "snapshot-agent",
+        "node.gms.image": "gms",
+        "nats.image": "nats",
+    }
+    # A cluster has one of its name, which another test may have made.
+    has_class = target.kubectl.try_("get", "deviceclass", "gpu.nvidia.com").returncode == 0
+    options = {
+        **{value: service_images[image] for value, image in images.items()},
+        "simulation.enabled": "true",
+        "simulation.devices": str(DEVICES),
+        "simulation.deviceClass": "false" if has_class else "true",
+    }
+    words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
+    found = Release(target.kubectl.within(namespace), name, tuple(words))
+    failed = request.session.testsfailed
+    try:
+        found.install("--create-namespace")
+        yield found
+    except helm.HelmError:
+        print(f"\nsee {collect(FAILED / namespace, found.kubectl, target.own)}")
+        raise
+    finally:
+        if request.session.testsfailed > failed:
+            print(f"\nsee {collect(FAILED / namespace, found.kubectl, target.own)}")
+        with contextlib.suppress(helm.HelmError):
+            found.helm("uninstall", name, "--wait")
+        target.kubectl.run("delete", "namespace", namespace, "--wait=false")
+
+
+@contextlib.contextmanager
+def forwarded(release: Release) -> Iterator[str]:
+    """Forward a port of this host to NATS, and yield its address."""
+    service = f"service/{release.name}-snapback-nats"
+    words = release.kubectl.words("port-forward", service, ":4222")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        found = re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())
+        assert found
+        try:
+            yield f"nats://127.0.0.1:{found[1]}"
+        finally:
+            process.terminate()
+
+
+async def announced(release: Release, folder: Path) -> set[str]:
+    """Return the nodes that the bucket of NATS has, as a viewer sees it."""
+    seed = folder / "viewer.nk"
+    seed.write_bytes(release.keys["viewer"]["seed.nk"])
+    with forwarded(release) as url:
+        bus = Bus(url, "test", credentials=str(seed), inbox=User("viewer").inbox)
+        await bus.connect()
+        try:
+            return set(await bus.entries(subjects.NODES_BUCKET))
+        finally:
+            await bus.close()
+
+
+def nodes(release: Release) -> set[str]:
+    return {each["metadata"]["name"] for each in release.kubectl.list("nodes")}
+
+
+async def test_all_pods_are_ready_and_every_node_announces_itself(
+    release: Release, tmp_path: Path
+) -> None:
+    found = [pod for each in ("operator", "nats", "node") for pod in release.pods(each)]
+    assert len(found) == 2 + len(nodes(release))
+    ready = [
+        next(each["status"] for each in pod["status"]["conditions"] if each["type"] == "Ready")
+        for pod in found
+    ]
+    assert set(ready) == {"True"}
+    await announced_by_all(release, tmp_path)
+
+
+def seeds(release: Release) -> dict[str, str]:
+    """Return the seed of each service of each node, as its container finds it."""
+    found = {}
+    for node, pod in release.agents().items():
+        for container in ("agent", "gms"):
+            inside = ("exec", pod, "--container", container, "--", "sh", "-c")
+            assert release.kubectl.run(*inside, "ls -A /var/lib/snapback/keys").split() == [SEED]
+            seed = release.kubectl.run(*inside, f"cat /var/lib/snapback/keys/{SEED}")
+            found[f"{node}/{container}"] = seed.strip()
+    return found
+
+
+def test_an_agent_can_read_no_key_but_its_own(release: Release) -> None:
+    found = seeds(release)
+    assert len(set(found.values())) == 2 * len(nodes(release))
+    secrets = json.dumps(release.kubectl.list("secrets"))
+    for seed in found.values():
+        assert seed not in secrets
+        assert base64.b64encode(seed.encode()).decode().rstrip("=")[:-1] not in secrets
+    # All that an agent can read, the volumes of all pods of its node among it.
+    look = f"grep -rshoE 'SU[A-Z2-7]{{56}}' {' '.join(READABLE)} | sort -u"
+    for node, pod in release.agents().items():
+        inside = ("exec", pod, "--container", "agent", "--", "sh", "-c", look)
+        seen = set(release.kubectl.run(*inside).split())
+        assert found[f"{node}/agent"] in seen
+        assert seen & {seed for name, seed in found.items() if name != f"{node}/agent"} == set()
+
+
+def test_the_agent_has_no_token_and_neither_container_more_than_its_capabilities(
+    release: Release,
+) -> None:
+    capabilities = {"agent": 0b101011, "gms": 0b10}
+    """CHOWN, DAC_OVERRIDE, FOWNER, KILL by their numbers 0, 1, 3, 5."""
+    token = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    for pod in release.agents().values():
+        for container, expected in capabilities.items():
+            inside = ("exec", pod, "--container", container, "--")
+            status = release.kubectl.run(*inside, "cat", "/proc/self/status")
+            effective = re.search(r"CapEff:\s*(\w+)", status)
+            assert effective
+            assert int(effective[1], 16) == expected
+            has_token = release.kubectl.try_(*inside, "test", "-e", token).returncode == 0
+            assert has_token == (container == "gms")
+
+
+def test_the_simulated_devices_are_published_and_a_pod_can_claim_one(
+    release: Release, namespace: Kubectl, service_images: dict[str, str]
+) -> None:
+    def published() -> dict[str, int]:
+        items = json.loads(release.kubectl.run(*SLICES))["items"]
+        return {each["spec"]["nodeName"]: len(each["spec"]["devices"]) for each in items}
+
+    until(lambda: published() == dict.fromkeys(nodes(release), DEVICES), "slices")
+    claim = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": "gpu"},
+        "spec": {
+            "devices": {
+                "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]
+            }
+        },
+    }
+    container = {
+        "name": "main",
+        "image": service_images["gms"],
+        "command": ["sleep", "infinity"],
+        "resources": {"claims": [{"name": "gpu"}]},
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "worker"},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "resourceClaims": [{"name": "gpu", "resourceClaimName": "gpu"}],
+            "containers": [container],
+        },
+    }
+    namespace.apply(claim, pod)
+    namespace.wait("pod/worker", until="condition=Ready", within_s=PATIENCE_S)
+    found = namespace.run("exec", "worker", "--", "cat", "/run/snapback/gpu/0/device.json")
+    assert json.loads(found)["capacity"] == 2**30
+    namespace.run("delete", "pod", "worker")
+
+
+def test_the_example_of_a_checkpoint_becomes_ready(
+    release: Release, namespace: Kubectl, service_images: dict[str, str]
+) -> None:
+    example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
+    documents = list(yaml.safe_load_all(example.read_text()))
+    [main] = documents[1]["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    main["image"] = service_images["gms"]
+    namespace.apply(*documents)
+    name = "dynamocheckpoint/demo-llm"
+    namespace.wait(name, until="condition=Ready", within_s=PATIENCE_S)
+    [content] = [
+        each
+        for each in release.kubectl.list("snapshotcontents")
+        if each["spec"]["snapshotRef"]["namespace"] == namespace.namespace
+    ]
+    assert content["status"]["committed"]
+    # The operator deletes the artifact, and then lets the objects go.
+    namespace.run("delete", name, "--timeout=90s")
+    namespace.run("delete", "jobs,pods", "--all")
+
+
+def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:
+    words = (
+        "serviceaccounts,roles,rolebindings,jobs,daemonsets,pods",
+        f"--selector={release.label},{COMPONENT} in (keys,node-keys)",
+    )
+    # The pods of a DaemonSet end after it.
+    until(lambda: release.kubectl.list(*words) == [], "the end of what made keys")
+    of_cluster = ("clusterroles,clusterrolebindings", f"--selector={release.label}")
+    found = {each["metadata"]["name"] for each in release.kubectl.list(*of_cluster)}
+    assert found == {f"{release.name}-snapback-{each}" for each in ("operator", "simulation")}
+
+
+async def test_an_upgrade_keeps_every_key_and_nats_reads_its_users_again(
+    release: Release, tmp_path: Path
+) -> None:
+    before, of_nodes = release.keys, seeds(release)
+    server = release.pods("nats")[0]["metadata"]["uid"]
+    release.install()
+    assert release.keys == before
+    assert seeds(release) == of_nodes
+    assert release.pods("nats")[0]["metadata"]["uid"] != server
+    # What NATS had was in an emptyDir: the nodes announce themselves again.
+    await announced_by_all(release, tmp_path)
+
+
+async def test_an_upgrade_lets_a_node_in_that_has_other_keys(
+    release: Release, tmp_path: Path, own_cluster: Cluster
+) -> None:
+    """As one that has joined the cluster, or was set up again."""
+    before, of_nodes = release.keys, seeds(release)
+    node = own_cluster.nodes[0]
+    node.run("rm", "-r", "/var/lib/snapback/keys")
+    release.kubectl.run("delete", "pod", release.agents()[node.name], "--wait")
+    release.install()
+    after = seeds(release)
+    changed = {f"{node.name}/{service}" for service in ("agent", "gms")}
+    assert {name for name in after if after[name] != of_nodes[name]} == changed
+    own = ("operator", "snapshotctl", "viewer")
+    assert {each: release.keys[each] for each in own} == {each: before[each] for each in own}
+    await announced_by_all(release, tmp_path)
+
+
+async def announced_by_all(release: Release, folder: Path) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while await announced(release, folder) != nodes(release):
+        assert time.monotonic() < end
+
+
+def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: Release) -> None:
+    release.helm("uninstall", release.name, "--wait")
+    kinds = release.kubectl.run("api-resources", "--verbs=list", "--output=name").split()
+    selector = f"--selector={release.label}"
+    of_cluster = release.kubectl.run("get", "clusterroles,clusterrolebindings", selector)
+    assert of_cluster == ""
+    namespaced = ("--verbs=list", "--namespaced", "--output=name")
+    kinds = [
+        each
+        for each in release.kubectl.run("api-resources", *namespaced).split()
+        if not each.startswith("events")
+    ]
+
+    def left() -> set[str]:
+        items = release.kubectl.list(",".join(kinds))
+        return {f"{each['kind']}/{each['metadata']['name']}" for each in items}
+
+    roles = ("accounts", "operator", "snapshotctl", "viewer")
+    expected = {f"Secret/{release.name}-snapback-nats-{role}" for role in roles}
+    # Of every namespace.
+    expected |= {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"}
+    # The Lease of the operator is no part of the release either.
+    expected |= {"Lease/snapback-operator"}
+    until(lambda: left() == expected, f"only {sorted(expected)} left")
+    until(lambda: json.loads(release.kubectl.run(*SLICES))["items"] == [], "the end of slices")
+    found = {each["metadata"]["name"] for each in release.kubectl.list("crd")}
+    files = (helm.CHART / "crds").iterdir()
+    assert found >= {file.stem for file in files}

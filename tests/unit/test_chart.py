@@ -1,0 +1,344 @@
+"""The chart as helm renders it: rights, privileges, keys, and what its values may be."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from gms.main import GmsSettings
+from snapshot_agent.main import AgentSettings
+from snapshot_operator.keys import CLUSTERS_OWN, KeysSettings
+from snapshot_operator.kube import rbac
+from snapshot_operator.kube.crds import definitions
+from snapshot_operator.main import OperatorSettings
+from snapshot_shared.service import VERSION
+from snapshot_shared.settings import load
+from tests.cluster import programs
+from tests.support import helm
+
+needs_helm = pytest.mark.skipif(
+    helm.find() is None, reason=f"helm is missing: {programs.NEXT_STEP}"
+)
+SCHEMA = json.loads((helm.CHART / "values.schema.json").read_text())
+VALUES = yaml.safe_load((helm.CHART / "values.yaml").read_text())
+SIMULATED = ("--set", "simulation.enabled=true")
+CAPABILITIES = {
+    "snapback-node/agent": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"],
+    "snapback-node/gms": ["DAC_OVERRIDE"],
+}
+OWN_NATS = ("--set", "nats.url=nats://nats.example:4222")
+
+
+def found(documents: list[Any], kind: str, name: str) -> Any:
+    [one] = [
+        each
+        for each in documents
+        if each["kind"] == kind and each["metadata"]["name"] == f"snapback-{name}"
+    ]
+    return one
+
+
+def containers(documents: list[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each container with the name of its object and the spec of its pod."""
+    for each in documents:
+        template = each.get("spec", {}).get("template")
+        if template:
+            pod = template["spec"]
+            for container in (*pod.get("initContainers", ()), *pod["containers"]):
+                yield f"{each['metadata']['name']}/{container['name']}", container, pod
+
+
+def environment(documents: list[Any], name: str) -> dict[str, str]:
+    """Return the environment of a container as its process has it on node-1."""
+    [container] = [each for where, each, _ in containers(documents) if where == name]
+    fields = {"spec.nodeName": "node-1", "metadata.namespace": "snapback-system"}
+    return {
+        each["name"]: each["value"]
+        if "value" in each
+        else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        for each in container["env"]
+    }
+
+
+@needs_helm
+def test_the_chart_has_no_flaw_that_helm_lint_finds() -> None:
+    helm.run("lint", "--strict", str(helm.CHART), *SIMULATED)
+
+
+@needs_helm
+@pytest.mark.parametrize("words", [(), SIMULATED, OWN_NATS])
+def test_no_container_has_more_than_it_needs(words: tuple[str, ...]) -> None:
+    rendered = list(containers(helm.rendered(*words)))
+    assert len(rendered) >= 4
+    for name, container, pod in rendered:
+        context = pod["securityContext"] | container["securityContext"]
+        assert context["readOnlyRootFilesystem"], name
+        assert not context["allowPrivilegeEscalation"], name
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not container.get("privileged"), name
+        assert context["capabilities"]["drop"] == ["ALL"], name
+        added = context["capabilities"].get("add", [])
+        assert added == CAPABILITIES.get(name, []), name
+        if not name.startswith("snapback-node"):
+            assert (context["runAsNonRoot"], context["runAsUser"]) == (True, 65532), name
+            assert not any("hostPath" in volume for volume in pod["volumes"]), name
+
+
+@needs_helm
+def test_the_operator_has_the_rights_of_its_table_and_no_others() -> None:
+    documents = helm.rendered()
+    role = found(documents, "ClusterRole", "operator")
+    assert role["rules"] == rbac.cluster_role()["rules"]
+    within = found(documents, "Role", "operator")
+    assert within["rules"] == rbac.lease_role("")["rules"]
+    for kind in ("ClusterRoleBinding", "RoleBinding"):
+        binding = found(documents, kind, "operator")
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": "snapback-operator", "namespace": "snapback-system"}
+        ]
+
+
+@needs_helm
+def test_the_nodes_have_no_rights_without_simulation_and_the_agent_never_has_a_token() -> None:
+    bare, simulated = helm.rendered(), helm.rendered(*SIMULATED)
+
+    def bound(documents: list[Any]) -> set[str]:
+        return {
+            each["roleRef"]["name"]
+            for each in documents
+            if each["kind"].endswith("Binding")
+            and any(subject["name"] == "snapback-node" for subject in each["subjects"])
+        }
+
+    assert bound(bare) == set()
+    assert bound(simulated) == {"snapback-simulation"}
+    pod = found(simulated, "DaemonSet", "node")["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    with_token = {
+        container["name"]
+        for container in (*pod["initContainers"], *pod["containers"])
+        if any(mount["name"] == "token" for mount in container["volumeMounts"])
+    }
+    assert with_token == {"gms"}
+
+
+@needs_helm
+def test_the_keys_of_a_node_are_in_no_secret_and_each_service_mounts_its_own_alone() -> None:
+    documents = helm.rendered()
+    for name in ("node", "node-keys"):
+        pod = found(documents, "DaemonSet", name)["spec"]["template"]["spec"]
+        assert not any("secret" in volume for volume in pod["volumes"])
+    volumes = {volume["name"]: volume for volume in pod_of_nodes(documents)["volumes"]}
+    for container in pod_of_nodes(documents)["containers"]:
+        mounts = {
+            volumes[mount["name"]]["hostPath"]["path"]: mount
+            for mount in container["volumeMounts"]
+            if "keys" in mount["name"]
+        }
+        [(path, mount)] = mounts.items()
+        assert path == f"/var/lib/snapback/keys/{container['name']}"
+        assert mount["readOnly"]
+
+
+def pod_of_nodes(documents: list[Any]) -> Any:
+    return found(documents, "DaemonSet", "node")["spec"]["template"]["spec"]
+
+
+@needs_helm
+def test_what_makes_keys_is_a_hook_that_may_touch_the_secrets_of_its_program_alone() -> None:
+    documents = helm.rendered()
+    names = ("snapback-keys", "snapback-node-keys")
+    hooks = [each for each in documents if each["metadata"]["name"] in names]
+    assert {each["kind"] for each in hooks} == {
+        *("ClusterRole", "ClusterRoleBinding", "DaemonSet", "Job"),
+        *("Role", "RoleBinding", "ServiceAccount"),
+    }
+    for each in hooks:
+        notes = each["metadata"]["annotations"]
+        assert notes["helm.sh/hook"] == "pre-install,pre-upgrade"
+        assert notes["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
+    settings = load(KeysSettings, environment(documents, "snapback-keys/keys"))
+    assert settings.keys_daemon_set == "snapback-node-keys"
+    rules = {
+        (rule["resources"][0], verb): rule.get("resourceNames")
+        for rule in found(documents, "Role", "keys")["rules"]
+        for verb in rule["verbs"]
+    }
+    secrets = [f"{settings.keys_prefix}-{each}" for each in (*CLUSTERS_OWN, "accounts")]
+    assert rules == {
+        ("daemonsets", "watch"): [settings.keys_daemon_set],
+        ("pods", "list"): None,
+        ("secrets", "create"): None,
+        ("secrets", "get"): secrets,
+        ("secrets", "update"): secrets,
+    }
+    assert found(documents, "ClusterRole", "keys")["rules"] == [
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}
+    ]
+
+
+@needs_helm
+def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
+    documents = helm.rendered(*SIMULATED, "--set-string", "operator.env.SNAPBACK_KEEP_COUNT=5")
+    # The image names it.
+    given = environment(documents, "snapback-operator/operator")
+    operator = load(OperatorSettings, given | {"SNAPBACK_STATE_DIR": "/tmp"})
+    assert (operator.world, operator.namespace) == ("kubernetes", "snapback-system")
+    assert (operator.keep_count, operator.gms_image) == (5, f"snapback/gms:{VERSION}")
+    assert operator.nats_url == "nats://snapback-nats.snapback-system.svc:4222"
+    agent = load(AgentSettings, environment(documents, "snapback-node/agent"))
+    gms = load(GmsSettings, environment(documents, "snapback-node/gms"))
+    assert agent.node == gms.node == "node-1"
+    assert agent.world == gms.world == "kubernetes"
+    assert agent.kubelet_dir == gms.kubelet_dir == Path("/var/lib/kubelet")
+    assert (agent.socket_dir, agent.artifact_root) == (gms.socket_dir, gms.artifact_root)
+    assert agent.state_dir != gms.state_dir
+    assert agent.http_address != gms.http_address
+    assert (gms.gms_device, gms.devices, gms.device_bytes) == ("simulated", 2, 2**30)
+    assert gms.kubelet_plugin == "auto"
+    without = load(GmsSettings, environment(helm.rendered(), "snapback-node/gms"))
+    assert (without.gms_device, without.kubelet_plugin) == ("cuda", "off")
+
+
+@needs_helm
+def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside() -> None:
+    words = (*SIMULATED, "--set", "kubelet.dir=/data/kubelet,simulation.cdiDir=/etc/cdi")
+    documents = helm.rendered(*words)
+    pod = found(documents, "DaemonSet", "node")["spec"]["template"]["spec"]
+    paths = {
+        each["name"]: each["hostPath"]["path"] for each in pod["volumes"] if "hostPath" in each
+    }
+    for container in pod["containers"]:
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        read = ("plugins", "plugins-registry", "cdi") if container["name"] == "gms" else ()
+        for name in ("pods", *read):
+            assert mounts[name] == paths[name]
+        given = environment(documents, f"snapback-node/{container['name']}")
+        assert given["SNAPBACK_KUBELET_DIR"] == "/data/kubelet"
+    assert paths["plugins"] == "/data/kubelet/plugins"
+    assert paths["pods"] == "/data/kubelet/pods"
+
+
+@needs_helm
+def test_with_a_nats_of_the_readers_the_chart_makes_keys_for_it_and_runs_none() -> None:
+    documents = helm.rendered(*OWN_NATS)
+    kinds = {each["kind"] for each in documents}
+    assert kinds & {"StatefulSet", "Service", "ConfigMap"} == set()
+    assert "Job" in kinds
+    for name in ("operator/operator", "node/agent", "node/gms"):
+        given = environment(documents, f"snapback-{name}")
+        assert given["SNAPBACK_NATS_URL"] == "nats://nats.example:4222"
+
+
+@needs_helm
+def test_a_claim_takes_the_place_of_the_folder_of_the_node_and_of_the_servers_memory() -> None:
+    words = ("--set", "storage.claim=artifacts,nats.storage.claim=true")
+    documents = helm.rendered(*words)
+    pod = found(documents, "DaemonSet", "node")["spec"]["template"]["spec"]
+    [volume] = [each for each in pod["volumes"] if each["name"] == "artifacts"]
+    assert volume == {"name": "artifacts", "persistentVolumeClaim": {"claimName": "artifacts"}}
+    server = found(documents, "StatefulSet", "nats")["spec"]
+    assert "state" not in {each["name"] for each in server["template"]["spec"]["volumes"]}
+    assert server["volumeClaimTemplates"][0]["metadata"]["name"] == "state"
+
+
+@needs_helm
+def test_two_releases_share_no_name_but_that_of_the_device_class() -> None:
+    names = [
+        {(each["kind"], each["metadata"]["name"]) for each in documents}
+        for documents in (
+            helm.rendered(*SIMULATED, release="a"),
+            helm.rendered(*SIMULATED, release="b"),
+        )
+    ]
+    assert names[0] & names[1] == {("DeviceClass", "gpu.nvidia.com")}
+
+
+@needs_helm
+def test_helm_refuses_a_value_that_the_schema_does_not_know() -> None:
+    with pytest.raises(helm.HelmError, match="simulatoin"):
+        helm.rendered("--set", "simulatoin.enabled=true")
+
+
+def test_the_version_of_the_chart_is_that_of_the_product() -> None:
+    found = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
+    assert found["version"] == found["appVersion"] == VERSION
+
+
+def test_the_definitions_of_the_chart_are_those_of_the_kinds() -> None:
+    files = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in FILES}
+    assert files == {each["metadata"]["name"] for each in definitions()}
+
+
+FILES = sorted((helm.CHART / "crds").iterdir())
+
+
+def test_the_schema_takes_the_defaults() -> None:
+    jsonschema.validate(VALUES, SCHEMA)
+
+
+def leaves(schema: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each value that has no values of its own."""
+    for name, each in schema["properties"].items():
+        if "properties" in each:
+            yield from leaves(each, f"{path}{name}.")
+        elif name != "global":
+            yield f"{path}{name}"
+
+
+@pytest.mark.parametrize("path", list(leaves(SCHEMA)))
+def test_a_value_of_another_type_or_beside_the_known_ones_is_refused(path: str) -> None:
+    *parents, last = path.split(".")
+    for key, wrong in ((last, 1.5), (last + "X", "x")):
+        values = copy.deepcopy(VALUES)
+        folder = values
+        for parent in parents:
+            folder = folder[parent]
+        folder[key] = wrong
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(values, SCHEMA)
+
+
+def schemas(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
+    yield path, schema
+    for name, each in schema.get("properties", {}).items():
+        yield from schemas(each, f"{path}.{name}")
+    for each in schema.get("anyOf", ()):
+        yield from schemas(each, path)
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield from schemas(schema[key], f"{path}.{key}")
+
+
+ALL = [
+    *schemas(SCHEMA, "values"),
+    *(
+        each
+        for name in SCHEMA["definitions"]
+        for each in schemas(SCHEMA["definitions"][name], name)
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "schema"), ALL, ids=[path for path, _ in ALL])
+def test_every_value_has_a_type_and_a_bound(path: str, schema: dict[str, Any]) -> None:
+    if "$ref" in schema or "anyOf" in schema or "enum" in schema or "const" in schema:
+        return
+    match schema["type"]:
+        case "object":
+            assert "maxProperties" in schema or schema["additionalProperties"] is False
+        case "array":
+            assert {"maxItems", "items"} <= set(schema)
+        case "string":
+            assert "maxLength" in schema
+        case "integer" | "number":
+            assert {"minimum", "maximum"} <= set(schema)
+        case kind:
+            assert kind == "boolean"
