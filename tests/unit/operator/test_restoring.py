@@ -209,10 +209,9 @@ def test_a_pod_without_contradictions_has_no_problems() -> None:
 
 
 def test_a_worker_that_claims_devices_gets_a_memory_server_once() -> None:
-    document = pod()
-    main_of(document)["resources"] = {"claims": [{"name": "gpu"}]}
+    document = pod({**MAIN, "resources": {"claims": [{"name": "gpu"}]}}, SIDECAR)
     once = patched(document)
     [server] = once["spec"]["initContainers"]
     assert (server["name"], server["resources"]["claims"]) == ("gms-server", [{"name": "gpu"}])
-    assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(once)["env"]
-    assert patched(once) == once
+    assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(document)["env"]
+    assert standby_patch(once) == []
