@@ -31,6 +31,7 @@ from snapshot_operator.kube.webhook_tls import OwnCertificate
 from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint, configurations
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import InvalidManifest
+from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from tests.cluster.conftest import SHELL
 from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.simulated import until
@@ -225,6 +226,8 @@ def test_a_pod_that_is_to_be_restored_waits_for_it_and_any_other_is_as_it_was_wr
 def test_a_worker_in_standby_has_its_control_directory_and_is_ready_once_it_says_restored(
     operator: Operator, namespace: Kubectl, shell_image: str
 ) -> None:
+    # It is placed where an agent is.
+    namespace.run("label", "nodes", "--all", "--overwrite", f"{AGENT_LABEL}=true")
     document = pod("restored", restore_from="llm")
     document["spec"] |= {"nodeSelector": {}, "terminationGracePeriodSeconds": 0}
     (container,) = document["spec"]["containers"]
@@ -242,6 +245,7 @@ def test_a_worker_in_standby_has_its_control_directory_and_is_ready_once_it_says
     namespace.run("exec", "restored", "--", "bash", "-c", script)
     until(lambda: status()["ready"] and status()["started"], "the worker is ready")
     assert status()["restartCount"] == 0
+    namespace.run("label", "nodes", "--all", f"{AGENT_LABEL}-")
 
 
 def test_a_pod_that_asks_for_what_there_is_not_is_refused_with_every_path(

@@ -224,7 +224,10 @@ def worker(script: str = "touch $SNAPSHOT_CONTROL_DIR/ready-for-snapshot; sleep 
 async def test_a_checkpoint_leads_to_a_job_a_ready_pod_and_the_order_to_prepare_it(
     rig: Rig, name: str
 ) -> None:
-    await rig.apply(name, worker())
+    template = worker()
+    # Another node may have the label of an agent still, and has no presence here.
+    template["spec"]["nodeSelector"] = {"kubernetes.io/hostname": "node-1"}
+    await rig.apply(name, template)
 
     async def bound() -> str:
         with contextlib.suppress(NotFound):

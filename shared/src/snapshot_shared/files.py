@@ -13,7 +13,6 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from snapshot_shared.errors import (
     ArtifactCorrupt,
@@ -84,25 +83,6 @@ def take_lock(path: str | os.PathLike[str]) -> int | None:
         os.close(fd)
         return None
     return fd
-
-
-def short_link(link: Path, target: Path, socket: str) -> bool:
-    """Have `link` lead to `target`; False unless that has the socket, itself and not by a link.
-
-    Links to folders that are gone are removed.
-    """
-    link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for each in link.parent.iterdir():
-        if not each.exists():
-            each.unlink(missing_ok=True)
-    try:
-        is_there = stat.S_ISSOCK((target / socket).lstat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    if is_there and not link.is_symlink():
-        with contextlib.suppress(FileExistsError):
-            link.symlink_to(target)
-    return is_there
 
 
 def open_root(path: str | os.PathLike[str], *, create: bool = False) -> int:

@@ -654,6 +654,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Its agent was silent for 30 s, or has not found its GPU memory service yet.",
             "`snapshotctl explain NODE`; in a local cluster: `snapshotctl sim restart NODE`.",
         ),
+        "NoMemoryServer": Reason(
+            "A pod has no memory server on this node, or has it no more.",
+            "The pod has ended, or was made without one.",
+            "`kubectl logs POD --container gms-server` shows what became of it.",
+        ),
         "OutcomeUnknown": Reason(
             "A step that must not run twice was interrupted; how it ended is not known.",
             "The service crashed within the step.",

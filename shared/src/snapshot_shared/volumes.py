@@ -14,11 +14,3 @@ GMS_VOLUME = "gms-sockets"
 def folder_of(kubelet_dir: PurePath, pod_uid: str, volume: str) -> str:
     """Return where an emptyDir of a pod is on its node, below the folder of the kubelet."""
     return str(kubelet_dir / "pods" / pod_uid / "volumes" / "kubernetes.io~empty-dir" / volume)
-
-
-def short_folder_of(socket_dir: PurePath, pod_uid: str) -> str:
-    """Return the link to the sockets of a pod's memory server, which a service of the node makes.
-
-    The path of a unix socket has at most 107 bytes, and that below the kubelet's folder has more.
-    """
-    return str(socket_dir / "pods" / pod_uid)

@@ -126,6 +126,19 @@ async def test_a_second_capture_of_the_same_container_is_refused_while_one_holds
         assert content in report.failure.message
 
 
+async def test_a_container_is_free_again_when_the_memory_server_of_its_pod_does_not_answer(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        order = rig.prepare_order(pod, content)
+        failed = await rig.carry_out(msgspec.structs.replace(order, memory_server=True))
+        assert failed.failure is not None
+        assert (failed.failure.reason, failed.failure.retryable) == ("GmsUnavailable", True)
+        assert (await rig.carry_out(msgspec.structs.replace(order, attempt=2))).kind == "prepared"
+
+
 async def test_a_worker_that_never_becomes_ready_is_left_as_it_was(rig: Rig) -> None:
     async with rig.agent():
         pod = await rig.running("--never-ready")

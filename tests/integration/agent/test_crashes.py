@@ -183,7 +183,7 @@ async def test_an_agent_that_is_stopped_undoes_what_is_under_way(rig: Rig) -> No
     async with rig.agent():
         report = await rig.answer(order)
     assert report.failure is not None
-    assert report.failure.reason == "Aborted"
+    assert report.failure.reason == "ServiceStopped"
 
 
 async def test_an_order_that_ended_before_a_restart_is_answered_from_the_record(rig: Rig) -> None:

@@ -53,7 +53,7 @@ from snapback_client.frames import (
     encode_frame,
 )
 from snapback_client.lease import Lease
-from snapback_client.wire import Inbox, close_all, prepare, send
+from snapback_client.wire import Inbox, close_all, pinned, prepare, send
 from snapshot_shared.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -806,3 +806,27 @@ def test_whatever_a_client_sends_every_frame_gets_an_answer_and_others_are_serve
             deadline_s=10.0,
         )
         assert isinstance(ask(sock, other), Attached)
+
+
+def test_a_pinned_path_leads_to_the_socket_that_was_there_and_never_to_a_link(
+    tmp_path: Path,
+) -> None:
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as other:
+        first.bind(str(tmp_path / "first"))
+        first.listen()
+        other.bind(str(tmp_path / "other"))
+        other.listen()
+        with pinned(tmp_path / "first") as short:
+            (tmp_path / "first").unlink()
+            (tmp_path / "first").symlink_to(tmp_path / "other")
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(short)
+                first.setblocking(False)
+                first.accept()[0].close()
+        with pytest.raises(OSError, match="socket"), pinned(tmp_path / "first"):
+            pass
+        (tmp_path / "plain").touch()
+        with pytest.raises(OSError, match="socket"), pinned(tmp_path / "plain"):
+            pass
+        with pytest.raises(FileNotFoundError), pinned(tmp_path / "none"):
+            pass

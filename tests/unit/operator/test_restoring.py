@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from snapshot_operator.kube.restoring import standby_patch, startup_probe
+from snapshot_operator.kube.shaping import with_agent_affinity
 from snapshot_shared.validation import restore_problems
 
 FROM = "nvidia.com/restore-from"
@@ -92,6 +93,7 @@ def test_the_patch_of_a_pod_changes_its_worker_and_nothing_else() -> None:
         volumes=[MODELS, {"name": "snapshot-control", "emptyDir": {}}],
         restore_container="main",
     )
+    with_agent_affinity(expected["spec"])
     assert changed == expected
     # Equal dicts may differ in their order: that of the user's fields is kept, too.
     (main, _) = changed["spec"]["containers"]
@@ -209,9 +211,12 @@ def test_a_pod_without_contradictions_has_no_problems() -> None:
 
 
 def test_a_worker_that_claims_devices_gets_a_memory_server_once() -> None:
-    document = pod({**MAIN, "resources": {"claims": [{"name": "gpu"}]}}, SIDECAR)
+    document = pod({**MAIN, "resources": {"claims": [{"name": "snapback-devices"}]}}, SIDECAR)
     once = patched(document)
     [server] = once["spec"]["initContainers"]
-    assert (server["name"], server["resources"]["claims"]) == ("gms-server", [{"name": "gpu"}])
+    assert (server["name"], server["resources"]["claims"]) == (
+        "gms-server",
+        [{"name": "snapback-devices"}],
+    )
     assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(document)["env"]
     assert standby_patch(once) == []

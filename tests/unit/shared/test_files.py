@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,35 +151,3 @@ def test_a_tree_of_which_something_vanishes_while_it_is_removed_is_not_called_re
     with files.opened(files.open_root(tmp_path)) as root, pytest.raises(FileNotFoundError):
         files.remove_tree(root, "tree")
     assert (tmp_path / "tree" / "file").exists()
-
-
-def test_a_short_link_leads_to_a_socket_and_never_to_one_behind_another_link(
-    tmp_path: Path,
-) -> None:
-    folder, link = tmp_path / "pod", tmp_path / "links" / "1"
-    folder.mkdir()
-    assert not files.short_link(link, folder, "s.sock")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "other.sock"))
-        (folder / "s.sock").symlink_to(tmp_path / "other.sock")
-        assert not files.short_link(link, folder, "s.sock")
-        (folder / "s.sock").unlink()
-        server.close()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(folder / "s.sock"))
-        assert files.short_link(link, folder, "s.sock")
-        assert files.short_link(link, folder, "s.sock")
-        assert (link / "s.sock").is_socket()
-
-
-def test_a_short_link_to_a_folder_that_is_gone_is_removed_with_the_next(tmp_path: Path) -> None:
-    old, new = tmp_path / "links" / "1", tmp_path / "links" / "2"
-    for link in (old, new):
-        folder = tmp_path / link.name
-        folder.mkdir()
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(folder / "s.sock"))
-        assert files.short_link(link, folder, "s.sock")
-        (folder / "s.sock").unlink()
-        folder.rmdir()
-    assert not old.is_symlink()

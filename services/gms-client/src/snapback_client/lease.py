@@ -56,7 +56,7 @@ from snapback_client.frames import (
     encode_frame,
     error_of,
 )
-from snapback_client.wire import Inbox, close_all, prepare, send
+from snapback_client.wire import Inbox, close_all, pinned, prepare, send
 
 CALL_S = 120.0
 """How long an answer may take once the lock is held, in seconds. Making memory takes time."""
@@ -261,7 +261,8 @@ class Lease:
 
 def _connect(sock: socket.socket, path: str) -> None:
     try:
-        sock.connect(path)
+        with pinned(path) as short:
+            sock.connect(short)
     except PermissionError as error:
         raise Forbidden(f"this process may not use {path}", path=path) from error
     except OSError as error:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 
 from snapback_client.codec import MAX_FRAME_BYTES
 from snapback_client.errors import InvalidMessage
@@ -19,6 +21,21 @@ from snapback_client.frames import DESCRIPTORS_PER_MESSAGE
 _ITEM = array.array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE * _ITEM)
 _SEND_BUFFER = 1024 * 1024
+
+
+@contextlib.contextmanager
+def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield a short path to a unix socket: to this one, whatever is put in its place meanwhile.
+
+    OSError where there is none; a link is none. The folder of the socket is trusted.
+    """
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), os.fspath(path))
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 class Inbox:

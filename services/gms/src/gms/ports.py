@@ -16,6 +16,7 @@ from gms.domain.tasks import LoadTask, SaveTask, TransferEvent
 from gms.domain.transfer import FilePlan
 from snapback_client.frames import Access, AllocateMany, Attach, Attached, Reply, Request
 from snapshot_shared.artifact import FileEntry
+from snapshot_shared.errors import NotFound
 from snapshot_shared.frames import (
     DropLayoutReply,
     DropLayoutRequest,
@@ -185,8 +186,12 @@ class Memory(NamedTuple):
     socket_dir: Path
 
 
+class NoMemoryServer(NotFound):
+    """A pod has no memory server on this node, or has it no more."""
+
+
 FindMemory = Callable[[PodRef | None], Awaitable[Memory]]
-"""Finds the memory server that has the devices of a pod. GmsUnavailable, a NotFound."""
+"""Finds the memory server that has the devices of a pod. NoMemoryServer."""
 
 
 class TransferControl(Protocol):

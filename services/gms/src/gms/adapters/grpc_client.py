@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from snapback_client.frames import error_of
+from snapback_client.wire import pinned
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
 from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, SnapbackError
 from snapshot_shared.frames import (
@@ -57,12 +59,15 @@ class GmsCaller:
         self._path = socket_dir / GRPC_SOCKET
         self._metadata = (("traceparent", traceparent),) if traceparent else ()
         self._channel: grpc.aio.Channel | None = None
+        self._pinned = contextlib.ExitStack()
 
     async def __aenter__(self) -> Self:
         """Open the channel. GmsUnavailable when nothing listens there."""
-        if not self._path.is_socket():
-            raise self._unavailable("there is no socket")
-        self._channel = grpc.aio.insecure_channel(f"unix:{self._path}", options=_OPTIONS)
+        try:
+            short = self._pinned.enter_context(pinned(self._path))
+        except OSError as error:
+            raise self._unavailable("there is no socket") from error
+        self._channel = grpc.aio.insecure_channel(f"unix:{short}", options=_OPTIONS)
         return self
 
     async def __aexit__(
@@ -74,6 +79,7 @@ class GmsCaller:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
+        self._pinned.close()
 
     async def status(self, *, events: int = MAX_EVENTS) -> StatusReply:
         """Return what the service holds, with its latest events."""

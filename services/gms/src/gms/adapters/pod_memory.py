@@ -6,11 +6,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import TypeVar
 
-from gms.adapters.grpc_client import CALL_S, GmsCaller, GmsUnavailable
-from gms.ports import Memory
-from snapshot_shared.files import short_link
+from gms.adapters.grpc_client import CALL_S, GmsCaller
+from gms.ports import Memory, NoMemoryServer
 from snapshot_shared.frames import (
-    GRPC_SOCKET,
     DropLayoutReply,
     DropLayoutRequest,
     FenceReply,
@@ -29,7 +27,7 @@ from snapshot_shared.frames import (
 from snapshot_shared.ids import check_uid
 from snapshot_shared.orders import PodRef
 from snapshot_shared.tasks import in_thread
-from snapshot_shared.volumes import GMS_VOLUME, folder_of, short_folder_of
+from snapshot_shared.volumes import GMS_VOLUME, folder_of
 
 T = TypeVar("T")
 
@@ -37,25 +35,22 @@ T = TypeVar("T")
 class PodMemories:
     """Finds the memory server of a pod by the pod's uid."""
 
-    def __init__(self, kubelet_dir: Path, socket_dir: Path) -> None:
-        """Look below `<kubelet_dir>/pods`, and make links to sockets in `socket_dir`."""
+    def __init__(self, kubelet_dir: Path) -> None:
+        """Look below `<kubelet_dir>/pods`."""
         self._kubelet_dir = kubelet_dir
-        self._socket_dir = socket_dir
 
     async def find(self, pod: PodRef | None) -> Memory:
-        """Return the memory server of a pod. GmsUnavailable."""
+        """Return the memory server of a pod. NoMemoryServer."""
         if pod is None:
-            raise GmsUnavailable("the order names no pod, and memory servers are in pods here")
-        uid = check_uid(pod.uid)
-        target = Path(folder_of(self._kubelet_dir, uid, GMS_VOLUME))
-        link = Path(short_folder_of(self._socket_dir, uid))
-        if not await in_thread(short_link, link, target, GRPC_SOCKET):
-            raise GmsUnavailable(
+            raise NoMemoryServer("the order names no pod, and memory servers are in pods here")
+        folder = Path(folder_of(self._kubelet_dir, check_uid(pod.uid), GMS_VOLUME))
+        if not await in_thread(folder.is_dir):
+            raise NoMemoryServer(
                 f"pod {pod.name} has no memory server on this node",
-                next_step="look at the init container gms-server of the pod",
-                path=str(target),
+                next_step=f"see what became of it: kubectl logs {pod.name} --container gms-server",
+                path=str(folder),
             )
-        return Memory(_PodControl(link), link)
+        return Memory(_PodControl(folder), folder)
 
 
 class _PodControl:

@@ -24,9 +24,9 @@ from gms.domain.tasks import (
     save_task,
 )
 from gms.handlers.transfers import persistent
-from gms.ports import FindMemory, Memory, Tracer, Transfers
+from gms.ports import FindMemory, Memory, NoMemoryServer, Tracer, Transfers
 from snapshot_shared.courier import Handler, OrderContext, Result
-from snapshot_shared.errors import Internal, NotFound, UnknownDevice
+from snapshot_shared.errors import Internal, NotFound, SnapbackError, UnknownDevice
 from snapshot_shared.frames import (
     DeviceStatus,
     ForgetRequest,
@@ -120,8 +120,13 @@ class GmsOrders:
         with self._metrics.moving("save") as moved, self._tracer.span("transfer"):
             await context.steps("save", table)
             moved(transfer.result().bytes)
-        # The worker may have its weights again, while those of other devices are written.
-        await memory.control.unfence(UnfenceRequest(token=order.fence_token, device=device.uuid))
+        # The worker may have its weights again, while those of other devices are written. What is
+        # on the disk stays there when its memory server is gone: the fence has a deadline.
+        try:
+            request = UnfenceRequest(token=order.fence_token, device=device.uuid)
+            await memory.control.unfence(request)
+        except SnapbackError as error:
+            log.warning("the fence of %s goes on: %s", order.part, error)
         done = transfer.result()
         _log_moved("save", order.part, done)
         return {"part": PartResult(part=order.part, bytes=done.bytes, digest=done.digest)}
@@ -182,12 +187,17 @@ class GmsOrders:
 
     async def drop(self, order: DropOrder, context: OrderContext) -> Result:
         """Forget a load, or all that a pod that has ended left on the device: `dropped`."""
-        memory = await self._memory(order.pod)
-        device = await _device(memory, order.device)
 
         async def forget() -> None:
             if order.load_token:
                 await self._book.cancel(order.order.replace("drop-", "load-", 1), order.attempt)
+            try:
+                memory = await self._memory(order.pod)
+            except NoMemoryServer as error:
+                # It has forgotten all when its pod ended.
+                log.info("nothing to drop: %s", error)
+                return
+            device = await _device(memory, order.device)
             request = ForgetRequest(
                 device=device.uuid, load_token=order.load_token, wait_s=UNUSED_S
             )

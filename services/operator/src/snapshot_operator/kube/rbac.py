@@ -46,7 +46,7 @@ RULES = (
         for plural in ("dynamocheckpoints", "snapshots", "snapshotcontents", "snapshotrestores")
     ),
     Rule("batch", "jobs", (*_SEEN, "create", "delete"), "the workers of checkpoints"),
-    Rule("resource.k8s.io", "resourceclaimtemplates", ("create",), "their devices"),
+    Rule("resource.k8s.io", "resourceclaimtemplates", ("get", "create"), "their devices"),
     Rule("", "pods", _SEEN, "what is captured and restored"),
     Rule("", "pods/status", ("patch",), "the condition nvidia.com/Restored"),
     Rule("", "nodes", (*_SEEN, "patch"), "which are cordoned; the label of those with an agent"),

@@ -14,8 +14,10 @@ from snapshot_operator.core.restore import LONGEST_S
 from snapshot_operator.core.restore_request import RestoreRequest, request_in
 from snapshot_operator.kube.shaping import (
     CONTROL_PATH,
+    DEVICES,
     GMS_IMAGE,
     put,
+    with_agent_affinity,
     with_control_directory,
     with_memory_server,
 )
@@ -29,7 +31,7 @@ RESTORED_FILE = "restored"
 SOURCE_WAIT_S = 86_400
 """The longest deadline that a capture may have, in seconds: a restore waits for its source."""
 
-_GROWN = ("volumes", "initContainers")
+_GROWN = ("volumes", "initContainers", "affinity")
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
@@ -41,8 +43,8 @@ def restore_request(pod: Document) -> RestoreRequest:
 def standby_patch(pod: Document, gms_image: str = GMS_IMAGE) -> list[Document]:
     """Return the JSON Patch by which the worker of a pod waits to be restored.
 
-    One that claims devices has a memory server for them. The container that is restored is written
-    down: another webhook may put one before it.
+    One whose claim is called as that of a checkpoint's worker has a memory server for it. The
+    container that is restored is written down: another webhook may put one before it.
     """
     index = _target(pod)
     spec = copy.deepcopy(pod["spec"])
@@ -50,7 +52,10 @@ def standby_patch(pod: Document, gms_image: str = GMS_IMAGE) -> list[Document]:
     with_control_directory(spec, container)
     for variable in STANDBY_VARIABLES:
         put(container["env"], {"name": variable, "value": "1"}, by="name")
-    with_memory_server(spec, container, gms_image)
+    claims = (container.get("resources") or {}).get("claims") or []
+    if any(claim["name"] == DEVICES for claim in claims):
+        with_memory_server(spec, container, gms_image)
+    with_agent_affinity(spec)
     container["startupProbe"] = startup_probe(container)
     before = pod["spec"]
     marked = {**pod["metadata"]["annotations"], RESTORE_CONTAINER: container["name"]}

@@ -239,8 +239,15 @@ class KubeStore:
         body: Any = replace(value, metadata=new_meta(value.metadata))
         if isinstance(value, Job):
             checkpoint = await self._owner_of(value)
-            body = job_manifest(value, checkpoint, self._gms_image)
-            await self._claim(devices_template(value, checkpoint))
+            try:
+                body = job_manifest(value, checkpoint, self._gms_image)
+                devices = devices_template(value, checkpoint)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise InvalidManifest(
+                    f"spec.job.podTemplateSpec is no template of a pod: {error!r}",
+                    next_step="correct it: kubectl explain pod.spec",
+                ) from error
+            await self._claim(devices)
         path = resource.path(value.metadata.namespace)
         return self._written(resource, await self._client.request("POST", path, body=body))
 
@@ -251,14 +258,34 @@ class KubeStore:
         path = f"/apis/resource.k8s.io/v1/namespaces/{template['metadata']['namespace']}"
         try:
             await self._client.request("POST", f"{path}/resourceclaimtemplates", body=template)
-        except AlreadyExists:
-            log.info("%s is there already", template["metadata"]["name"])
+        except AlreadyExists as error:
+            await self._require_own(template, f"{path}/resourceclaimtemplates", error)
         except NotFound as error:
             raise DRAUnavailable(
                 "this cluster has no resource.k8s.io/v1, by which a memory server gets devices",
                 next_step="use Kubernetes 1.34 or later with a DRA driver for its GPUs, or leave "
                 "out spec.gpuMemoryService",
             ) from error
+
+    async def _require_own(self, template: dict[str, Any], path: str, found: AlreadyExists) -> None:
+        """Raise unless the template that is there belongs to the same checkpoint."""
+        meta = template["metadata"]
+        there = msgspec.json.decode(await self._client.request("GET", f"{path}/{meta['name']}"))
+        uids = [owner["uid"] for owner in there["metadata"].get("ownerReferences", ())]
+        if meta["ownerReferences"][0]["uid"] in uids:
+            return
+        if any(
+            owner["kind"] == "DynamoCheckpoint"
+            for owner in there["metadata"].get("ownerReferences", ())
+        ):
+            # That of an earlier checkpoint of this name, which is about to be collected.
+            raise Conflict(
+                f"ResourceClaimTemplate {meta['name']} is of another checkpoint"
+            ) from found
+        raise InvalidManifest(
+            f"there is a ResourceClaimTemplate {meta['name']} that is not the checkpoint's",
+            next_step="give one of them another name",
+        ) from found
 
     async def _owner_of(self, job: Job) -> dict[str, Any]:
         """Return the document of the checkpoint that a Job belongs to, its whole template in it.

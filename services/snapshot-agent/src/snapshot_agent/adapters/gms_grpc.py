@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import grpc
 
 from snapback_client.frames import error_of
+from snapback_client.wire import pinned
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import (
     Failure,
@@ -23,7 +24,6 @@ from snapshot_shared.errors import (
     OutcomeUnknown,
     SnapbackError,
 )
-from snapshot_shared.files import short_link
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
     GRPC_SOCKET,
@@ -38,7 +38,7 @@ from snapshot_shared.frames import (
 from snapshot_shared.ids import check_uid
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
 from snapshot_shared.telemetry import current_traceparent
-from snapshot_shared.volumes import GMS_VOLUME, folder_of, short_folder_of
+from snapshot_shared.volumes import GMS_VOLUME, folder_of
 
 log = logging.getLogger(__name__)
 
@@ -150,22 +150,28 @@ class PodGms(GmsClient):
         self._kubelet_dir = kubelet_dir
 
     def at(self, pod: PodRef) -> GmsClient:
-        uid = check_uid(pod.uid)
-        link = Path(short_folder_of(self._socket_dir, uid))
-        short_link(link, Path(folder_of(self._kubelet_dir, uid, GMS_VOLUME)), GRPC_SOCKET)
-        return _Briefly(link)
+        return _Briefly(Path(folder_of(self._kubelet_dir, check_uid(pod.uid), GMS_VOLUME)))
 
 
 class _Briefly(GmsClient):
-    """A connection for each call: a pod has few, and then is gone."""
+    """The service in the folder of a pod, which is hostile: each call finds the socket anew."""
 
     async def _call(
         self, method: str, body: Any, reply: type[T], within_s: float, *, patiently: bool = False
     ) -> T:
+        path = self._socket_dir / GRPC_SOCKET
         try:
-            return await super()._call(method, body, reply, within_s, patiently=patiently)
-        finally:
-            await self.close()
+            with pinned(path) as short:
+                self._target = f"unix:{short}"
+                try:
+                    return await super()._call(method, body, reply, within_s, patiently=patiently)
+                finally:
+                    await self.close()
+        except OSError as error:
+            raise GmsUnavailable(
+                f"{method}: no memory server at {path}: {error.strerror}",
+                next_step="see what became of it: kubectl logs POD --container gms-server",
+            ) from error
 
 
 def _translated(method: str, error: grpc.aio.AioRpcError) -> SnapbackError:
@@ -180,7 +186,7 @@ def _translated(method: str, error: grpc.aio.AioRpcError) -> SnapbackError:
 
 
 async def _end_fence(socket_dir: Path, token: str) -> None:
-    client = GmsClient(socket_dir)
+    client = _Briefly(socket_dir)
     try:
         await client.unfence(token)
     finally:

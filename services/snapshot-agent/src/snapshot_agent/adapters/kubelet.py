@@ -86,7 +86,9 @@ class KubeletPods:
 
     def _forget_the_gone(self) -> None:
         """Remove the locks of pods that the kubelet has removed."""
-        for uid in set(_names(self._homes)) - set(_names(self._pods)):
+        there = set(_names(self._pods))
+        # The pod of this agent is one of them: without any the folder cannot be seen.
+        for uid in set(_names(self._homes)) - there if there else ():
             shutil.rmtree(self._homes / uid, ignore_errors=True)
 
     def is_alive(self, process: Process) -> bool:

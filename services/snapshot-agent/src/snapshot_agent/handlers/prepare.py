@@ -113,10 +113,10 @@ class Prepare:
         # The lock file decides between processes; this check only names the holder.
         refuse(CAPTURE_CHECKS, found.pod._replace(captured_by=holder))
         worker = found.running()
+        order = await self._of_the_pod(order)
         unlock = self._machine.locks.take(worker.paths.lock)
         if unlock is None:
             raise NotEligible(f"another process captures container {order.pod.container}")
-        order = await self._of_the_pod(order)
         now = self._machine.clocks.monotonic()
         self._hold = Hold(order, worker, driver, now + order.hold_s, unlock)
         self._holds.by_content[content] = self._hold
