@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools cluster-tools cluster cluster-down test-cluster clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -213,6 +213,16 @@ inspect-docs: $(STAMP) ## Take the answers of docs/inspect.md from a real cluste
 tools: ## The nats CLI, into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
 	@tests/support/tools/install $(TOOLS) nats
 	@echo "$(TOOLS)/nats is $$($(TOOLS)/nats --version)"
+
+criu: ## CRIU 4.2 with its libraries, into .tools/criu, from Debian unstable
+	@deploy/images/criu .tools/criu
+
+init: .tools/snapback-init ## The first process of containers that wait to be restored (C, static)
+
+# The same sources give the same bytes.
+.tools/snapback-init: services/snapshot-agent/init/init.c
+	@mkdir -p $(@D)
+	$(CC) -std=c11 -Wall -Wextra -Werror -O2 -static -s -Wl,--build-id=none -o $@ $<
 
 cluster-tools: ## The same for the programs of a cluster (built with Go: 7 minutes)
 	@tests/support/tools/install $(TOOLS) $(CLUSTER_TOOLS)
