@@ -50,19 +50,20 @@ static int enter_own_folder(void) {
 }
 
 static int install(const char *path) {
-    char buffer[65536];
+    char buffer[65536], partial[PATH_MAX];
     ssize_t got;
+    /* By a rename, for an init container that was killed may run again. */
+    snprintf(partial, sizeof partial, "%s.new", path);
     int from = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
-    int to = open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0755);
-    /* An init container that runs again finds the copy of its first run. */
-    if (to < 0 && errno == EEXIST)
-        return 0;
+    int to = open(partial, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0755);
     if (from < 0 || to < 0)
-        return fail(path);
+        return fail(partial);
     while ((got = read(from, buffer, sizeof buffer)) > 0)
         if (write(to, buffer, got) != got)
-            return fail(path);
-    return got < 0 || fchmod(to, 0755) < 0 || close(to) < 0 ? fail(path) : 0;
+            return fail(partial);
+    if (got < 0 || fchmod(to, 0755) < 0 || close(to) < 0 || rename(partial, path) < 0)
+        return fail(path);
+    return 0;
 }
 
 /* Return the pid of the restored process, 0 when there is none yet. */
