@@ -136,7 +136,8 @@ def test_a_memory_server_runs_before_the_worker_and_beside_it_with_the_devices_o
     spec = with_server()
     server, fetch = spec["initContainers"]
     assert (server["name"], server["image"], fetch["name"]) == ("gms-server", "gms:1", "fetch")
-    assert (server["restartPolicy"], server["resources"]) == ("Always", CLAIM)
+    assert server["restartPolicy"] == "Always"
+    assert server["resources"]["claims"] == CLAIM["claims"]
     [main] = spec["containers"]
     mount = {"name": "gms-sockets", "mountPath": "/gms-sockets"}
     assert mount in main["volumeMounts"]
@@ -155,6 +156,33 @@ def test_a_memory_server_of_the_template_keeps_its_image_command_and_mounts() ->
     [server] = with_server(initContainers=[own])["initContainers"]
     assert (server["image"], server["command"]) == ("mine:2", ["mine"])
     assert server["volumeMounts"][0]["mountPath"] == "/x"
+
+
+def test_a_memory_server_asks_for_little_and_is_restricted_as_the_user_of_the_worker() -> None:
+    user = {"runAsNonRoot": True, "runAsUser": 1000, "privileged": True}
+    main: dict[str, Any] = {"name": "main", "resources": CLAIM, "securityContext": user}
+    spec: dict[str, Any] = {"containers": [main]}
+    with_memory_server(spec, main, "gms:1")
+    [server] = spec["initContainers"]
+    assert server["resources"]["requests"] == {"cpu": "50m", "memory": "128Mi"}
+    assert server["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 1000,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def test_a_memory_server_of_the_template_keeps_its_resources_and_security_context() -> None:
+    own = {
+        "name": "gms-server",
+        "resources": {"limits": {"cpu": "10m"}},
+        "securityContext": {"runAsUser": 7},
+    }
+    [server] = with_server(initContainers=[own])["initContainers"]
+    assert server["resources"] == {"limits": {"cpu": "10m"}, **CLAIM}
+    assert server["securityContext"] == {"runAsUser": 7}
 
 
 def test_a_memory_server_serves_workers_of_the_group_of_the_volumes() -> None:

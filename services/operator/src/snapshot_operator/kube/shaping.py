@@ -224,7 +224,8 @@ def with_memory_server(spec: Document, container: Document, image: str) -> None:
     server.setdefault("image", image)
     # An init container that restarts is started before the engine, and runs beside it.
     server["restartPolicy"] = "Always"
-    server["resources"] = {**server.get("resources", {}), "claims": claims}
+    server["resources"] = {**(server.get("resources") or _gms_requests()), "claims": claims}
+    server.setdefault("securityContext", _confined_as(container))
     server["startupProbe"] = {
         "exec": {"command": ["test", "-S", f"{GMS_PATH}/{LEASE_SOCKET}"]},
         "periodSeconds": 1,
@@ -241,6 +242,27 @@ def with_memory_server(spec: Document, container: Document, image: str) -> None:
         mount = {"name": GMS_VOLUME, "mountPath": GMS_PATH}
         put(each.setdefault("volumeMounts", []), mount, by="mountPath")
     put(container.setdefault("env", []), {"name": "GMS_SOCKET_DIR", "value": GMS_PATH}, by="name")
+
+
+def _gms_requests() -> Document:
+    """Return what a memory server needs without its devices; weights are memory of theirs."""
+    return {"requests": {"cpu": "50m", "memory": "128Mi"}}
+
+
+def _confined_as(container: Document) -> Document:
+    """Return what Pod Security `restricted` asks for, with the user of the worker.
+
+    A worker of the same user reaches the sockets, and where its pod is within `restricted` the
+    server is too: what its pod says of users counts for both.
+    """
+    worker = container.get("securityContext") or {}
+    users = ("runAsUser", "runAsGroup", "runAsNonRoot")
+    return {
+        **{key: worker[key] for key in users if key in worker},
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 def _group_of(spec: Document) -> dict[str, str]:
