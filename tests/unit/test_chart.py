@@ -17,6 +17,7 @@ from snapshot_agent.main import AgentSettings
 from snapshot_operator.keys import CLUSTERS_OWN, KeysSettings
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.crds import definitions
+from snapshot_operator.kube.webhooks import Endpoint, configurations
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared.service import VERSION
 from snapshot_shared.settings import load
@@ -103,6 +104,31 @@ def test_the_operator_has_the_rights_of_its_table_and_no_others() -> None:
         assert binding["subjects"] == [
             {"kind": "ServiceAccount", "name": "snapback-operator", "namespace": "snapback-system"}
         ]
+
+
+@needs_helm
+@pytest.mark.parametrize("release", ["snapback", "other"])
+@pytest.mark.parametrize("url", ["", "https://198.51.100.7:9443"])
+def test_the_webhooks_are_those_that_the_operator_serves_by_the_names_of_the_release(
+    release: str, url: str
+) -> None:
+    words = ("--set", f"webhooks.enabled=true,webhooks.url={url}")
+    documents = helm.rendered(*words, release=release)
+    name = "snapback" if release == "snapback" else "other-snapback"
+    given = environment(documents, f"{name}-operator/operator")
+    settings = load(OperatorSettings, given | {"SNAPBACK_STATE_DIR": "/tmp"})
+    [account] = [
+        each["spec"]["template"]["spec"]["serviceAccountName"]
+        for each in documents
+        if each["kind"] == "Deployment"
+    ]
+    service, url = settings.webhook_service, settings.webhook_url
+    endpoint = Endpoint(settings.namespace, service, url=url, account=account)
+    for expected in configurations(endpoint):
+        [one] = [each for each in documents if each["kind"] == expected["kind"]]
+        assert one["metadata"]["name"] == expected["metadata"]["name"]
+        assert one["webhooks"] == expected["webhooks"]
+    assert service in {each["metadata"]["name"] for each in documents if each["kind"] == "Service"}
 
 
 @needs_helm

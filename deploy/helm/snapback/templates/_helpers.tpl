@@ -130,3 +130,26 @@ seccompProfile: {type: RuntimeDefault}
 - name: keys
   hostPath: {path: /var/lib/snapback/keys, type: DirectoryOrCreate}
 {{- end -}}
+
+{{/* Where the API server reaches a webhook: a list of the root and the path. */}}
+{{- define "snapback.webhookClient" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.webhooks.url -}}
+url: {{ printf "%s%s" (trimSuffix "/" $root.Values.webhooks.url) (index . 1) | quote }}
+{{- else -}}
+service:
+  namespace: {{ $root.Release.Namespace }}
+  name: {{ include "snapback.name" $root }}-webhook
+  path: {{ index . 1 }}
+  port: 443
+{{- end -}}
+{{- end -}}
+
+{{/* What all webhooks have, by what happens where none answers. */}}
+{{- define "snapback.webhook" -}}
+admissionReviewVersions: [v1]
+failurePolicy: {{ . }}
+matchPolicy: Equivalent
+sideEffects: None
+timeoutSeconds: 5
+{{- end -}}

@@ -33,6 +33,7 @@ _CHECKED = ("DynamoCheckpoint", "Snapshot")
 class Endpoint(NamedTuple):
     """Where the API server reaches the webhooks: at a Service of the operator, or at a URL.
 
+    `account` is the ServiceAccount of the operator, whose own writes are not checked.
     A `url` such as `https://198.51.100.7:9443` is for API servers that cannot reach Services.
     """
 
@@ -40,6 +41,7 @@ class Endpoint(NamedTuple):
     service: str = "snapback-webhook"
     port: int = 443
     url: str = ""
+    account: str = NAME
 
     def client_config(self, path: str, bundle: str = "") -> Document:
         """Return the `clientConfig` of a webhook; `bundle` is base64 of the PEM of authorities."""
@@ -110,7 +112,7 @@ def _pods_webhook(endpoint: Endpoint, bundle: str, spaces: Sequence[str]) -> Doc
 def _objects_webhook(endpoint: Endpoint, bundle: str) -> Document:
     group, _, version = GROUP.partition("/")
     plurals = [KINDS[name].plural for name in _CHECKED]
-    operator = f"system:serviceaccount:{endpoint.namespace}:{NAME}"
+    operator = f"system:serviceaccount:{endpoint.namespace}:{endpoint.account}"
     # Metadata has no rules, so that finalizers can be taken off while no operator is there.
     changes = (
         "request.operation == 'CREATE' || (object.spec != oldObject.spec"
