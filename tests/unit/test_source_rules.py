@@ -45,7 +45,10 @@ ALLOWED_BLOCKS = {
     "services/gms/src/gms/adapters/grpc_api.py:start": AT_THE_START,
     "services/gms/src/gms/adapters/grpc_api.py:close": NODES_OWN,
     "services/gms/src/gms/adapters/lease_socket.py:close": NODES_OWN,
-    "services/gms/src/gms/containers.py:_carry_out": "a process that does one thing",
+    **{
+        f"services/gms/src/gms/containers.py:{name}": "a process that moves one pod's weights"
+        for name in ("_carry_out", "_ordered", "_reported", "_transfer", "follow")
+    },
     "services/gms/src/gms/main.py:serve": AT_THE_START,
     "services/operator/src/snapshot_operator/kube/webhook_tls.py:_first": IN_MEMORY,
     "services/operator/src/snapshot_operator/kube/webhook_tls.py:_keep": IN_MEMORY,

@@ -163,6 +163,10 @@ class TransferKilled(SnapbackError):
     """The process that moved bytes was killed; `values` has the signal."""
 
 
+class ContainerFailed(SnapbackError):
+    """The saver or loader of a pod says that it failed, in words of its own."""
+
+
 class NoSpace(SnapbackError):
     """The disk has too little room; `values`: needed, free (bytes), path."""
 

@@ -474,6 +474,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "etcd was restored from a backup.",
             "Nothing: the operator ends, starts again and has every unanswered order repeated.",
         ),
+        "ContainerFailed": Reason(
+            "The container gms-saver or gms-loader of a pod has failed.",
+            "It says so in words of its own, which stand in the message.",
+            "Read its log: `kubectl logs POD --container gms-saver`, or `gms-loader`.",
+        ),
         "TransferKilled": Reason(
             "The process that moved the bytes was killed.",
             "Often the kernel did, because memory was short; the signal stands in the message.",

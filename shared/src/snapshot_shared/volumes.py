@@ -10,6 +10,10 @@ CONTROL_VOLUME = "snapshot-control"
 GMS_VOLUME = "gms-sockets"
 """Has the sockets of the pod's memory server."""
 
+SAVER = "gms-saver"
+LOADER = "gms-loader"
+"""Containers of a pod that move its GPU memory, and the volumes in which they get their orders."""
+
 
 def folder_of(kubelet_dir: PurePath, pod_uid: str, volume: str) -> str:
     """Return where an emptyDir of a pod is on its node, below the folder of the kubelet."""

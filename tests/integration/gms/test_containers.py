@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import snapback_client as client
-from gms.containers import Outcome
+from gms.domain.containers import Outcome
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
 

@@ -17,6 +17,7 @@ PLAIN = {
     "socket_dir": "/run/gms",
     "checkpoint_dir": "/store",
     "order_file": "/store/order.json",
+    "order_dir": "",
     "traceparent": "",
     "save_workers": 4,
     "load_workers": 8,
@@ -31,6 +32,7 @@ PLAIN = {
     [
         ({}, {}),
         ({"GMS_ORDER_FILE": "/order"}, {"order_file": "/order"}),
+        ({"GMS_ORDER_DIR": "/orders"}, {"order_dir": "/orders"}),
         (
             {"GMS_SAVE_WORKERS": "64", "GMS_LOAD_WORKERS": "1"},
             {"save_workers": 64, "load_workers": 1},

@@ -210,6 +210,20 @@ def test_a_pod_without_contradictions_has_no_problems() -> None:
     assert [*restore_problems(pod(volumes=[own], restore_policy="Immediate"))] == []
 
 
+def test_the_loader_that_a_template_asks_for_is_completed_once() -> None:
+    document = pod({**MAIN, "resources": {"claims": [{"name": "snapback-devices"}]}}, SIDECAR)
+    own = {"name": "gms-loader", "image": "mine:2", "env": [{"name": "A", "value": "1"}]}
+    document["spec"]["initContainers"] = [{"name": "fetch"}, own]
+    once = patched(document)
+    server, loader, fetch = once["spec"]["initContainers"]
+    assert [server["name"], loader["name"], fetch["name"]] == ["gms-server", "gms-loader", "fetch"]
+    assert (loader["image"], loader["restartPolicy"]) == ("mine:2", "Always")
+    assert loader["env"][0] == {"name": "A", "value": "1"}
+    assert {"name": "GMS_ORDER_DIR", "value": "/gms-checkpoint"} in loader["env"]
+    assert {"name": "gms-loader", "emptyDir": {}} in once["spec"]["volumes"]
+    assert standby_patch(once) == []
+
+
 def test_a_worker_that_claims_devices_gets_a_memory_server_once() -> None:
     document = pod({**MAIN, "resources": {"claims": [{"name": "snapback-devices"}]}}, SIDECAR)
     once = patched(document)

@@ -253,3 +253,94 @@ def test_a_checkpoint_that_does_not_name_gms_has_no_memory_server_and_needs_no_c
     assert devices_template(job, document) is None
     spec = job_manifest(job, document)["spec"]["template"]["spec"]
     assert not {"initContainers", "resourceClaims"} & set(spec)
+
+
+SAVER: dict[str, Any] = {
+    "image": "my-gms-saver:latest",
+    "command": ["/bin/gms-save"],
+    "envs": [
+        {"name": "GMS_TRANSFER_BACKEND", "value": "nixl-gds"},
+        {"name": "GMS_CHECKPOINT_DIR", "value": "/mine"},
+        {"name": "GMS_SOCKET_DIR", "value": "/elsewhere"},
+        {"name": "A"},
+    ],
+    "envFromSecret": "gms-save-secret",
+    "volumeMounts": [{"name": "extra-save-config", "mountPath": "/etc/gms-save"}],
+}
+
+
+def pod_of(saver: dict[str, Any] | None, **template: Any) -> dict[str, Any]:
+    """Return the pod of a checkpoint with a saver of this shape."""
+    document = of_gms(checkpoint={"saver": saver})
+    document["spec"]["job"]["podTemplateSpec"]["spec"] |= template
+    spec: dict[str, Any] = job_manifest(_job(checkpoint("llm")), document, "gms:1")["spec"]
+    pod: dict[str, Any] = spec["template"]["spec"]
+    return pod
+
+
+def test_a_saver_runs_behind_the_memory_server_as_the_user_has_shaped_it() -> None:
+    spec = pod_of(SAVER, initContainers=[{"name": "fetch"}])
+    server, saver, fetch = spec["initContainers"]
+    assert [server["name"], saver["name"], fetch["name"]] == ["gms-server", "gms-saver", "fetch"]
+    assert (saver["image"], saver["command"]) == ("my-gms-saver:latest", ["/bin/gms-save"])
+    assert saver["restartPolicy"] == "Always"
+    assert saver["resources"]["claims"] == server["resources"]["claims"]
+    # In place and in order; where the sockets and the orders are is ours to say.
+    assert saver["env"] == [
+        {"name": "GMS_CHECKPOINT_DIR", "value": "/mine"},
+        {"name": "GMS_TRANSFER_BACKEND", "value": "nixl-gds"},
+        {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"},
+        {"name": "A"},
+        {"name": "GMS_ORDER_DIR", "value": "/gms-checkpoint"},
+    ]
+    assert saver["envFrom"] == [{"secretRef": {"name": "gms-save-secret"}}]
+    assert saver["volumeMounts"] == [
+        {"name": "gms-sockets", "mountPath": "/gms-sockets"},
+        {"name": "gms-saver", "mountPath": "/gms-checkpoint"},
+        {"name": "extra-save-config", "mountPath": "/etc/gms-save"},
+    ]
+    assert {"name": "gms-saver", "emptyDir": {}} in spec["volumes"]
+
+
+@pytest.mark.parametrize("saver", [None, {}])
+def test_a_saver_of_which_nothing_is_said_is_none(saver: dict[str, Any] | None) -> None:
+    assert [each["name"] for each in pod_of(saver)["initContainers"]] == ["gms-server"]
+
+
+def test_a_saver_whose_shape_is_empty_is_ours() -> None:
+    _, saver = pod_of({"envs": [{"name": "A"}], "command": [], "image": ""})["initContainers"]
+    assert (saver["image"], saver["command"]) == ("gms:1", ["gms-saver"])
+    assert "envFrom" not in saver
+
+
+def test_a_saver_of_the_template_keeps_what_nobody_has_changed() -> None:
+    own = {"name": "gms-saver", "image": "mine:2", "command": ["mine"], "args": ["--fast"]}
+    _, kept = pod_of(None, initContainers=[copy.deepcopy(own)])["initContainers"]
+    assert (kept["image"], kept["command"], kept["args"]) == ("mine:2", ["mine"], ["--fast"])
+    _, changed = pod_of({"command": ["other"]}, initContainers=[own])["initContainers"]
+    assert (changed["image"], changed["command"]) == ("mine:2", ["other"])
+    assert "args" not in changed
+
+
+@pytest.mark.parametrize(
+    ("shared", "limit"), [(None, "8Gi"), ({}, "8Gi"), ({"size": "16Gi"}, "16Gi")]
+)
+def test_a_worker_has_shared_memory_of_the_size_that_is_named(
+    shared: dict[str, Any] | None, limit: str
+) -> None:
+    document = of_gms(enabled=False)
+    document["spec"]["job"]["sharedMemory"] = shared
+    spec = job_manifest(_job(checkpoint("llm")), document)["spec"]["template"]["spec"]
+    memory = {"medium": "Memory", "sizeLimit": limit}
+    assert {"name": "shared-memory", "emptyDir": memory} in spec["volumes"]
+    mount = {"name": "shared-memory", "mountPath": "/dev/shm"}
+    assert mount in spec["containers"][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize("is_disabled", [True, False])
+def test_no_shared_memory_is_mounted_that_is_not_wanted_or_there(is_disabled: bool) -> None:
+    own = [] if is_disabled else [{"name": "mine", "mountPath": "/dev/shm"}]
+    document = of_gms({"volumeMounts": own}, enabled=False)
+    document["spec"]["job"]["sharedMemory"] = {"disabled": is_disabled}
+    spec = job_manifest(_job(checkpoint("llm")), document)["spec"]["template"]["spec"]
+    assert "shared-memory" not in [each["name"] for each in spec["volumes"]]

@@ -43,7 +43,7 @@ NO_REASONS = frozenset(KINDS) | {
     *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
     *("FieldValueForbidden", "FieldValueInvalid", "WaitForCheckpoint"),
     *("AdmissionReview", "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"),
-    *("IfNeeded", "NotIn"),
+    *("IfNeeded", "NotIn", "RuntimeDefault"),
 }
 """Words of that form which name kinds, types of conditions and, in schemas, kinds of errors."""
 

@@ -1,11 +1,13 @@
-"""`gms-saver` and `gms-loader`: one save or load of a pod's devices, in a container of its own.
+"""`gms-saver` and `gms-loader`: saves and loads of a pod's devices, in a container of its own.
 
 In: the environment (`Settings`) and an order file, a JSON list of the same `save` or `load` orders
 that travel over NATS, one a device. Out: parts in `GMS_CHECKPOINT_DIR`, and beside the order file
 `done` or `failed`, JSON, put in place whole. There is no NATS here.
 
 `GMS_CHECKPOINT_DIR` is the directory of the generation that the orders name:
-`<root>/<namespace>/<content uid>/gen-<attempt>`.
+`<root>/<namespace>/<content uid>/gen-<attempt>`. With `GMS_ORDER_DIR` they run until a signal: the
+GMS of the node puts a folder there for each order, `order.json` in it, and takes it away when the
+order is over, one way or the other. The parts stand in the same folder as below an artifact root.
 """
 
 from __future__ import annotations
@@ -14,24 +16,35 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
+from asyncinotify import Inotify, Mask
 from msgspec import Meta
 
 from gms.adapters.grpc_client import GmsCaller, fresh_token
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.containers import Settings, container_load, container_save, read_settings
-from gms.domain.tasks import LoadTask, SaveTask, TransferDone
+from gms.domain.containers import (
+    DONE,
+    EVENT,
+    FAILED,
+    ORDER_FILE,
+    Outcome,
+    PartOutcome,
+    Settings,
+    container_load,
+    container_save,
+    in_order_folder,
+    read_settings,
+)
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
 from gms.handlers.transfers import whole_or_nothing
 from snapback_client.frames import MemoryDomain
 from snapshot_shared.codec import MAX_MESSAGE_BYTES, decode_json, encode_pretty
 from snapshot_shared.errors import (
     Aborted,
-    Failure,
     Internal,
     InvalidInput,
     SnapbackError,
@@ -39,39 +52,30 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.files import open_root, opened, read_bounded, write_replacing
 from snapshot_shared.frames import StatusReply
-from snapshot_shared.orders import Bytes, LayoutRef, LoadOrder, PartStr, SaveOrder
+from snapshot_shared.orders import LayoutRef, LoadOrder, SaveOrder
+from snapshot_shared.tasks import end_all
 
-DONE = "done"
-FAILED = "failed"
 MAX_DEVICES = 64
 
+T = TypeVar("T")
 SaveOrders = Annotated[list[SaveOrder], Meta(min_length=1, max_length=MAX_DEVICES)]
 LoadOrders = Annotated[list[LoadOrder], Meta(min_length=1, max_length=MAX_DEVICES)]
 
 
-class PartOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One part that is on disk or in memory. `was_there`: the device had this layout already."""
-
-    part: PartStr
-    device: str
-    bytes: Bytes
-    digest: str
-    layout: LayoutRef
-    was_there: bool = False
+Notice = Callable[[TransferEvent], None]
+"""Called with every event of every transfer."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in `done` (all parts) or in `failed` (why)."""
-
-    verb: Literal["save", "load"]
-    parts: list[PartOutcome] = []
-    failure: Failure | None = None
+def _unnoticed(_event: TransferEvent) -> None:
+    pass
 
 
-async def save_all(settings: Settings, orders: Sequence[SaveOrder]) -> list[PartOutcome]:
+async def save_all(
+    settings: Settings, orders: Sequence[SaveOrder], notice: Notice = _unnoticed
+) -> list[PartOutcome]:
     """Write every device's part, all at a time. When one fails the unfinished ones are removed."""
     tasks = [container_save(settings, order) for order in orders]
-    found = await _all(tasks)
+    found = await _all(tasks, notice)
     return [_outcome(task, done) for task, done in zip(tasks, found, strict=True)]
 
 
@@ -99,6 +103,15 @@ async def load_all(settings: Settings, orders: Sequence[LoadOrder]) -> list[Part
             await asyncio.shield(_forget(gms, tasks))
             raise
     return [published.get(order.part) or _left_alone(order, there[order.part]) for order in orders]
+
+
+async def load_hidden(
+    settings: Settings, orders: Sequence[LoadOrder], notice: Notice
+) -> list[PartOutcome]:
+    """Load every device, and leave the layouts hidden under the load tokens of the orders."""
+    tasks = [container_load(settings, order, load_token=order.load_token) for order in orders]
+    found = await _all(tasks, notice)
+    return [_outcome(task, done) for task, done in zip(tasks, found, strict=True)]
 
 
 async def _forget(gms: GmsCaller, tasks: Sequence[LoadTask]) -> None:
@@ -146,17 +159,20 @@ def _outcome(
     )
 
 
-async def _transfer(task: SaveTask | LoadTask) -> TransferDone:
+async def _transfer(task: SaveTask | LoadTask, notice: Notice) -> TransferDone:
     async with aclosing(whole_or_nothing(TransferProcesses(), task)) as events:
         async for event in events:
             if isinstance(event, TransferDone):
                 return event
+            notice(event)
     raise Internal("the transfer ended without a result")
 
 
-async def _all(tasks: Sequence[SaveTask | LoadTask]) -> list[TransferDone]:
+async def _all(
+    tasks: Sequence[SaveTask | LoadTask], notice: Notice = _unnoticed
+) -> list[TransferDone]:
     """Run all at a time; the first failure ends the others, and is raised by itself."""
-    running = [asyncio.ensure_future(_transfer(task)) for task in tasks]
+    running = [asyncio.ensure_future(_transfer(task, notice)) for task in tasks]
     try:
         return await asyncio.gather(*running)
     except BaseException:
@@ -185,11 +201,79 @@ def _run(verb: Literal["save", "load"], environment: Mapping[str, str]) -> int:
         # Without settings there is no folder for the result file.
         sys.stderr.write(f"gms-{verb}r: {error.to_failure()}\n")
         return 1
+    if settings.order_dir:
+        return asyncio.run(_following(verb, settings))
     folder = Path(settings.order_file).parent
+    return asyncio.run(_reported(verb, folder, _with_signals(_carry_out(verb, settings))))
+
+
+async def _following(verb: Literal["save", "load"], settings: Settings) -> int:
+    """Carry out the orders of a folder until a signal; status 1 where there is no such folder."""
+    try:
+        await _with_signals(follow(verb, settings))
+    except Aborted:
+        return 0
+    except OSError as error:
+        sys.stderr.write(f"gms-{verb}r: GMS_ORDER_DIR {settings.order_dir}: {error}\n")
+    return 1
+
+
+async def follow(verb: Literal["save", "load"], settings: Settings) -> None:
+    """Carry out every order that stands in the order folder, until cancelled.
+
+    One whose folder is taken away ends at once, and leaves nothing.
+    """
+    root = Path(settings.order_dir)
+    running: dict[str, asyncio.Task[int]] = {}
+    with Inotify() as inotify:
+        inotify.add_watch(root, Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE | Mask.ONLYDIR)
+        sys.stderr.write(f"gms-{verb}r: waiting for orders in {root}\n")
+        try:
+            while True:
+                wanted = _unanswered(root, verb)
+                for name in running.keys() - wanted:
+                    await end_all(running.pop(name))
+                for name in wanted - running.keys():
+                    folder = root / name
+                    work = _reported(verb, folder, _ordered(verb, settings, folder))
+                    running[name] = asyncio.create_task(work, name=name)
+                await inotify.get()
+        finally:
+            await end_all(*running.values())
+
+
+def _unanswered(root: Path, verb: str) -> set[str]:
+    return {
+        path.name
+        for path in root.glob(f"{verb}-*")
+        if not any((path / name).exists() for name in (DONE, FAILED))
+    }
+
+
+async def _ordered(verb: Literal["save", "load"], settings: Settings, folder: Path) -> Outcome:
+    """Carry out what the order file of a folder says."""
+
+    def notice(event: TransferEvent) -> None:
+        _write(folder, EVENT, event)
+
+    path = folder / ORDER_FILE
+    if verb == "save":
+        saves: list[SaveOrder] = _orders(path, SaveOrders)
+        here = in_order_folder(settings, str(folder), saves[0])
+        return Outcome(verb=verb, parts=await save_all(here, saves, notice))
+    loads: list[LoadOrder] = _orders(path, LoadOrders)
+    here = in_order_folder(settings, str(folder), loads[0])
+    return Outcome(verb=verb, parts=await load_hidden(here, loads, notice))
+
+
+async def _reported(
+    verb: Literal["save", "load"], folder: Path, work: Coroutine[Any, Any, Outcome]
+) -> int:
+    """Leave the result of the work in a folder; return 0 when it is `done`, 1 when `failed`."""
     try:
         for name in (DONE, FAILED):
             (folder / name).unlink(missing_ok=True)
-        outcome = asyncio.run(_with_signals(_carry_out(verb, settings)))
+        outcome = await work
     except Exception as error:  # noqa: BLE001 - here every error becomes the file `failed`
         failure = failure_of(error)
         sys.stderr.write(f"gms {verb}: {failure}\n")
@@ -219,7 +303,7 @@ def _orders(path: Path, kind: Any) -> Any:
     return decode_json(data, kind)
 
 
-async def _with_signals(work: Coroutine[Any, Any, Outcome]) -> Outcome:
+async def _with_signals(work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -229,9 +313,9 @@ async def _with_signals(work: Coroutine[Any, Any, Outcome]) -> Outcome:
         raise Aborted("a signal ended it before it was done") from None
 
 
-def _write(folder: Path, name: str, outcome: Outcome) -> None:
+def _write(folder: Path, name: str, found: Outcome | TransferEvent) -> None:
     try:
         with opened(open_root(folder)) as directory:
-            write_replacing(directory, name, encode_pretty(outcome))
+            write_replacing(directory, name, encode_pretty(found), durable=name != EVENT)
     except (OSError, SnapbackError) as error:
         sys.stderr.write(f"{folder / name} cannot be written: {error}\n")

@@ -278,7 +278,7 @@ async def _serve_orders(
     async def own(_pod: PodRef | None) -> Memory:
         return Memory(control, settings.socket_dir)
 
-    in_pods = PodMemories(settings.kubelet_dir)
+    in_pods = PodMemories(settings.kubelet_dir, processes)
     orders = GmsOrders(
         in_pods.find if settings.world == "kubernetes" else own,
         processes,

@@ -36,7 +36,7 @@ from snapshot_shared.frames import (
     WatchReply,
     WatchRequest,
 )
-from snapshot_shared.orders import PodRef
+from snapshot_shared.orders import LoadOrder, PodRef, SaveOrder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,11 +179,29 @@ class Control(Protocol):
         ...
 
 
+class PodWork(Protocol):
+    """Has saves and loads carried out by a container of a pod."""
+
+    def run(
+        self, order: SaveOrder | LoadOrder, task: SaveTask | LoadTask
+    ) -> AsyncGenerator[TransferEvent, None]:
+        """Yield the events of the order, the last being TransferDone; the task is the same work.
+
+        A save stands below the artifact root at the end, verified. Closing the iterator ends it.
+        """
+        ...
+
+
 class Memory(NamedTuple):
-    """A memory server: what it is asked, and the folder of its sockets."""
+    """A memory server: what it is asked, the folder of its sockets, and who moves its bytes.
+
+    Without a saver or a loader of its pod, processes of this service do.
+    """
 
     control: Control
     socket_dir: Path
+    saver: PodWork | None = None
+    loader: PodWork | None = None
 
 
 class NoMemoryServer(NotFound):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
 
 from gms.domain.parts import chunk_sizes
-from snapshot_shared.artifact import PART_MANIFEST, PartManifest, check_part_manifest
+from snapshot_shared.artifact import PART_MANIFEST, FileEntry, PartManifest, check_part_manifest
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, InvalidMessage
-from snapshot_shared.files import open_regular, open_root, opened, read_bounded, translated
-from snapshot_shared.object_storage import VARIABLE, ObjectStorage, verify_objects
+from snapshot_shared.files import (
+    create_file,
+    open_regular,
+    open_root,
+    opened,
+    read_bounded,
+    secure,
+    translated,
+    write_all,
+)
+from snapshot_shared.object_storage import VARIABLE, ObjectStorage, verify_objects, zeros_digest
 
 
 def part_folders(path: Path) -> list[Path]:
@@ -54,24 +63,56 @@ def verify_part(path: Path, manifest: PartManifest, advance: Callable[[int], Non
         for size in verify_objects(storage, manifest):
             advance(size)
         return
+    with opened(open_root(path)) as directory:
+        for _, _, chunk in checked_chunks(directory, manifest, f"{path}/"):
+            advance(len(chunk))
+
+
+def checked_chunks(
+    directory: int, manifest: PartManifest, where: str = ""
+) -> Iterator[tuple[FileEntry, int, memoryview]]:
+    """Read every chunk of a part whose bytes are in files: the file, the offset, the bytes.
+
+    The bytes are good until the next. ArtifactCorrupt names chunk and file, below `where`.
+    """
     buffer = memoryview(bytearray(max((e.chunk_bytes for e in manifest.files), default=0)))
     shared = manifest.kind == "gms"
-    with opened(open_root(path)) as directory:
-        for entry in manifest.files:
-            with opened(open_regular(directory, entry.name, size=entry.size, shared=shared)) as fd:
-                for index, (offset, size) in enumerate(chunk_sizes(entry)):
-                    _read(fd, buffer[:size], offset, entry.name)
-                    found = xxhash.xxh3_128_hexdigest(buffer[:size])
-                    if found != entry.chunks[index]:
-                        raise ArtifactCorrupt(
-                            f"chunk {index} of {path / entry.name} is damaged",
-                            next_step="do not load this part; capture the worker again",
-                            file=entry.name,
-                            chunk=index,
-                            expected=entry.chunks[index],
-                            found=found,
-                        )
-                    advance(size)
+    for entry in manifest.files:
+        with opened(open_regular(directory, entry.name, size=entry.size, shared=shared)) as fd:
+            for index, (offset, size) in enumerate(chunk_sizes(entry)):
+                _read(fd, buffer[:size], offset, entry.name)
+                found = xxhash.xxh3_128_hexdigest(buffer[:size])
+                if found != entry.chunks[index]:
+                    raise ArtifactCorrupt(
+                        f"chunk {index} of {where}{entry.name} is damaged",
+                        next_step="do not load this part; capture the worker again",
+                        file=entry.name,
+                        chunk=index,
+                        expected=entry.chunks[index],
+                        found=found,
+                    )
+                yield entry, offset, buffer[:size]
+
+
+def copy_files(
+    source: int, target: int, manifest: PartManifest, advance: Callable[[int], None]
+) -> None:
+    """Copy the files of a part into an empty directory, each byte verified, and make them durable.
+
+    Chunks of zeros become holes. ArtifactCorrupt, NoSpace.
+    """
+    for entry in manifest.files:
+        with opened(create_file(target, entry.name)) as fd:
+            os.ftruncate(fd, entry.size)
+    for entry, offset, chunk in checked_chunks(source, manifest):
+        if entry.chunks[offset // entry.chunk_bytes] != zeros_digest(len(chunk)):
+            with opened(open_regular(target, entry.name, writable=True)) as fd:
+                os.lseek(fd, offset, os.SEEK_SET)
+                write_all(fd, chunk)
+        advance(len(chunk))
+    for entry in manifest.files:
+        with opened(open_regular(target, entry.name)) as fd:
+            secure(fd, entry.name)
 
 
 def _read(fd: int, into: memoryview, offset: int, name: str) -> None:

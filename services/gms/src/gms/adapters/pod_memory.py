@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from gms.adapters.grpc_client import CALL_S, GmsCaller
-from gms.ports import Memory, NoMemoryServer
+from gms.adapters.pod_transfers import PodTransfers
+from gms.ports import Memory, NoMemoryServer, Transfers
 from snapshot_shared.frames import (
     DropLayoutReply,
     DropLayoutRequest,
@@ -27,7 +28,7 @@ from snapshot_shared.frames import (
 from snapshot_shared.ids import check_uid
 from snapshot_shared.orders import PodRef
 from snapshot_shared.tasks import in_thread
-from snapshot_shared.volumes import GMS_VOLUME, folder_of
+from snapshot_shared.volumes import GMS_VOLUME, LOADER, SAVER, folder_of
 
 T = TypeVar("T")
 
@@ -35,22 +36,29 @@ T = TypeVar("T")
 class PodMemories:
     """Finds the memory server of a pod by the pod's uid."""
 
-    def __init__(self, kubelet_dir: Path) -> None:
-        """Look below `<kubelet_dir>/pods`."""
+    def __init__(self, kubelet_dir: Path, processes: Transfers) -> None:
+        """Look below `<kubelet_dir>/pods`; `processes` copy what savers and loaders move."""
         self._kubelet_dir = kubelet_dir
+        self._processes = processes
 
     async def find(self, pod: PodRef | None) -> Memory:
         """Return the memory server of a pod. NoMemoryServer."""
         if pod is None:
             raise NoMemoryServer("the order names no pod, and memory servers are in pods here")
-        folder = Path(folder_of(self._kubelet_dir, check_uid(pod.uid), GMS_VOLUME))
+        uid = check_uid(pod.uid)
+        folder = Path(folder_of(self._kubelet_dir, uid, GMS_VOLUME))
         if not await in_thread(folder.is_dir):
             raise NoMemoryServer(
                 f"pod {pod.name} has no memory server on this node",
                 next_step=f"see what became of it: kubectl logs {pod.name} --container gms-server",
                 path=str(folder),
             )
-        return Memory(_PodControl(folder), folder)
+        workers = [await self._worker(uid, volume) for volume in (SAVER, LOADER)]
+        return Memory(_PodControl(folder), folder, *workers)
+
+    async def _worker(self, uid: str, volume: str) -> PodTransfers | None:
+        orders = Path(folder_of(self._kubelet_dir, uid, volume))
+        return PodTransfers(orders, self._processes) if await in_thread(orders.is_dir) else None
 
 
 class _PodControl:

@@ -1,12 +1,13 @@
-"""The environment of the saver and the loader, and the tasks that follow from it."""
+"""What a saver and a loader are given and leave: environment, order files, results; their tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from gms.domain.tasks import (
     DEFAULT_BACKEND,
@@ -18,22 +19,49 @@ from gms.domain.tasks import (
     save_task,
 )
 from snapshot_shared.artifact import generation_path
-from snapshot_shared.errors import InvalidInput
-from snapshot_shared.orders import LoadOrder, SaveOrder
+from snapshot_shared.errors import Failure, InvalidInput
+from snapshot_shared.orders import Bytes, LayoutRef, LoadOrder, PartStr, SaveOrder
+
+ORDER_FILE = "order.json"
+DONE = "done"
+FAILED = "failed"
+EVENT = "event"
+"""Beside the order file: the last event of a transfer that is under way, a `TransferEvent`."""
+
+
+class PartOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One part that is on disk or in memory. `was_there`: the device had this layout already."""
+
+    part: PartStr
+    device: str
+    bytes: Bytes
+    digest: str
+    layout: LayoutRef
+    was_there: bool = False
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in `done` (all parts) or in `failed` (why)."""
+
+    verb: Literal["save", "load"]
+    parts: list[PartOutcome] = []
+    failure: Failure | None = None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The environment: the names are those of Dynamo where they mean the same.
 
     `GMS_SOCKET_DIR`, `GMS_CHECKPOINT_DIR`, `GMS_ORDER_FILE` (by default `order.json` in the
-    checkpoint directory), `TRACEPARENT`; `GMS_SAVE_WORKERS` and `GMS_LOAD_WORKERS` (threads for
-    each device), `GMS_SHARD_SIZE_BYTES`, `GMS_SAVE_LOCK_TIMEOUT_MS`; `SNAPBACK_TRANSFER_BACKEND`
-    and `SNAPBACK_OBJECT_STORAGE` as for the service.
+    checkpoint directory), or in place of these two `GMS_ORDER_DIR`; `TRACEPARENT`;
+    `GMS_SAVE_WORKERS` and `GMS_LOAD_WORKERS` (threads for each device), `GMS_SHARD_SIZE_BYTES`,
+    `GMS_SAVE_LOCK_TIMEOUT_MS`; `SNAPBACK_TRANSFER_BACKEND` and `SNAPBACK_OBJECT_STORAGE` as for the
+    service.
     """
 
     socket_dir: str
     checkpoint_dir: str
     order_file: str
+    order_dir: str
     traceparent: str
     save_workers: int
     load_workers: int
@@ -56,6 +84,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         f"{name} is not set"
         for name in ("GMS_SOCKET_DIR", "GMS_CHECKPOINT_DIR")
         if not environment.get(name)
+        and not (name == "GMS_CHECKPOINT_DIR" and environment.get("GMS_ORDER_DIR"))
     ]
     numbers: dict[str, int] = {}
     for name in _NUMBERS:
@@ -68,12 +97,13 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             problems.append(f"{name}={text!r} is not a positive number")
     if problems:
         raise InvalidInput("; ".join(problems), next_step="set these environment variables")
-    folder = environment["GMS_CHECKPOINT_DIR"]
+    folder = environment.get("GMS_CHECKPOINT_DIR", "")
     lock_ms = numbers.get("GMS_SAVE_LOCK_TIMEOUT_MS")
     return Settings(
         socket_dir=environment["GMS_SOCKET_DIR"],
         checkpoint_dir=folder,
-        order_file=environment.get("GMS_ORDER_FILE") or str(PurePath(folder) / "order.json"),
+        order_file=environment.get("GMS_ORDER_FILE") or str(PurePath(folder) / ORDER_FILE),
+        order_dir=environment.get("GMS_ORDER_DIR", ""),
         traceparent=environment.get("TRACEPARENT", ""),
         save_workers=min(64, numbers.get("GMS_SAVE_WORKERS", 4)),
         load_workers=min(64, numbers.get("GMS_LOAD_WORKERS", LOAD_THREADS)),
@@ -83,6 +113,18 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             environment.get("SNAPBACK_TRANSFER_BACKEND") or DEFAULT_BACKEND,
             environment.get("SNAPBACK_OBJECT_STORAGE", ""),
         ),
+    )
+
+
+def in_order_folder(settings: Settings, folder: str, order: SaveOrder | LoadOrder) -> Settings:
+    """Return the settings of an order that has a folder of its own: its generation is in that."""
+    if isinstance(order, SaveOrder):
+        generation = (order.namespace, order.content_uid, order.attempt)
+    else:
+        found = order.artifact
+        generation = (found.namespace, found.content_uid, found.generation)
+    return replace(
+        settings, checkpoint_dir=str(PurePath(folder).joinpath(*generation_path(*generation)))
     )
 
 

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import msgspec
 
 from gms.domain.layout import structure_hash
-from gms.domain.tasks import DEFAULT_BACKEND, OBJECT, LoadTask, SaveTask
+from gms.domain.tasks import (
+    CONTAINER,
+    DEFAULT_BACKEND,
+    OBJECT,
+    LoadTask,
+    SaveTask,
+    TransferDone,
+)
 from gms.domain.transfer import check_fits, saved_metadata
 from snapback_client.frames import (
     AllocationInfo,
@@ -113,6 +120,21 @@ def backend_for(task: LoadTask, manifest: PartManifest) -> str:
     if manifest.objects:
         return OBJECT
     return DEFAULT_BACKEND if task.backend == OBJECT else task.backend
+
+
+def handed_over(task: LoadTask, size: int) -> TransferDone:
+    """Return the end of a load that a container of the pod carries out: it is its word alone."""
+    layout = LayoutRef(
+        device=task.device,
+        incarnation="",
+        generation=0,
+        layout_id=task.layout_id,
+        structure_hash=task.structure_hash,
+        bytes=size,
+    )
+    return TransferDone(
+        bytes=size, digest=task.part_digest, layout=layout, moved=size, backend=CONTAINER
+    )
 
 
 def part_manifest(

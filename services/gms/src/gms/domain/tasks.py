@@ -34,6 +34,9 @@ DEFAULT_BACKEND = "posix-direct"
 OBJECT = "object"
 """The backend whose bytes are in object storage, and not in the folder of the part."""
 
+CONTAINER = "container"
+"""What moved the bytes of a part where a saver or loader in the pod did."""
+
 NOTE_BYTES = 256 * 1024 * 1024
 """What a killed save may have to write again, about: each note costs an fsync of two files."""
 
@@ -67,10 +70,14 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     backend: ShortText = DEFAULT_BACKEND
     object_storage: Text = ""
     traceparent: ShortText = ""
+    staged: Text = ""
 
 
 class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
     """Write the committed layout of a device as a part below the artifact root `root`.
+
+    With `staged` the part is not read off the device: a saver has written it in that folder, in
+    one that is called by the order (`order_folder`).
 
     A fence lets the save alone in; without one it reads beside the others. What has not changed
     since `parent`, or another artifact of its namespace, is shared. After each `note_bytes` it
@@ -87,7 +94,10 @@ class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
 
 
 class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
-    """Read a part into a device and leave it hidden under the load token."""
+    """Read a part into a device and leave it hidden under the load token.
+
+    With `staged` it is copied into that folder, for a loader.
+    """
 
     threads: Threads = LOAD_THREADS
     part_digest: Digest
@@ -96,6 +106,11 @@ class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
     structure_hash: ShortText
     if_match: GenerationRef | None = None
     order: ShortText = ""
+
+
+def order_folder(order: str, attempt: int) -> str:
+    """Return the name of the folder by which a saver or loader gets an order of its pod."""
+    return f"{order}.{attempt}"
 
 
 def save_task(order: SaveOrder, options: TransferOptions, /, **fields: Any) -> SaveTask:

@@ -13,6 +13,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from gms.domain.tasks import (
     DEFAULT_OPTIONS,
     TransferDone,
@@ -107,7 +109,10 @@ class GmsOrders:
             fence_token=order.fence_token,
             product=device.product,
         )
-        transfer = _Transfer(context, order.part, persistent(self._transfers, task))
+        events = persistent(self._transfers, task)
+        if memory.saver is not None:
+            events = memory.saver.run(replace(order, deadline_s=task.deadline_s), task)
+        transfer = _Transfer(context, order.part, events)
 
         async def lease() -> None:
             await transfer.until_leased()
@@ -147,7 +152,11 @@ class GmsOrders:
             attempt=order.attempt,
             load_token=order.load_token,
         )
-        transfer = _Transfer(context, order.part, self._transfers.run(task))
+        events = self._transfers.run(task)
+        if memory.loader is not None:
+            given = replace(order, device=device.uuid, deadline_s=task.deadline_s)
+            events = memory.loader.run(given, task)
+        transfer = _Transfer(context, order.part, events)
 
         async def forget() -> None:
             await transfer.end()

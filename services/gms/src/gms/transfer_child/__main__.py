@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gms.domain.tasks import LoadTask, SaveTask, TransferEvent, TransferFailed
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
+from gms.transfer_child.copies import hand_out, take
 from gms.transfer_child.load import load
 from gms.transfer_child.save import save
 from gms.transfer_child.session import Emit
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     verb = "save" if isinstance(task, SaveTask) else "load"
     try:
-        done = save(task, emit) if isinstance(task, SaveTask) else load(task, emit)
+        done = _work_of(task)(emit)
     except Exception as error:  # noqa: BLE001 - the one place where a failure becomes an event
         failure = failure_of(error)
         _log(task, "WARNING", f"{verb} of {task.part} failed: {failure}")
@@ -58,6 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     _log(task, "INFO", f"{verb} of {task.part} is done: {done.bytes} bytes")
     emit(done)
     return 0
+
+
+def _work_of(task: SaveTask | LoadTask) -> Callable[[Emit], TransferDone]:
+    if isinstance(task, SaveTask):
+        return functools.partial(take if task.staged else save, task)
+    return functools.partial(hand_out if task.staged else load, task)
 
 
 def _log(task: SaveTask | LoadTask, level: str, message: str) -> None:

@@ -20,8 +20,10 @@ from snapshot_operator.kube.shaping import (
     with_agent_affinity,
     with_control_directory,
     with_memory_server,
+    with_transfers,
 )
 from snapshot_shared.objects.snapback import RESTORE_CONTAINER, STANDBY_VARIABLES
+from snapshot_shared.volumes import LOADER
 
 Document = dict[str, Any]
 
@@ -43,7 +45,8 @@ def restore_request(pod: Document) -> RestoreRequest:
 def standby_patch(pod: Document, gms_image: str = GMS_IMAGE) -> list[Document]:
     """Return the JSON Patch by which the worker of a pod waits to be restored.
 
-    One whose claim is called as that of a checkpoint's worker has a memory server for it. The
+    One whose claim is called as that of a checkpoint's worker has a memory server for it, and the
+    loader that its template asks for by an init container of that name. The
     container that is restored is written down: another webhook may put one before it.
     """
     index = _target(pod)
@@ -55,6 +58,8 @@ def standby_patch(pod: Document, gms_image: str = GMS_IMAGE) -> list[Document]:
     claims = (container.get("resources") or {}).get("claims") or []
     if any(claim["name"] == DEVICES for claim in claims):
         with_memory_server(spec, container, gms_image)
+        if any(each["name"] == LOADER for each in spec["initContainers"]):
+            with_transfers(spec, container, gms_image, LOADER, {})
     with_agent_affinity(spec)
     container["startupProbe"] = startup_probe(container)
     before = pod["spec"]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects.kubernetes import AGENT_LABEL, GPU_RESOURCE, Job
-from snapshot_shared.volumes import CONTROL_VOLUME, GMS_VOLUME
+from snapshot_shared.volumes import CONTROL_VOLUME, GMS_VOLUME, SAVER
 
 Document = dict[str, Any]
 
@@ -27,6 +27,11 @@ DEVICES = "snapback-devices"
 GMS_PATH = "/gms-sockets"
 LEASE_SOCKET = "gms.sock"
 GMS_IMAGE = "snapback/gms:dev"
+ORDER_PATH = "/gms-checkpoint"
+"""Where a saver or loader has its orders and their parts."""
+SHARED_VOLUME = "shared-memory"
+SHARED_PATH = "/dev/shm"  # noqa: S108 - a mount of a pod
+SHARED_SIZE = "8Gi"
 GMS_START_S = 120
 """How long a memory server may take to open its devices, in seconds."""
 
@@ -59,11 +64,15 @@ def job_manifest(job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE) -> 
     spec = checkpoint["spec"]["job"]
     target = spec.get("targetContainerName", "main")
     template = source_template(spec["podTemplateSpec"], target, job.metadata.labels)
+    pod = template["spec"]
+    container = find_container(pod, target)
+    with_shared_memory(pod, container, spec.get("sharedMemory") or {})
     if has_memory_server(checkpoint):
-        pod = template["spec"]
-        container = find_container(pod, target)
         with_devices(pod, container, devices_name(job.metadata.name))
         with_memory_server(pod, container, gms_image)
+        moved_by = (checkpoint["spec"]["gpuMemoryService"].get("checkpoint") or {}).get("saver")
+        if moved_by or _named(pod, SAVER):
+            with_transfers(pod, container, gms_image, SAVER, moved_by or {})
     # The Job of a worker that ended with its capture would start another one.
     shaped: Document = {"template": template, "backoffLimit": 0}
     if job.spec.active_deadline_seconds is not None:
@@ -180,6 +189,16 @@ def with_devices(spec: Document, container: Document, template: str) -> None:
     put(spec.setdefault("resourceClaims", []), claim, by="name")
 
 
+def with_shared_memory(spec: Document, container: Document, shared: Document) -> None:
+    """Mount a tmpfs at /dev/shm, unless the container has a mount there or it is not wanted."""
+    mounts = container.setdefault("volumeMounts", [])
+    if shared.get("disabled") or any(each.get("mountPath") == SHARED_PATH for each in mounts):
+        return
+    memory = {"medium": "Memory", "sizeLimit": shared.get("size", SHARED_SIZE)}
+    put(spec.setdefault("volumes", []), {"name": SHARED_VOLUME, "emptyDir": memory}, by="name")
+    mounts.append({"name": SHARED_VOLUME, "mountPath": SHARED_PATH})
+
+
 def with_agent_affinity(spec: Document) -> None:
     """Require a node with a live agent, beside what the affinity of the pod requires already.
 
@@ -219,8 +238,7 @@ def with_memory_server(spec: Document, container: Document, image: str) -> None:
     if not claims:
         return
     init: list[Document] = spec.setdefault("initContainers", [])
-    named = (each for each in init if each.get("name") == GMS_SERVER)
-    server: Document = next(named, {"name": GMS_SERVER})
+    server = _named(spec, GMS_SERVER) or {"name": GMS_SERVER}
     server.setdefault("image", image)
     # An init container that restarts is started before the engine, and runs beside it.
     server["restartPolicy"] = "Always"
@@ -242,6 +260,56 @@ def with_memory_server(spec: Document, container: Document, image: str) -> None:
         mount = {"name": GMS_VOLUME, "mountPath": GMS_PATH}
         put(each.setdefault("volumeMounts", []), mount, by="mountPath")
     put(container.setdefault("env", []), {"name": "GMS_SOCKET_DIR", "value": GMS_PATH}, by="name")
+
+
+def with_transfers(
+    spec: Document, container: Document, image: str, name: str, changes: Document
+) -> None:
+    """Add the saver or the loader to a pod that has a memory server; `changes` are the user's.
+
+    An init container of its name in the template is what it is made of. An image and a command of
+    `changes` replace its own; variables replace those of the same name in their place and follow
+    the others in their order; the secret and the mounts come behind the others. What is empty
+    changes nothing.
+    """
+    claims = container.get("resources", {}).get("claims")
+    if not claims:
+        return
+    init = spec["initContainers"]
+    mover = _named(spec, name) or {"name": name}
+    mover["image"] = changes.get("image") or mover.get("image") or image
+    if command := changes.get("command"):
+        mover["command"] = command
+        mover.pop("args", None)
+    # Without one, a container would run what its image is for: the service itself.
+    mover.setdefault("command", [name])
+    # It has to be there for as long as the worker, and must not keep the pod of a Job from ending.
+    mover["restartPolicy"] = "Always"
+    mover["resources"] = {**(mover.get("resources") or _gms_requests()), "claims": claims}
+    mover.setdefault("securityContext", _confined_as(container))
+    env = mover.setdefault("env", [])
+    if all(each.get("name") != "GMS_CHECKPOINT_DIR" for each in env):
+        env.append({"name": "GMS_CHECKPOINT_DIR", "value": ORDER_PATH})
+    for variable in changes.get("envs") or ():
+        put(env, variable, by="name")
+    # Ours, whatever the user says: the node's gms and the memory server are found by them.
+    for variable, value in {"GMS_SOCKET_DIR": GMS_PATH, "GMS_ORDER_DIR": ORDER_PATH}.items():
+        put(env, {"name": variable, "value": value}, by="name")
+    if secret := changes.get("envFromSecret"):
+        mover["envFrom"] = [*(mover.get("envFrom") or []), {"secretRef": {"name": secret}}]
+    mounts = mover.setdefault("volumeMounts", [])
+    for volume, path in ((GMS_VOLUME, GMS_PATH), (name, ORDER_PATH)):
+        put(mounts, {"name": volume, "mountPath": path}, by="mountPath")
+    mounts += changes.get("volumeMounts") or []
+    put(spec["volumes"], {"name": name, "emptyDir": {}}, by="name")
+    server, *others = (each for each in init if each is not mover)
+    spec["initContainers"] = [server, mover, *others]
+
+
+def _named(spec: Document, name: str) -> Document | None:
+    """Return the init container of a name."""
+    init = spec.get("initContainers") or ()
+    return next((each for each in init if each.get("name") == name), None)
 
 
 def _gms_requests() -> Document:

@@ -1,0 +1,296 @@
+"""A saver and a loader in a pod, as the GMS of the node and the programs share their work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import snapback_client as client
+from gms.adapters.pod_transfers import PodTransfers
+from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.tasks import (
+    DEFAULT_OPTIONS,
+    TransferDone,
+    TransferEvent,
+    TransferLeased,
+    load_task,
+    save_task,
+)
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ContainerFailed,
+    InvalidInput,
+    SnapbackError,
+    StaleLayout,
+)
+from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
+
+MIB = 1024 * 1024
+UID = "11111111-2222-3333-4444-555555555555"
+PART = ("default", UID, "gen-1", "gpu-0")
+BYTES = np.arange(3 * MIB, dtype="u1")
+
+
+class Pod:
+    """The volume of a saver or loader, the program in it, and the artifact root of the node."""
+
+    def __init__(self, service: Any, home: Path) -> None:
+        self.service = service
+        self.root = home / "artifacts"
+        self.volume = home / "volume"
+        self.volume.mkdir()
+        self.work = PodTransfers(self.volume, TransferProcesses())
+
+    @contextlib.contextmanager
+    def program(self, name: str) -> Iterator[subprocess.Popen[str]]:
+        """Run a program that follows the orders of the volume; it has to end when it is told to."""
+        with subprocess.Popen(
+            [str(Path(sys.executable).with_name(name))],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "GMS_SOCKET_DIR": str(self.service.folder),
+                "GMS_ORDER_DIR": str(self.volume),
+            },
+        ) as process:
+            yield process
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=30)
+            assert (process.returncode, "Traceback" in said) in ((0, False), (-9, False)), said
+
+    def layout(self) -> LayoutRef:
+        layout = self.service.device(0).domains[0].layout
+        assert layout is not None
+        return layout
+
+    def save(self, **changes: Any) -> tuple[SaveOrder, Any]:
+        order = SaveOrder(
+            order=f"save-{UID}-gpu-0",
+            attempt=1,
+            node="n1",
+            owner=UID,
+            deadline_s=20.0,
+            namespace="default",
+            content_uid=UID,
+            part="gpu-0",
+            layout=self.layout(),
+            fence_token="",
+        )
+        task = save_task(
+            order, DEFAULT_OPTIONS, attempt=1, socket_dir="", root=str(self.root), deadline_s=20.0
+        )
+        return replace(order, **changes), task
+
+    def load(self, saved: TransferDone) -> tuple[LoadOrder, Any]:
+        where = ArtifactRef(
+            namespace="default", content_uid=UID, generation=1, root_digest="sha256:" + "0" * 64
+        )
+        order = LoadOrder(
+            order=f"load-{UID}-gpu-0",
+            attempt=1,
+            node="n1",
+            owner=UID,
+            deadline_s=20.0,
+            artifact=where,
+            part="gpu-0",
+            part_digest=saved.digest,
+            device=self.service.uuids[0],
+            layout_id=saved.layout.layout_id,
+            structure_hash=saved.layout.structure_hash,
+            load_token="t",
+        )
+        task = load_task(
+            order,
+            DEFAULT_OPTIONS,
+            attempt=1,
+            device=order.device,
+            socket_dir="",
+            root=str(self.root),
+            deadline_s=20.0,
+            load_token="t",
+            order=order.order,
+        )
+        return order, task
+
+    async def run(self, order: Any, task: Any) -> list[TransferEvent]:
+        async with asyncio.timeout(30):
+            return [event async for event in self.work.run(order, task)]
+
+
+@pytest.fixture
+def pod(service: Any, tmp_path: Path) -> Pod:
+    with client.connect(0, lock="RW") as pool:
+        pool.allocate("w", 3 * MIB, "u1")[:] = BYTES
+        pool.commit()
+    return Pod(service, tmp_path)
+
+
+async def saved(pod: Pod) -> TransferDone:
+    with pod.program("gms-saver"):
+        done = (await pod.run(*pod.save()))[-1]
+    assert isinstance(done, TransferDone)
+    return done
+
+
+async def test_what_a_saver_writes_is_an_artifact_and_a_loader_brings_it_back_hidden(
+    pod: Pod,
+) -> None:
+    with pod.program("gms-saver"):
+        events = await pod.run(*pod.save())
+    done = events[-1]
+    assert isinstance(events[0], TransferLeased)
+    assert isinstance(done, TransferDone)
+    assert (pod.root.joinpath(*PART) / "part.json").exists()
+    assert list(pod.volume.iterdir()) == []
+    pod.service.restart()
+    with pod.program("gms-loader"):
+        assert isinstance((await pod.run(*pod.load(done)))[-1], TransferDone)
+    assert pod.service.device(0).domains[0].layout is None
+    pod.service.run(publish(pod, done))
+    with client.connect(0, lock="RO", deadline_s=5) as pool:
+        assert np.array_equal(pool["w"], BYTES)
+    assert list(pod.volume.iterdir()) == []
+
+
+async def publish(pod: Pod, done: TransferDone) -> None:
+    layout = pod.service.gms.publish_hidden(pod.service.uuids[0], "t")
+    assert layout.layout_id == done.layout.layout_id
+
+
+async def test_a_program_carries_out_one_order_after_the_other(pod: Pod) -> None:
+    with pod.program("gms-saver"):
+        for part in ("gpu-0", "gpu-1"):
+            order, task = pod.save(part=part, order=f"save-{UID}-{part}")
+            await pod.run(order, replace(task, part=part, order=order.order))
+    assert {path.name for path in pod.root.joinpath(*PART[:3]).iterdir()} == {"gpu-0", "gpu-1"}
+
+
+async def test_an_order_that_is_taken_back_ends_in_the_container_too(pod: Pod) -> None:
+    order, task = pod.load(await saved(pod))
+    pod.service.restart()
+    with client.connect(0, lock="RW"), pod.program("gms-loader"):
+        # The loader waits for our session.
+        work = asyncio.ensure_future(pod.run(order, task))
+        await until(lambda: list(pod.volume.glob("load-*/order.json")))
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+        await until(lambda: not list(pod.volume.iterdir()))
+    assert pod.service.device(0).loads == []
+
+
+async def test_an_order_is_carried_out_by_a_program_that_is_started_again(pod: Pod) -> None:
+    order, task = pod.load(await saved(pod))
+    pod.service.restart()
+    with client.connect(0, lock="RW"), pod.program("gms-loader") as process:
+        work = asyncio.ensure_future(pod.run(order, task))
+        await until(lambda: list(pod.volume.glob("load-*/order.json")))
+        process.kill()
+        process.wait(20)
+    with pod.program("gms-loader"):
+        assert isinstance((await work)[-1], TransferDone)
+
+
+async def test_the_failure_of_a_saver_is_that_of_the_order(pod: Pod) -> None:
+    stale = replace(pod.layout(), generation=7)
+    order, task = pod.save(layout=stale)
+    with pod.program("gms-saver"), pytest.raises(StaleLayout):
+        await pod.run(order, task)
+    assert list(pod.volume.iterdir()) == []
+
+
+async def answer_as_a_stranger(pod: Pod, name: str, data: bytes) -> None:
+    """Answer the order as a program of a stranger does."""
+    await until(lambda: list(pod.volume.glob("save-*/order.json")))
+    (folder,) = pod.volume.iterdir()
+    (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "error", "says"),
+    [
+        ("failed", b"no \xff luck", ContainerFailed, "no .* luck"),
+        ("failed", b"", ContainerFailed, "failed"),
+        ("done", b"", SnapbackError, "default"),
+    ],
+)
+async def test_a_foreign_program_that_fails_or_writes_nothing_is_said(
+    pod: Pod, name: str, data: bytes, error: type[Exception], says: str
+) -> None:
+    answer = asyncio.ensure_future(answer_as_a_stranger(pod, name, data))
+    with pytest.raises(error, match=says):
+        await pod.run(*pod.save())
+    await answer
+    assert list(pod.volume.iterdir()) == []
+
+
+@contextlib.asynccontextmanager
+async def answered_before(pod: Pod) -> AsyncIterator[Path]:
+    """Yield the part that a saver has written, as long as the node has not been told of it."""
+    done = await saved(pod)
+    path = pod.root.joinpath(*PART)
+    staged = pod.volume / f"save-{UID}-gpu-0.1"
+    aside = staged.joinpath(*PART)
+    aside.parent.mkdir(parents=True)
+    path.rename(aside)
+    (staged / "order.json").write_text("[]")
+    assert done.bytes
+    yield aside
+    (staged / "done").write_text("")
+
+
+async def test_what_was_saved_while_the_service_of_the_node_was_away_is_taken(pod: Pod) -> None:
+    async with answered_before(pod) as part:
+        pass
+    assert isinstance((await pod.run(*pod.save()))[-1], TransferDone)
+    assert not part.exists()
+    assert (pod.root.joinpath(*PART) / "part.json").exists()
+
+
+async def test_bytes_that_differ_from_their_digests_are_no_artifact(pod: Pod) -> None:
+    async with answered_before(pod) as part:
+        (shard,) = (path for path in part.iterdir() if path.name != "part.json")
+        data = bytearray(shard.read_bytes())
+        data[77] ^= 4
+        shard.write_bytes(data)
+    with pytest.raises(ArtifactCorrupt):
+        await pod.run(*pod.save())
+    assert not pod.root.joinpath(*PART).exists()
+
+
+async def test_the_part_of_another_order_is_refused_with_both(pod: Pod) -> None:
+    async with answered_before(pod) as part:
+        manifest = part / "part.json"
+        manifest.write_text(manifest.read_text().replace(UID, UID.replace("5", "6")))
+    with pytest.raises(InvalidInput) as refused:
+        await pod.run(*pod.save())
+    assert UID in refused.value.values["expected"]
+    assert UID not in refused.value.values["found"]
+
+
+async def test_a_link_in_the_place_of_a_part_is_not_followed(pod: Pod, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    async with answered_before(pod) as part:
+        part.rename(secret)
+        part.symlink_to(secret)
+    with pytest.raises(ArtifactCorrupt):
+        await pod.run(*pod.save())
+    assert not pod.root.joinpath(*PART).exists()
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 - another process changes the folder
+            await asyncio.sleep(0.01)
