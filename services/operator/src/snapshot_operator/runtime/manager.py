@@ -129,6 +129,18 @@ class Manager:
         namespace = namespace_of(value) if value is not None else ""
         return bool(namespace) and not self._namespaces.has(namespace)
 
+    def _set_aside(self, key: Key) -> None:
+        """Acknowledge what came for an object that is left alone, and keep it here.
+
+        A stream gives out few reports that nobody has acknowledged, and then no others. One that
+        is lost with this process comes again: the first sweep has unanswered orders repeated.
+        """
+        if key in self._inbox:
+            items = self._inbox[key]
+            self._inbox[key] = [Input(item.report, lambda: None) for item in items]
+            for item in items:
+                item.stored()
+
     def set_full(self, *, is_full: bool) -> None:
         """Note whether new work may begin; who waits for room is woken when there is some."""
         was_full, self._is_full = self._is_full, is_full
@@ -179,6 +191,7 @@ class Manager:
     def _reconcile(self, key: Key) -> None:
         began = time.perf_counter()
         if self._is_left_alone(self._cluster.at(key)):
+            self._set_aside(key)
             self._wait_for(key, frozenset())
             self._queue.done(key)
             return
