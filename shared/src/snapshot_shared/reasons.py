@@ -807,7 +807,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "`backoffLimit`: a worker is never started again on Kubernetes; "
             "`ttlSecondsAfterFinished`: the Job goes with its checkpoint; `location` and "
             "`storageType`: the SnapshotContent has the place. The message names those set.",
-            "Remove them from the manifest: `kubectl explain dynamocheckpoint.spec.job`.",
+            "Leave them out of the manifest of the next checkpoint; this one needs no change.",
         ),
         "InvalidManifest": Reason(
             "The manifest is refused; nothing was stored.",

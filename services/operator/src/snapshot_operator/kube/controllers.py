@@ -114,7 +114,9 @@ def reconcile_checkpoint(view: CheckpointView, now: float) -> Plan:
     paths = deprecated(value)
     if not paths or value.metadata.deletion_timestamp:
         return checkpoint.reconcile(view, now)
-    message = f"not honoured: {', '.join(paths)}. Next: remove {'them' if paths[1:] else 'it'}"
+    # Its own spec is immutable, and what it does is right without them.
+    them = "them" if paths[1:] else "it"
+    message = f"not honoured: {', '.join(paths)}. Next: leave {them} out of the next checkpoint"
     row = (DEPRECATED, True, "DeprecatedFieldSet", message)
     rows = conditions.with_conditions(value.status.conditions, value, now, row)
     marked = replace(value, status=replace(value.status, conditions=rows))

@@ -71,9 +71,10 @@ RULES = (
 )
 
 LEASE_RULES = (
-    Rule("coordination.k8s.io", "leases", ("get", "create", "update"), "which operator is active"),
-    Rule("", "events", ("create",), "what the operator itself waits for"),
     # What is to be created has no name yet for the rules.
+    Rule("coordination.k8s.io", "leases", ("create",), "which operator is active"),
+    Rule("coordination.k8s.io", "leases", ("get", "update"), "which operator is active", (NAME,)),
+    Rule("", "events", ("create",), "what the operator itself waits for"),
     Rule("", "secrets", ("create",), "the certificate of the webhooks"),
     Rule("", "secrets", ("get", "watch", "update"), "its renewal", (CERTIFICATE_SECRET,)),
 )
