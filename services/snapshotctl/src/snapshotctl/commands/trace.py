@@ -9,7 +9,6 @@ import msgspec
 
 from snapshot_shared.errors import NotFound
 from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.spans import Bar, SpanRecord, Waterfall, layout
 from snapshotctl.command import Namespace, Traced, command, new_app
 from snapshotctl.domain import formats, targets
@@ -27,6 +26,7 @@ _TIMES = 24
 BAR = "█"
 EDGE = "▏"
 
+_FOLLOWED = ("Snapshot", "SnapshotContent", "SnapshotRestore")
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
 app = new_app()
@@ -65,7 +65,7 @@ async def _find(operator: Operator, name: str, namespace: str) -> str:
         found = await operator.get(target)
         if found is None:
             continue
-        if trace_id := trace_of(found) or await _trace_of_restore(operator, found):
+        if trace_id := await _trace_of(operator, found):
             return trace_id
         untraced.append(target)
     if untraced:
@@ -77,11 +77,17 @@ async def _find(operator: Operator, name: str, namespace: str) -> str:
     )
 
 
-async def _trace_of_restore(operator: Operator, found: AnyObject) -> str:
-    """Return the id of the trace of a pod's restore: it has one also where the pod has none."""
-    linked = related.links(found, found) if isinstance(found, Pod) else []
-    restores = [await operator.get(target) for target in linked]
-    return next((trace_of(restore) for restore in restores if restore is not None), "")
+async def _trace_of(operator: Operator, found: AnyObject) -> str:
+    """Return the id of the trace of an object, else of its capture or restore.
+
+    They have one also where the object was applied by a program that knows of no traces.
+    """
+    if trace_id := trace_of(found):
+        return trace_id
+    for target in related.links(found, found):
+        if target.kind.name in _FOLLOWED and (linked := await operator.get(target)) is not None:
+            return await _trace_of(operator, linked)
+    return ""
 
 
 def show(screen: Screen, trace_id: str, spans: Sequence[SpanRecord]) -> None:
