@@ -24,6 +24,7 @@ def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
         "SNAPBACK_SOCKET_DIR": "/var/lib/snapback/sockets",
         "SNAPBACK_HTTP_ADDRESS": "0.0.0.0:9090",
         "SNAPBACK_SIM": "1",
+        "SNAPBACK_GUARD_STARTER": "/run/guards/starter.sock",
         "HOME": "/tmp",
         **settings,
     }
@@ -37,21 +38,28 @@ def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
         "state": ("/var/lib/snapback", "/var/lib/snapback"),
         "artifacts": (str(artifacts), "/artifacts"),
     }
-    agent = container(
-        "agent",
-        *(sys.executable, "-m", "snapshot_agent.main"),
-        env=env,
-        readinessProbe={"httpGet": {"port": 9090, "path": "/readyz"}, "periodSeconds": 1},
-        securityContext={
+    mounts = [{"name": name, "mountPath": at} for name, (_, at) in paths.items()]
+    common: dict[str, Any] = {
+        "env": env,
+        "securityContext": {
             "runAsUser": 0,
             "capabilities": {"drop": ["ALL"], "add": list(CAPABILITIES)},
         },
-        volumeMounts=[{"name": name, "mountPath": at} for name, (_, at) in paths.items()],
+        "volumeMounts": [*mounts, {"name": "guards", "mountPath": "/run/guards"}],
+    }
+    agent = container(
+        "agent",
+        *(sys.executable, "-m", "snapshot_agent.main"),
+        readinessProbe={"httpGet": {"port": 9090, "path": "/readyz"}, "periodSeconds": 1},
+        **common,
     )
+    guards = container("guards", sys.executable, "-m", "snapshot_agent.guard_starter", **common)
     volumes = [{"name": name, "hostPath": {"path": of}} for name, (of, _) in paths.items()]
+    volumes.append({"name": "guards", "emptyDir": {"medium": "Memory"}})
     template = pod(
         NAME,
         agent,
+        guards,
         hostPID=True,
         automountServiceAccountToken=False,
         volumes=volumes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from snapshot_shared.api import Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import NodeName
-from tests.cluster.agents import agents, worker
+from tests.cluster.agents import TINY_WORKER, agents, worker
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.simulated import ROOT, Driver, container, pod
@@ -198,6 +199,43 @@ async def test_a_worker_goes_on_when_its_agent_is_killed_while_it_is_frozen(
     states = "for each in /proc/[0-9]*/stat; do cut -d' ' -f3 $each; done"
     said = await asyncio.to_thread(nodes.run, "exec", name, "--", "sh", "-c", states)
     assert "T" not in said
+
+
+async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
+    rig: Rig, nodes: Kubectl, own_cluster: Cluster
+) -> None:
+    await arm(rig, "node-1", "copy-state", "stall")
+    source = pod("source", worker("--child"), nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]})
+    node = own_cluster.machine("node-1")
+    folders = node.home / "kubelet" / "pods"
+
+    def written(name: str) -> list[Path]:
+        where = "*/volumes/kubernetes.io~empty-dir/snapshot-control/main"
+        return list(folders.glob(f"{where}/{name}"))
+
+    def states() -> str:
+        script = f"for each in $(pgrep -f {TINY_WORKER}); do cut -d' ' -f3 /proc/$each/stat; done"
+        return node.run("sh", "-c", script)
+
+    async def is_frozen() -> bool:
+        return bool(written("quiesced")) and "T" in await asyncio.to_thread(states)
+
+    await polled(is_frozen)
+    # Without its kubelet no container is started again.
+    node.send("kubelet", signal.SIGSTOP)
+    try:
+        [agent] = node.run("pgrep", "-f", " -m snapshot_agent.main$").split()
+        node.run("kill", "-KILL", agent)
+        async with asyncio.timeout(15):
+
+            async def is_let_go() -> bool:
+                return bool(written("snapshot-aborted"))
+
+            await polled(is_let_go)
+        assert "T" not in await asyncio.to_thread(states)
+    finally:
+        node.send("kubelet", signal.SIGCONT)
 
 
 async def test_agents_that_are_replaced_in_the_middle_of_a_capture_lose_none(

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from gms.main import GmsSettings
+from snapshot_agent.guard_starter import StarterSettings
 from snapshot_agent.main import AgentSettings
 from snapshot_operator.keys import CLUSTERS_OWN, KeysSettings
 from snapshot_operator.kube import rbac
@@ -32,6 +33,7 @@ VALUES = yaml.safe_load((helm.CHART / "values.yaml").read_text())
 SIMULATED = ("--set", "simulation.enabled=true")
 CAPABILITIES = {
     "snapback-node/agent": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"],
+    "snapback-node/guards": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"],
     "snapback-node/gms": ["DAC_OVERRIDE"],
 }
 OWN_NATS = ("--set", "nats.url=nats://nats.example:4222")
@@ -168,9 +170,9 @@ def test_the_keys_of_a_node_are_in_no_secret_and_each_service_mounts_its_own_alo
             for mount in container["volumeMounts"]
             if "keys" in mount["name"]
         }
-        [(path, mount)] = mounts.items()
-        assert path == f"/var/lib/snapback/keys/{container['name']}"
-        assert mount["readOnly"]
+        own = [f"/var/lib/snapback/keys/{container['name']}"]
+        assert list(mounts) == ([] if container["name"] == "guards" else own)
+        assert all(mount["readOnly"] for mount in mounts.values())
 
 
 def pod_of_nodes(documents: list[Any]) -> Any:
@@ -226,6 +228,8 @@ def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
     assert agent.kubelet_dir == gms.kubelet_dir == Path("/var/lib/kubelet")
     assert (agent.socket_dir, agent.artifact_root) == (gms.socket_dir, gms.artifact_root)
     assert agent.state_dir != gms.state_dir
+    starter = load(StarterSettings, environment(documents, "snapback-node/guards"))
+    assert (starter.state_dir, starter.guard_starter) == (agent.state_dir, agent.guard_starter)
     assert agent.http_address != gms.http_address
     assert (gms.gms_device, gms.devices, gms.device_bytes) == ("simulated", 2, 2**30)
     assert gms.kubelet_plugin == "auto"
@@ -247,7 +251,9 @@ def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside
         for name in ("pods", *read):
             assert mounts[name] == paths[name]
         given = environment(documents, f"snapback-node/{container['name']}")
-        assert given["SNAPBACK_KUBELET_DIR"] == "/data/kubelet"
+        # A guard gets the path of a control directory from its agent.
+        if container["name"] != "guards":
+            assert given["SNAPBACK_KUBELET_DIR"] == "/data/kubelet"
     assert paths["plugins"] == "/data/kubelet/plugins"
     assert paths["pods"] == "/data/kubelet/pods"
 

@@ -114,6 +114,12 @@ class StalePodReference(Rejected):
     """The pod on this node is not the one that the order names."""
 
 
+class NoGuard(SnapbackError):
+    """No guard could be started for a worker, so nothing was done to it."""
+
+    retryable = True
+
+
 class SourceExited(SnapbackError):
     """The worker ended while it was needed; `values` has the exit code."""
 

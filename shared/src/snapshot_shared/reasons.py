@@ -278,6 +278,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The checkpoint would capture its worker by a Snapshot of its own name.",
             "Rename the checkpoint, or `snapshotctl delete snapshot NAME`.",
         ),
+        "NoGuard": Reason(
+            "No guard could be started, so the worker was left as it was.",
+            "The container `guards` of the agent's pod does not run or does not answer.",
+            "`kubectl logs POD --container guards`; the capture is tried again.",
+        ),
         "SourceExited": Reason(
             "The worker ended while it was needed.",
             "It crashed or was killed during its capture or its restore; the message has the "

@@ -23,7 +23,7 @@ from snapshot_agent.domain import control
 from snapshot_agent.domain.control import Access
 from snapshot_agent.domain.driving import Release
 from snapshot_agent.ports import GuardSpec, Process
-from snapshot_shared.errors import SourceExited
+from snapshot_shared.errors import NoGuard, SourceExited
 from snapshot_shared.service import system_clocks
 from tests.support.agent_rig import below, is_gone, state_of, until
 
@@ -31,12 +31,12 @@ from tests.support.agent_rig import below, is_gone, state_of, until
 class Guarded:
     """A stopped process in a session of its own, its control directory, and guards for it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, starter: Path | None = None) -> None:
         self.folder = folder
         self.control = folder / "control"
         self.control.mkdir()
         (self.control / control.QUIESCE).write_bytes(control.body(4))
-        self.guards = Guards(folder / "guards", "test", node="node-1")
+        self.guards = Guards(folder / "guards", "test", node="node-1", starter=starter)
         self.begin()
 
     def begin(self) -> None:
@@ -83,15 +83,68 @@ class Guarded:
         return path.exists() and control.is_of(path.read_bytes(), 4)
 
 
-@pytest_asyncio.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
-    made = Guarded(tmp_path)
+@contextlib.asynccontextmanager
+async def starting(folder: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """Run what starts guards in a cluster; the agent's folder is `folder`."""
+    path = folder / "starter.sock"
+    settings = {
+        "SNAPBACK_STATE_DIR": str(folder),
+        "SNAPBACK_NODE": "node-1",
+        "SNAPBACK_GUARD_STARTER": str(path),
+    }
+    words = [sys.executable, "-m", "snapshot_agent.guard_starter"]
+    with subprocess.Popen(words, env=os.environ | settings) as process:  # noqa: ASYNC220
+        try:
+            await until(path.exists, "the socket of the starter")
+            yield process
+        finally:
+            process.terminate()
+            await until(lambda: process.poll() is not None, "the end of the starter")
+    assert not path.exists() or process.returncode == -signal.SIGKILL
+
+
+@pytest_asyncio.fixture(params=["a child of its agent", "a child of the starter"])
+async def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guarded]:
+    async with contextlib.AsyncExitStack() as stack:
+        starter = None
+        if request.param == "a child of the starter":
+            await stack.enter_async_context(starting(tmp_path))
+            starter = tmp_path / "starter.sock"
+        made = Guarded(tmp_path, starter)
+        try:
+            yield made
+        finally:
+            for pid in made.running:
+                os.kill(pid, signal.SIGKILL)
+            made.end()
+
+
+async def test_a_guard_outlives_what_asked_for_it_and_its_starter_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    async with starting(tmp_path) as process:
+        guarded = Guarded(tmp_path, tmp_path / "starter.sock")
+        try:
+            link = await guarded.guards.start(guarded.spec())
+            process.terminate()
+            await until(lambda: not (tmp_path / "starter.sock").exists(), "the end of new guards")
+            assert guarded.running
+            assert process.poll() is None
+            link.close()
+            await freed(guarded)
+            await until(lambda: process.poll() == 0, "the end of the starter")
+        finally:
+            guarded.end()
+
+
+async def test_without_a_starter_no_guard_is_armed_and_it_is_said_where(tmp_path: Path) -> None:
+    guarded = Guarded(tmp_path, tmp_path / "nobody.sock")
     try:
-        yield made
+        with pytest.raises(NoGuard, match=r"nobody\.sock"):
+            await guarded.guards.start(guarded.spec())
+        assert guarded.sockets == []
     finally:
-        for pid in made.running:
-            os.kill(pid, signal.SIGKILL)
-        made.end()
+        guarded.end()
 
 
 async def freed(guarded: Guarded) -> None:

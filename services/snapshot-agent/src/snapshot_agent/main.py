@@ -61,13 +61,14 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     """The settings of an agent. It writes or reads at most `slots` parts at a time.
 
     `world` says what starts the workers: the agent itself, by orders, or the kubelet of its node,
-    whose folder is `kubelet_dir`.
+    whose folder is `kubelet_dir`. `guard_starter` is the socket of what starts guards for it.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
     kubelet_dir: Path = Path("/var/lib/kubelet")
     workdir: Path | None = None
     slots: int = 2
+    guard_starter: Path | None = None
 
 
 class _Node:
@@ -164,6 +165,7 @@ class _Node:
                 self.settings.state_dir / "guards",
                 self.settings.run,
                 node=self.settings.node,
+                starter=self.settings.guard_starter,
             ),
             artifacts=self.root,
             operator=self.operator,

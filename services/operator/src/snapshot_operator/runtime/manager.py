@@ -132,8 +132,8 @@ class Manager:
     def _set_aside(self, key: Key) -> None:
         """Acknowledge what came for an object that is left alone, and keep it here.
 
-        A stream gives out few reports that nobody has acknowledged, and then no others. One that
-        is lost with this process comes again: the first sweep has unanswered orders repeated.
+        A consumer may have few reports unacknowledged, and gets no others then. A report that is
+        lost with this process comes again: the first sweep has unanswered orders repeated.
         """
         if key in self._inbox:
             items = self._inbox[key]

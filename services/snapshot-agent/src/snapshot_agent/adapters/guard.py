@@ -55,16 +55,15 @@ _PEER = struct.Struct("3i")
 class GuardTask:
     """What one guard has to do, as the arguments of its process.
 
-    `socket` is the name of the socket for returning agents, `link` the descriptor of the first
-    connection. `deadline` is in seconds of the monotonic clock of boot `boot_id`. To let the worker
-    go, the file `says` is written with `body` and the file `ends` is removed in `control`; with
-    `kill` the worker is killed as well. Neither happens when the file `unless` is there. `uid`,
-    `gid` (-1: unchanged) and `mode` are those of the file. `node`, `order`, `attempt` and `trace`
-    (trace id and span id with a colon between) are for the log.
+    `socket` is the name of the socket for returning agents. `deadline` is in seconds of the
+    monotonic clock of boot `boot_id`. To let the worker go, the file `says` is written with `body`
+    and the file `ends` is removed in `control`; with `kill` the worker is killed as well. Neither
+    happens when the file `unless` is there. `uid`, `gid` (-1: unchanged) and `mode` are those of
+    the file. `node`, `order`, `attempt` and `trace` (trace id and span id with a colon between) are
+    for the log.
     """
 
     socket: str
-    link: int
     pid: int
     start: int
     control: str
@@ -141,7 +140,7 @@ def split(data: bytes) -> list[str]:
 class _Watch:
     """The events that a guard waits for."""
 
-    def __init__(self, task: GuardTask, worker: int) -> None:
+    def __init__(self, task: GuardTask, worker: int, link: socket.socket) -> None:
         self.task = task
         self.worker = worker
         self.process = task.pid, task.start
@@ -149,7 +148,7 @@ class _Watch:
         self.unfence: list[str] = []
         self.returns_by = math.inf
         self.thaw_by = math.inf
-        self.link: socket.socket | None = socket.socket(fileno=task.link)
+        self.link: socket.socket | None = link
         self.listener = _listen(task.socket)
         self.alarm, alarm = socket.socketpair()
         alarm.setblocking(False)  # noqa: FBT003 - its only form
@@ -159,7 +158,7 @@ class _Watch:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         self.poll = select.poll()
-        for source in (worker, self.link, self.listener, self.alarm):
+        for source in (worker, link, self.listener, self.alarm):
             self.poll.register(source, select.POLLIN)
 
     def until_over(self) -> bool:
@@ -388,18 +387,17 @@ def _line(task: GuardTask, message: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one guard. The socket is created in the working directory."""
+    """Run one guard. The socket is created in the working directory; its link is descriptor 0."""
     task = GuardTask.read(arguments)
     # Or else the program that ends the fence would keep the connection to the agent open.
-    os.set_inheritable(task.link, False)  # noqa: FBT003 - its only form
+    link = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     worker = procfs.open_pidfd(task.pid, task.start)
     if worker is None or task.boot_id != _boot_id():
-        with socket.socket(fileno=task.link) as link:
-            link.send(GONE)
+        link.send(GONE)
         return 1
-    watch = _Watch(task, worker)
-    if watch.link is not None:
-        watch.link.send(ARMED)
+    watch = _Watch(task, worker, link)
+    link.send(ARMED)
     must_act = watch.until_over()
     watch.forget()
     if must_act:

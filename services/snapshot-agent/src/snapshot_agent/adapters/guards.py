@@ -1,4 +1,8 @@
-"""Starts guards, and connects to those that an earlier agent started."""
+"""Starts guards, or has them started, and connects to those that an earlier agent started.
+
+In a cluster a guard has to outlive the container of its agent: there it is a child of
+`snapshot_agent.guard_starter`, which runs in a container of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from snapshot_agent.adapters import guard, processes, procfs
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Release
 from snapshot_agent.ports import GuardLink, GuardSpec, Process
-from snapshot_shared.errors import DeadlineExceeded, Failure, SourceExited
+from snapshot_shared.errors import DeadlineExceeded, Failure, NoGuard, SourceExited
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.spans import parse_traceparent
 
@@ -36,9 +40,15 @@ _ABORTED = Failure(reason="AgentLost", message="the capture was given up by its 
 class Guards:
     """The `Guard` port. Sockets and the log of all guards are in one folder."""
 
-    def __init__(self, folder: Path, run: str, *, node: str = "") -> None:
-        """Use `folder`; `run` marks the processes of a local cluster, `node` is for the log."""
+    def __init__(
+        self, folder: Path, run: str, *, node: str = "", starter: Path | None = None
+    ) -> None:
+        """Use `folder`; `run` marks the processes of a local cluster, `node` is for the log.
+
+        With `starter`, the socket of one, guards are its children and not ours.
+        """
         self._folder = folder
+        self._starter = starter
         self._run = run
         self._node = node
 
@@ -46,7 +56,7 @@ class Guards:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)  # noqa: FBT003 - its only form
         try:
-            child = self._spawn(spec, theirs)
+            child = await self._started(self._task(spec).arguments(), theirs)
         except BaseException:
             ours.close()
             raise
@@ -70,12 +80,28 @@ class Guards:
             budget_s=ARMED_WITHIN_S,
         )
 
-    def _spawn(self, spec: GuardSpec, theirs: socket.socket) -> procfs.Stat | None:
-        """Start the program, which inherits the connection and the log."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        task = guard.GuardTask(
+    async def _started(self, words: list[str], theirs: socket.socket) -> procfs.Stat | None:
+        """Start the program, which inherits the connection."""
+        if self._starter is None:
+            return procfs.read(spawn(self._folder, self._run, words, theirs.fileno()))
+        loop = asyncio.get_running_loop()
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+                caller.setblocking(False)  # noqa: FBT003 - its only form
+                async with asyncio.timeout(ARMED_WITHIN_S):
+                    await loop.sock_connect(caller, str(self._starter))
+                    socket.send_fds(caller, [guard.joined(words)], [theirs.fileno()])
+                    pid = int(await loop.sock_recv(caller, 32) or b"0")
+        except (OSError, TimeoutError) as error:
+            raise NoGuard(
+                f"no guard can be started at {self._starter}: {error or 'it does not answer'}",
+                next_step="see why the container guards of the agent's pod does not run",
+            ) from error
+        return procfs.read(pid)
+
+    def _task(self, spec: GuardSpec) -> guard.GuardTask:
+        return guard.GuardTask(
             socket=_socket_name(spec),
-            link=theirs.fileno(),
             pid=spec.process.pid,
             start=spec.process.start,
             control=str(spec.control),
@@ -94,21 +120,6 @@ class Guards:
             attempt=spec.attempt,
             trace=":".join(parse_traceparent(spec.traceparent) or ()),
         )
-        with (self._folder / "log").open("ab") as output:
-            child = subprocess.Popen(
-                # -S: without site-packages a start takes a third of the time.
-                [sys.executable, "-S", "-m", guard.__name__, *task.arguments()],
-                env={"PYTHONPATH": _SOURCES, "SNAPBACK_RUN": self._run},
-                cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        # It is reaped when its connection ends; a return code keeps Popen from doing so.
-        child.returncode = 0
-        return procfs.read(child.pid)
 
     async def adopt(self, spec: GuardSpec) -> GuardLink | None:
         path = self._folder / _socket_name(spec)
@@ -129,6 +140,25 @@ class Guards:
         if release.program:
             await _run(release.program, release.within_s)
         guard.let_go(process, ends=release.ends)
+
+
+def spawn(folder: Path, run: str, words: Sequence[str], link: int) -> int:
+    """Start a guard with these arguments, in `folder`, and return its pid. It logs there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / "log").open("ab") as output:
+        child = subprocess.Popen(
+            # -S: without site-packages a start takes a third of the time.
+            [sys.executable, "-S", "-m", guard.__name__, *words],
+            env={"PYTHONPATH": _SOURCES, "SNAPBACK_RUN": run},
+            cwd=folder,
+            stdin=link,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    # It is reaped when its connection ends; a return code keeps Popen from doing so.
+    child.returncode = 0
+    return child.pid
 
 
 async def _run(program: Sequence[str], within_s: float) -> None:

@@ -170,7 +170,7 @@ class Holds:
             hold.guard.thaw_by(hold.thaw_by)
 
     async def arm_if_possible(self, hold: Hold) -> None:
-        """Start another guard. Without a guard the hold still ends at its deadline."""
+        """Start another guard. Without one it is tried again, until the hold's deadline."""
         try:
             await self.arm(hold)
         except SourceExited:
@@ -214,8 +214,10 @@ class Holds:
     async def _guard_is_lost(self, hold: Hold) -> None:
         if hold.guard is not None:
             await hold.guard.lost()
-        if hold.guard is None or not self._workers.is_alive(hold.worker.process):
+        if not self._workers.is_alive(hold.worker.process):
             await asyncio.get_running_loop().create_future()
+        if hold.guard is None:
+            await pause(AGAIN_S)
 
     def is_let_go(self, worker: Worker, attempt: int) -> bool:
         """Whether `snapshot-aborted` of this attempt is there; a guard may have written it."""
