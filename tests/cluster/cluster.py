@@ -186,8 +186,10 @@ class Cluster:
         pid = self.control.pid
         assert pid
         address = connect(self.name, pid)
+        # A bridge takes the least address of its ports, unless it has one: without, the other nodes
+        # would lose the API server for seconds whenever one is killed.
         ip(
-            "link add nodes type bridge",
+            "link add nodes address 02:00:0a:fa:00:01 type bridge",
             f"address add {files.API_ADDRESS}/24 dev nodes",
             "link set nodes up",
             network_of=pid,

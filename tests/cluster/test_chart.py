@@ -117,6 +117,7 @@ def release(
     options = {
         **{value: service_images[image] for value, image in images.items()},
         "simulation.enabled": "true",
+        "webhooks.enabled": "true",
         "simulation.devices": str(DEVICES),
         "simulation.deviceClass": "false" if has_class else "true",
     }
@@ -213,7 +214,7 @@ def test_an_agent_can_read_no_key_but_its_own(release: Release) -> None:
 def test_the_agent_has_no_token_and_neither_container_more_than_its_capabilities(
     release: Release,
 ) -> None:
-    capabilities = {"agent": 0b101011, "gms": 0b10}
+    capabilities = {"agent": 0b101011, "guards": 0b101011, "gms": 0b10}
     """CHOWN, DAC_OVERRIDE, FOWNER, KILL by their numbers 0, 1, 3, 5."""
     token = "/var/run/secrets/kubernetes.io/serviceaccount/token"
     for pod in release.agents().values():
@@ -289,6 +290,29 @@ def test_the_example_of_a_checkpoint_becomes_ready(
     namespace.run("delete", "jobs,pods", "--all")
 
 
+def refusal(namespace: Kubectl) -> str:
+    """Return what the API server says of a checkpoint whose target is no container."""
+    example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
+    _, checkpoint = yaml.safe_load_all(example.read_text())
+    checkpoint["spec"]["job"]["targetContainerName"] = "engine"
+    words = ("create", "--dry-run=server", "--filename", "-")
+    done = namespace.try_(*words, given=json.dumps(checkpoint))
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_a_pod_that_is_to_be_restored_waits_and_what_is_wrong_is_refused_by_its_path(
+    release: Release, namespace: Kubectl
+) -> None:
+    example = programs.REPOSITORY / "deploy/examples/kubernetes/restore.yaml"
+    words = ("create", "--dry-run=server", "--output=json", "--filename", str(example))
+    pod = json.loads(namespace.run(*words))
+    assert [each["name"] for each in pod["spec"]["initContainers"]] == ["gms-server"]
+    [main] = pod["spec"]["containers"]
+    assert {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"} in main["env"]
+    assert "spec.job.targetContainerName: 'engine' is no container" in refusal(namespace)
+
+
 def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:
     words = (
         "serviceaccounts,roles,rolebindings,jobs,daemonsets,pods",
@@ -310,6 +334,7 @@ async def test_an_upgrade_keeps_every_key_and_nats_reads_its_users_again(
     assert release.keys == before
     assert seeds(release) == of_nodes
     assert release.pods("nats")[0]["metadata"]["uid"] != server
+    assert "is no container" in refusal(release.kubectl.within("default"))
     # What NATS had was in an emptyDir: the nodes announce themselves again.
     await announced_by_all(release, tmp_path)
 
@@ -341,8 +366,9 @@ def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: 
     release.helm("uninstall", release.name, "--wait")
     kinds = release.kubectl.run("api-resources", "--verbs=list", "--output=name").split()
     selector = f"--selector={release.label}"
-    of_cluster = release.kubectl.run("get", "clusterroles,clusterrolebindings", selector)
-    assert of_cluster == ""
+    kinds_of_cluster = ("clusterroles", "clusterrolebindings")
+    kinds_of_cluster += ("mutatingwebhookconfigurations", "validatingwebhookconfigurations")
+    assert release.kubectl.run("get", ",".join(kinds_of_cluster), selector) == ""
     namespaced = ("--verbs=list", "--namespaced", "--output=name")
     kinds = [
         each
