@@ -19,6 +19,7 @@ import yaml
 from gms.domain.claims import DRIVER
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
+from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from snapshot_shared.permissions import User
 from tests.cluster import programs
 from tests.cluster.cluster import FAILED, Cluster
@@ -362,8 +363,36 @@ async def announced_by_all(release: Release, folder: Path) -> None:
         assert time.monotonic() < end
 
 
+def test_an_uninstall_ends_captures_and_keeps_checkpoints_that_can_be_deleted_then(
+    release: Release, namespace: Kubectl, service_images: dict[str, str]
+) -> None:
+    example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
+    documents = list(yaml.safe_load_all(example.read_text()))
+    [main] = documents[1]["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    main["image"] = service_images["gms"]
+    # Quiet at once, and never ready to be captured: its capture is under way until it is ended.
+    main["command"] = ["sh", "-c", "echo >$SNAPSHOT_CONTROL_DIR/ready-for-snapshot; sleep 600"]
+    namespace.apply(*documents)
+    namespace.wait("snapshot/demo-llm", until="create", within_s=PATIENCE_S)
+    bound = "jsonpath={.status.boundSnapshotContentName}"
+    namespace.wait("snapshot/demo-llm", until=bound, within_s=PATIENCE_S)
+    name = namespace.run("get", "snapshot/demo-llm", f"--output={bound}")
+    begun = "jsonpath={.status.capture}=Preparing"
+    namespace.wait(f"snapshotcontent/{name}", until=begun, within_s=PATIENCE_S)
+    release.helm("uninstall", release.name, "--wait", "--timeout=5m")
+    content = release.kubectl.get("snapshotcontent", name)
+    assert content["status"]["failure"]["reason"] == "Aborted"
+    assert content["status"].get("obligations", []) == []
+    for kind in ("dynamocheckpoints", "snapshots", "snapshotcontents"):
+        for each in namespace.list(kind):
+            assert "finalizers" not in each["metadata"], each
+    [pod] = namespace.list("pods")
+    assert pod["status"]["phase"] == "Running"
+    namespace.run("delete", "dynamocheckpoint,snapshot", "--all", "--timeout=30s")
+    release.kubectl.run("delete", "snapshotcontent", name, "--timeout=30s")
+
+
 def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: Release) -> None:
-    release.helm("uninstall", release.name, "--wait")
     kinds = release.kubectl.run("api-resources", "--verbs=list", "--output=name").split()
     selector = f"--selector={release.label}"
     kinds_of_cluster = ("clusterroles", "clusterrolebindings")
@@ -384,8 +413,8 @@ def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: 
     expected = {f"Secret/{release.name}-snapback-nats-{role}" for role in roles}
     # Of every namespace.
     expected |= {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"}
-    # The Lease of the operator is no part of the release either.
-    expected |= {"Lease/snapback-operator"}
+    nodes = release.kubectl.list("nodes", f"--selector={AGENT_LABEL}")
+    assert nodes == []
     until(lambda: left() == expected, f"only {sorted(expected)} left")
     until(lambda: json.loads(release.kubectl.run(*SLICES))["items"] == [], "the end of slices")
     found = {each["metadata"]["name"] for each in release.kubectl.list("crd")}

@@ -98,6 +98,12 @@ helm.sh/hook-weight: {{ . | quote }}
 helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end -}}
 
+{{- define "snapback.uninstallHook" -}}
+helm.sh/hook: {{ index . 0 }}
+helm.sh/hook-weight: {{ index . 1 | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
 {{/* Where the pods of nodes are. */}}
 {{- define "snapback.placement" -}}
 {{- with .Values.node.nodeSelector }}

@@ -1,0 +1,84 @@
+"""The programs that the chart runs around an uninstall, beside a running operator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.kubectl import Kubectl
+from tests.cluster.simulated import until
+from tests.cluster.target import Target
+from tests.cluster.test_agent import artifacts, nats_url, nodes
+from tests.cluster.test_operator import Rig, rig, worker
+
+__all__ = ["artifacts", "nats_url", "nodes", "rig"]
+pytestmark = pytest.mark.cluster
+
+CRDS = Path(__file__).resolve().parents[2] / "deploy" / "crds"
+
+
+def uninstall(part: str, kubectl: Kubectl, **settings: str) -> str:
+    """Run one of the programs as an administrator, and return what it says."""
+    environment = {
+        "SNAPBACK_KUBECONFIG": str(kubectl.kubeconfig),
+        "SNAPBACK_UNINSTALL_POLICY": "Delete",
+        "SNAPBACK_NAMESPACE": str(kubectl.namespace),
+        **settings,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "snapshot_operator.uninstall", *part.split()],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (0 if part in ("begin", "finish") else 1), done.stderr
+    return done.stderr
+
+
+async def test_what_is_to_be_deleted_goes_with_its_artifacts_and_the_definitions(
+    rig: Rig, nodes: Kubectl, target: Target
+) -> None:
+    await rig.apply("llm", worker())
+    await rig.phase("llm", "Running")
+    await asyncio.to_thread(uninstall, "begin", nodes)
+    kinds = "dynamocheckpoints,snapshots,snapshotcontents"
+    assert nodes.list(kinds, "--all-namespaces") == []
+    try:
+        assert "deleted" in await asyncio.to_thread(uninstall, "finish", nodes)
+        # A second time there is nothing left to do, and nothing to complain about.
+        await asyncio.to_thread(uninstall, "finish", nodes)
+        assert target.kubectl.try_("get", "dynamocheckpoints").returncode != 0
+    finally:
+        target.kubectl.run("apply", "--server-side", "--filename", str(CRDS))
+        for file in CRDS.iterdir():
+            target.kubectl.wait(f"crd/{file.stem}", until="condition=Established", within_s=30)
+            # Its storage is made anew, which takes a moment longer.
+            until(
+                lambda kind=file.stem: target.kubectl.try_("get", kind).returncode == 0, file.name
+            )
+
+
+async def test_an_uninstall_that_nobody_answers_goes_on_after_its_deadline(
+    rig: Rig, nodes: Kubectl
+) -> None:
+    path = rig.path("dynamocheckpoints", "held")
+    await rig.apply("held", worker())
+    body = {"metadata": {"finalizers": ["example.com/held"]}}
+    await rig.direct.request("PATCH", path, body=body, content_type="application/merge-patch+json")
+    settings = {"SNAPBACK_UNINSTALL_DEADLINE_S": "3"}
+    said = await asyncio.to_thread(uninstall, "begin", nodes, **settings)
+    assert "dynamocheckpoint/held" in said
+    assert "not ended within 3 s" in said
+
+
+def test_wrong_words_are_refused_with_the_right_ones(target: Target) -> None:
+    for words in ("", "end"):
+        assert "begin|finish" in uninstall(words, target.kubectl)
