@@ -6,15 +6,12 @@ GPUs, and then types what a person types. At the end it leaves nothing; KEEP=1 l
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.cluster import programs
@@ -161,40 +158,15 @@ def restore(shell: Shell) -> str:
     return answer
 
 
-@contextlib.contextmanager
-def forwarded(kubectl: Kubectl) -> Iterator[str]:
-    """Forward a port of this host to NATS, and yield its address."""
-    words = kubectl.within(SYSTEM).words("port-forward", "service/snapback-nats", ":4222")
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout
-            found = re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())
-            if not found:
-                raise DemoError("kubectl port-forward did not begin")
-            yield f"nats://127.0.0.1:{found[1]}"
-        finally:
-            process.terminate()
-
-
 def trace(cluster: Cluster, shell: Shell) -> None:
-    """Show the trace of the restore, which NATS has, with the key of a viewer."""
-    shell.step("the trace of it all")
-    key = cluster.folder / "viewer.nk"
-    key.touch(mode=0o600)
-    seed = 'go-template={{index .data "seed.nk" | base64decode}}'
-    secret = ("get", "secret", "snapback-nats-viewer", f"--output={seed}")
-    key.write_text(cluster.kubectl.within(SYSTEM).run(*secret))
-    with forwarded(cluster.kubectl) as url:
-        environment = {
-            **os.environ,
-            "NATS_URL": url,
-            "NATS_NKEY": str(key),
-            "NATS_INBOX_PREFIX": "_INBOX.viewer",
-        }
-        for what in ("dynamocheckpoint/demo-llm", "pod/demo-llm-restored"):
-            print(f"$ snapshotctl trace {what}", flush=True)
-            program = Path(sys.executable).with_name("snapshotctl")
-            subprocess.run([program, "trace", what], env=environment, check=True, timeout=60)
+    """Show the traces of capture and restore."""
+    shell.step("what happened when: the traces")
+    config = ("--kubeconfig", str(cluster.kubectl.kubeconfig))
+    environment = os.environ | {"PATH": f"{cluster.folder / 'bin'}:{os.environ['PATH']}"}
+    program = Path(sys.executable).with_name("snapshotctl")
+    for what in ("dynamocheckpoint/demo-llm", "pod/demo-llm-restored"):
+        print(f"$ snapshotctl --kubeconfig {config[1]} trace {what}", flush=True)
+        subprocess.run([program, *config, "trace", what], env=environment, check=True, timeout=60)
 
 
 def play(cluster: Cluster, shell: Shell) -> None:

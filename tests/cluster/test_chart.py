@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import re
 import secrets
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -291,15 +293,72 @@ def test_the_example_of_a_checkpoint_becomes_ready(
     namespace.run("delete", "jobs,pods", "--all")
 
 
-def refusal(namespace: Kubectl) -> str:
-    """Return what the API server says of a checkpoint whose target is no container."""
+def snapshotctl(release: Release, *words: str, code: int = 0) -> str:
+    """Run snapshotctl against the cluster as a person does who has kubectl, and nothing else."""
+    kubectl = release.kubectl
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("snapshotctl")), *words],
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("NATS_")},
+            "PATH": f"{kubectl.program.parent}:{os.environ['PATH']}",
+            "KUBECONFIG": "",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
+    release: Release, namespace: Kubectl, service_images: dict[str, str], tmp_path: Path
+) -> None:
+    config = ("--kubeconfig", str(release.kubectl.kubeconfig))
+    space = ("--namespace", str(namespace.namespace))
     example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
-    _, checkpoint = yaml.safe_load_all(example.read_text())
-    checkpoint["spec"]["job"]["targetContainerName"] = "engine"
+    claims, _ = yaml.safe_load_all(example.read_text())
+    namespace.apply(claims)
+    example = programs.REPOSITORY / "deploy/examples/kubernetes/restore.yaml"
+    worker = yaml.safe_load(example.read_text())
+    worker["metadata"] = {"name": "worker"}
+    worker["spec"]["containers"][0]["image"] = service_images["gms"]
+    worker["spec"]["containers"][0]["env"].append({"name": "WARMUP_SECONDS", "value": "1"})
+    manifest = tmp_path / "worker.yaml"
+    manifest.write_text(yaml.safe_dump(worker))
+    words = ("--manifest", str(manifest), "--timeout", "3m", *space)
+    captured = ("checkpoint", "--checkpoint-id", "mine", "--framework", "vllm", *words)
+    assert "dynamocheckpoint/mine created" in snapshotctl(release, *config, *captured)
+    phase = "--output=jsonpath={.status.phase}"
+    of_kubectl = namespace.run("get", "dynamocheckpoint/mine", phase)
+    shown = json.loads(
+        snapshotctl(release, *config, "get", "dynamocheckpoints", "mine", "-o", "json", *space)
+    )
+    assert shown["status"]["phase"] == of_kubectl == "Ready"
+    said = snapshotctl(release, *config, "restore", "mine", *words)
+    assert "created" in said
+    [restored] = [each for each in namespace.list("pods") if "restored" in each["metadata"]["name"]]
+    assert restored["spec"]["initContainers"][0]["name"] == "gms-server"
+    assert "order prepare" in snapshotctl(release, *config, "trace", "mine", *space)
+    wrong = snapshotctl(release, *config, "--context", "nobody", "nodes", code=2)
+    assert "get-contexts" in wrong
+    namespace.run("delete", "pods", "--all", "--wait=false")
+    namespace.run("delete", "dynamocheckpoint/mine", "--timeout=60s")
+
+
+def refusal(namespace: Kubectl) -> str:
+    """Return what the API server says of a restored pod whose policy is none."""
+    example = programs.REPOSITORY / "deploy/examples/kubernetes/restore.yaml"
+    pod = yaml.safe_load(example.read_text())
+    pod["metadata"]["annotations"]["nvidia.com/restore-policy"] = "Never"
     words = ("create", "--dry-run=server", "--filename", "-")
-    done = namespace.try_(*words, given=json.dumps(checkpoint))
+    done = namespace.try_(*words, given=json.dumps(pod))
     assert done.returncode != 0
     return done.stderr
+
+
+REFUSED = "metadata.annotations[nvidia.com/restore-policy]: 'Never' is not one of"
 
 
 def test_a_pod_that_is_to_be_restored_waits_and_what_is_wrong_is_refused_by_its_path(
@@ -311,7 +370,7 @@ def test_a_pod_that_is_to_be_restored_waits_and_what_is_wrong_is_refused_by_its_
     assert [each["name"] for each in pod["spec"]["initContainers"]] == ["gms-server"]
     [main] = pod["spec"]["containers"]
     assert {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"} in main["env"]
-    assert "spec.job.targetContainerName: 'engine' is no container" in refusal(namespace)
+    assert REFUSED in refusal(namespace)
 
 
 def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:
@@ -335,7 +394,7 @@ async def test_an_upgrade_keeps_every_key_and_nats_reads_its_users_again(
     assert release.keys == before
     assert seeds(release) == of_nodes
     assert release.pods("nats")[0]["metadata"]["uid"] != server
-    assert "is no container" in refusal(release.kubectl.within("default"))
+    assert REFUSED in refusal(release.kubectl.within("default"))
     # What NATS had was in an emptyDir: the nodes announce themselves again.
     await announced_by_all(release, tmp_path)
 

@@ -3,7 +3,7 @@
 The chart runs `begin` before its release is deleted, while operator and agents are there: captures
 under way are aborted, so that their workers go on, and with the policy `Delete` all checkpoints and
 snapshots are deleted, with the artifacts that their own policies do not retain. It runs `finish`
-when operator and agents are gone: finalizers, which nobody would take off any more, the labels of
+when operator and agents are gone: finalizers, which nothing else takes off, the labels of
 nodes, the Lease and the certificate are removed, and with `Delete` the definitions as well.
 """
 
@@ -64,7 +64,7 @@ class Uninstall:
         self._settings = settings
 
     async def begin(self) -> None:
-        """End what is under way, while there is somebody to end it."""
+        """End what is under way, while operator and agents are there."""
         if self._settings.uninstall_policy == "Delete":
             for kind in GIVEN:
                 async for item in self._items(kind):

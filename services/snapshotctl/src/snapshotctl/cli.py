@@ -55,12 +55,13 @@ COMMANDS = {
 """The first sentence of the help of each command, in the order in which `--help` lists them."""
 
 WHERE = (
-    "Where the server is: --server, --cluster, NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the "
+    "Where the server is: --server, --context or --kubeconfig (the Snapback of a Kubernetes "
+    "cluster, by kubectl), --cluster, NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the "
     "selected nats context, the local cluster 'default'; the first that is set counts."
 )
 """How a command finds its server."""
 
-_GLOBAL_OPTIONS = ("--server", "--cluster", "--output", "-o")
+_GLOBAL_OPTIONS = ("--server", "--cluster", "--context", "--kubeconfig", "--output", "-o")
 """Each takes a value."""
 
 
@@ -123,6 +124,16 @@ def common(
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="NAME", help="Use this local cluster.")
     ] = None,
+    context_name: Annotated[
+        str | None,
+        typer.Option(
+            "--context", metavar="NAME", help="Use the Snapback of this context of kubectl."
+        ),
+    ] = None,
+    kubeconfig: Annotated[
+        str | None,
+        typer.Option("--kubeconfig", metavar="FILE", help="The same, of this kubeconfig."),
+    ] = None,
     output: Annotated[
         OutputFormat, typer.Option("--output", "-o", help="Form of the result.")
     ] = "table",
@@ -131,7 +142,9 @@ def common(
     ] = False,
 ) -> None:
     """Capture warm GPU workers, restore them in seconds, and look at what is going on."""
-    context.obj = Tools(server, cluster, output)
+    tools = Tools(server, cluster, output, kubeconfig, context_name)
+    context.call_on_close(tools.close)
+    context.obj = tools
 
 
 def run(words: Sequence[str]) -> int:
@@ -161,7 +174,7 @@ def hoisted(words: Sequence[str]) -> list[str]:
             rest += [word, left.pop()]
         elif word in _GLOBAL_OPTIONS:
             front += [word, *([left.pop()] if left else [])]
-        elif word.startswith(("--server=", "--cluster=", "--output=")) or _is_short(word):
+        elif word.partition("=")[0] in _GLOBAL_OPTIONS or _is_short(word):
             front.append(word)
         else:
             rest.append(word)

@@ -78,7 +78,8 @@ def _epilog(examples: Sequence[str]) -> str:
     shown = "\n".join(f"  {line}" for line in examples)
     return (
         f"\b\nExamples:\n{shown}\n\n"
-        "--server, --cluster and --output (see snapshotctl --help) may stand here as well."
+        "--server, --context, --kubeconfig, --cluster and --output (see snapshotctl --help) may "
+        "stand here as well."
     )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from snapshot_shared.telemetry import Telemetry
     from snapshotctl.adapters.cluster_logs import ClusterLogs
     from snapshotctl.adapters.folders import Folders
+    from snapshotctl.adapters.kubectl import Kubernetes
     from snapshotctl.adapters.local_cluster import LocalCluster
     from snapshotctl.adapters.operator_client import OperatorClient
     from snapshotctl.adapters.terminal import Terminal
@@ -48,6 +49,28 @@ class Tools:
     server: str | None
     cluster: str | None
     output: OutputFormat
+    kubeconfig: str | None = None
+    context: str | None = None
+
+    @cached_property
+    def kubernetes(self) -> Kubernetes | None:
+        """The cluster of kubectl that was named; None where none was, or a server."""
+        if self.server or not (self.kubeconfig or self.context):
+            return None
+        from snapshotctl.adapters.kubectl import Kubernetes
+
+        return Kubernetes(self.kubeconfig, self.context)
+
+    def close(self) -> None:
+        """End what outlives a command otherwise."""
+        if self.kubernetes is not None:
+            self.kubernetes.close()
+
+    def find_server(self) -> Server:
+        """Return the server of the command. WrongArguments, BusUnavailable, NotFound."""
+        if self.kubernetes is not None:
+            return self.kubernetes.server()
+        return self.folders.find_server(self.server, self.cluster)
 
     @cached_property
     def screen(self) -> Terminal:
@@ -84,7 +107,7 @@ class Tools:
         """Return the logs of the server's cluster; None when they are not on this machine."""
         from snapshotctl.adapters.cluster_logs import ClusterLogs
 
-        record = self.folders.record_at(self.folders.find_server(self.server, self.cluster))
+        record = self.folders.record_at(self.find_server())
         return None if record is None else ClusterLogs(record)
 
     @contextlib.asynccontextmanager
@@ -93,7 +116,7 @@ class Tools:
 
         With `patiently` a connection that is lost is built again until the block ends.
         """
-        server = self.folders.find_server(self.server, self.cluster)
+        server = self.find_server()
         async with self._operator_at(server, patiently=patiently) as client:
             yield client
 
@@ -106,7 +129,8 @@ class Tools:
         from snapshot_shared.tasks import end_all
         from snapshotctl.adapters.operator_client import connected
 
-        async with connected(server, patiently=patiently) as client:
+        store = self.kubernetes.apply if self.kubernetes else None
+        async with connected(server, patiently=patiently, store=store) as client:
             publishing = asyncio.create_task(self.telemetry.publish_to(client.bus))
             try:
                 yield client
@@ -121,8 +145,7 @@ class Tools:
         from snapshotctl.adapters.operator_client import connected
         from snapshotctl.domain.targets import place
 
-        server = self.folders.find_server(self.server, self.cluster)
-        async with connected(server) as client:
+        async with connected(self.find_server()) as client:
             found = [await client.all_of(kind, place(kind, namespace)) for kind in kinds]
         return sorted({item.metadata.name for items in found for item in items})
 
@@ -130,7 +153,7 @@ class Tools:
         """Look at this machine, the bus, the operator and every node."""
         from snapshotctl.adapters.observer import observe
 
-        return await observe(self.folders, self.server, self.cluster)
+        return await observe(self.folders, self.find_server)
 
     def local_cluster(self, name: str | None) -> LocalCluster:
         """Return the local cluster of a name, or of the options and the environment."""

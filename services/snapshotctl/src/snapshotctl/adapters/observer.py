@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import TypeVar
 
@@ -72,13 +72,13 @@ class _Service(msgspec.Struct):
     metadata: dict[str, str] = {}
 
 
-async def observe(folders: Folders, server: str | None, cluster: str | None) -> Observed:
+async def observe(folders: Folders, find_server: Callable[[], Server]) -> Observed:
     """Return everything that can be reached. WrongArguments for an address that is none."""
     found: Server | None = None
     seen: ObservedCluster | None = None
     unreachable: Failure | None = None
     try:
-        found = folders.find_server(server, cluster)
+        found = find_server()
         async with connected(found) as client:
             seen = await _cluster(client, found)
     except WrongArguments:

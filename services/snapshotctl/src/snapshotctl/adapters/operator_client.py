@@ -65,6 +65,8 @@ Reply = TypeVar(
     api.RetentionReply,
 )
 Message = TypeVar("Message", Progress, Report, SpanRecord)
+Store = Callable[[Sequence[msgspec.Raw], str], list[api.Applied]]
+"""Applies manifests, given the traceparent that they are to have."""
 
 
 class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,13 +80,25 @@ class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
 class OperatorClient:
     """The operator behind one server."""
 
-    def __init__(self, bus: Bus, server: Server, wall: Callable[[], float] = time.time) -> None:
-        """Use a connected `bus`. `wall` returns seconds since the epoch."""
+    def __init__(
+        self,
+        bus: Bus,
+        server: Server,
+        wall: Callable[[], float] = time.time,
+        store: Store | None = None,
+    ) -> None:
+        """Use a connected `bus`. `wall` returns seconds since the epoch.
+
+        With `store` objects are applied by it: in a cluster the operator stores none for others.
+        """
         self.bus = bus
+        self._store = store
         self._server = server
         self._wall = wall
 
     async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[api.Applied]:
+        if self._store is not None:
+            return self._store(documents, traceparent)
         request = api.ApplyRequest(documents=list(documents), traceparent=traceparent)
         return (await self._ask("apply", request, api.ApplyReply)).results
 
@@ -440,7 +454,9 @@ def _object(kind: Kind, item: msgspec.Raw) -> AnyObject:
 
 
 @contextlib.asynccontextmanager
-async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
+async def connected(
+    server: Server, *, patiently: bool = False, store: Store | None = None
+) -> AsyncIterator[OperatorClient]:
     """Connect for the length of the block. BusUnavailable, at once, when nothing answers.
 
     With `patiently` a connection that is lost later on is built again.
@@ -460,7 +476,7 @@ async def connected(server: Server, *, patiently: bool = False) -> AsyncIterator
     except BusUnavailable as error:
         raise _unreachable(server, error.message) from error
     try:
-        yield OperatorClient(bus, server)
+        yield OperatorClient(bus, server, store=store)
     finally:
         await bus.close()
 

@@ -1,0 +1,171 @@
+"""The Snapback of a Kubernetes cluster, by the user's own kubectl, which knows how to log in.
+
+Its NATS is reached by a forwarded port, with the key that the chart keeps in a Secret. What is
+applied goes through the API server, so that the rights and the name of the user count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from snapshot_shared.api import Applied
+from snapshot_shared.errors import BusUnavailable, InvalidManifest, NotFound, NotPermitted
+from snapshot_shared.objects.meta import TRACEPARENT
+from snapshot_shared.permissions import Role, User
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.kubernetes import NatsService, nats_services, problem_in
+from snapshotctl.domain.servers import Server
+
+COMMAND_S = 60.0
+ROLES: tuple[Role, ...] = ("snapshotctl", "viewer")
+"""Whose keys are tried: one who may not read the first may be given the second."""
+
+_ERRORS = {
+    "arguments": WrongArguments,
+    "forbidden": NotPermitted,
+    "missing": NotFound,
+    "refused": InvalidManifest,
+    "unreachable": BusUnavailable,
+}
+
+
+class Kubernetes:
+    """A cluster that kubectl reaches; `close` ends what was begun for it."""
+
+    def __init__(self, kubeconfig: str | None, context: str | None) -> None:
+        """Use a context of a kubeconfig; the current one, and that of kubectl, where not named."""
+        named = {"--kubeconfig": kubeconfig, "--context": context}
+        self._options = [word for key, value in named.items() if value for word in (key, value)]
+        self.name = f"context {context}" if context else f"kubeconfig {kubeconfig}"
+        self._open = contextlib.ExitStack()
+        self._server: Server | None = None
+
+    def close(self) -> None:
+        """End the forwarding, and remove the key."""
+        self._open.close()
+        self._server = None
+
+    def server(self) -> Server:
+        """Return where its NATS is reached, until `close`."""
+        if self._server is None:
+            service = self._service()
+            role, seed = self._key(service)
+            key = self._open.enter_context(tempfile.NamedTemporaryFile("w"))  # noqa: SIM115
+            key.write(seed)
+            key.flush()
+            url = self._forwarded(service)
+            self._server = Server(url, self.name, key.name, User(role).inbox)
+        return self._server
+
+    def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
+        """Apply manifests, all or none, as this user. InvalidManifest, NotPermitted."""
+        items = [msgspec.json.decode(document) for document in documents]
+        for item in items:
+            meta = item.setdefault("metadata", {})
+            meta.setdefault("namespace", "default")
+            meta.setdefault("annotations", {}).setdefault(TRACEPARENT, traceparent)
+        given = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        apply = ("apply", "--filename", "-")
+        self._run(*apply, "--dry-run=server", given=given)
+        said = self._run(*apply, given=given).splitlines()
+        stored = json.loads(self._run("get", "--output=json", "--filename", "-", given=given))
+        return [
+            Applied(
+                kind=found["kind"],
+                namespace=found["metadata"].get("namespace"),
+                name=found["metadata"]["name"],
+                uid=found["metadata"]["uid"],
+                action="created" if line.endswith("created") else "unchanged",
+            )
+            for found, line in zip(stored.get("items", [stored]), said, strict=True)
+        ]
+
+    def _service(self) -> NatsService:
+        selector = "--selector=app.kubernetes.io/part-of=snapback,app.kubernetes.io/component=nats"
+        words = ("get", "services", "--all-namespaces", selector, "--output=json")
+        found = nats_services(json.loads(self._run(*words)))
+        if not found:
+            raise NotFound(
+                f"there is no NATS of Snapback in the cluster of {self.name}",
+                next_step="install the chart (docs/kubernetes.md); name a NATS of your own with "
+                "--server",
+            )
+        if len(found) > 1:
+            names = ", ".join(f"{each.namespace}/{each.name}" for each in found)
+            raise WrongArguments(
+                f"the cluster of {self.name} has several: {names}",
+                next_step="forward a port of one of them; name it with --server and NATS_NKEY",
+            )
+        return found[0]
+
+    def _key(self, service: NatsService) -> tuple[Role, str]:
+        """Return the seed of the first role whose Secret this user may read. NotPermitted."""
+        refused: NotPermitted | None = None
+        for role in ROLES:
+            secret = ("get", "secret", f"{service.name}-{role}")
+            seed = '--output=go-template={{index .data "seed.nk" | base64decode}}'
+            try:
+                return role, self._run("--namespace", service.namespace, *secret, seed)
+            except NotPermitted as error:
+                refused = refused or error
+        raise refused or NotPermitted("no key can be read")
+
+    def _forwarded(self, service: NatsService) -> str:
+        words = ("port-forward", f"service/{service.name}", ":4222")
+        # Its errors go with its end; what it logs for each connection is of no use.
+        errors = self._open.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        process = self._open.enter_context(
+            subprocess.Popen(
+                self._words("--namespace", service.namespace, *words),
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                # Ctrl-C goes to this program alone, which needs the connection to clean up.
+                start_new_session=True,
+            )
+        )
+        self._open.callback(process.terminate)
+        line = process.stdout.readline() if process.stdout else ""
+        if found := re.search(r"127\.0\.0\.1:(\d+)", line):
+            return f"nats://127.0.0.1:{found[1]}"
+        errors.seek(0)
+        raise self._error(words, errors.read())
+
+    def _words(self, *words: str) -> list[str]:
+        return ["kubectl", *self._options, *words]
+
+    def _run(self, *words: str, given: str = "") -> str:
+        try:
+            done = subprocess.run(
+                self._words(*words),
+                input=given,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=COMMAND_S,
+            )
+        except FileNotFoundError:
+            raise WrongArguments(
+                "kubectl is not on the PATH",
+                next_step="install it: https://kubernetes.io/docs/tasks/tools/",
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise BusUnavailable(
+                f"kubectl {words[0]} took longer than {COMMAND_S:g} s ({self.name})"
+            ) from None
+        if done.returncode:
+            raise self._error(words, done.stderr)
+        return done.stdout
+
+    def _error(self, words: Sequence[str], said: str) -> Exception:
+        problem = problem_in(said)
+        values: dict[str, Any] = {"next_step": problem.next_step} if problem.next_step else {}
+        return _ERRORS[problem.kind](f"{problem.message} ({self.name})", **values)

@@ -1,0 +1,59 @@
+"""What kubectl prints, as values."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["arguments", "forbidden", "missing", "refused", "unreachable"]
+
+
+class NatsService(NamedTuple):
+    """The Service of a NATS that the chart runs."""
+
+    namespace: str
+    name: str
+
+
+class Problem(NamedTuple):
+    """Why a command of kubectl failed."""
+
+    kind: Kind
+    message: str
+    next_step: str = ""
+
+
+_SIGNS: tuple[tuple[str, Kind, str], ...] = (
+    ("context was not found", "arguments", "list them: kubectl config get-contexts"),
+    ("does not exist", "arguments", "list them: kubectl config get-contexts"),
+    ("no such file or directory", "arguments", "name a kubeconfig that exists with --kubeconfig"),
+    ("error loading config file", "arguments", "see what kubectl says: kubectl config view"),
+    ("(forbidden)", "forbidden", "ask for these rights, or see them: kubectl auth can-i --list"),
+    ("unauthorized", "forbidden", "log in again, as kubectl needs it"),
+    ("no matches for kind", "missing", "install the chart: docs/kubernetes.md"),
+    ("(notfound)", "missing", ""),
+    ("unable to connect", "unreachable", "see whether the cluster answers: kubectl version"),
+    ("connection to the server", "unreachable", "see whether the cluster answers: kubectl version"),
+    ("connection refused", "unreachable", "see whether the cluster answers: kubectl version"),
+    ("i/o timeout", "unreachable", "see whether the cluster answers: kubectl version"),
+)
+"""What stands in an error of kubectl, in lower case; the first that does decides."""
+
+
+def nats_services(answer: dict[str, Any]) -> list[NatsService]:
+    """Return the Services of NATS in a list, without those that only name its pods."""
+    return [
+        NatsService(item["metadata"]["namespace"], item["metadata"]["name"])
+        for item in answer["items"]
+        if item["spec"].get("clusterIP") != "None"
+    ]
+
+
+def problem_in(said: str) -> Problem:
+    """Return what an error of kubectl means; one that is not known is a refusal."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    message = lines[-1].removeprefix("error: ") if lines else "kubectl failed, and does not say why"
+    lowered = said.lower()
+    for sign, kind, step in _SIGNS:
+        if sign in lowered:
+            return Problem(kind, message, step)
+    return Problem("refused", "; ".join(lines) or message)

@@ -1,0 +1,55 @@
+"""What kubectl says, as exit codes and next steps of ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from snapshotctl.domain.kubernetes import NatsService, nats_services, problem_in
+
+FORBIDDEN = (
+    'Error from server (Forbidden): secrets "snapback-nats-snapshotctl" is forbidden: User "ada"'
+    ' cannot get resource "secrets" in API group "" in the namespace "snapback-system"'
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "step"),
+    [
+        (FORBIDDEN, "forbidden", "can-i"),
+        ('error: context was not found for specified context: "x"', "arguments", "get-contexts"),
+        ('error: context "x" does not exist', "arguments", "get-contexts"),
+        ("error: stat /no: no such file or directory", "arguments", "--kubeconfig"),
+        ("Unable to connect to the server: EOF", "unreachable", "kubectl version"),
+        (
+            "E1123 memcache.go:265] see\nThe connection to the server localhost:8080 was refused",
+            "unreachable",
+            "kubectl version",
+        ),
+        (
+            'error: resource mapping not found for name: "a": no matches for kind "Snapshot"',
+            "missing",
+            "docs/kubernetes.md",
+        ),
+        ('Error from server (NotFound): services "x" not found', "missing", ""),
+        ("admission webhook denied the request: spec.job: x", "refused", ""),
+    ],
+)
+def test_an_error_of_kubectl_has_its_exit_code_and_next_step(
+    said: str, kind: str, step: str
+) -> None:
+    problem = problem_in(said)
+    assert problem.kind == kind
+    assert step in problem.next_step
+    assert problem.message in said.removeprefix("error: ")
+
+
+def test_silence_is_a_refusal_that_says_so() -> None:
+    assert problem_in("\n").message == "kubectl failed, and does not say why"
+
+
+def test_the_service_of_the_server_is_taken_and_not_that_of_its_pods() -> None:
+    def service(name: str, address: str) -> dict[str, object]:
+        return {"metadata": {"namespace": "s", "name": name}, "spec": {"clusterIP": address}}
+
+    items = [service("a-nats", "10.0.0.7"), service("a-nats-headless", "None")]
+    assert nats_services({"items": items}) == [NatsService("s", "a-nats")]
