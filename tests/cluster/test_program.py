@@ -62,13 +62,19 @@ class Rig(NamedTuple):
         path = f"{base}/namespaces/{self.namespace}/{plural}"
         return f"{path}/{name}" if name else path
 
-    async def apply(self, name: str, template: dict[str, Any], **job: Any) -> None:
+    async def apply(
+        self, name: str, template: dict[str, Any], spec: dict[str, Any] | None = None, **job: Any
+    ) -> None:
         identity = {"model": f"{self.namespace}/{name}", "backendFramework": "vllm"}
         document = {
             "apiVersion": "nvidia.com/v1alpha1",
             "kind": "DynamoCheckpoint",
             "metadata": {"name": name, "namespace": self.namespace},
-            "spec": {"identity": identity, "job": {"podTemplateSpec": template, **job}},
+            "spec": {
+                "identity": identity,
+                "job": {"podTemplateSpec": template, **job},
+                **(spec or {}),
+            },
         }
         await self.direct.request("POST", self.path("dynamocheckpoints"), body=document)
 
@@ -230,6 +236,31 @@ async def test_a_pod_is_placed_by_the_label_of_nodes_with_an_agent(
         labels = (await rig.get(f"/api/v1/nodes/{first}"))["metadata"]["labels"]
         assert labels[AGENT_LABEL] == "true"
         assert not await _exists(rig, rig.path("snapshots", "placed"))
+
+
+async def test_what_happens_to_a_checkpoint_is_in_its_events(rig: Rig) -> None:
+    async with program(rig, SNAPBACK_ALLOW_GMS_SNAPSHOT="false") as it:
+        await it.until_ready()
+        await rig.apply("plain", worker("sleep 600"))
+        asking = {"gpuMemoryService": {"enabled": True}}
+        await rig.apply("asking", worker("sleep 600"), spec=asking)
+        assert "gpuMemoryService" in await rig.reason("asking", "GMSSnapshotDisabled")
+        assert not await _exists(rig, rig.path("jobs", "asking"))
+
+        async def events(name: str) -> list[tuple[str, str]]:
+            found = [
+                item
+                for item in (await rig.get(rig.path("events")))["items"]
+                if item["involvedObject"].get("kind") == "DynamoCheckpoint"
+                and item["involvedObject"]["name"] == name
+            ]
+            return [(item["type"], item["reason"]) for item in found]
+
+        async def is_said() -> bool:
+            return ("Normal", "PodPending") in await events("plain")
+
+        await polled(is_said)
+        assert await events("asking") == [("Warning", "GMSSnapshotDisabled")]
 
 
 @pytest.mark.slow

@@ -177,6 +177,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "and has to capture by itself after all, as that one has failed or is deleted.",
             "Wait; `snapshotctl get pods` shows the worker.",
         ),
+        "WorkerNotReady": Reason(
+            "The worker has run for 5 minutes and is still not ready for a snapshot.",
+            "It loads weights or warms up for so long, hangs, or never writes "
+            "`ready-for-snapshot` into the folder that `$SNAPSHOT_CONTROL_DIR` names.",
+            "Read its log (`snapshotctl explain pod/NAME` shows the last lines); have it write "
+            "that file once it is warm. The limit is `spec.job.activeDeadlineSeconds`.",
+        ),
         "WorkerStarting": Reason(
             "The worker runs and is not ready for a snapshot yet.",
             "It loads weights or warms up, and has not written `ready-for-snapshot`.",
@@ -341,6 +348,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The checkpoint asks for a memory server, which shares the devices of a claim.",
             "Use Kubernetes 1.34 or later with a DRA driver for its GPUs, or leave out "
             "`spec.gpuMemoryService`.",
+        ),
+        "GMSSnapshotDisabled": Reason(
+            "The operator captures no workers with a memory server.",
+            "It was started with `SNAPBACK_ALLOW_GMS_SNAPSHOT=false`, and the checkpoint sets "
+            "`spec.gpuMemoryService`.",
+            "Leave out `spec.gpuMemoryService`, or allow it in the chart: "
+            "`helm upgrade --reuse-values --set operator.env.SNAPBACK_ALLOW_GMS_SNAPSHOT=true`.",
         ),
         "PodTemplateInvalid": Reason(
             "Kubernetes refuses the pod template of the checkpoint.",

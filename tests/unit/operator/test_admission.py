@@ -229,3 +229,21 @@ def test_the_operator_may_use_its_own_secret_and_configurations_alone() -> None:
         ("secrets", "create"): None,
         ("secrets", "get", "watch", "update"): ["snapback-webhook-certificate"],
     }
+
+
+async def test_an_operator_that_allows_no_memory_servers_refuses_checkpoints_with_one(
+    api: tuple[Api, Admission],
+) -> None:
+    behind, allowing = api
+    plain, asking = checkpoint_document(), checkpoint_document()
+    asking["spec"]["gpuMemoryService"] = {"enabled": True}
+    without = checkpoint_document()
+    without["spec"]["gpuMemoryService"] = {"enabled": False}
+    refusing = Admission(allowing._client, allows_gms=False)
+    assert (await allowing.object(request(asking))).outcome == "allowed"
+    for document in (plain, without):
+        assert (await refusing.object(request(document))).outcome == "allowed"
+    (problem,) = (await refusing.object(request(asking))).refused
+    assert problem.path == "spec.gpuMemoryService"
+    assert "SNAPBACK_ALLOW_GMS_SNAPSHOT" in problem.text
+    assert behind.asked == 0

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.capture import ContentView, _vector_failure
+from snapshot_operator.core.checkpoint import SLOW_S
 from snapshot_operator.core.content import reconcile
 from snapshot_operator.core.plan import SetStatus
 from snapshot_shared.objects.meta import Condition, condition, is_true
@@ -283,6 +284,30 @@ async def test_a_checkpoint_says_what_its_worker_waits_for() -> None:
     world.present.clear()
     await world.see(absent_s=100.0)
     assert await reason() == "NodeSilent"
+
+
+async def test_a_checkpoint_names_the_container_and_the_file_that_it_has_waited_for_long(
+    world: World,
+) -> None:
+    async def ready() -> Condition:
+        found = await world.get("DynamoCheckpoint", "llm")
+        row = condition(found.status.conditions, "Ready")
+        assert row is not None
+        return row
+
+    await world.apply(checkpoint_document())
+    (run,) = world.open("run")
+    await world.report(run)
+    await world.advance(SLOW_S - 1.0)
+    assert (await ready()).reason == "WorkerStarting"
+    await world.advance(1.0)
+    late = await ready()
+    assert late.reason == "WorkerNotReady"
+    for word in ("container main", "$SNAPSHOT_CONTROL_DIR", "ready-for-snapshot", "Next: "):
+        assert word in late.message
+    await world.answer_well(run)
+    await world.answer_all()
+    assert (await ready()).reason == "Captured"
 
 
 async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_ended(

@@ -70,15 +70,19 @@ def test_a_pod_has_a_memory_server_from_the_start_of_its_init_container(
 @pytest.mark.parametrize(
     ("state", "known"),
     [
-        ({"running": {"startedAt": "2026-01-01T00:00:00Z"}}, ("running", None)),
-        ({"waiting": {"reason": "ContainerCreating"}}, ("waiting", None)),
-        ({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, ("terminated", 137)),
-        ({}, ("waiting", None)),
+        (
+            {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
+            ("running", None, "2026-01-01T00:00:00Z"),
+        ),
+        ({"running": {"startedAt": None}}, ("running", None, "")),
+        ({"waiting": {"reason": "ContainerCreating"}}, ("waiting", None, "")),
+        ({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, ("terminated", 137, "")),
+        ({}, ("waiting", None, "")),
     ],
 )
 def test_the_state_of_a_container_is_one_of_three(state: Any, known: Any) -> None:
     (found,) = pod(containerStatuses=[{"name": "main", "state": state}]).status.container_statuses
-    assert (found.state, found.exit_code) == known
+    assert (found.state, found.exit_code, found.started_at) == known
 
 
 STANDBY = "SNAPSHOT_RESTORE_STANDBY"

@@ -50,7 +50,8 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     the CustomResourceDefinitions of our kinds: apply them unless they belong to another product
     (`apply`), even then (`adopt`), or leave them to others (`keep`). `namespace_selector` is a
     label selector of the namespaces whose objects it reconciles: all of them where it is empty.
-    `gms_image` is that of the memory servers in pods.
+    `gms_image` is that of the memory servers in pods; unless `allow_gms_snapshot`, checkpoints
+    that ask for one fail.
     `webhook_address` (host:port) is where admission is served in a cluster; unset, nowhere. API
     servers reach it at the Service `webhook_service`, or at `webhook_url` if they cannot. Its
     certificate is in `webhook_certificate_dir`, or is made by the operators.
@@ -70,6 +71,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     webhook_url: str = ""
     webhook_certificate_dir: Path | None = None
     gms_image: str = "snapback/gms:dev"
+    allow_gms_snapshot: bool = True
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
     keep_days: Annotated[float, Meta(gt=0)] | None = None
@@ -165,7 +167,7 @@ async def _in_cluster(
     from snapshot_operator.kube.client import KubeClient, load_configuration
     from snapshot_operator.kube.crds import definitions
     from snapshot_operator.kube.definitions import Definitions
-    from snapshot_operator.kube.events import warn_of
+    from snapshot_operator.kube.events import EventRecorder, warn_of
     from snapshot_operator.kube.lease import KubeLease
     from snapshot_operator.kube.namespaces import SelectedNamespaces, selecting
     from snapshot_operator.kube.rbac import NAME
@@ -187,7 +189,8 @@ async def _in_cluster(
                 await warn_of(client, namespace, hostname, failure, clocks.wall())
             readiness.why = why
 
-        store = KubeStore(client, jitter, settings.gms_image)
+        allows_gms = settings.allow_gms_snapshot
+        store = KubeStore(client, jitter, settings.gms_image, allows_gms=allows_gms)
         crds = Definitions(client, definitions(), settings.crds, jitter, waits)
         identity = f"{hostname}-{environment.new_id()}"
         lease = KubeLease(client, (namespace, NAME), identity, clocks, jitter)
@@ -195,8 +198,13 @@ async def _in_cluster(
         await environment.bus.connect_and_ensure()
         async with lease.held() as lost:
             readiness.why = "the definitions of the operator's kinds are not there yet"
+            events = EventRecorder(client, clocks.wall)
             world = World(
-                controllers.CONTROLLERS, is_cluster=True, prepare=crds.ensure, follow=store.run
+                controllers.CONTROLLERS,
+                prepare=crds.ensure,
+                follow=lambda: until_stopped(asyncio.Event(), store.run(), events.run()),
+                changed=events.changed,
+                is_cluster=True,
             )
             if settings.namespace_selector:
                 selected = SelectedNamespaces(client, settings.namespace_selector, jitter)
@@ -222,7 +230,12 @@ async def _admission(
         certificate = MountedCertificate(settings.webhook_certificate_dir)
     else:
         certificate = OwnCertificate(client, endpoint, environment.clocks, environment.jitter)
-    admission = Admission(client, environment.metrics, settings.gms_image)
+    admission = Admission(
+        client,
+        environment.metrics,
+        settings.gms_image,
+        allows_gms=settings.allow_gms_snapshot,
+    )
     async with (
         certificate.kept() as context,
         serving(admission, settings.webhook_address, context),

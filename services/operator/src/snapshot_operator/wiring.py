@@ -83,7 +83,8 @@ async def _serve(cluster: Cluster, world: World, given: Environment) -> None:
     await world.prepare()
     await cluster.sync()
     orders = NatsOrders(bus, given.telemetry)
-    interpreter = Interpreter(cluster, orders, Spans(given.telemetry, now, metrics), metrics)
+    spans = Spans(given.telemetry, now, metrics)
+    interpreter = Interpreter(cluster, orders, spans, metrics, world.changed)
     manager = Manager(
         cluster, world.controllers, interpreter, now, given.jitter, metrics, world.namespaces
     )

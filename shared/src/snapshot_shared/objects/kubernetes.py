@@ -117,12 +117,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="
 class ContainerStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """A container's process: `state` is waiting, running or terminated."""
+    """A container's process: `state` is waiting, running (since `started_at`) or terminated."""
 
     name: str
     state: Literal["waiting", "running", "terminated"] = "waiting"
     ready: bool = False
     exit_code: int | None = None
+    started_at: str = ""
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -45,6 +45,12 @@ from snapshot_shared.objects.snapback import (
     SnapshotSpec,
 )
 
+READY_FILE = "ready-for-snapshot"
+"""The file by which a worker says that it may be captured, in its control directory."""
+
+SLOW_S = 300
+"""How long a worker may run before its checkpoint names the file that is waited for."""
+
 
 class CheckpointView(NamedTuple):
     """What a decision about a checkpoint reads. `pod` is the last pod of its Job.
@@ -311,24 +317,36 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         made = Create(_job(checkpoint), lambda found: _refused(checkpoint, base, found, now))
         return _status(checkpoint, named, made)
     if pod is None or view.no_agent or not is_true(pod.status.conditions, "Ready"):
-        reason, message = _pod_wait(pod, view.no_agent)
         at = deadline_of(checkpoint, job)
-        return _waits(checkpoint, base, reason, message, now, wake_at=at)
+        reason, message, again_at = _pod_wait(view, now)
+        return _waits(checkpoint, base, reason, message, now, wake_at=min(at, again_at))
     named = replace(base, snapshot_name=checkpoint.metadata.name)
     return _status(checkpoint, named, Create(_snapshot(checkpoint, job, pod, now)))
 
 
-def _pod_wait(pod: Pod | None, no_agent: str) -> tuple[str, str]:
+def _pod_wait(view: CheckpointView, now: float) -> tuple[str, str, float]:
+    """Return what is waited for, why, and when that will be said in another way."""
+    pod, never = view.pod, float("inf")
     if pod is None:
-        return "PodPending", "the pod is being created"
+        return "PodPending", "the pod is being created", never
     if pod.status.phase == "Unknown":
-        return "NodeSilent", pod.status.message
-    if no_agent:
-        return "NoAgentOnNode", no_agent
+        return "NodeSilent", pod.status.message, never
+    if view.no_agent:
+        return "NoAgentOnNode", view.no_agent, never
     scheduled = condition(pod.status.conditions, "PodScheduled")
     if scheduled is not None and scheduled.status == "False":
-        return scheduled.reason, scheduled.message
-    return "WorkerStarting", "the worker is not ready for a snapshot yet"
+        return scheduled.reason, scheduled.message, never
+    target = view.checkpoint.spec.job.target_container_name
+    started = (c.started_at for c in pod.status.container_statuses if c.name == target)
+    late_at = conditions.seconds(next(started, "")) + SLOW_S
+    if now < late_at:
+        return "WorkerStarting", "the worker is not ready for a snapshot yet", late_at
+    message = (
+        f"container {target} of pod {pod.metadata.name} has run for {SLOW_S // 60} minutes and "
+        f"has not written {READY_FILE}. Next: see in its log what it does, and that it writes "
+        "that file into $SNAPSHOT_CONTROL_DIR once its weights are loaded"
+    )
+    return "WorkerNotReady", message, never
 
 
 def _waits(

@@ -22,7 +22,12 @@ from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.restore_request import RestoreRequest, mismatch
 from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.restoring import restore_request, standby_patch
-from snapshot_operator.kube.shaping import GMS_IMAGE
+from snapshot_operator.kube.shaping import (
+    GMS_DISABLED,
+    GMS_DISABLED_FIX,
+    GMS_IMAGE,
+    has_memory_server,
+)
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH, PODS, PODS_PATH
 from snapshot_shared import instruments
@@ -107,11 +112,20 @@ class Admission:
     """Answers reviews. Sources are read from the API server itself, and never from memory."""
 
     def __init__(
-        self, client: KubeClient, metrics: Metrics = OFF, gms_image: str = GMS_IMAGE
+        self,
+        client: KubeClient,
+        metrics: Metrics = OFF,
+        gms_image: str = GMS_IMAGE,
+        *,
+        allows_gms: bool = True,
     ) -> None:
-        """Read by `client`; `gms_image` is that of the memory servers in pods."""
+        """Read by `client`; `gms_image` is that of the memory servers in pods.
+
+        Unless it `allows_gms`, checkpoints with one are refused.
+        """
         self._client = client
         self._gms_image = gms_image
+        self._allows_gms = allows_gms
         self._metrics = metrics
 
     def app(self) -> web.Application:
@@ -165,8 +179,17 @@ class Admission:
         if old is not None and old.get("spec") == new.get("spec"):
             return Answer()
         changed = changes(old.get("spec"), new.get("spec")) if old is not None else ()
-        refused = (*problems(new, "kubernetes"), *changed)
+        refused = (*problems(new, "kubernetes"), *changed, *self._gated(new))
         return Answer(refused, tuple(map(str, warnings(new))))
+
+    def _gated(self, new: Any) -> tuple[Problem, ...]:
+        if self._allows_gms or new.get("kind") != "DynamoCheckpoint":
+            return ()
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            if has_memory_server(new):
+                text = f"{GMS_DISABLED}. Next: {GMS_DISABLED_FIX}"
+                return (Problem("spec.gpuMemoryService", text),)
+        return ()
 
     async def _sources(self, namespace: str, asked: RestoreRequest) -> Sources:
         """Return what there is; nothing where it is of no account, or cannot be read now.

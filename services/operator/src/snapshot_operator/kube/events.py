@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.rbac import NAME
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.meta import Condition
+from snapshot_shared.objects.snapback import SnapshotContent
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1024
 """How long the API server lets the message of an Event be."""
+
+
+MAX_PREFIX = 200
+"""How much of an object's name begins the name of an Event: the API server adds to it."""
+
+MAX_WAITING = 1000
+"""How many Events may wait for the API server; what happens after that has none."""
+
+_WAITS_FOR_PEOPLE = frozenset({"NoAgentOnNode", "NodeSilent", "Unschedulable", "WorkerNotReady"})
+"""Why something waits that does not end by itself."""
+
+
+class Happening(NamedTuple):
+    """What an Event says: its type, its reason and its message."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -27,6 +51,88 @@ class _Identified(msgspec.Struct, frozen=True):
 
 
 _IDENTIFIED = msgspec.json.Decoder(_Identified)
+
+
+def happenings(old: AnyObject, new: AnyObject) -> Iterator[Happening]:
+    """Yield what a change of a status says to people: a condition each that has another reason.
+
+    A content says nothing: its Snapshot mirrors it, in the namespace of its user.
+    """
+    if isinstance(new, SnapshotContent):
+        return
+    before = {(row.type, row.status, row.reason) for row in old.status.conditions}
+    rows = [
+        row for row in new.status.conditions if (row.type, row.status, row.reason) not in before
+    ]
+    has_failed = any(row.type == "Failed" and row.status == "True" for row in rows)
+    for row in rows:
+        # A failure is in both conditions.
+        if row.status == "True" or row.type == RESTORED or (row.type == "Ready" and not has_failed):
+            yield Happening(_type(row), row.reason, row.message)
+
+
+def _type(row: Condition) -> Literal["Normal", "Warning"]:
+    is_well = row.status == "True" and row.type in ("Ready", RESTORED)
+    waits = row.type == "Ready" and row.reason not in _WAITS_FOR_PEOPLE
+    return "Normal" if is_well or waits else "Warning"
+
+
+class EventRecorder:
+    """Posts the Events of objects, in their order. One that is refused is logged, and lost."""
+
+    def __init__(self, client: KubeClient, wall: Callable[[], float]) -> None:
+        """Use an API server and a clock (seconds since the epoch)."""
+        self._client = client
+        self._wall = wall
+        self._waiting: asyncio.Queue[tuple[dict[str, Any], Happening]] = asyncio.Queue(MAX_WAITING)
+
+    def changed(self, old: AnyObject, new: AnyObject) -> None:
+        """Have the Events of a change posted that is stored."""
+        for happening in happenings(old, new):
+            if self._waiting.full():
+                log.warning("no event says %s: %d wait", happening.reason, MAX_WAITING)
+                return
+            self._waiting.put_nowait((_reference(new), happening))
+
+    async def run(self) -> None:
+        """Post what waits, until it is cancelled."""
+        while True:
+            about, happening = await self._waiting.get()
+            await _post(self._client, about, happening, self._wall())
+
+
+def _reference(value: AnyObject) -> dict[str, Any]:
+    kind, meta = kind_of(value), value.metadata
+    return {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "namespace": meta.namespace,
+        "name": meta.name,
+        "uid": meta.uid,
+        "resourceVersion": meta.resource_version,
+    }
+
+
+async def _post(
+    client: KubeClient, about: dict[str, Any], happening: Happening, now: float
+) -> None:
+    at, namespace = timestamp(now), about["namespace"]
+    body = {
+        "metadata": {"generateName": f"{about['name'][:MAX_PREFIX]}.", "namespace": namespace},
+        "involvedObject": about,
+        "type": happening.type,
+        "reason": happening.reason,
+        "message": happening.message[:MAX_MESSAGE],
+        "source": {"component": NAME},
+        "reportingComponent": NAME,
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "count": 1,
+    }
+    try:
+        await client.request("POST", f"/api/v1/namespaces/{namespace}/events", body=body)
+    except SnapbackError as error:
+        log.warning("no event says %s: %s", happening.reason, error)
 
 
 async def operator_pod(client: KubeClient, namespace: str, hostname: str) -> dict[str, Any]:
@@ -45,20 +151,10 @@ async def warn_of(
     client: KubeClient, namespace: str, hostname: str, failure: Failure, now: float
 ) -> None:
     """Post an Event of the operator itself, of type Warning. One that is refused is logged."""
-    at = timestamp(now)
     try:
-        body = {
-            "metadata": {"generateName": f"{NAME}.", "namespace": namespace},
-            "involvedObject": await operator_pod(client, namespace, hostname),
-            "type": "Warning",
-            "reason": failure.reason,
-            "message": f"{failure.message}. Next: {failure.next_step}"[:MAX_MESSAGE],
-            "source": {"component": NAME},
-            "reportingComponent": NAME,
-            "firstTimestamp": at,
-            "lastTimestamp": at,
-            "count": 1,
-        }
-        await client.request("POST", f"/api/v1/namespaces/{namespace}/events", body=body)
+        about = await operator_pod(client, namespace, hostname)
     except SnapbackError as error:
         log.warning("no event says %s: %s", failure.reason, error)
+        return
+    message = f"{failure.message}. Next: {failure.next_step}"
+    await _post(client, about, Happening("Warning", failure.reason, message), now)

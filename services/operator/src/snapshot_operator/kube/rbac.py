@@ -49,6 +49,7 @@ RULES = (
     Rule("resource.k8s.io", "resourceclaimtemplates", ("get", "create"), "their devices"),
     Rule("", "pods", _SEEN, "what is captured and restored"),
     Rule("", "pods/status", ("patch",), "the condition nvidia.com/Restored"),
+    Rule("", "events", ("create",), "what happens to objects, and what the operator waits for"),
     Rule("", "nodes", (*_SEEN, "patch"), "which are cordoned; the label of those with an agent"),
     Rule("", "namespaces", ("list", "watch"), "those that SNAPBACK_NAMESPACE_SELECTOR selects"),
     Rule(
@@ -74,7 +75,6 @@ LEASE_RULES = (
     # What is to be created has no name yet for the rules.
     Rule("coordination.k8s.io", "leases", ("create",), "which operator is active"),
     Rule("coordination.k8s.io", "leases", ("get", "update"), "which operator is active", (NAME,)),
-    Rule("", "events", ("create",), "what the operator itself waits for"),
     Rule("", "secrets", ("create",), "the certificate of the webhooks"),
     Rule("", "secrets", ("get", "watch", "update"), "its renewal", (CERTIFICATE_SECRET,)),
 )

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_operator.core.checkpoint import READY_FILE
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects.kubernetes import AGENT_LABEL, GPU_RESOURCE, Job
@@ -45,8 +46,10 @@ _GMS_ENV = {
     # Where the claim is one of simulated devices, the runtime sets another value.
     "SNAPBACK_GMS_DEVICE": "cuda",
 }
-READY_FILE = "ready-for-snapshot"
-"""The file by which a worker says that it may be captured, in its control directory."""
+GMS_DISABLED = "this operator captures no worker with a memory server"
+GMS_DISABLED_FIX = (
+    "leave out spec.gpuMemoryService, or set SNAPBACK_ALLOW_GMS_SNAPSHOT=true for the operator"
+)
 
 SOURCE_LABEL = f"{OURS}snapshot-is-checkpoint-source"
 

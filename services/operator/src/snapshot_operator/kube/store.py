@@ -26,7 +26,14 @@ from snapshot_operator.kube.client import (
     decoded,
     error_status,
 )
-from snapshot_operator.kube.shaping import GMS_IMAGE, devices_template, job_manifest
+from snapshot_operator.kube.shaping import (
+    GMS_DISABLED,
+    GMS_DISABLED_FIX,
+    GMS_IMAGE,
+    devices_template,
+    has_memory_server,
+    job_manifest,
+)
 from snapshot_operator.kube.wire import OURS, decoder, job_in, new_meta, node_in, pod_in
 from snapshot_operator.ports import Change, Event
 from snapshot_shared.errors import (
@@ -101,6 +108,12 @@ class DRAUnavailable(InvalidManifest):
     """A pod cannot claim devices in this cluster."""
 
 
+class GMSSnapshotDisabled(InvalidManifest):
+    """A checkpoint asks for a memory server, and this operator captures no worker with one."""
+
+    default_next_step = GMS_DISABLED_FIX
+
+
 class StoreRewound(SnapbackError):
     """The API server's history is older than what this operator has seen of it."""
 
@@ -168,13 +181,20 @@ class KubeStore:
     """The `Store` port over the Kubernetes API."""
 
     def __init__(
-        self, client: KubeClient, jitter: Callable[[], float], gms_image: str = GMS_IMAGE
+        self,
+        client: KubeClient,
+        jitter: Callable[[], float],
+        gms_image: str = GMS_IMAGE,
+        *,
+        allows_gms: bool = True,
     ) -> None:
         """Use an API server. `jitter` returns a random number from 0 to 1.
 
-        `gms_image` is that of the memory servers in pods.
+        `gms_image` is that of the memory servers in pods. Unless it `allows_gms`, no worker with
+        one is started for a checkpoint.
         """
         self._gms_image = gms_image
+        self._allows_gms = allows_gms
         self._client = client
         self._jitter = jitter
         self._listeners: list[Callable[[Event], None]] = []
@@ -240,6 +260,8 @@ class KubeStore:
         if isinstance(value, Job):
             checkpoint = await self._owner_of(value)
             try:
+                if has_memory_server(checkpoint) and not self._allows_gms:
+                    raise GMSSnapshotDisabled(GMS_DISABLED)
                 body = job_manifest(value, checkpoint, self._gms_image)
                 devices = devices_template(value, checkpoint)
             except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -372,9 +372,11 @@ def _container_status(wire: WireContainerStatus) -> ContainerStatus:
     ended = wire.state.terminated
     if ended is not None:
         return ContainerStatus(name=wire.name, state="terminated", exit_code=ended.exit_code)
-    is_running = wire.state.running is not None
-    state: Literal["waiting", "running"] = "running" if is_running else "waiting"
-    return ContainerStatus(name=wire.name, state=state, ready=wire.ready)
+    running = wire.state.running
+    if running is None:
+        return ContainerStatus(name=wire.name, ready=wire.ready)
+    at = running.get("startedAt") or ""
+    return ContainerStatus(name=wire.name, state="running", ready=wire.ready, started_at=at)
 
 
 def _conditions(wire: Iterable[WireCondition]) -> list[Condition]:

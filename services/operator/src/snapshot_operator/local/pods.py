@@ -345,7 +345,13 @@ def _followed(view: PodView, now: float) -> PodStatus:
         reason="",
         message="",
         container_statuses=[
-            replace(found, state="running", ready=is_ready) for found in status.container_statuses
+            replace(
+                found,
+                state="running",
+                ready=is_ready,
+                started_at=found.started_at or conditions.timestamp(now),
+            )
+            for found in status.container_statuses
         ],
     )
     if not is_ready:

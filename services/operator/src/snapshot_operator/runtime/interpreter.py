@@ -22,6 +22,7 @@ from snapshot_operator.core.plan import (
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster, Key, Tracker, key_of
 from snapshot_operator.runtime.spans import Spans
+from snapshot_operator.runtime.world import Changed, unsaid
 from snapshot_shared import instruments
 from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict, InvalidManifest
 from snapshot_shared.metrics import OFF, Metrics
@@ -42,10 +43,19 @@ class Interpreter:
     """Carries plans out."""
 
     def __init__(
-        self, cluster: Cluster, orders: OrderBus, spans: Spans, metrics: Metrics = OFF
+        self,
+        cluster: Cluster,
+        orders: OrderBus,
+        spans: Spans,
+        metrics: Metrics = OFF,
+        changed: Changed = unsaid,
     ) -> None:
-        """Use the objects, the stream of orders and the recorder of what ended."""
+        """Use the objects, the stream of orders and the recorder of what ended.
+
+        `changed` gets each status that was written, before and after.
+        """
         self._metrics = metrics
+        self._changed = changed
         self._cluster = cluster
         self._orders = orders
         self._spans = spans
@@ -84,6 +94,7 @@ class Interpreter:
         stored()
         for old, new in changed:
             self._spans.ended(old, new)
+            self._changed(old, new)
             self._tidy(old, new)
         await self._publish(published)
 

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from snapshot_operator.core.controllers import Controller
 from snapshot_operator.runtime.cluster import Cluster
+from snapshot_shared.objects.kinds import AnyObject
+
+Changed = Callable[[AnyObject, AnyObject], None]
 
 
 async def _until_cancelled() -> None:
@@ -20,6 +23,10 @@ async def _nothing(_: Cluster) -> None:
 
 async def _at_once() -> None:
     pass
+
+
+def unsaid(_old: AnyObject, _new: AnyObject) -> None:
+    """Do nothing: no one follows the changes."""
 
 
 class Readiness:
@@ -48,7 +55,8 @@ class World(NamedTuple):
 
     `tidy` is done with every sweep. `follow` has the store report what others change, until it is
     cancelled. `prepare` returns once the store has what it needs, before anything is read of it.
-    `is_cluster` says whether people write objects with kubectl and rights of their own.
+    `changed` gets each status that was written, before and after. `is_cluster` says whether people
+    write objects with kubectl and rights of their own.
     """
 
     controllers: Sequence[Controller]
@@ -56,4 +64,5 @@ class World(NamedTuple):
     follow: Callable[[], Awaitable[None]] = _until_cancelled
     prepare: Callable[[], Awaitable[None]] = _at_once
     namespaces: Selection = ALL
+    changed: Changed = unsaid
     is_cluster: bool = False
