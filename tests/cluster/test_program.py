@@ -256,10 +256,11 @@ async def test_what_happens_to_a_checkpoint_is_in_its_events(rig: Rig) -> None:
             ]
             return [(item["type"], item["reason"]) for item in found]
 
-        async def is_said() -> bool:
-            return ("Normal", "PodPending") in await events("plain")
+        async def are_said() -> bool:
+            return bool(await events("asking")) and bool(await events("plain"))
 
-        await polled(is_said)
+        await polled(are_said)
+        assert ("Normal", "PodPending") in await events("plain")
         assert await events("asking") == [("Warning", "GMSSnapshotDisabled")]
 
 
