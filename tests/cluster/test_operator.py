@@ -257,6 +257,24 @@ async def test_a_template_that_kubernetes_refuses_fails_the_checkpoint_with_the_
     assert "containers[0].image" in failed["message"]
 
 
+async def test_a_secret_that_is_missing_is_named_and_waited_for(rig: Rig) -> None:
+    template = worker("sleep 600")
+    secret = {"secretRef": {"name": "credentials"}}
+    template["spec"]["containers"][0]["envFrom"] = [secret]
+    await rig.apply("lacks", template)
+
+    async def waits_for() -> str:
+        row = await rig.condition("dynamocheckpoints", "lacks", "Ready", "False")
+        return str(row["message"]) if row["reason"] == "PodTemplateInvalid" else ""
+
+    message = await polled(waits_for)
+    assert 'container main: secret "credentials" not found' in message
+    assert "Next: " in message
+    body = {"metadata": {"name": "credentials"}}
+    await rig.direct.request("POST", f"/api/v1/namespaces/{rig.namespace}/secrets", body=body)
+    await rig.phase("lacks", "Running")
+
+
 async def test_an_operator_that_loses_its_lease_during_its_first_lists_ends(
     rig: Rig, nats_url: str
 ) -> None:

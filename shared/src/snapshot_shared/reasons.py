@@ -356,9 +356,22 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Leave out `spec.gpuMemoryService`, or allow it in the chart: "
             "`helm upgrade --reuse-values --set operator.env.SNAPBACK_ALLOW_GMS_SNAPSHOT=true`.",
         ),
+        "CrashLoopBackOff": Reason(
+            "A container of the pod ends each time that it is started, such as its memory server.",
+            "The message names the container.",
+            "Read its log: `kubectl logs POD --container NAME --previous`.",
+        ),
+        "ImagePullBackOff": Reason(
+            "The node cannot pull the image of a container.",
+            "The message is that of the kubelet: no such image, no rights or no way to the "
+            "registry.",
+            "See that the nodes can pull it, or correct it: delete the checkpoint and apply it "
+            "again.",
+        ),
         "PodTemplateInvalid": Reason(
-            "Kubernetes refuses the pod template of the checkpoint.",
-            "The message is that of the API server and names the field; or no container has the "
+            "Kubernetes refuses the pod template of the checkpoint, or cannot start its pod.",
+            "The message is that of the API server and names the field, or that of the kubelet "
+            "and names the Secret or ConfigMap that is missing; or no container has the "
             "name in `spec.job.targetContainerName`.",
             "Correct `spec.job.podTemplateSpec`, delete the checkpoint and apply it again.",
         ),

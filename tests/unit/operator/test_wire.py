@@ -85,6 +85,25 @@ def test_the_state_of_a_container_is_one_of_three(state: Any, known: Any) -> Non
     assert (found.state, found.exit_code, found.started_at) == known
 
 
+@pytest.mark.parametrize("rows", ["containerStatuses", "initContainerStatuses"])
+@pytest.mark.parametrize(
+    ("waiting", "said"),
+    [
+        (
+            {"reason": "CreateContainerConfigError", "message": 'secret "llm" not found'},
+            ("PodTemplateInvalid", 'container main: secret "llm" not found'),
+        ),
+        ({"reason": "ErrImagePull"}, ("ImagePullBackOff", "container main: ErrImagePull")),
+        ({"reason": "ContainerCreating"}, ("", "")),
+    ],
+)
+def test_a_pod_whose_container_cannot_start_says_why(
+    rows: str, waiting: dict[str, str], said: tuple[str, str]
+) -> None:
+    status = pod(**{rows: [{"name": "main", "state": {"waiting": waiting}}]}).status
+    assert (status.reason, status.message) == said
+
+
 STANDBY = "SNAPSHOT_RESTORE_STANDBY"
 
 

@@ -58,6 +58,19 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", gc=False)
     """What all structs here have: unknown fields are skipped."""
 
 
+STUCK = {
+    "CreateContainerConfigError": "PodTemplateInvalid",
+    "CreateContainerError": "PodTemplateInvalid",
+    "InvalidImageName": "PodTemplateInvalid",
+    "RunContainerError": "PodTemplateInvalid",
+    # The kubelet goes from one to the other and back.
+    "ErrImagePull": "ImagePullBackOff",
+    "ImagePullBackOff": "ImagePullBackOff",
+    "CrashLoopBackOff": "CrashLoopBackOff",
+}
+"""Why a container cannot start, as the kubelet says it, and as a checkpoint does."""
+
+
 class WireOwner(_Wire, frozen=True):
     """A row of `metadata.ownerReferences`."""
 
@@ -122,9 +135,17 @@ class WireTerminated(_Wire, frozen=True):
     exit_code: int = 0
 
 
+class WireWaiting(_Wire, frozen=True):
+    """Why a container has not started."""
+
+    reason: str = ""
+    message: str = ""
+
+
 class WireState(_Wire, frozen=True):
     """The state of a container: one of these."""
 
+    waiting: WireWaiting | None = None
     running: dict[str, str | None] | None = None
     terminated: WireTerminated | None = None
 
@@ -230,6 +251,7 @@ def pod_in(data: bytes | msgspec.Raw) -> Pod:
     """Return the facts of a pod. msgspec.ValidationError where it is none."""
     wire = _POD.decode(data)
     status = wire.status
+    reason, message = _stuck(status)
     return Pod(
         metadata=_meta(wire.metadata),
         spec=PodSpec(containers=[_container(found) for found in wire.spec.containers]),
@@ -237,13 +259,22 @@ def pod_in(data: bytes | msgspec.Raw) -> Pod:
             phase=status.phase,
             node_name=wire.spec.node_name or "",
             memory_server=_memory_server(wire),
-            message=status.message,
-            reason=status.reason,
+            message=message,
+            reason=reason,
             container_statuses=[_container_status(found) for found in status.container_statuses],
             cold_containers=_cold(wire),
             conditions=_conditions(status.conditions),
         ),
     )
+
+
+def _stuck(status: WirePodStatus) -> tuple[str, str]:
+    """Return the reason and message of a pod: those of a container that cannot start, if one is."""
+    for found in (*status.init_container_statuses, *status.container_statuses):
+        waiting = found.state.waiting
+        if waiting is not None and (reason := STUCK.get(waiting.reason)):
+            return reason, f"container {found.name}: {waiting.message or waiting.reason}"
+    return status.reason, status.message
 
 
 def _memory_server(wire: WirePod) -> Literal["none", "starting", "ready"]:
