@@ -16,8 +16,8 @@ from snapshot_operator.core.owning import child_meta
 from snapshot_operator.core.plan import FINALIZER, Plan, SetStatus
 from snapshot_operator.core.snapshot import SnapshotView
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import Job, JobSpec, Node, NodeSpec, Pod
-from snapshot_shared.objects.meta import ObjectMeta, is_true
+from snapshot_shared.objects.kubernetes import Job, JobSpec, Node, NodeSpec, Pod, PodStatus
+from snapshot_shared.objects.meta import ObjectMeta, condition, is_true
 from snapshot_shared.objects.snapback import (
     ArtifactSource,
     ContentSource,
@@ -106,6 +106,19 @@ def test_what_waits_fails_at_the_instant_of_its_deadline_and_no_sooner(
     decide: Callable[[float], Plan],
 ) -> None:
     assert [has_failed(decide(at)) for at in (END - 0.001, END, END + 1.0)] == [False, True, True]
+
+
+def test_a_worker_whose_containers_cannot_start_says_why_and_waits() -> None:
+    status = PodStatus(reason="PodTemplateInvalid", message="container main: no secret")
+    pod = msgspec.structs.replace(POD, status=status)
+    plan = checkpoint.reconcile(CheckpointView(CHECKPOINT, JOB, pod), CREATED + 1.0)
+    assert not has_failed(plan)
+    (new,) = [write.new for write in plan.writes if isinstance(write, SetStatus)]
+    row = condition(new.status.conditions, "Ready")
+    assert row is not None
+    assert row.reason == "PodTemplateInvalid"
+    assert row.message.startswith("container main: no secret. Next: ")
+    assert plan.wake_at == END
 
 
 def has_failed(plan: Plan) -> bool:
