@@ -312,39 +312,80 @@ def snapshotctl(release: Release, *words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
-    release: Release, namespace: Kubectl, service_images: dict[str, str], tmp_path: Path
-) -> None:
-    config = ("--kubeconfig", str(release.kubectl.kubeconfig))
-    space = ("--namespace", str(namespace.namespace))
+@pytest.fixture
+def without_operator(release: Release) -> Iterator[None]:
+    deployment = f"deployment/{release.name}-snapback-operator"
+
+    def scale(replicas: int) -> None:
+        release.kubectl.run("scale", deployment, f"--replicas={replicas}")
+        release.kubectl.run("rollout", "status", deployment, "--timeout=90s")
+
+    scale(0)
+    until(lambda: release.pods("operator") == [], "the end of the operator")
+    yield
+    scale(1)
+
+
+@pytest.fixture
+def worker(namespace: Kubectl, service_images: dict[str, str], tmp_path: Path) -> Path:
+    """The manifest of a worker with a claim of devices, which is there."""
     example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
     claims, _ = yaml.safe_load_all(example.read_text())
     namespace.apply(claims)
     example = programs.REPOSITORY / "deploy/examples/kubernetes/restore.yaml"
-    worker = yaml.safe_load(example.read_text())
-    worker["metadata"] = {"name": "worker"}
-    worker["spec"]["containers"][0]["image"] = service_images["gms"]
-    worker["spec"]["containers"][0]["env"].append({"name": "WARMUP_SECONDS", "value": "1"})
+    pod = yaml.safe_load(example.read_text())
+    pod["metadata"] = {"name": "worker"}
+    pod["spec"]["containers"][0]["image"] = service_images["gms"]
+    pod["spec"]["containers"][0]["env"].append({"name": "WARMUP_SECONDS", "value": "1"})
     manifest = tmp_path / "worker.yaml"
-    manifest.write_text(yaml.safe_dump(worker))
-    words = ("--manifest", str(manifest), "--timeout", "3m", *space)
+    manifest.write_text(yaml.safe_dump(pod))
+    return manifest
+
+
+def captured_and_restored(
+    release: Release, namespace: Kubectl, worker: Path, *options: str
+) -> None:
+    """Capture the pod of a manifest and restore it, by a kubeconfig and more options."""
+    config = ("--kubeconfig", str(release.kubectl.kubeconfig), *options)
+    space = ("--namespace", str(namespace.namespace))
+    words = ("--manifest", str(worker), "--timeout", "3m", *space)
     captured = ("checkpoint", "--checkpoint-id", "mine", "--framework", "vllm", *words)
-    assert "dynamocheckpoint/mine created" in snapshotctl(release, *config, *captured)
+    assert "mine created" in snapshotctl(release, *config, *captured)
     phase = "--output=jsonpath={.status.phase}"
-    of_kubectl = namespace.run("get", "dynamocheckpoint/mine", phase)
+    assert namespace.run("get", "dynamocheckpoint/mine", phase) == "Ready"
+    assert "created" in snapshotctl(release, *config, "restore", "mine", *words)
+    [restored] = [each for each in namespace.list("pods") if "restored" in each["metadata"]["name"]]
+    assert restored["spec"]["initContainers"][0]["name"] == "gms-server"
+
+
+def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
+    release: Release, namespace: Kubectl, worker: Path
+) -> None:
+    config = ("--kubeconfig", str(release.kubectl.kubeconfig))
+    space = ("--namespace", str(namespace.namespace))
+    captured_and_restored(release, namespace, worker)
     shown = json.loads(
         snapshotctl(release, *config, "get", "dynamocheckpoints", "mine", "-o", "json", *space)
     )
-    assert shown["status"]["phase"] == of_kubectl == "Ready"
-    said = snapshotctl(release, *config, "restore", "mine", *words)
-    assert "created" in said
-    [restored] = [each for each in namespace.list("pods") if "restored" in each["metadata"]["name"]]
-    assert restored["spec"]["initContainers"][0]["name"] == "gms-server"
+    assert shown["status"]["phase"] == "Ready"
     assert "order prepare" in snapshotctl(release, *config, "trace", "mine", *space)
     wrong = snapshotctl(release, *config, "--context", "nobody", "nodes", code=2)
     assert "get-contexts" in wrong
     namespace.run("delete", "pods", "--all", "--wait=false")
     namespace.run("delete", "dynamocheckpoint/mine", "--timeout=60s")
+
+
+@pytest.mark.usefixtures("without_operator")
+def test_snapshotctl_captures_and_restores_in_a_cluster_whose_operator_is_away(
+    release: Release, namespace: Kubectl, worker: Path
+) -> None:
+    config = ("--kubeconfig", str(release.kubectl.kubeconfig))
+    space = ("--namespace", str(namespace.namespace))
+    away = snapshotctl(release, *config, "get", "pods", *space, code=4)
+    assert "no operator answers" in away
+    captured_and_restored(release, namespace, worker, "--own-operator")
+    namespace.run("delete", "pods", "--all", "--wait=false")
+    namespace.run("delete", "dynamocheckpoint/mine", "--wait=false")
 
 
 def refusal(namespace: Kubectl) -> str:

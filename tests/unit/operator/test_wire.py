@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from snapshot_operator.kube.client import path_kind
 from snapshot_operator.kube.wire import decoder, job_in, node_in, pod_in
+from snapshot_shared.objects.kubernetes import Job
 from snapshot_shared.objects.snapback import DynamoCheckpoint
 from tests.support.objects import checkpoint_document
 
@@ -134,9 +136,12 @@ def test_a_container_of_a_pod_to_restore_is_cold_unless_its_environment_says_sta
 
 def test_a_job_has_its_counts_and_conditions() -> None:
     row = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}
-    found = job_in(encoded(status={"failed": 3, "conditions": [row]}))
+    spec = {"template": {"spec": {"containers": [{"name": "main", "image": "i"}]}}}
+    found = job_in(encoded(spec=spec, status={"failed": 3, "conditions": [row]}))
     assert found.status.failed == 3
     assert found.status.conditions[0].reason == "BackoffLimitExceeded"
+    # As snapshotctl reads it.
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Job) == found
 
 
 def test_a_node_is_cordoned_or_not() -> None:

@@ -61,6 +61,7 @@ WHERE = (
 )
 """How a command finds its server."""
 
+OWN_OPERATOR = "--own-operator"
 _GLOBAL_OPTIONS = ("--server", "--cluster", "--context", "--kubeconfig", "--output", "-o")
 """Each takes a value."""
 
@@ -134,6 +135,13 @@ def common(
         str | None,
         typer.Option("--kubeconfig", metavar="FILE", help="The same, of this kubeconfig."),
     ] = None,
+    own_operator: Annotated[
+        bool,
+        typer.Option(
+            OWN_OPERATOR,
+            help="Run the operator here until the command ends, where such a cluster has none.",
+        ),
+    ] = False,
     output: Annotated[
         OutputFormat, typer.Option("--output", "-o", help="Form of the result.")
     ] = "table",
@@ -142,7 +150,7 @@ def common(
     ] = False,
 ) -> None:
     """Capture warm GPU workers, restore them in seconds, and look at what is going on."""
-    tools = Tools(server, cluster, output, kubeconfig, context_name)
+    tools = Tools(server, cluster, output, kubeconfig, context_name, own_operator)
     context.call_on_close(tools.close)
     context.obj = tools
 
@@ -174,7 +182,7 @@ def hoisted(words: Sequence[str]) -> list[str]:
             rest += [word, left.pop()]
         elif word in _GLOBAL_OPTIONS:
             front += [word, *([left.pop()] if left else [])]
-        elif word.partition("=")[0] in _GLOBAL_OPTIONS or _is_short(word):
+        elif word.partition("=")[0] in _GLOBAL_OPTIONS or word == OWN_OPERATOR or _is_short(word):
             front.append(word)
         else:
             rest.append(word)

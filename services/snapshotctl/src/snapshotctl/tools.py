@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ class Tools:
     output: OutputFormat
     kubeconfig: str | None = None
     context: str | None = None
+    own_operator: bool = False
 
     @cached_property
     def kubernetes(self) -> Kubernetes | None:
@@ -114,11 +115,23 @@ class Tools:
     async def operator(self, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
         """Find the server and connect for the length of the block.
 
-        With `patiently` a connection that is lost is built again until the block ends.
+        With `patiently` a connection that is lost is built again until the block ends. With
+        `own_operator` the operator runs here for as long, where the cluster has none.
         """
+        if self.own_operator and self.kubernetes is None:
+            raise WrongArguments(
+                "--own-operator is for a Kubernetes cluster",
+                next_step="name one with --context or --kubeconfig",
+            )
         server = self.find_server()
         async with self._operator_at(server, patiently=patiently) as client:
-            yield client
+            if not self.own_operator or self.kubernetes is None:
+                yield client
+                return
+            from snapshotctl.adapters.own_operator import own_operator
+
+            async with own_operator(self.kubernetes, client, self.screen.note):
+                yield client
 
     @contextlib.asynccontextmanager
     async def _operator_at(
@@ -129,7 +142,9 @@ class Tools:
         from snapshot_shared.tasks import end_all
         from snapshotctl.adapters.operator_client import connected
 
-        store = self.kubernetes.apply if self.kubernetes else None
+        store = None
+        if self.kubernetes is not None:
+            store = partial(self.kubernetes.apply, are_shaped_here=self.own_operator)
         async with connected(server, patiently=patiently, store=store) as client:
             publishing = asyncio.create_task(self.telemetry.publish_to(client.bus))
             try:

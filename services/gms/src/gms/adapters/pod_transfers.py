@@ -14,7 +14,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from asyncinotify import Inotify, Mask
 from msgspec.structs import replace
 
 from gms.domain.containers import DONE, EVENT, FAILED, ORDER_FILE, Outcome
@@ -42,8 +41,6 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.orders import LoadOrder, SaveOrder
 from snapshot_shared.tasks import in_thread, undisturbed
-
-_ANSWERS = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.DELETE_SELF | Mask.ONLYDIR | Mask.DONT_FOLLOW
 
 _ANY_EVENT: Any = TransferEvent
 
@@ -86,9 +83,13 @@ class PodTransfers:
 
     async def _answers(self, name: str) -> AsyncGenerator[TransferEvent, None]:
         """Yield what a container says of an order until it is done. Its failure is raised."""
+        # It looks for the C library by programs that the image of a memory server may lack.
+        from asyncinotify import Inotify, Mask  # noqa: PLC0415
+
         last: TransferEvent | None = None
         with Inotify() as inotify:
-            inotify.add_watch(self._folder / name, _ANSWERS)
+            changes = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.DELETE_SELF
+            inotify.add_watch(self._folder / name, changes | Mask.ONLYDIR | Mask.DONT_FOLLOW)
             while True:
                 event, is_done = await in_thread(self._look, name)
                 if last is None and (event is not None or is_done):

@@ -202,10 +202,23 @@ class WireJobStatus(_Wire, frozen=True):
     conditions: list[WireCondition] = []
 
 
+class WireTemplate(_Wire, frozen=True):
+    """A pod template, of which decisions need the containers."""
+
+    spec: WirePodSpec
+
+
+class WireJobSpec(_Wire, frozen=True):
+    """The spec of a Job."""
+
+    template: WireTemplate
+
+
 class WireJob(_Wire, frozen=True):
     """A batch/v1 Job."""
 
     metadata: WireMeta
+    spec: WireJobSpec
     status: WireJobStatus = WireJobStatus()
 
 
@@ -220,12 +233,6 @@ class WireNode(_Wire, frozen=True):
 
     metadata: WireMeta
     spec: WireNodeSpec = WireNodeSpec()
-
-
-class _WireTemplate(_Wire, frozen=True):
-    """A pod template, of which decisions need the containers."""
-
-    spec: WirePodSpec
 
 
 class _WireJobSpec(CheckpointJobSpec, frozen=True, kw_only=True):
@@ -243,7 +250,7 @@ class _WireCheckpointSpec(DynamoCheckpointSpec, frozen=True, kw_only=True):
 _POD = msgspec.json.Decoder(WirePod)
 _JOB = msgspec.json.Decoder(WireJob)
 _NODE = msgspec.json.Decoder(WireNode)
-_TEMPLATE = msgspec.json.Decoder(_WireTemplate)
+_TEMPLATE = msgspec.json.Decoder(WireTemplate)
 _ENV = msgspec.json.Decoder(list[WireEnvVar])
 
 
@@ -285,12 +292,13 @@ def _memory_server(wire: WirePod) -> Literal["none", "starting", "ready"]:
 
 
 def job_in(data: bytes | msgspec.Raw) -> Job:
-    """Return the facts of a Job: its template is not among them."""
+    """Return the facts of a Job; of its template there are the containers alone."""
     wire = _JOB.decode(data)
     status = wire.status
+    containers = [_container(found) for found in wire.spec.template.spec.containers]
     return Job(
         metadata=_meta(wire.metadata),
-        spec=JobSpec(template=PodTemplateSpec(spec=PodSpec(containers=[]))),
+        spec=JobSpec(template=PodTemplateSpec(spec=PodSpec(containers=containers))),
         status=JobStatus(
             active=status.active,
             ready=status.ready,

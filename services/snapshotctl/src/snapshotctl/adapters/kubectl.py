@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -19,12 +21,21 @@ import msgspec
 from snapshot_shared.api import Applied
 from snapshot_shared.errors import BusUnavailable, InvalidManifest, NotFound, NotPermitted
 from snapshot_shared.objects.meta import TRACEPARENT
+from snapshot_shared.objects.snapback import RESTORE_FROM
 from snapshot_shared.permissions import Role, User
+from snapshotctl.adapters.processes import ending_with_us
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.domain.kubernetes import NatsService, nats_services, problem_in
+from snapshotctl.domain.kubernetes import (
+    NatsService,
+    nats_services,
+    operator_variables,
+    problem_in,
+)
 from snapshotctl.domain.servers import Server
 
 COMMAND_S = 60.0
+# -P: the working directory is the user's and may hold modules of any name.
+PYTHON = (sys.executable, "-P", "-m")
 ROLES: tuple[Role, ...] = ("snapshotctl", "viewer")
 """Whose keys are tried: one who may not read the first may be given the second."""
 
@@ -58,15 +69,36 @@ class Kubernetes:
         if self._server is None:
             service = self._service()
             role, seed = self._key(service)
-            key = self._open.enter_context(tempfile.NamedTemporaryFile("w"))  # noqa: SIM115
-            key.write(seed)
-            key.flush()
             url = self._forwarded(service)
-            self._server = Server(url, self.name, key.name, User(role).inbox)
+            self._server = Server(url, self.name, self._kept(seed), User(role).inbox)
         return self._server
 
-    def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
-        """Apply manifests, all or none, as this user. InvalidManifest, NotPermitted."""
+    def operator_settings(self) -> dict[str, str]:
+        """Return the environment of an operator that runs here, until `close`. NotPermitted.
+
+        What the chart sets for the operator of the cluster, which may have no pod, counts here.
+        """
+        service = self._service()
+        name = f"{service.name.removesuffix('-nats')}-operator"
+        words = ("--namespace", service.namespace, "get", "deployments", "--output=json")
+        config = ("config", "view", "--raw", "--minify", "--flatten", "--output=json")
+        return operator_variables(json.loads(self._run(*words)), name) | {
+            "SNAPBACK_WORLD": "kubernetes",
+            "SNAPBACK_NAMESPACE": service.namespace,
+            "SNAPBACK_KUBECONFIG": self._kept(self._run(*config)),
+            "SNAPBACK_NATS_URL": self.server().url,
+            "SNAPBACK_NATS_CREDENTIALS": self._kept(self._seed(service, "operator")),
+        }
+
+    def apply(
+        self, documents: Sequence[msgspec.Raw], traceparent: str, *, are_shaped_here: bool = False
+    ) -> list[Applied]:
+        """Apply manifests, all or none, as this user. InvalidManifest, NotPermitted.
+
+        Restored pods are made to wait by the webhook of the operator, or else here.
+        """
+        if are_shaped_here:
+            documents = [self._standing_by(document) for document in documents]
         items = [msgspec.json.decode(document) for document in documents]
         for item in items:
             meta = item.setdefault("metadata", {})
@@ -87,6 +119,24 @@ class Kubernetes:
             )
             for found, line in zip(stored.get("items", [stored]), said, strict=True)
         ]
+
+    def _standing_by(self, document: msgspec.Raw) -> msgspec.Raw:
+        """Return a manifest as the operator's webhook has it stored. InvalidManifest."""
+        if RESTORE_FROM.encode() not in bytes(document):
+            return document
+        given = bytes(document).decode()
+        done = subprocess.run(
+            (*PYTHON, "snapshot_operator.standby"),
+            input=given,
+            env=os.environ | self.operator_settings(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise InvalidManifest(f"the pod cannot wait for its restore: {done.stderr.strip()}")
+        words = ("patch", "--local", "--type=json", f"--patch={done.stdout}", "--output=json")
+        return msgspec.Raw(self._run(*words, "--filename", "-", given=given).encode())
 
     def _service(self) -> NatsService:
         selector = "--selector=app.kubernetes.io/part-of=snapback,app.kubernetes.io/component=nats"
@@ -110,13 +160,23 @@ class Kubernetes:
         """Return the seed of the first role whose Secret this user may read. NotPermitted."""
         refused: NotPermitted | None = None
         for role in ROLES:
-            secret = ("get", "secret", f"{service.name}-{role}")
-            seed = '--output=go-template={{index .data "seed.nk" | base64decode}}'
             try:
-                return role, self._run("--namespace", service.namespace, *secret, seed)
+                return role, self._seed(service, role)
             except NotPermitted as error:
                 refused = refused or error
         raise refused or NotPermitted("no key can be read")
+
+    def _seed(self, service: NatsService, role: Role) -> str:
+        secret = ("get", "secret", f"{service.name}-{role}")
+        seed = '--output=go-template={{index .data "seed.nk" | base64decode}}'
+        return self._run("--namespace", service.namespace, *secret, seed)
+
+    def _kept(self, text: str) -> str:
+        """Write a text into a file of this user alone, until `close`, and return its path."""
+        file = self._open.enter_context(tempfile.NamedTemporaryFile("w"))  # noqa: SIM115
+        file.write(text)
+        file.flush()
+        return file.name
 
     def _forwarded(self, service: NatsService) -> str:
         words = ("port-forward", f"service/{service.name}", ":4222")
@@ -124,7 +184,7 @@ class Kubernetes:
         errors = self._open.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         process = self._open.enter_context(
             subprocess.Popen(
-                self._words("--namespace", service.namespace, *words),
+                [*ending_with_us(), *self._words("--namespace", service.namespace, *words)],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

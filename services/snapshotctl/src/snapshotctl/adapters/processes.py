@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,15 @@ from snapshotctl.domain.cluster import ProcessRecord, RunProcess
 RUN_VARIABLE = "SNAPBACK_RUN"
 _ENVIRON_BYTES = 1024 * 1024
 _PROC = Path("/proc")
+
+
+def ending_with_us() -> list[str]:
+    """Return words before a command line that end the program with this process, if there are any.
+
+    It is for programs that are ended in any case: this process may be killed.
+    """
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
 
 
 def spawn(

@@ -48,6 +48,38 @@ def nats_services(answer: dict[str, Any]) -> list[NatsService]:
     ]
 
 
+_OF_ITS_POD = (
+    "SNAPBACK_HTTP_ADDRESS",
+    "SNAPBACK_KUBECONFIG",
+    "SNAPBACK_NAMESPACE",
+    "SNAPBACK_NATS_",
+    "SNAPBACK_OTLP_ENDPOINT",
+    "SNAPBACK_STATE_DIR",
+    "SNAPBACK_WEBHOOK_",
+)
+"""Settings of an operator that hold in its pod alone, or the beginnings of their names."""
+
+
+def operator_variables(deployments: dict[str, Any], name: str) -> dict[str, str]:
+    """Return the settings that a Deployment has for its operator, as far as they hold elsewhere."""
+    containers = [
+        container
+        for item in deployments["items"]
+        if item["metadata"]["name"] == name
+        for container in item["spec"]["template"]["spec"]["containers"]
+    ]
+    return {
+        row["name"]: row["value"]
+        for container in containers
+        for row in container.get("env", [])
+        if row["name"].startswith("SNAPBACK_")
+        and "value" in row
+        and (
+            row["name"] == "SNAPBACK_NAMESPACE_SELECTOR" or not row["name"].startswith(_OF_ITS_POD)
+        )
+    }
+
+
 def problem_in(said: str) -> Problem:
     """Return what an error of kubectl means; one that is not known is a refusal."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
