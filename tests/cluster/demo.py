@@ -84,7 +84,6 @@ def install(cluster: Cluster, shell: Shell) -> None:
     values = {
         "image.tag": "dev",
         "simulation.enabled": "true",
-        "webhooks.enabled": "true",
         # A store that both nodes see, as a cluster has it.
         "storage.hostPath": str(artifacts),
         **stays,

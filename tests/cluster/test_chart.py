@@ -120,7 +120,6 @@ def release(
     options = {
         **{value: service_images[image] for value, image in images.items()},
         "simulation.enabled": "true",
-        "webhooks.enabled": "true",
         "simulation.devices": str(DEVICES),
         "simulation.deviceClass": "false" if has_class else "true",
     }
