@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +238,21 @@ def test_a_worker_that_claims_devices_gets_a_memory_server_once() -> None:
     )
     assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(document)["env"]
     assert standby_patch(once) == []
+
+
+def standby(document: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "snapshot_operator.standby"],
+        input=json.dumps(document).encode(),
+        env=os.environ | {"SNAPBACK_GMS_IMAGE": "snapback/gms:dev"},
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_the_patch_of_a_pod_is_printed_for_clusters_without_webhooks() -> None:
+    assert json.loads(standby(pod()).stdout) == standby_patch(pod())
+    refused = standby(pod(restore_policy="Never"))
+    assert refused.returncode == 1
+    assert b"'Never' is not one of" in refused.stderr
+    assert b"Traceback" not in refused.stderr

@@ -520,6 +520,7 @@ def test_the_version_is_shown(
             ["--server", "a", "--cluster", "b", "get", "pods"],
         ),
         (["--server", "a", "get"], ["--server", "a", "get"]),
+        (["restore", "x", "--own-operator"], ["--own-operator", "restore", "x"]),
         (["get", "--", "-o", "json"], ["get", "--", "-o", "json"]),
         (["get", "pods", "-o"], ["-o", "get", "pods"]),
         (["up", "--name", "x"], ["up", "--name", "x"]),
@@ -532,3 +533,13 @@ def test_the_version_is_shown(
 )
 def test_common_options_move_in_front_of_the_command(words: list[str], expected: list[str]) -> None:
     assert hoisted(words) == expected
+
+
+def test_an_operator_of_its_own_needs_a_cluster_of_kubectl(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("restore", "llm", "--own-operator", "--server", "nats://127.0.0.1:1")
+    assert _run(monkeypatch, *words) == Exit.USAGE
+    said = capsys.readouterr().err
+    assert "--own-operator is for a Kubernetes cluster" in said
+    assert "--context or --kubeconfig" in said

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from snapshotctl.domain.kubernetes import NatsService, nats_services, problem_in
+from snapshotctl.domain.kubernetes import (
+    NatsService,
+    nats_services,
+    operator_variables,
+    problem_in,
+)
 
 FORBIDDEN = (
     'Error from server (Forbidden): secrets "snapback-nats-snapshotctl" is forbidden: User "ada"'
@@ -53,3 +58,27 @@ def test_the_service_of_the_server_is_taken_and_not_that_of_its_pods() -> None:
 
     items = [service("a-nats", "10.0.0.7"), service("a-nats-headless", "None")]
     assert nats_services({"items": items}) == [NatsService("s", "a-nats")]
+
+
+def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> None:
+    def deployment(name: str, **env: str) -> dict[str, object]:
+        rows = [{"name": key, "value": value} for key, value in env.items()]
+        rows.append({"name": "SNAPBACK_NAMESPACE", "valueFrom": {}})  # type: ignore[dict-item]
+        pod = {"spec": {"containers": [{"name": "operator", "env": rows}]}}
+        return {"metadata": {"name": name}, "spec": {"template": pod}}
+
+    kept = {
+        "SNAPBACK_GMS_IMAGE": "gms:1",
+        "SNAPBACK_NAMESPACE_SELECTOR": "a=b",
+        "SNAPBACK_KEEP_COUNT": "5",
+    }
+    of_pod = {
+        "SNAPBACK_NATS_URL": "nats://snapback-nats",
+        "SNAPBACK_NATS_CREDENTIALS": "/keys/seed.nk",
+        "SNAPBACK_HTTP_ADDRESS": "0.0.0.0:9090",
+        "SNAPBACK_WEBHOOK_ADDRESS": "0.0.0.0:9443",
+        "PATH": "/bin",
+    }
+    items = [deployment("a-operator", **kept, **of_pod), deployment("b-operator", SNAPBACK_X="1")]
+    assert operator_variables({"items": items}, "a-operator") == kept
+    assert operator_variables({"items": []}, "a-operator") == {}
