@@ -380,7 +380,7 @@ def test_snapshotctl_captures_and_restores_in_a_cluster_whose_operator_is_away(
 ) -> None:
     config = ("--kubeconfig", str(release.kubectl.kubeconfig))
     space = ("--namespace", str(namespace.namespace))
-    away = snapshotctl(release, *config, "get", "pods", *space, code=4)
+    away = snapshotctl(release, *config, "get", "pods", *space, code=5)
     assert "no operator answers" in away
     captured_and_restored(release, namespace, worker, "--own-operator")
     namespace.run("delete", "pods", "--all", "--wait=false")

@@ -1,4 +1,4 @@
-"""The emptyDirs of a pod by which its containers meet the services of their node."""
+"""What a pod has for the services of its node: the emptyDirs by which they meet, and its claim."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ GMS_VOLUME = "gms-sockets"
 SAVER = "gms-saver"
 LOADER = "gms-loader"
 """Containers of a pod that move its GPU memory, and the volumes in which they get their orders."""
+
+
+DEVICES = "snapback-devices"
+"""The claim of a pod whose devices its memory server shares."""
 
 
 def folder_of(kubelet_dir: PurePath, pod_uid: str, volume: str) -> str:

@@ -86,6 +86,23 @@ def test_a_checkpoint_of_a_manifest_is_one_that_the_operator_takes() -> None:
     assert found.spec.identity.backend_framework == "sglang"
 
 
+@pytest.mark.parametrize(
+    ("resources", "memory"),
+    [
+        ({"claims": [{"name": "snapback-devices"}]}, {"enabled": True}),
+        ({"claims": [{"name": "gpu"}]}, None),
+        ({"claims": "snapback-devices"}, None),
+        (None, None),
+    ],
+)
+def test_a_worker_whose_claim_has_the_name_of_a_memory_servers_is_captured_with_one(
+    resources: Any, memory: Any
+) -> None:
+    pod = _manifest(spec={"containers": [{"name": "main", "resources": resources}]})
+    value = pod_manifests.checkpoint_of(pod, "main", "vllm", None, "ns").value
+    assert value["spec"].get("gpuMemoryService") == memory
+
+
 def test_a_checkpoint_of_a_manifest_under_another_name_shares_nothing_with_the_first() -> None:
     found = [
         parse(pod_manifests.checkpoint_of(_manifest(), "main", "vllm", name, "ns").value)

@@ -14,7 +14,6 @@ from snapshot_operator.core.restore import LONGEST_S
 from snapshot_operator.core.restore_request import RestoreRequest, request_in
 from snapshot_operator.kube.shaping import (
     CONTROL_PATH,
-    DEVICES,
     GMS_IMAGE,
     put,
     with_agent_affinity,
@@ -23,7 +22,7 @@ from snapshot_operator.kube.shaping import (
     with_transfers,
 )
 from snapshot_shared.objects.snapback import RESTORE_CONTAINER, STANDBY_VARIABLES
-from snapshot_shared.volumes import LOADER
+from snapshot_shared.volumes import DEVICES, LOADER
 
 Document = dict[str, Any]
 

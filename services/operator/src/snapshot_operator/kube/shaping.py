@@ -16,15 +16,13 @@ from snapshot_operator.core.checkpoint import READY_FILE
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects.kubernetes import AGENT_LABEL, GPU_RESOURCE, Job
-from snapshot_shared.volumes import CONTROL_VOLUME, GMS_VOLUME, SAVER
+from snapshot_shared.volumes import CONTROL_VOLUME, DEVICES, GMS_VOLUME, SAVER
 
 Document = dict[str, Any]
 
 CONTROL_PATH = "/snapshot-control"
 CONTROL_VARIABLES = ("SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR")
 """Both name the control directory; the second is what images for Dynamo read."""
-DEVICES = "snapback-devices"
-"""The claim of a pod whose devices the operator asks for."""
 GMS_PATH = "/gms-sockets"
 LEASE_SOCKET = "gms.sock"
 GMS_IMAGE = "snapback/gms:dev"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from snapshot_shared.objects.snapback import (
     Snapshot,
     SnapshotContent,
 )
+from snapshot_shared.volumes import DEVICES
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import WrongArguments
 
@@ -129,6 +131,7 @@ def checkpoint_of(
     """Return the DynamoCheckpoint that starts, captures and ends the worker of a manifest.
 
     A `name` is part of the identity, so that an earlier capture of the same manifest is not shared.
+    A worker with the claim `snapback-devices` has a memory server, as a restored one has.
     """
     meta = pod.value["metadata"]
     template: dict[str, Any] = {"spec": pod.value["spec"]}
@@ -138,7 +141,7 @@ def checkpoint_of(
     identity: dict[str, Any] = {"model": pod.name, "backendFramework": engine}
     if name:
         identity["extraParameters"] = {"checkpointID": name}
-    value = {
+    value: dict[str, Any] = {
         "apiVersion": GROUP,
         "kind": "DynamoCheckpoint",
         "metadata": {"name": name or pod.name, "namespace": namespace},
@@ -151,7 +154,17 @@ def checkpoint_of(
             },
         },
     }
+    if _shares_devices(pod, target):
+        value["spec"]["gpuMemoryService"] = {"enabled": True}
     return Document(pod.where, value)
+
+
+def _shares_devices(pod: PodManifest, target: str) -> bool:
+    [spec] = [item for item in pod.value["spec"]["containers"] if item["name"] == target]
+    # What is no such list is refused where the checkpoint is applied.
+    with contextlib.suppress(KeyError, TypeError):
+        return any(claim["name"] == DEVICES for claim in spec["resources"]["claims"])
+    return False
 
 
 def namespace_of(pod: PodManifest | None, wanted: str | None) -> str:
