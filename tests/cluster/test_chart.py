@@ -341,10 +341,11 @@ def worker(namespace: Kubectl, service_images: dict[str, str], tmp_path: Path) -
     return manifest
 
 
-def captured_and_restored(
-    release: Release, namespace: Kubectl, worker: Path, *options: str
-) -> None:
-    """Capture the pod of a manifest and restore it, by a kubeconfig and more options."""
+def captured_and_restored(release: Release, namespace: Kubectl, worker: Path, *options: str) -> str:
+    """Capture the pod of a manifest and restore it, by a kubeconfig and more options.
+
+    Return the name of the restored pod.
+    """
     config = ("--kubeconfig", str(release.kubectl.kubeconfig), *options)
     space = ("--namespace", str(namespace.namespace))
     words = ("--manifest", str(worker), "--timeout", "3m", *space)
@@ -355,6 +356,7 @@ def captured_and_restored(
     assert "created" in snapshotctl(release, *config, "restore", "mine", *words)
     [restored] = [each for each in namespace.list("pods") if "restored" in each["metadata"]["name"]]
     assert restored["spec"]["initContainers"][0]["name"] == "gms-server"
+    return str(restored["metadata"]["name"])
 
 
 def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
@@ -362,7 +364,16 @@ def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
 ) -> None:
     config = ("--kubeconfig", str(release.kubectl.kubeconfig))
     space = ("--namespace", str(namespace.namespace))
-    captured_and_restored(release, namespace, worker)
+    restored = captured_and_restored(release, namespace, worker)
+    ask = ("python", "deploy/examples/ask.py", "What is my name?")
+    inside = ("exec", restored, "--container", "main", "--")
+    answer = namespace.run(*inside, *ask)
+    # A worker that ends goes on from what was brought to its pod.
+    namespace.run(*inside, "python", "-c", "import os; os.kill(1, 15)")
+    count = "jsonpath={.status.containerStatuses[0].restartCount}=1"
+    namespace.run("wait", f"pod/{restored}", f"--for={count}", "--timeout=60s")
+    namespace.run("wait", f"pod/{restored}", "--for=condition=Ready", "--timeout=60s")
+    assert namespace.run(*inside, *ask) == answer
     shown = json.loads(
         snapshotctl(release, *config, "get", "dynamocheckpoints", "mine", "-o", "json", *space)
     )
