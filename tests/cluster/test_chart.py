@@ -313,20 +313,16 @@ def snapshotctl(release: Release, *words: str, code: int = 0) -> str:
 
 @pytest.fixture
 def without_operator(release: Release) -> Iterator[None]:
-    deployment = f"deployment/{release.name}-snapback-operator"
-
-    def scale(replicas: int) -> None:
-        release.kubectl.run("scale", deployment, f"--replicas={replicas}")
-        release.kubectl.run("rollout", "status", deployment, "--timeout=90s")
-
-    scale(0)
+    release.install("--set", "operator.replicas=0")
     until(lambda: release.pods("operator") == [], "the end of the operator")
     yield
-    scale(1)
+    release.install()
 
 
 @pytest.fixture
-def worker(namespace: Kubectl, service_images: dict[str, str], tmp_path: Path) -> Path:
+def worker(
+    release: Release, namespace: Kubectl, service_images: dict[str, str], tmp_path: Path
+) -> Path:
     """The manifest of a worker with a claim of devices, which is there."""
     example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
     claims, _ = yaml.safe_load_all(example.read_text())
@@ -334,6 +330,8 @@ def worker(namespace: Kubectl, service_images: dict[str, str], tmp_path: Path) -
     example = programs.REPOSITORY / "deploy/examples/kubernetes/restore.yaml"
     pod = yaml.safe_load(example.read_text())
     pod["metadata"] = {"name": "worker"}
+    # Where the artifact is: the nodes share no folder.
+    pod["spec"]["nodeSelector"] = {"kubernetes.io/hostname": min(nodes(release))}
     pod["spec"]["containers"][0]["image"] = service_images["gms"]
     pod["spec"]["containers"][0]["env"].append({"name": "WARMUP_SECONDS", "value": "1"})
     manifest = tmp_path / "worker.yaml"
@@ -354,9 +352,7 @@ def captured_and_restored(release: Release, namespace: Kubectl, worker: Path, *o
     phase = "--output=jsonpath={.status.phase}"
     assert namespace.run("get", "dynamocheckpoint/mine", phase) == "Ready"
     assert "created" in snapshotctl(release, *config, "restore", "mine", *words)
-    [restored] = [each for each in namespace.list("pods") if "restored" in each["metadata"]["name"]]
-    assert restored["spec"]["initContainers"][0]["name"] == "gms-server"
-    return str(restored["metadata"]["name"])
+    assert namespace.get("pod", "worker")["spec"]["initContainers"][0]["name"] == "gms-server"
 
 
 def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
@@ -364,15 +360,15 @@ def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
 ) -> None:
     config = ("--kubeconfig", str(release.kubectl.kubeconfig))
     space = ("--namespace", str(namespace.namespace))
-    restored = captured_and_restored(release, namespace, worker)
+    captured_and_restored(release, namespace, worker)
     ask = ("python", "deploy/examples/ask.py", "What is my name?")
-    inside = ("exec", restored, "--container", "main", "--")
+    inside = ("exec", "worker", "--container", "main", "--")
     answer = namespace.run(*inside, *ask)
     # A worker that ends goes on from what was brought to its pod.
     namespace.run(*inside, "python", "-c", "import os; os.kill(1, 15)")
     count = "jsonpath={.status.containerStatuses[0].restartCount}=1"
-    namespace.run("wait", f"pod/{restored}", f"--for={count}", "--timeout=60s")
-    namespace.run("wait", f"pod/{restored}", "--for=condition=Ready", "--timeout=60s")
+    namespace.run("wait", "pod/worker", f"--for={count}", "--timeout=60s")
+    namespace.run("wait", "pod/worker", "--for=condition=Ready", "--timeout=60s")
     assert namespace.run(*inside, *ask) == answer
     shown = json.loads(
         snapshotctl(release, *config, "get", "dynamocheckpoints", "mine", "-o", "json", *space)
