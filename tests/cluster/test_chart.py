@@ -339,11 +339,10 @@ def worker(
     return manifest
 
 
-def captured_and_restored(release: Release, namespace: Kubectl, worker: Path, *options: str) -> str:
-    """Capture the pod of a manifest and restore it, by a kubeconfig and more options.
-
-    Return the name of the restored pod.
-    """
+def captured_and_restored(
+    release: Release, namespace: Kubectl, worker: Path, *options: str
+) -> None:
+    """Capture the pod of a manifest and restore it, by a kubeconfig and more options."""
     config = ("--kubeconfig", str(release.kubectl.kubeconfig), *options)
     space = ("--namespace", str(namespace.namespace))
     words = ("--manifest", str(worker), "--timeout", "3m", *space)

@@ -261,9 +261,10 @@ def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside
 @needs_helm
 def test_with_a_nats_of_the_readers_the_chart_makes_keys_for_it_and_runs_none() -> None:
     documents = helm.rendered(*OWN_NATS)
-    kinds = {each["kind"] for each in documents}
-    assert kinds & {"StatefulSet", "Service", "ConfigMap"} == set()
-    assert "Job" in kinds
+    names = {f"{each['kind']}/{each['metadata']['name']}" for each in documents}
+    assert not [each for each in names if each.startswith(("StatefulSet/", "ConfigMap/"))]
+    assert "Service/snapback-nats" not in names
+    assert "Job/snapback-keys" in names
     for name in ("operator/operator", "node/agent", "node/gms"):
         given = environment(documents, f"snapback-{name}")
         assert given["SNAPBACK_NATS_URL"] == "nats://nats.example:4222"
@@ -282,7 +283,7 @@ def test_a_claim_takes_the_place_of_the_folder_of_the_node_and_of_the_servers_me
 
 
 @needs_helm
-def test_two_releases_share_no_name_but_that_of_the_device_class() -> None:
+def test_two_releases_share_no_name_but_those_of_the_device_class_and_the_webhooks() -> None:
     names = [
         {(each["kind"], each["metadata"]["name"]) for each in documents}
         for documents in (
@@ -290,7 +291,11 @@ def test_two_releases_share_no_name_but_that_of_the_device_class() -> None:
             helm.rendered(*SIMULATED, release="b"),
         )
     ]
-    assert names[0] & names[1] == {("DeviceClass", "gpu.nvidia.com")}
+    assert names[0] & names[1] == {
+        ("DeviceClass", "gpu.nvidia.com"),
+        ("MutatingWebhookConfiguration", "snapback-operator"),
+        ("ValidatingWebhookConfiguration", "snapback-operator"),
+    }
 
 
 @needs_helm
