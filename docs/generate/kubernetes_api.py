@@ -1,4 +1,4 @@
-"""docs/kubernetes-api.md: the objects of a cluster by their definitions, and the operator's rights."""
+"""docs/kubernetes-api.md: the objects of a cluster by their definitions, and the rights in it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ _HEAD = """\
 
 <!-- Made by `make docs` from snapshot_operator/kube/crds.py and rbac.py. -->
 
-Four kinds of `nvidia.com/v1alpha1` are the whole interface to Snapback in a cluster: people write specs,
-which never change, and the operator alone writes statuses. `kubectl explain dckpt.spec` shows the same.
-`[]` stands for each item of a list, `{}` for each value of a map; a field without a default may be left out
-unless it is required. Annotations of pods are in [the architecture](architecture.md).
+Four kinds of `nvidia.com/v1alpha1` are the whole interface to Snapback in a cluster: people write
+specs, which never change, and the operator alone writes statuses. `kubectl explain dckpt.spec`
+shows the same. `[]` stands for each item of a list, `{}` for each value of a map; a field without a
+default may be left out unless it is required. Annotations of pods are in
+[the architecture](architecture.md#admission-in-a-cluster).
 """
 
 _RIGHTS = """\
 ## What the operator may do
 
-Agents have no rights on the Kubernetes API, and memory services only where GPUs are simulated, to publish them.
-The operator has these and no others; what it may do to objects of certain names alone has these names.
+Agents have no rights on the Kubernetes API, and memory services only where GPUs are simulated, to
+publish them. The operator has these and no others; what it may do to objects of certain names alone
+has these names.
 """
 
 _COLUMNS = ("| field | type | default | meaning |", "|---|---|---|---|")
