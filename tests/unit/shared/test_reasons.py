@@ -44,8 +44,11 @@ NO_REASONS = frozenset(KINDS) | {
     *("FieldValueForbidden", "FieldValueInvalid", "WaitForCheckpoint"),
     *("AdmissionReview", "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"),
     *("IfNeeded", "NotIn", "RuntimeDefault"),
+    *("CreateContainerConfigError", "CreateContainerError", "InvalidImageName"),
+    *("ErrImagePull", "RunContainerError"),
 }
-"""Words of that form which name kinds, types of conditions and, in schemas, kinds of errors."""
+"""Words of that form which name kinds, types of conditions, in schemas kinds of errors, and what
+kubelets say of containers, which has reasons of ours."""
 
 
 def _classes() -> Iterator[type[SnapbackError]]:
