@@ -62,6 +62,12 @@ def test_another_message_for_the_same_reason_is_no_news() -> None:
     assert not list(happenings(*rows))
 
 
+def test_what_is_in_no_namespace_says_nothing() -> None:
+    row = ("Ready", True, "Captured", "1 byte")
+    meta = replace(CHECKPOINT.metadata, namespace=None)
+    assert not list(happenings(standing(), replace(standing(row), metadata=meta)))
+
+
 async def test_events_are_posted_in_order_and_one_that_is_refused_ends_nothing() -> None:
     answers, got = [500, 201, 201], asyncio.Queue[Any]()
 

@@ -17,13 +17,11 @@ from snapshot_operator.kube.wire import STUCK
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.meta import Condition
-from snapshot_shared.objects.snapback import SnapshotContent
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1024
 """How long the API server lets the message of an Event be."""
-
 
 MAX_PREFIX = 200
 """How much of an object's name begins the name of an Event: the API server adds to it."""
@@ -59,9 +57,9 @@ _IDENTIFIED = msgspec.json.Decoder(_Identified)
 def happenings(old: AnyObject, new: AnyObject) -> Iterator[Happening]:
     """Yield what a change of a status says to people: a condition each that has another reason.
 
-    A content says nothing: its Snapshot mirrors it, in the namespace of its user.
+    What is in no namespace says nothing: of a content its Snapshot does, where its user looks.
     """
-    if isinstance(new, SnapshotContent):
+    if not new.metadata.namespace:
         return
     before = {(row.type, row.status, row.reason) for row in old.status.conditions}
     rows = [
