@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from snapshot_operator.kube.client import path_kind
 
 Answer = int | Literal["cut", "lost", "page"]
+_WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
 class Lie(NamedTuple):
@@ -39,6 +40,8 @@ class LyingProxy:
         self.requests: Counter[tuple[str, str]] = Counter()
         self.refused: list[str] = []
         """What the API server did not allow."""
+        self.answered: Callable[[str], None] = lambda _: None
+        """Gets each write that the API server has answered, before the client has the answer."""
         self.url = ""
 
     @property
@@ -107,6 +110,8 @@ class LyingProxy:
                 self.refused.append(f"{request.method} {request.path}")
             if not is_watch:
                 body = await answer.read()
+                if verb in _WRITES and kind != "leases":
+                    self.answered(f"{verb} {kind}")
                 if lie is not None:
                     return _cut(request)
                 return web.Response(

@@ -171,17 +171,24 @@ def _kubeconfig(server: str, token: str) -> dict[str, Any]:
     }
 
 
-@contextlib.asynccontextmanager
-async def program(rig: Rig, **settings: str) -> AsyncIterator[Program]:
-    """Run the operator until it is asked to end; it ends well."""
+async def started(rig: Rig, **settings: str) -> Program:
+    """Start the operator."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = "{}:{}".format(*free.getsockname())
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "snapshot_operator.main"),
         env=rig.environment | {"SNAPBACK_HTTP_ADDRESS": address} | settings,
     )
+    return Program(process, address)
+
+
+@contextlib.asynccontextmanager
+async def program(rig: Rig, **settings: str) -> AsyncIterator[Program]:
+    """Run the operator until it is asked to end; it ends well."""
+    operator = await started(rig, **settings)
+    process = operator.process
     try:
-        yield Program(process, address)
+        yield operator
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
