@@ -66,6 +66,11 @@ class Cluster:
         return str(ipaddress.ip_address(server.hostname or "") - 1)
 
     @property
+    def audit_log(self) -> Path:
+        """Where the API server writes down requests, one a line, before it answers them."""
+        return self.control.home / "log" / "audit.log"
+
+    @property
     def kept(self) -> bool:
         """Whether it was left to run without a process that owns it."""
         return (self.folder / "kept").exists()
@@ -230,7 +235,8 @@ class Cluster:
             _write(self._kubeconfig(user), config)
 
     def _start_api(self, flags: Sequence[str]) -> None:
-        pki = self.folder / "pki"
+        pki, policy = self.folder / "pki", self.control.home / "audit.yaml"
+        policy.write_text(files.audit_policy())
         self.control.start(
             *("etcd", "etcd", "--data-dir", f"{self.control.home}/etcd"),
             *("--log-level", "warn", "--unsafe-no-fsync"),
@@ -252,6 +258,7 @@ class Cluster:
             *("--enable-admission-plugins", "NodeRestriction"),
             # Webhooks are reached at their pods: there is no kube-proxy on this machine.
             "--enable-aggregator-routing",
+            *("--audit-policy-file", str(policy), "--audit-log-path", str(self.audit_log)),
             *flags,
         )
 

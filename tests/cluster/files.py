@@ -189,6 +189,27 @@ def base_objects() -> list[dict[str, Any]]:
     ]
 
 
+def audit_policy() -> str:
+    """Return what the API server writes down of requests: not those of the cluster's own parts.
+
+    Of the objects of our kinds it writes down all.
+    """
+    users = [name for name, groups in USERS.values() if not groups]
+    own_parts: list[dict[str, Any]] = [
+        {"users": [*users, "system:apiserver"]},
+        {"userGroups": ["system:nodes", "system:serviceaccounts:kube-system"]},
+        {"nonResourceURLs": ["/*"]},
+    ]
+    rules = [{"level": "None", **rule} for rule in own_parts]
+    ours = {"level": "Metadata", "resources": [{"group": "nvidia.com"}]}
+    return _yaml(
+        apiVersion="audit.k8s.io/v1",
+        kind="Policy",
+        omitStages=["RequestReceived"],
+        rules=[ours, *rules, {"level": "Metadata"}],
+    )
+
+
 def _binding(name: str, role: str, user: str) -> dict[str, Any]:
     group = "rbac.authorization.k8s.io"
     return {
