@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import ssl
 import subprocess
 import time
@@ -46,6 +47,7 @@ class Cluster:
         self._began = time.monotonic()
         self._owned = contextlib.ExitStack()
         self._lifeline: int | None = None
+        self._api_flags: Sequence[str] = ()
 
     @property
     def nodes(self) -> list[Machine]:
@@ -94,8 +96,9 @@ class Cluster:
                 raise ClusterError(f"cluster {self.name} runs already; take it down first")
             if owned:
                 self._own(held)
+            self._api_flags = api_flags
             try:
-                self._start_all(nodes, api_flags)
+                self._start_all(nodes)
             except BaseException:
                 self._keep_logs()
                 self._destroy()
@@ -124,6 +127,33 @@ class Cluster:
         node = self.machine(name)
         self._boot_node(node)
         self._start_node(node)
+
+    def back_up(self, folder: Path) -> None:
+        """Copy what etcd has into a new folder; it stands still meanwhile."""
+        self.control.send("etcd", signal.SIGSTOP)
+        try:
+            shutil.copytree(self.control.home / "etcd", folder)
+        finally:
+            self.control.send("etcd", signal.SIGCONT)
+
+    def restore(self, folder: Path) -> None:
+        """Put a copy of what etcd had in the place of what it has, as after a loss.
+
+        All parts of the cluster start anew, as they have to; the containers go on. What else is
+        connected with the API server is cut off.
+        """
+        parts = ("kube-apiserver", "etcd", "kube-controller-manager", "kube-scheduler", "coredns")
+        self.control.stop(*parts)
+        for node in self.nodes:
+            node.stop("kubelet", "kube-proxy")
+        shutil.rmtree(self.control.home / "etcd")
+        shutil.copytree(folder, self.control.home / "etcd")
+        self._began = time.monotonic()
+        self._start_api()
+        self._await("the API server answers", self._api_answers)
+        self._start_controllers()
+        for node in self.nodes:
+            self._start_node(node)
 
     def machine(self, name: str) -> Machine:
         """Return a machine by its name; raise ClusterError when there is none."""
@@ -159,14 +189,14 @@ class Cluster:
         for file in (self._lifeline, ours):
             stack.callback(os.close, file)
 
-    def _start_all(self, nodes: int, api_flags: Sequence[str]) -> None:
+    def _start_all(self, nodes: int) -> None:
         programs.link(self.folder / "bin")
         self._make_images()
         for number in range(1, nodes + 1):
             Machine(self.folder, f"node-{number}").home.mkdir()
         self.control.boot(self._lifeline)
         self._connect_control_plane()
-        self._start_api(api_flags)
+        self._start_api()
         for node in self.nodes:
             self._boot_node(node)
         self._progress(f"{len(self.machines)} machines have booted")
@@ -234,7 +264,7 @@ class Cluster:
             config = files.kubeconfig(server if user == "admin" else inside, authority, token)
             _write(self._kubeconfig(user), config)
 
-    def _start_api(self, flags: Sequence[str]) -> None:
+    def _start_api(self) -> None:
         pki, policy = self.folder / "pki", self.control.home / "audit.yaml"
         policy.write_text(files.audit_policy())
         self.control.start(
@@ -259,7 +289,7 @@ class Cluster:
             # Webhooks are reached at their pods: there is no kube-proxy on this machine.
             "--enable-aggregator-routing",
             *("--audit-policy-file", str(policy), "--audit-log-path", str(self.audit_log)),
-            *flags,
+            *self._api_flags,
         )
 
     def _start_controllers(self) -> None:

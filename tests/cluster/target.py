@@ -44,6 +44,16 @@ def target() -> Iterator[Target]:
         cluster.down()
 
 
+def define(kubectl: Kubectl) -> None:
+    """Apply the CustomResourceDefinitions of this repository and wait until they are served."""
+    folder = programs.REPOSITORY / "deploy" / "crds"
+    kubectl.run("apply", "--server-side", "--filename", str(folder))
+    for file in folder.iterdir():
+        # Not `condition=Established`, which fails while there are no conditions yet.
+        established = "jsonpath={.status.conditions[?(@.type=='Established')].status}=True"
+        kubectl.wait(f"crd/{file.stem}", until=established, within_s=30)
+
+
 @pytest.fixture(scope="session")
 def definitions(target: Target) -> Iterator[None]:
     """The CustomResourceDefinitions of this repository are in the cluster, and no others."""
@@ -54,9 +64,7 @@ def definitions(target: Target) -> Iterator[None]:
     label = "app.kubernetes.io/part-of"
     if any(found["metadata"].get("labels", {}).get(label) != "snapback" for found in before):
         pytest.skip(f"the cluster has some of {', '.join(names)} from another product")
-    target.kubectl.run("apply", "--server-side", "--filename", str(files[0].parent))
-    for name in names:
-        target.kubectl.wait(f"crd/{name}", until="condition=Established", within_s=30)
+    define(target.kubectl)
     yield
     if not before and not target.own:
         target.kubectl.run("delete", "crd", *names, "--timeout=30s")

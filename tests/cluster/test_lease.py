@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from snapshot_operator.kube.client import KubeClient, load_configuration
+from snapshot_operator.kube.client import KubeClient, StoreRewound, load_configuration
 from snapshot_operator.kube.lease import KubeLease
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import NotFound
@@ -100,6 +101,18 @@ async def test_a_holder_learns_that_another_has_taken_the_lease(rig: Rig) -> Non
     await rig.direct.request("PATCH", path, body=body, content_type="application/merge-patch+json")
     async with asyncio.timeout(LASTS_S):
         await lost.wait()
+    await first.aclose()
+
+
+async def test_a_holder_whose_lease_is_older_than_its_last_renewal_stops(rig: Rig) -> None:
+    lease = rig.lease("first", rig.direct)
+    first, _ = await held(lease, 5.0)
+    found = await lease._found()
+    assert found is not None
+    # As an API server whose etcd was restored from a backup: all that it has is older.
+    newer = replace(found, metadata=found.metadata | {"resourceVersion": str(2**62)})
+    with pytest.raises(StoreRewound, match=f"was at {2**62}"):
+        await lease._renewed(newer)
     await first.aclose()
 
 

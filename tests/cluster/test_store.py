@@ -14,8 +14,13 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.conditions import with_conditions
 from snapshot_operator.core.restore import RESTORED
-from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
-from snapshot_operator.kube.store import KubeStore, StoreRewound
+from snapshot_operator.kube.client import (
+    MERGE_PATCH,
+    KubeClient,
+    StoreRewound,
+    load_configuration,
+)
+from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import AlreadyExists, StoreBusy
 from snapshot_shared.objects.kinds import KINDS

@@ -62,6 +62,12 @@ class Refused(StoreBusy):
     default_next_step = "compare the message with the operator's ClusterRole, quotas and webhooks"
 
 
+class StoreRewound(SnapbackError):
+    """The API server's history is older than what this operator has seen of it."""
+
+    default_next_step = "nothing: the operator starts again and reads what there is"
+
+
 class ErrorDetails(msgspec.Struct, frozen=True):
     """What is read of the `details` of a Status: each problem that the server has found."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from snapshot_operator.kube.client import KubeClient, decoded
+from snapshot_operator.kube.client import KubeClient, StoreRewound, decoded
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import AlreadyExists, Conflict, NotFound, SnapbackError, StoreBusy
 from snapshot_shared.tasks import any_set, end_all
@@ -151,7 +151,11 @@ class KubeLease:
             lost.set()
 
     async def _renewed(self, lease: Lease) -> tuple[Lease, bool]:
-        """Return the Lease as stored, and whether it was renewed. Conflict when it is lost."""
+        """Return the Lease as stored, and whether it was renewed. Conflict when it is lost.
+
+        StoreRewound when etcd was restored from a backup that is older than the last renewal. The
+        versions of other objects may be as new as they were by the time they are looked at.
+        """
         try:
             try:
                 return await self._store(self._prolonged(lease)), True
@@ -160,6 +164,9 @@ class KubeLease:
                 found = await self._found()
                 if found is None or found.spec.holder_identity != self._identity:
                     raise
+                if int(found.version) < int(lease.version):
+                    message = f"the lease is at version {found.version} and was at {lease.version}"
+                    raise StoreRewound(message) from None
                 return await self._store(self._prolonged(found)), True
         except StoreBusy as error:
             log.warning("the lease is not renewed: %s", error)

@@ -22,6 +22,7 @@ from snapshot_operator.kube.client import (
     STRATEGIC_PATCH,
     KubeClient,
     ResourceExpired,
+    StoreRewound,
     back_off,
     decoded,
     error_status,
@@ -112,12 +113,6 @@ class GMSSnapshotDisabled(InvalidManifest):
     """A checkpoint asks for a memory server, and this operator captures no worker with one."""
 
     default_next_step = GMS_DISABLED_FIX
-
-
-class StoreRewound(SnapbackError):
-    """The API server's history is older than what this operator has seen of it."""
-
-    default_next_step = "nothing: the operator starts again and reads what there is"
 
 
 class Place(NamedTuple):
