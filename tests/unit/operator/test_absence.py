@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_shared.objects.kinds import KINDS, AnyObject
@@ -132,3 +133,26 @@ async def test_a_pod_a_snapshot_of_it_and_a_restore_may_be_applied_together_in_a
     await world.answer_all()
     assert is_true((await world.get("Snapshot", "web")).status.conditions, "Ready")
     assert (await world.restore("copy")).status.state == "Restored"
+
+
+@pytest.mark.parametrize("kind", ["Job", "Snapshot"])
+async def test_a_name_is_not_taken_by_what_is_gone_from_the_store(kind: str) -> None:
+    """That it was deleted is seen late, and a conflict would be the end of the checkpoint."""
+    store = BlindStore(World().store, hidden=())
+    world = World(store=store)
+    await world.join(presence("node-1"), presence("node-2"))
+    await world.apply(checkpoint_document("first"))
+    await world.answer_all()
+    child: Any = await world.get(kind, "first")
+    stranger = replace(child.metadata, name="llm", owner_references=[], uid="", finalizers=[])
+    await world.cluster.create(replace(child, metadata=stranger))
+    await world.settle()
+    there = await world.get(kind, "llm")
+    store.hidden = {kind}
+    await store.delete(await store.remove_finalizer(there, there.metadata.finalizers[0]))
+    assert await store.read(kind, "default", "llm") is None
+    await world.apply(checkpoint_document())
+    await world.advance(1.0)
+    await world.answer_all()
+    found = await world.get("DynamoCheckpoint", "llm")
+    assert is_true(found.status.conditions, "Ready")

@@ -193,7 +193,8 @@ def _capturing(
 ) -> Plan:
     checkpoint = view.checkpoint
     if not owned_by(snapshot, checkpoint):
-        return _failed(checkpoint, base, taken("Snapshot", snapshot), now)
+        failure = taken("Snapshot", snapshot)
+        return _failed(checkpoint, base, failure, now)._replace(relies_on=(snapshot,))
     bound = snapshot.status.bound_snapshot_content_name or ""
     base = replace(base, snapshot_name=snapshot.metadata.name, content_name=bound)
     found = condition(snapshot.status.conditions, "Failed")
@@ -311,7 +312,10 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
     if failure := next((found for check in _ENDS if (found := check(view, now))), None):
         going = [Delete(job)] if job is not None and _is_running(job, checkpoint) else []
         is_late = failure.reason == "DeadlineExceeded"
-        return _failed(checkpoint, base, failure, now, *(going if is_late else []))
+        plan = _failed(checkpoint, base, failure, now, *(going if is_late else []))
+        if job is not None and not owned_by(job, checkpoint):
+            return plan._replace(relies_on=(job,))
+        return plan
     if job is None:
         named = replace(base, job_name=job_name(checkpoint))
         made = Create(_job(checkpoint), lambda found: _refused(checkpoint, base, found, now))
