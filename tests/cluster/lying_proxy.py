@@ -41,7 +41,10 @@ class LyingProxy:
         self.refused: list[str] = []
         """What the API server did not allow."""
         self.answered: Callable[[str], None] = lambda _: None
-        """Gets each write that the API server has answered, before the client has the answer."""
+        """Gets each write that the API server has answered, before the client has the answer.
+
+        Not those of Leases and Events, which come at times of their own.
+        """
         self.url = ""
 
     @property
@@ -110,7 +113,7 @@ class LyingProxy:
                 self.refused.append(f"{request.method} {request.path}")
             if not is_watch:
                 body = await answer.read()
-                if verb in _WRITES and kind != "leases":
+                if verb in _WRITES and kind not in ("leases", "events"):
                     self.answered(f"{verb} {kind}")
                 if lie is not None:
                     return _cut(request)
