@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
+from snapshot_operator.kube.crds import PART_OF
 from tests.cluster import programs
 from tests.cluster.cluster import Cluster
 from tests.cluster.images import Images
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.simulated import until
 
 
 class Target(NamedTuple):
@@ -48,10 +50,17 @@ def define(kubectl: Kubectl) -> None:
     """Apply the CustomResourceDefinitions of this repository and wait until they are served."""
     folder = programs.REPOSITORY / "deploy" / "crds"
     kubectl.run("apply", "--server-side", "--filename", str(folder))
-    for file in folder.iterdir():
-        # Not `condition=Established`, which fails while there are no conditions yet.
-        established = "jsonpath={.status.conditions[?(@.type=='Established')].status}=True"
-        kubectl.wait(f"crd/{file.stem}", until=established, within_s=30)
+
+    def are_served() -> bool:
+        # `kubectl wait` fails for one that has no conditions yet.
+        rows = [
+            {row["type"]: row["status"] for row in found.get("status", {}).get("conditions", ())}
+            for found in kubectl.list("crd", f"--selector={'='.join(PART_OF)}")
+        ]
+        served = [each for each in rows if each.get("Established") == "True"]
+        return len(served) == len(list(folder.iterdir()))
+
+    until(are_served, "the definitions")
 
 
 @pytest.fixture(scope="session")
