@@ -167,8 +167,12 @@ class KubeClient:
         async with self._open("GET", path, params, headers, None, limit) as response:
             if response.status >= 400:
                 raise _refusal(response.status, await response.read(), f"watch {path}")
-            async for line in response.content:
-                yield line
+            rest = b""
+            # What has come at once is taken at once, which costs less than line after line.
+            async for chunk in response.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    yield line
 
     @contextlib.asynccontextmanager
     async def _open(
@@ -196,7 +200,6 @@ class KubeClient:
                 server_hostname=rest.server_hostname,
             ) as response:
                 yield response
-        # A line that is longer than the buffer is a ValueError.
         except (aiohttp.ClientError, ConfigException, TimeoutError, OSError, ValueError) as error:
             raise StoreBusy(
                 f"the API server does not answer {verb} {path}: {error or type(error).__name__}",

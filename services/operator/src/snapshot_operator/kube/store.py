@@ -143,22 +143,15 @@ class _List(msgspec.Struct, frozen=True):
 
 
 class _Identity(msgspec.Struct, frozen=True, rename="camel"):
-    uid: str
-    name: str
     resource_version: str
+    # A bookmark has neither.
+    uid: str = ""
+    name: str = ""
     namespace: str | None = None
 
 
 class _Identified(msgspec.Struct, frozen=True):
     metadata: _Identity
-
-
-class _VersionMeta(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str
-
-
-class _Versioned(msgspec.Struct, frozen=True):
-    metadata: _VersionMeta
 
 
 class _Change(msgspec.Struct, frozen=True):
@@ -168,7 +161,6 @@ class _Change(msgspec.Struct, frozen=True):
 
 _LIST = msgspec.json.Decoder(_List)
 _IDENTIFIED = msgspec.json.Decoder(_Identified)
-_VERSIONED = msgspec.json.Decoder(_Versioned)
 _CHANGE = msgspec.json.Decoder(_Change)
 
 
@@ -466,13 +458,13 @@ class KubeStore:
                 change = decoded(_CHANGE, line)
                 if change.type == "ERROR":
                     raise watch_error(bytes(change.object))
+                seen = _IDENTIFIED.decode(change.object).metadata
                 if change.type != "BOOKMARK":
-                    self._take(resource, change)
-                self._versions[kind] = _VERSIONED.decode(change.object).metadata.resource_version
+                    self._take(resource, change, seen)
+                self._versions[kind] = seen.resource_version
 
-    def _take(self, resource: Resource, change: _Change) -> None:
+    def _take(self, resource: Resource, change: _Change, seen: _Identity) -> None:
         """Report one change, unless it is one of our own that is known already."""
-        seen = _IDENTIFIED.decode(change.object).metadata
         known = self._known[resource.kind].get(seen.uid)
         if change.type == "DELETED":
             if known is not None:
@@ -492,8 +484,9 @@ class KubeStore:
             return
         listed = set()
         for item in items:
-            self._take(resource, _Change("MODIFIED", item))
-            listed.add(_IDENTIFIED.decode(item).metadata.uid)
+            seen = _IDENTIFIED.decode(item).metadata
+            self._take(resource, _Change("MODIFIED", item), seen)
+            listed.add(seen.uid)
         for uid in known.keys() - listed:
             # What was created after the list was made is in no list yet.
             if known[uid].version <= int(version):
