@@ -83,8 +83,8 @@ class Cluster:
         One that is `owned` ends with this process, however that ends. Raise ClusterError when it
         runs already, and ComponentError when a component of it fails.
         """
-        if not 1 <= nodes <= files.MAX_NODES:
-            raise ClusterError(f"a cluster of {nodes} nodes; give 1 to {files.MAX_NODES}")
+        if not 0 <= nodes <= files.MAX_NODES:
+            raise ClusterError(f"a cluster of {nodes} nodes; give 0 to {files.MAX_NODES}")
         if why := programs.lacking():
             raise ClusterError(why)
         with contextlib.ExitStack() as held:
