@@ -168,9 +168,10 @@ bench-gms: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure saves, loads and
 		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
 		$(if $(PEERS),--peers .peers) $(if $(JSON),--json $(JSON))
 
-bench-operator: $(STAMP) ## Measure what the operator costs beside many objects (COUNT=10000, JSON=file)
-	$(BIN)/python -m tests.bench.operator --count $(or $(COUNT),10000) \
-		--page docs/benchmarks.md $(if $(JSON),--json $(JSON))
+bench-operator: $(STAMP) $(if $(CLUSTER),$(if $(PEERS),.peers/.installed)) ## Measure what the operator costs beside many objects (COUNT=10000, JSON=file, CLUSTER=1 PEERS=1 on an API server)
+	$(BIN)/python -m tests.bench.operator$(if $(CLUSTER),_cluster) --count $(or $(COUNT),10000) \
+		--page docs/benchmarks.md $(if $(JSON),--json $(JSON)) \
+		$(if $(CLUSTER),$(if $(PEERS),--peers .peers))
 
 bench-sessions: $(STAMP) ## Measure calls of GMS sessions beside grpc.aio alone (ROUNDS=5)
 	$(BIN)/python -m tests.bench sessions --rounds $(or $(ROUNDS),5)

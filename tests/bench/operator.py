@@ -60,31 +60,49 @@ class Row(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make bench-operator", description=__doc__)
-    parser.add_argument("--count", type=int, default=FULL, help=f"of checkpoints ({FULL:,})")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument(
-        "--page", type=Path, help=f"where to write it for people, when all {FULL:,} were read"
-    )
-    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.count < 10:
-        parser.error(f"--count is {options.count}: at least 10 checkpoints are needed")
+    arguments = parser("make bench-operator", __doc__)
+    arguments.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    options = parsed(arguments)
     if options.store:
         print(json.dumps(asyncio.run(read(options.store))))
         return 0
     watch = Watch()
     rows = measured(options.count)
-    found = {"machine": describe(Path()), "others": watch.others(), "count": options.count}
+    others = watch.others()
+    return told(options, others, rows, section(options.count, others, rows))
+
+
+def parser(program: str, about: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog=program, description=about)
+    made.add_argument("--count", type=int, default=FULL, help=f"of checkpoints ({FULL:,})")
+    made.add_argument("--json", type=Path, help="where to write what was found")
+    made.add_argument(
+        "--page", type=Path, help=f"where to write it for people, when all {FULL:,} were read"
+    )
+    return made
+
+
+def parsed(arguments: argparse.ArgumentParser) -> argparse.Namespace:
+    options = arguments.parse_args()
+    if options.count < 10:
+        arguments.error(f"--count is {options.count}: at least 10 checkpoints are needed")
+    return options
+
+
+def told(
+    options: argparse.Namespace, others: float, rows: list[Row], text: str, **more: Any
+) -> int:
+    """Print what was found, and write it where that was asked for; give the status of the end."""
     for row in rows:
         print(f"{row.verdict:7} {row.what:58} {row.wanted:22} {row.found}")
     if options.json:
+        found = {"machine": describe(Path()), "others": others, "count": options.count, **more}
         options.json.write_bytes(
             msgspec.json.format(encode_json({**found, "rows": [r._asdict() for r in rows]})) + b"\n"
         )
     if options.page and options.count == FULL:
         old = options.page.read_text() if options.page.exists() else "# Benchmarks\n"
-        options.page.write_text(with_section(old, section(options.count, watch.others(), rows)))
+        options.page.write_text(with_section(old, text))
     return 1 if any(row.verdict == "missed" for row in rows) else 0
 
 
@@ -350,9 +368,11 @@ def section(count: int, others: float, rows: list[Row]) -> str:
         "many contents in the store. Processor-seconds of the operator's decisions and its store;\n"
         f"orders are answered at once. Others took {others:.0%} of the processors.\n"
     )
+    return f"## {TITLE}\n\n{intro}\n{table(rows)}"
+
+
+def table(rows: list[Row]) -> str:
     lines = [
-        f"## {TITLE}\n",
-        intro,
         "| what | goal | found | |\n|---|---|---|---|",
         *(f"| {row.what} | {row.wanted} | {row.found} | {row.verdict} |" for row in rows),
     ]

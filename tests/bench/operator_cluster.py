@@ -1,0 +1,466 @@
+"""What the operator costs on an API server, beside kopf and the typed client of Kubernetes.
+
+`make bench-operator CLUSTER=1 PEERS=1` starts etcd and an API server and fills them. Each contender
+lists, indexes and follows all objects in a process of its own, in turns. The status is 1 when a
+goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot_operator.core.plan import FINALIZER
+from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
+from snapshot_operator.kube.controllers import INDEXES
+from snapshot_operator.kube.events import EventRecorder
+from snapshot_operator.kube.store import RESOURCES, KubeStore
+from snapshot_operator.runtime.cluster import Cluster
+from snapshot_shared.tasks import end_all
+from tests.bench.machine import Watch
+from tests.bench.operator import FULL, ROUNDS, Row, goal, parsed, parser, say, table, told
+from tests.bench.operator_watchers import CONTENDERS, deciding
+from tests.cluster import cluster as machines
+from tests.cluster import programs
+from tests.cluster.lying_proxy import lying_proxy
+from tests.support.agent_rig import until
+from tests.support.objects import checkpoint_document, presence
+from tests.support.operator_world import World
+
+TITLE = "Operator on an API server"
+OURS, PEER = "snapback", "kopf"
+AT_ONCE = 32
+"""How many requests of ours the API server gets at a time."""
+EVENTS = 500
+"""How many objects of a kind are changed in a turn, where there are as many."""
+CAPTURES = 20
+WAIT_S = 300.0
+CHECKPOINTS = "/apis/nvidia.com/v1alpha1/namespaces/default/dynamocheckpoints"
+PODS = "/api/v1/namespaces/default/pods"
+
+Samples = dict[str, dict[str, list[float]]]
+"""By contender and by what was measured; one value a round."""
+
+
+class Objects(NamedTuple):
+    """The names of what is in the API server."""
+
+    checkpoints: list[str]
+    pods: list[str]
+
+    @property
+    def all(self) -> int:
+        return len(self.checkpoints) + len(self.pods)
+
+
+class Calls(NamedTuple):
+    """Calls of the API server by verb and kind: those for some captures, and those for nothing."""
+
+    captures: Counter[str]
+    unchanged: Counter[str]
+
+
+def main() -> int:
+    arguments = parser("make bench-operator CLUSTER=1", __doc__)
+    arguments.add_argument("--peers", type=Path, help="a folder in which pip has installed kopf")
+    arguments.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parsed(arguments)
+    if why := programs.lacking():
+        print(f"skipped, as no cluster can be started here: {why}")
+        return 0
+    watch = Watch()
+    cluster = machines.Cluster(f"bench-{os.getpid()}", say)
+    cluster.up(0, owned=True)
+    try:
+        prepare(cluster)
+        samples, calls = asyncio.run(measured(str(cluster.kubectl.kubeconfig), options))
+    finally:
+        cluster.down()
+    rows = [*judged(samples[OURS], options.count), *judged_calls(calls)]
+    others = watch.others()
+    text = section(options, others, rows, samples, calls)
+    return told(options, others, rows, text, samples=samples)
+
+
+def prepare(cluster: machines.Cluster) -> None:
+    """Have an API server with our kinds, in which nobody else does anything."""
+    cluster.kubectl.wait("serviceaccount/default", until="create")
+    folder = programs.REPOSITORY / "deploy" / "crds"
+    cluster.kubectl.run("apply", "--server-side", "--filename", str(folder))
+    # By its path, as kubectl fails where there is no condition yet.
+    established = """jsonpath={.status.conditions[?(@.type=="Established")].status}=True"""
+    cluster.kubectl.wait(*map("crd/{0.stem}".format, folder.iterdir()), until=established)
+    # They would remove pods of nodes that are not there, and start those of Jobs.
+    for component in ("kube-controller-manager", "kube-scheduler"):
+        cluster.control.send(component, signal.SIGTERM)
+
+
+async def measured(kubeconfig: str, options: argparse.Namespace) -> tuple[Samples, Calls]:
+    contenders = [name for name in CONTENDERS if name != PEER or has_peer(options.peers)]
+    samples: Samples = {name: {} for name in contenders}
+    async with KubeClient(await load_configuration(kubeconfig)) as client:
+        objects = await fill(client, options.count, max(options.count // 10, 1))
+        for number in range(options.rounds):
+            # To and fro, so that none always follows the one that uses the processors most.
+            for name in contenders[:: -1 if number % 2 else 1]:
+                say(f"round {number + 1} of {options.rounds}: {name}")
+                async with running_contender(name, kubeconfig, objects, options.peers) as one:
+                    async for what, value in turn(one, client, objects):
+                        samples[name].setdefault(what, []).append(value)
+        say("calls of the API server")
+        return samples, await counted(kubeconfig, client)
+
+
+def has_peer(peers: Path | None) -> bool:
+    return find_spec(PEER) is not None or (peers is not None and (peers / PEER).is_dir())
+
+
+# What is in the API server.
+
+
+async def fill(client: KubeClient, count: int, pods: int) -> Objects:
+    """Create checkpoints as an operator leaves them, and pods as a kubelet does."""
+    say(f"creating {count:,} checkpoints and {pods:,} pods")
+    world = World()
+    await world.join(presence("node-0"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    captured = (await world.get("DynamoCheckpoint", "llm")).status
+
+    async def create_checkpoint(name: str) -> None:
+        document = checkpoint_document(name, podTemplateSpec=worker(name))
+        document["metadata"]["finalizers"] = [FINALIZER]
+        await create(client, CHECKPOINTS, document, captured)
+
+    async def create_pod(name: str) -> None:
+        document = worker(name)
+        document["metadata"]["name"] = name
+        document["spec"]["nodeName"] = f"node-{name}"
+        await create(client, PODS, document, running())
+
+    made = Objects([f"llm-{n}" for n in range(count)], [f"worker-{n}" for n in range(pods)])
+    await together(create_checkpoint, made.checkpoints)
+    await together(create_pod, made.pods)
+    return made
+
+
+async def create(client: KubeClient, path: str, document: dict[str, Any], status: Any) -> None:
+    """Create an object with its status, which a creation leaves out."""
+    made = msgspec.json.decode(await client.request("POST", path, body=document))
+    body = {**made, "status": status}
+    await client.request("PUT", f"{path}/{document['metadata']['name']}/status", body=body)
+
+
+async def together(do: Callable[[str], Awaitable[None]], names: Iterable[str]) -> None:
+    """Do something for all names, for some at a time."""
+    left = iter(names)
+
+    async def work() -> None:
+        for name in left:
+            await do(name)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(work())
+
+
+def worker(name: str) -> dict[str, Any]:
+    """Give the template of a worker, about as long as people write them."""
+    variables = {
+        "HF_HOME": "/models/cache",
+        "NCCL_DEBUG": "WARN",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "DYN_NAMESPACE": "default",
+        "DYN_SYSTEM_PORT": "9090",
+        "ETCD_ENDPOINTS": "http://etcd.dynamo-system:2379",
+        "NATS_SERVER": "nats://nats.dynamo-system:4222",
+    }
+    probe = {"httpGet": {"path": "/health", "port": 9090}, "periodSeconds": 10}
+    container = {
+        "name": "main",
+        "image": "registry.example/vllm-runtime:1.2.3",
+        "command": ["python3", "-m", "dynamo.vllm"],
+        "args": ["--model", f"example/{name}", "--tensor-parallel-size", "2"],
+        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "ports": [{"name": "system", "containerPort": 9090}],
+        "resources": {
+            "requests": {"cpu": "8", "memory": "64Gi"},
+            "limits": {"nvidia.com/gpu": "2"},
+        },
+        "readinessProbe": probe,
+        "livenessProbe": probe,
+        "volumeMounts": [{"name": "models", "mountPath": "/models"}],
+    }
+    labels = {"name": name, "component": "worker", "part-of": "bench", "managed-by": "dynamo"}
+    return {
+        "metadata": {"labels": {f"app.kubernetes.io/{key}": labels[key] for key in labels}},
+        "spec": {
+            "containers": [container],
+            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        },
+    }
+
+
+def running() -> dict[str, Any]:
+    """Give the status of a pod that its kubelet has started."""
+    at = "2026-01-01T00:00:00Z"
+    types = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
+    image = "registry.example/vllm-runtime"
+    container = {
+        "name": "main",
+        "image": f"{image}:1.2.3",
+        "imageID": f"{image}@sha256:{'0' * 64}",
+        "containerID": f"containerd://{'0' * 64}",
+        "ready": True,
+        "started": True,
+        "restartCount": 0,
+        "lastState": {},
+        "state": {"running": {"startedAt": at}},
+    }
+    return {
+        "phase": "Running",
+        "startTime": at,
+        "hostIP": "10.0.0.1",
+        "podIP": "10.1.0.1",
+        "podIPs": [{"ip": "10.1.0.1"}],
+        "qosClass": "Burstable",
+        "conditions": [{"type": t, "status": "True", "lastTransitionTime": at} for t in types],
+        "containerStatuses": [container],
+    }
+
+
+# A turn of a contender.
+
+
+class Contender(NamedTuple):
+    """A contender that runs and has listed all objects."""
+
+    name: str
+    process: Process
+    listed: dict[str, float]
+
+    async def ask(self, verb: str, number: int = 0) -> dict[str, float]:
+        """Have it do something; give what it answers."""
+        await self.send(verb, number)
+        return await answer(self.process)
+
+    async def send(self, verb: str, number: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{verb} {number}\n".encode())
+        await self.process.stdin.drain()
+
+
+async def answer(process: Process) -> dict[str, float]:
+    assert process.stdout is not None
+    async with asyncio.timeout(WAIT_S):
+        found: dict[str, float] = json.loads(await process.stdout.readline())
+    return found
+
+
+@asynccontextmanager
+async def running_contender(
+    name: str, kubeconfig: str, objects: Objects, peers: Path | None
+) -> AsyncIterator[Contender]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.bench.operator_watchers"),
+        *(name, kubeconfig, str(objects.all)),
+        stdin=PIPE,
+        stdout=PIPE,
+        env={**os.environ, "BENCH_PEERS": str(peers.absolute()) if peers else ""},
+    )
+    assert process.stdin is not None
+    try:
+        yield Contender(name, process, await answer(process))
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+async def turn(
+    contender: Contender, client: KubeClient, objects: Objects
+) -> AsyncIterator[tuple[str, float]]:
+    """Measure one contender: what it has listed, and what events cost it as they come."""
+    for what, value in contender.listed.items():
+        yield what, value
+    # The watches begin before anything is counted.
+    await followed(contender, client, CHECKPOINTS, objects.checkpoints[:10])
+    await followed(contender, client, PODS, objects.pods[:10])
+    for kind, path, names in (
+        ("checkpoint", CHECKPOINTS, objects.checkpoints[:EVENTS]),
+        ("pod", PODS, objects.pods[:EVENTS]),
+    ):
+        cpu_s = await followed(contender, client, path, names)
+        yield f"event_{kind}_s", cpu_s / len(names)
+    if contender.name == OURS:
+        names = objects.checkpoints[:EVENTS]
+        await contender.ask("leave")
+        await change(client, CHECKPOINTS, names)
+        found = await contender.ask("catch-up", len(names))
+        yield "events_a_s", found["events"] / found["cpu_s"]
+        found = await contender.ask("decide")
+        yield "reconciles_a_s", found["reconciles"] / found["cpu_s"]
+
+
+async def followed(contender: Contender, client: KubeClient, path: str, names: list[str]) -> float:
+    """Change objects, and give the processor-seconds until the contender has seen that."""
+    await contender.ask("expect", len(names))
+    await change(client, path, names)
+    return (await answer(contender.process))["cpu_s"]
+
+
+async def change(client: KubeClient, path: str, names: list[str]) -> None:
+    """Change an annotation of objects."""
+    body = {"metadata": {"annotations": {"nvidia.com/bench": str(time.monotonic())}}}
+
+    async def one(name: str) -> None:
+        await client.request("PATCH", f"{path}/{name}", body=body, content_type=MERGE_PATCH)
+
+    await together(one, names)
+
+
+# The calls of the API server.
+
+
+async def counted(kubeconfig: str, client: KubeClient) -> Calls:
+    """Count the calls from a new checkpoint to its Job, and those for what has not changed."""
+    configuration = await load_configuration(kubeconfig)
+    async with lying_proxy(configuration) as proxy, KubeClient(proxy.configuration) as counted_:
+        store, events = KubeStore(counted_, random.random), EventRecorder(counted_, time.time)
+        cluster = Cluster(store, INDEXES)
+        await cluster.sync()
+        manager = deciding(cluster, events.changed)
+        serving = [
+            asyncio.ensure_future(each) for each in (store.run(), events.run(), manager.run())
+        ]
+        followed = {("WATCH", resource.plural) for resource in RESOURCES.values()}
+
+        def is_idle() -> bool:
+            return not (manager._queue or manager._tasks or events._waiting.qsize())
+
+        def calls() -> Counter[str]:
+            found = {f"{verb} {kind}": n for (verb, kind), n in proxy.requests.items()}
+            proxy.requests.clear()
+            return Counter(found)
+
+        await until(lambda: followed <= proxy.requests.keys() and is_idle(), "the start", WAIT_S)
+        calls()
+        names = [f"new-{number}" for number in range(CAPTURES)]
+        for name in names:
+            document = checkpoint_document(name, podTemplateSpec=worker(name))
+            await client.request("POST", CHECKPOINTS, body=document)
+
+        def has_begun() -> bool:
+            found: list[Any] = [cluster.get("DynamoCheckpoint", "default", name) for name in names]
+            return all(each and each.status.job_name for each in found) and is_idle()
+
+        await until(has_begun, "the Jobs", WAIT_S)
+        captures = calls()
+        before = manager.reconciles
+        manager.resync()
+        await until(is_idle, "the second look", WAIT_S)
+        assert manager.reconciles >= before + cluster.count("DynamoCheckpoint")
+        unchanged = calls()
+        await end_all(*serving)
+    return Calls(captures, unchanged)
+
+
+# What was wanted of it.
+
+
+def judged(found: dict[str, list[float]], count: int) -> list[Row]:
+    share = max(count / FULL, 0.1)
+    what = {name: median(values) for name, values in found.items()}
+    return [
+        goal("memory, all objects read", "≤ 180 MB", what["mb"], 180, "{:.0f} MB"),
+        goal("list and index", "≤ 0.5 CPU-s", what["cpu_s"], 0.5 * share, "{:.2f} s"),
+        goal(
+            "watch events, many at once",
+            "≥ 30,000 a CPU-s",
+            what["events_a_s"],
+            30000,
+            "{:,.0f}",
+            more=True,
+        ),
+        goal(
+            "no-op reconciles",
+            "≥ 5,000 a CPU-s",
+            what["reconciles_a_s"],
+            5000,
+            "{:,.0f}",
+            more=True,
+        ),
+    ]
+
+
+def judged_calls(calls: Calls) -> list[Row]:
+    each = calls.captures.total() / CAPTURES
+    return [
+        Row("calls from a new checkpoint to its Job", "", f"{each:g}", "met"),
+        goal("calls for what has not changed", "0", calls.unchanged.total(), 0, "{}"),
+    ]
+
+
+def section(
+    options: argparse.Namespace, others: float, rows: list[Row], samples: Samples, calls: Calls
+) -> str:
+    return "\n".join(lines(options, others, rows, samples, calls)) + "\n"
+
+
+def lines(
+    options: argparse.Namespace, others: float, rows: list[Row], samples: Samples, calls: Calls
+) -> Iterator[str]:
+    count, pods = options.count, max(options.count // 10, 1)
+    yield f"## {TITLE}\n"
+    yield (
+        f"`make bench-operator CLUSTER=1 PEERS=1 COUNT={count}`: {count:,} DynamoCheckpoints and\n"
+        f"{pods:,} pods in an API server of this machine, over TLS. {options.rounds} rounds,\n"
+        "contenders in turn, each in a process of its own, medians of its processor-seconds;\n"
+        "memory is resident. `snapback` is the informers and the queue of the operator, without a\n"
+        "bus; it lists and watches its seven kinds, the others the two that there are. `kopf` is\n"
+        "one handler of events, `kubernetes_asyncio` its typed client and its watch. Both keep\n"
+        "all objects by name and by uid. An event is that of a changed annotation; many come at\n"
+        "once when a watch begins again. Others, the API server and what changes objects among\n"
+        "them, took "
+        f"{others:.0%} of the processors.\n"
+    )
+    yield table(rows)
+    yield (
+        "| contender | list and index, CPU-s | memory, MB | most memory, MB "
+        "| event of a checkpoint, µs CPU | of a pod |\n|---|---|---|---|---|---|"
+    )
+    for name in CONTENDERS:
+        if not (found := samples.get(name)):
+            yield f"| {name} | not installed | | | | |"
+            continue
+        what = {key: median(values) for key, values in found.items()}
+        yield (
+            f"| {name} | {what['cpu_s']:.2f} | {what['mb']:.0f} | {what['most_mb']:.0f} "
+            f"| {what['event_checkpoint_s'] * 1e6:,.0f} | {what['event_pod_s'] * 1e6:,.0f} |"
+        )
+    yield f"\n| calls for {CAPTURES} checkpoints, to their Jobs | |\n|---|---|"
+    for call, number in sorted(calls.captures.items()):
+        yield f"| {call} | {number} |"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
