@@ -194,7 +194,7 @@ def worker(name: str) -> dict[str, Any]:
     probe = {"httpGet": {"path": "/health", "port": 9090}, "periodSeconds": 10}
     container = {
         "name": "main",
-        "image": "registry.example/vllm-runtime:1.2.3",
+        "image": "example/vllm-runtime:1.2.3",
         "command": ["python3", "-m", "dynamo.vllm"],
         "args": ["--model", f"example/{name}", "--tensor-parallel-size", "2"],
         "env": [{"name": key, "value": value} for key, value in variables.items()],
@@ -222,7 +222,7 @@ def running() -> dict[str, Any]:
     """Give the status of a pod that its kubelet has started."""
     at = "2026-01-01T00:00:00Z"
     types = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
-    image = "registry.example/vllm-runtime"
+    image = "example/vllm-runtime"
     container = {
         "name": "main",
         "image": f"{image}:1.2.3",
