@@ -39,6 +39,7 @@ from tests.bench.operator_watchers import CONTENDERS, deciding
 from tests.cluster import cluster as machines
 from tests.cluster import programs
 from tests.cluster.lying_proxy import lying_proxy
+from tests.cluster.target import define
 from tests.support.agent_rig import until
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
@@ -101,11 +102,7 @@ def main() -> int:
 def prepare(cluster: machines.Cluster) -> None:
     """Have an API server with our kinds, in which nobody else does anything."""
     cluster.kubectl.wait("serviceaccount/default", until="create")
-    folder = programs.REPOSITORY / "deploy" / "crds"
-    cluster.kubectl.run("apply", "--server-side", "--filename", str(folder))
-    # By its path, as kubectl fails where there is no condition yet.
-    established = """jsonpath={.status.conditions[?(@.type=="Established")].status}=True"""
-    cluster.kubectl.wait(*map("crd/{0.stem}".format, folder.iterdir()), until=established)
+    define(cluster.kubectl)
     # They would remove pods of nodes that are not there, and start those of Jobs.
     for component in ("kube-controller-manager", "kube-scheduler"):
         cluster.control.send(component, signal.SIGTERM)
