@@ -204,6 +204,13 @@ class Crew:
             await operator.process.wait()
         self.running.remove(operator)
 
+    async def holder(self) -> str:
+        """Return the identity of the active operator; nothing where there is none."""
+        with contextlib.suppress(NotFound):
+            lease = await self.rig.get(LEASES.format(self.rig.namespace))
+            return str(lease["spec"].get("holderIdentity") or "")
+        return ""
+
     async def free_the_lease(self) -> None:
         """Let another operator be the active one at once."""
         with contextlib.suppress(NotFound):
@@ -289,7 +296,7 @@ async def paused(
 
     It ends, another takes its place, and a third stands by. False when there was no such write.
     """
-    leader = crew.running[0]
+    leader, held = crew.running[0], await crew.holder()
     stop = partial(leader.process.send_signal, signal.SIGSTOP)
     wake = partial(leader.process.send_signal, signal.SIGCONT)
     reached = after_writes(crew.rig, {after: stop, until: wake})
@@ -304,6 +311,12 @@ async def paused(
         wake()
     await crew.gone(leader)
     assert leader.process.returncode == 0
+
+    async def is_taken_over() -> bool:
+        return await crew.holder() not in ("", held)
+
+    # One that starts before the one that stands by has the lease could get it first.
+    await polled(is_taken_over)
     await (await crew.start()).until_ready()
     await captures.reaches(name, wanted)
     await captures.end(name)
