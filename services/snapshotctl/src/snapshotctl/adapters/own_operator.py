@@ -52,10 +52,16 @@ async def own_operator(
             start_new_session=True,
         )
         ended = asyncio.ensure_future(process.wait())
+
+        def notice(_: object) -> None:
+            say(f"the operator here has ended: {_last_words(log)}")
+
         try:
             await _until_it_answers(ended, client, log)
+            ended.add_done_callback(notice)
             yield
         finally:
+            ended.remove_done_callback(notice)
             if not ended.done():
                 process.terminate()
                 await asyncio.wait({ended}, timeout=END_S)
