@@ -78,8 +78,8 @@ async def test_a_status_has_one_writer_and_agents_do_not_ask_the_api_server(
         *("dynamocheckpoints", "snapshots", "snapshotcontents", "snapshotrestores", "pods")
     }
     assert {user for users in writers.values() for user in users} == {operator_of(rig)}
-    # An agent has no credentials; what asks without any is anonymous. The controllers of the cluster
-    # remove what goes with the namespace of an earlier test.
+    # An agent has no credentials; what asks without any is anonymous. The controllers of the
+    # cluster remove what goes with the namespace of an earlier test.
     accounts = {request["user"]["username"] for request in requests}
     accounts = {name for name in accounts if not name.startswith(CONTROLLERS_OF_CLUSTER)}
     assert accounts <= {operator_of(rig), "admin"}
