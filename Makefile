@@ -238,7 +238,7 @@ cluster: $(STAMP) ## A real Kubernetes cluster on this machine, as root (NODES=2
 cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) down
 
-test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG
+test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (FAULTS_EVERY=3)
 	@$(BIN)/pytest -q tests/unit/test_chart.py
 	@$(BIN)/pytest -s -m cluster tests/cluster tests/contract
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,6 +34,8 @@ pytestmark = pytest.mark.cluster
 
 DEATH_S = 30.0
 NEVER = 1000
+EVERY, FIRST = (int(os.environ.get(name, "1")) for name in ("FAULTS_EVERY", "FAULTS_FIRST"))
+"""After which of the writes something fails: after every third one from the second, for example."""
 LEAST_WRITES = 15
 """Fewer writes of a capture and a restore are a mistake of the test."""
 CONTENTS = "/apis/nvidia.com/v1alpha1/snapshotcontents"
@@ -265,7 +268,7 @@ async def test_an_operator_killed_between_any_two_writes_goes_on_where_it_was(
     await captures.apply("llm-00")
     wanted = await captures.ended("llm-00")
     assert (wanted["jobs"], wanted["workers"], wanted["generations"]) == (1, 1, ["gen-1"])
-    number = 1
+    number = FIRST
     while True:
         name = f"llm-{number:02}"
         reached = after_writes(rig, {number: operator.process.kill})
@@ -278,7 +281,7 @@ async def test_an_operator_killed_between_any_two_writes_goes_on_where_it_was(
         operator = await crew.start()
         await captures.reaches(name, wanted)
         await captures.end(name)
-        number += 1
+        number += EVERY
     assert number > LEAST_WRITES
 
 
@@ -333,7 +336,7 @@ async def test_a_leader_paused_between_any_two_writes_does_no_harm_when_it_wakes
     await captures.apply("llm-00")
     wanted = await captures.ended("llm-00")
     await captures.end("llm-00")
-    number = 1
+    number = FIRST
     while await paused(
         captures,
         crew,
@@ -342,7 +345,7 @@ async def test_a_leader_paused_between_any_two_writes_does_no_harm_when_it_wakes
         after=number,
         until=number + 2 if number % 2 else NEVER,
     ):
-        number += 1
+        number += EVERY
     assert number > LEAST_WRITES
 
 
@@ -372,7 +375,7 @@ async def test_a_bus_that_loses_all_between_any_two_writes_delays_work_and_loses
         await captures.apply("llm-00")
         wanted = await captures.ended("llm-00")
         await captures.end("llm-00")
-        number = 1
+        number = FIRST
         while True:
             name = f"llm-{number:02}"
             reached = after_writes(rig, {number: partial(wipe, server)})
@@ -382,7 +385,7 @@ async def test_a_bus_that_loses_all_between_any_two_writes_delays_work_and_loses
                 break
             await captures.reaches(name, wanted)
             await captures.end(name)
-            number += 1
+            number += EVERY
     assert number > LEAST_WRITES
 
 
