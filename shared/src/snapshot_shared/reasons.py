@@ -353,8 +353,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The operator captures no workers with a memory server.",
             "It was started with `SNAPBACK_ALLOW_GMS_SNAPSHOT=false`, and the checkpoint sets "
             "`spec.gpuMemoryService`.",
-            "Leave out `spec.gpuMemoryService`, or allow it in the chart: "
-            "`helm upgrade --reuse-values --set operator.env.SNAPBACK_ALLOW_GMS_SNAPSHOT=true`.",
+            "Leave out `spec.gpuMemoryService`, or let the operator take it: helm's option "
+            "`--set-string operator.env.SNAPBACK_ALLOW_GMS_SNAPSHOT=true`.",
         ),
         "CrashLoopBackOff": Reason(
             "A container of the pod ends each time that it is started, such as its memory server.",
