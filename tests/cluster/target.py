@@ -54,7 +54,7 @@ def define(kubectl: Kubectl) -> None:
     def are_served() -> bool:
         # `kubectl wait` fails for one that has no conditions yet.
         rows = [
-            {row["type"]: row["status"] for row in found.get("status", {}).get("conditions", ())}
+            {row["type"]: row["status"] for row in found.get("status", {}).get("conditions") or ()}
             for found in kubectl.list("crd", f"--selector={'='.join(PART_OF)}")
         ]
         served = [each for each in rows if each.get("Established") == "True"]
