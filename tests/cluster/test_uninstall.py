@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.simulated import until
-from tests.cluster.target import Target
+from tests.cluster.target import Target, define
 from tests.cluster.test_agent import artifacts, nats_url, nodes
 from tests.cluster.test_operator import Rig, rig, worker
 
@@ -57,9 +57,8 @@ async def test_what_is_to_be_deleted_goes_with_its_artifacts_and_the_definitions
         await asyncio.to_thread(uninstall, "finish", nodes)
         assert target.kubectl.try_("get", "dynamocheckpoints").returncode != 0
     finally:
-        target.kubectl.run("apply", "--server-side", "--filename", str(CRDS))
+        define(target.kubectl)
         for file in CRDS.iterdir():
-            target.kubectl.wait(f"crd/{file.stem}", until="condition=Established", within_s=30)
             # Its storage is made anew, which takes a moment longer.
             until(
                 lambda kind=file.stem: target.kubectl.try_("get", kind).returncode == 0, file.name
