@@ -22,7 +22,7 @@ from snapshot_operator.kube import rbac
 from snapshot_shared.errors import NotFound, StoreBusy
 from tests.cluster.agents import worker
 from tests.cluster.cluster import Cluster
-from tests.cluster.kubectl import Kubectl
+from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.simulated import pod
 from tests.cluster.test_agent import artifacts, events_of, nodes, placeholder
 from tests.cluster.test_operator import SECONDS, polled
@@ -149,14 +149,24 @@ class Captures(NamedTuple):
             # It shows where they differ.
             assert found == wanted
 
+    async def events(self, pod: str) -> list[str]:
+        """Return what a worker has written; a kubelet that starts anew is waited for."""
+
+        async def read() -> list[str]:
+            with contextlib.suppress(KubectlError):
+                return await events_of(self.nodes, pod)
+            return []
+
+        return await polled(read)
+
     async def end(self, name: str) -> None:
         """End the workers of a checkpoint, each of which was captured or restored once."""
         again = f"{name}-again"
         words = ("pods", f"--selector=job-name={name}")
         [source] = await asyncio.to_thread(self.nodes.list, *words)
-        events = await events_of(self.nodes, source["metadata"]["name"])
+        events = await self.events(source["metadata"]["name"])
         assert [event.split()[0] for event in events[1:]] == ["quiesced", "snapshot-complete"]
-        events = await events_of(self.nodes, again)
+        events = await self.events(again)
         assert events[-1:] == ["restored 42 1024"]
         names = (f"job/{name}", f"pod/{again}")
         await asyncio.to_thread(self.nodes.run, "delete", *names, "--wait=false")
