@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -67,7 +68,7 @@ class Kubernetes:
     def server(self) -> Server:
         """Return where its NATS is reached, until `close`."""
         if self._server is None:
-            service = self._service()
+            service = self._service
             role, seed = self._key(service)
             url = self._forwarded(service)
             self._server = Server(url, self.name, self._kept(seed), User(role).inbox)
@@ -78,16 +79,13 @@ class Kubernetes:
 
         What the chart sets for the operator of the cluster, which may have no pod, counts here.
         """
-        service = self._service()
-        name = f"{service.name.removesuffix('-nats')}-operator"
-        words = ("--namespace", service.namespace, "get", "deployments", "--output=json")
         config = ("config", "view", "--raw", "--minify", "--flatten", "--output=json")
-        return operator_variables(json.loads(self._run(*words)), name) | {
+        return self._deployed | {
             "SNAPBACK_WORLD": "kubernetes",
-            "SNAPBACK_NAMESPACE": service.namespace,
+            "SNAPBACK_NAMESPACE": self._service.namespace,
             "SNAPBACK_KUBECONFIG": self._kept(self._run(*config)),
             "SNAPBACK_NATS_URL": self.server().url,
-            "SNAPBACK_NATS_CREDENTIALS": self._kept(self._seed(service, "operator")),
+            "SNAPBACK_NATS_CREDENTIALS": self._kept(self._seed(self._service, "operator")),
         }
 
     def apply(
@@ -128,7 +126,7 @@ class Kubernetes:
         done = subprocess.run(
             (*PYTHON, "snapshot_operator.standby"),
             input=given,
-            env=os.environ | self.operator_settings(),
+            env=os.environ | self._deployed,
             capture_output=True,
             text=True,
             check=False,
@@ -138,6 +136,14 @@ class Kubernetes:
         words = ("patch", "--local", "--type=json", f"--patch={done.stdout}", "--output=json")
         return msgspec.Raw(self._run(*words, "--filename", "-", given=given).encode())
 
+    @cached_property
+    def _deployed(self) -> dict[str, str]:
+        """What the chart sets for the operator of the cluster."""
+        name = f"{self._service.name.removesuffix('-nats')}-operator"
+        words = ("--namespace", self._service.namespace, "get", "deployments", "--output=json")
+        return operator_variables(json.loads(self._run(*words)), name)
+
+    @cached_property
     def _service(self) -> NatsService:
         selector = "--selector=app.kubernetes.io/part-of=snapback,app.kubernetes.io/component=nats"
         words = ("get", "services", "--all-namespaces", selector, "--output=json")
