@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from snapshot_agent.domain.control import Access
-
-_ESCAPED = re.compile(r"\\([0-7]{3})")
+from snapshot_agent.domain.mounts import unescaped
 
 
 class SeenProcess(NamedTuple):
@@ -49,7 +48,7 @@ def name_in(mounts: str, pod_uid: str) -> str | None:
     pattern = re.compile(rf"/pods/{re.escape(pod_uid)}/containers/([^/]+)/[^/]+$")
     for line in mounts.splitlines():
         root = line.split(" ", 4)[3]
-        if found := pattern.search(_ESCAPED.sub(_unescaped, root)):
+        if found := pattern.search(unescaped(root)):
             return found[1]
     return None
 
@@ -78,10 +77,6 @@ def _inside(outside: int, mapping: str) -> int:
         if begin <= outside < begin + count:
             return inside + outside - begin
     return outside
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return chr(int(match[1], 8))
 
 
 def command_of(cmdline: bytes) -> Sequence[str]:

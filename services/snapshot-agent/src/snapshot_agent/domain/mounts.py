@@ -1,0 +1,70 @@
+"""The mounts of a container, as /proc/<pid>/mountinfo lists them (proc_pid_mountinfo(5))."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+class Mount(NamedTuple):
+    """One mount: `root` is the path in its file system that is seen at `path` of the container."""
+
+    id: int
+    parent: int
+    device: str
+    root: str
+    path: str
+    options: Sequence[str]
+    fs_type: str
+    source: str
+    super_options: Sequence[str]
+
+
+def unescaped(text: str) -> str:
+    r"""Return a word of a file of /proc without its escapes, such as `\040` for a space."""
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def mounts_in(mountinfo: str) -> list[Mount]:
+    """Return the mounts that a file `mountinfo` lists, in its order."""
+    return [_mount(line) for line in mountinfo.splitlines()]
+
+
+def _mount(line: str) -> Mount:
+    # The optional fields before the dash are as many as the kernel likes.
+    own, _, shared = line.partition(" - ")
+    number, parent, device, root, path, options, *_ = own.split(" ")
+    fs_type, source, super_options = shared.split(" ", 2)
+    return Mount(
+        int(number),
+        int(parent),
+        device,
+        unescaped(root),
+        unescaped(path),
+        options.split(","),
+        fs_type,
+        unescaped(source),
+        super_options.split(","),
+    )
+
+
+def visible(mounts: Iterable[Mount]) -> dict[str, Mount]:
+    """Return the mounts by path, of those at one path the last, which covers the others."""
+    return {mount.path: mount for mount in mounts}
+
+
+def upper_of(mounts: Iterable[Mount]) -> str | None:
+    """Return the folder of the node with the files that a container has written in its root.
+
+    None when its root is no overlay.
+    """
+    for mount in mounts:
+        if mount.path == "/" and mount.fs_type == "overlay":
+            for option in mount.super_options:
+                name, _, value = option.partition("=")
+                if name == "upperdir":
+                    return unescaped(value)
+    return None
