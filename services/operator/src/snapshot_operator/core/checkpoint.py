@@ -328,14 +328,36 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
     return _status(checkpoint, named, Create(_snapshot(checkpoint, job, pod, now)))
 
 
-_STUCK = {
-    "PodTemplateInvalid": "make what it names, or correct spec.job.podTemplateSpec of the "
-    "checkpoint: delete it and apply it again",
-    "ImagePullBackOff": "see that the nodes can pull the image, or correct it in "
-    "spec.job.podTemplateSpec: delete the checkpoint and apply it again",
-    "CrashLoopBackOff": "read the container's log: kubectl logs POD --container NAME --previous",
+class Stuck(NamedTuple):
+    """Why a container does not start: as the kubelet says it, and what to do."""
+
+    words: tuple[str, ...]
+    next_step: str
+
+
+STUCK = {
+    "PodTemplateInvalid": Stuck(
+        (
+            "CreateContainerConfigError",
+            "CreateContainerError",
+            "InvalidImageName",
+            "RunContainerError",
+        ),
+        "make what it names, or correct spec.job.podTemplateSpec of the checkpoint: delete it "
+        "and apply it again",
+    ),
+    # The kubelet goes from one to the other and back.
+    "ImagePullBackOff": Stuck(
+        ("ErrImagePull", "ImagePullBackOff"),
+        "see that the nodes can pull the image, or correct it in spec.job.podTemplateSpec: "
+        "delete the checkpoint and apply it again",
+    ),
+    "CrashLoopBackOff": Stuck(
+        ("CrashLoopBackOff",),
+        "read the container's log: kubectl logs POD --container NAME --previous",
+    ),
 }
-"""Why a pod of a cluster does not start its containers, and what to do."""
+"""Why a pod of a cluster does not start its containers, by the reason that a checkpoint gives."""
 
 
 def _pod_wait(view: CheckpointView, now: float) -> tuple[str, str, float]:
@@ -350,8 +372,8 @@ def _pod_wait(view: CheckpointView, now: float) -> tuple[str, str, float]:
     scheduled = condition(pod.status.conditions, "PodScheduled")
     if scheduled is not None and scheduled.status == "False":
         return scheduled.reason, scheduled.message, never
-    if fix := _STUCK.get(pod.status.reason):
-        return pod.status.reason, f"{pod.status.message}. Next: {fix}", never
+    if stuck := STUCK.get(pod.status.reason):
+        return pod.status.reason, f"{pod.status.message}. Next: {stuck.next_step}", never
     target = view.checkpoint.spec.job.target_container_name
     started = (c.started_at for c in pod.status.container_statuses if c.name == target)
     late_at = conditions.seconds(next(started, "")) + SLOW_S

@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from snapshot_operator.core.checkpoint import STUCK
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.rbac import NAME
-from snapshot_operator.kube.wire import STUCK
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.meta import Condition
@@ -30,7 +30,7 @@ MAX_WAITING = 1000
 """How many Events may wait for the API server; what happens after that has none."""
 
 _WAITS_FOR_PEOPLE = frozenset(
-    {"NoAgentOnNode", "NodeSilent", "Unschedulable", "WorkerNotReady", *STUCK.values()}
+    {"NoAgentOnNode", "NodeSilent", "Unschedulable", "WorkerNotReady", *STUCK}
 )
 """Why something waits that does not end by itself."""
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import asdict
 
+from snapshot_operator.core.checkpoint import STUCK
 from snapshot_shared.codec import digest
 from snapshot_shared.objects.kubernetes import (
     GPU_RESOURCE,
@@ -58,17 +59,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", gc=False)
     """What all structs here have: unknown fields are skipped."""
 
 
-STUCK = {
-    "CreateContainerConfigError": "PodTemplateInvalid",
-    "CreateContainerError": "PodTemplateInvalid",
-    "InvalidImageName": "PodTemplateInvalid",
-    "RunContainerError": "PodTemplateInvalid",
-    # The kubelet goes from one to the other and back.
-    "ErrImagePull": "ImagePullBackOff",
-    "ImagePullBackOff": "ImagePullBackOff",
-    "CrashLoopBackOff": "CrashLoopBackOff",
-}
-"""Why a container cannot start, as the kubelet says it, and as a checkpoint does."""
+_STUCK = {word: reason for reason, row in STUCK.items() for word in row.words}
 
 
 class WireOwner(_Wire, frozen=True):
@@ -279,7 +270,7 @@ def _stuck(status: WirePodStatus) -> tuple[str, str]:
     """Return the reason and message of a pod: those of a container that cannot start, if one is."""
     for found in (*status.init_container_statuses, *status.container_statuses):
         waiting = found.state.waiting
-        if waiting is not None and (reason := STUCK.get(waiting.reason)):
+        if waiting is not None and (reason := _STUCK.get(waiting.reason)):
             return reason, f"container {found.name}: {waiting.message or waiting.reason}"
     return status.reason, status.message
 
