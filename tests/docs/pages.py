@@ -5,6 +5,7 @@ for all of its blocks:
 
     <!-- run: cluster -->                        typed into a shell beside a local cluster
     <!-- run: here -->                           the same, without a cluster
+    <!-- run: kubernetes -->                     beside a Kubernetes cluster, by tests/cluster
     <!-- run: cluster; exits 0 1 -->             the second command ends with 1
     <!-- run: cluster; until stopped -->         ended by ctrl-C once it has said something
     <!-- run: cluster; meanwhile COMMAND -->     while something happens
@@ -12,7 +13,8 @@ for all of its blocks:
     <!-- run: no, because REASON -->             not typed; what it names must exist
     <!-- run every block: cluster --gpus 4 -->   for the page; what follows are options of `up`
 
-The blocks of a page are one story, in their order, with one environment and one cluster.
+The blocks of a page are one story, in their order, with one environment and one cluster. A command
+that ends with & runs until the end of the story.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class How(NamedTuple):
     """What an annotation says."""
 
     mode: str
-    """`cluster`, `here` or `no`."""
+    """`cluster`, `here`, `kubernetes` or `no`."""
 
     options: tuple[str, ...] = ()
     because: str = ""
@@ -80,7 +82,7 @@ def parse_how(text: str) -> How:
     for part in (part.strip() for part in text.split(";")):
         word, _, rest = part.partition(" ")
         match word:
-            case "cluster" | "here":
+            case "cluster" | "here" | "kubernetes":
                 how = How(word, tuple(rest.split()))
             case "no," if rest.startswith("because ") and len(rest.split()) > 3:
                 how = How("no", because=rest.removeprefix("because "))
@@ -95,7 +97,7 @@ def parse_how(text: str) -> How:
             case _:
                 raise ValueError(f"{part!r} is not understood; see tests/docs/pages.py")
     if how is None:
-        raise ValueError(f"{text!r} says neither cluster, here nor no")
+        raise ValueError(f"{text!r} says neither cluster, here, kubernetes nor no")
     return how._replace(**changes)  # type: ignore[arg-type]
 
 
@@ -158,14 +160,16 @@ class Shell:
     """A shell in a copy of the repository whose examples are small and warm at once.
 
     A wait that the pages let run out is shorter, too. What commands export, and where they go to,
-    stays for the next one.
+    stays for the next one. `programs` are folders whose programs are found before all others.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *programs: Path) -> None:
         self._memory = folder / "shell"
+        self._background: list[subprocess.Popen[bytes]] = []
         self.root = _small_copy(folder / "root")
         tool = nats_cli()
-        paths = [str(ROOT / ".venv/bin"), *([str(tool.parent)] if tool else []), os.environ["PATH"]]
+        first = [*programs, ROOT / ".venv/bin", *([tool.parent] if tool else [])]
+        paths = [*map(str, first), os.environ["PATH"]]
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(_PERSONAL)},
             "HOME": str(folder),
@@ -192,15 +196,7 @@ class Shell:
 
     def watch(self, command: str, *, meanwhile: str = "", timeout_s: float = LINE_S) -> Said:
         """Type a command that has no end; when it has said something and is silent, stop it."""
-        with subprocess.Popen(
-            ["bash", "-c", f"{self._recall()}exec {command}"],
-            cwd=self.root,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as running:
+        with self._start(command) as running:
             assert running.stdout is not None
             try:
                 # Some say that they listen, with --raw they do not.
@@ -223,6 +219,35 @@ class Shell:
                     os.killpg(running.pid, signal.SIGKILL)
         return Said(0, (said + rest).decode("utf-8", "replace"))
 
+    def begin(self, command: str) -> Said:
+        """Type a command that runs in the background; return when it has said something."""
+        running = self._start(command.removesuffix("&").rstrip())
+        self._background.append(running)
+        assert running.stdout is not None
+        ready, _, _ = select.select([running.stdout], [], [], LINE_S)
+        said = os.read(running.stdout.fileno(), 65536) if ready else b""
+        return Said(running.poll() or 0, said.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        for running in self._background:
+            with running:
+                if running.poll() is None:
+                    os.killpg(running.pid, signal.SIGKILL)
+        self._background.clear()
+
+    def _start(self, command: str) -> subprocess.Popen[bytes]:
+        """Start a command in a process group of its own."""
+        return subprocess.Popen(
+            ["bash", "-c", f"{self._recall()}exec {command}"],
+            cwd=self.root,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
     def _recall(self) -> str:
         return f"[[ ! -f {self._memory} ]] || . {self._memory}\n"
 
@@ -234,7 +259,7 @@ class Shell:
 
 def _small_copy(root: Path) -> Path:
     shutil.copytree(ROOT / "deploy/examples", root / "deploy/examples")
-    for name in (".venv", ".tools"):
+    for name in (".venv", ".tools", "deploy/helm"):
         if (ROOT / name).exists():
             (root / name).symlink_to(ROOT / name)
     for manifest in (root / "deploy/examples").glob("*.yaml"):
@@ -244,7 +269,7 @@ def _small_copy(root: Path) -> Path:
     return root
 
 
-def play(block: Block, shell: Shell) -> list[Said]:
+def play(block: Block, shell: Shell, *, timeout_s: float = LINE_S) -> list[Said]:
     """Type the commands of a block; AssertionError when one ends as the page does not say."""
     assert block.how is not None
     heard = []
@@ -252,9 +277,11 @@ def play(block: Block, shell: Shell) -> list[Said]:
     assert len(codes) == len(block.commands), f"{block.where} has {len(block.commands)} commands"
     for command, code in zip(block.commands, codes, strict=True):
         if block.how.until_stopped or block.how.meanwhile:
-            said = shell.watch(command, meanwhile=block.how.meanwhile)
+            said = shell.watch(command, meanwhile=block.how.meanwhile, timeout_s=timeout_s)
+        elif command.endswith("&"):
+            said = shell.begin(command)
         else:
-            said = shell.type(command)
+            said = shell.type(command, timeout_s=timeout_s)
         assert said.code == code, f"{block.where} ended with {said.code}:\n{command}\n{said.text}"
         heard.append(said)
     return heard
