@@ -314,13 +314,19 @@ class Server:
 
 
 def main() -> None:
-    """Start cold, as a standby for a restore, or again from a state, then serve."""
+    """Start cold, as a standby for a restore, or again from a state, then serve.
+
+    A standby that is started again after its restore failed starts cold.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--resume-from", type=Path, metavar="FOLDER")
     resume_from: Path | None = parser.parse_args().resume_from
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     control = Control(os.environ["SNAPSHOT_CONTROL_DIR"])
     is_standby = os.environ.get("SNAPSHOT_RESTORE_STANDBY") == "1"
+    # Of the process before this one: its container has been started again, and nothing comes.
+    if failed := control.news("restore-failed") if is_standby else None:
+        is_standby = False
     began = time.monotonic()
     if is_standby:
         worker = Worker.rebuild(control, resume_from or control.state)
@@ -330,6 +336,8 @@ def main() -> None:
         worker = Worker(control, Network.build(int(os.environ.get("SIZE_MIB", "512"))))
     print(f"serving after {time.monotonic() - began:.2f} s", flush=True)
     server = Server(worker, Path(os.environ["POD_SOCKET_DIR"]) / "worker.sock")
+    if failed:
+        control.say("restored", failed[1]["attempt"])
     is_warm = is_standby or resume_from is not None
     warmup_requests = 0 if is_warm else int(os.environ.get("WARMUP_REQUESTS", "8"))
     server.serve(warmup_requests, float(os.environ.get("WARMUP_SECONDS", "30")))

@@ -24,14 +24,14 @@ def say(name: str, body: str) -> Path:
     return (CONTROL / f".{name}").rename(CONTROL / name)
 
 
-if "SNAPSHOT_RESTORE_STANDBY" in os.environ:
-    body = wait("restore-complete")
+body = os.getenv("SNAPSHOT_RESTORE_STANDBY") and wait("restore-complete", "restore-failed")
+if (CONTROL / "restore-complete").exists():
     weights = restore((CONTROL / "state" / "weights").read_bytes())  # <- and what is yours
-    say("restored", body)
 else:
     weights = connect(0, lock="RW")
     weights.allocate("table", (1024, 1024), "float32")[:] = 1.5  # <- load your model
     weights.commit()
+body and say("restored", body)
 # Ready for a capture; serve while you wait for one, for example in another thread.
 while say("ready-for-snapshot", '{"attempt": 0}') and (body := wait("quiesce")):
     for name in ("ready-for-snapshot", "quiesce"):

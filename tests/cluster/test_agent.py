@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from snapshot_operator.core.restore import RESTORED
-from snapshot_operator.kube import shaping
+from snapshot_operator.kube import restoring, shaping
 from snapshot_shared import subjects
 from snapshot_shared.api import Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
@@ -113,6 +113,39 @@ async def test_a_worker_is_captured_on_one_node_and_restored_on_the_other(
     nodes.apply(placeholder("again", "llm", "node-2"))
     await restored(rig, "again")
     assert (await events_of(nodes, "again"))[-1] == "restored 42 1024"
+
+
+def flip_a_byte(generation: Path) -> None:
+    """Damage what is found only while it is copied into the worker's folder."""
+    with (generation / "process" / "weights.bin").open("r+b") as file:
+        file.seek(100)
+        file.write(b"!")
+
+
+def remove_the_root(generation: Path) -> None:
+    """Damage what is found before the worker is touched."""
+    (generation / "root.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, remove_the_root])
+async def test_a_worker_whose_restore_fails_is_started_again_and_serves_cold(
+    rig: Rig, nodes: Kubectl, artifacts: Path, damage: Callable[[Path], None]
+) -> None:
+    source = pod("source", worker("--answer", "42"), nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]})
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    [generation] = artifacts.glob("*/*/gen-1")
+    damage(generation)
+    again = placeholder("again", "llm", "node-2")
+    [main] = again["spec"]["containers"]
+    main["startupProbe"] = restoring.startup_probe(main)
+    nodes.apply(again)
+    await asyncio.to_thread(nodes.wait, "pod/again", until="condition=Ready", within_s=60)
+    assert await events_of(nodes, "again") == ["started ", "cold"]
+    found = await asyncio.to_thread(nodes.get, "pod", "again")
+    assert found["status"]["containerStatuses"][0]["restartCount"] == 1
+    [row] = [row for row in found["status"]["conditions"] if row["type"] == RESTORED]
+    assert (row["status"], row["reason"][:8]) == ("False", "Artifact")
 
 
 @pytest.fixture

@@ -114,6 +114,10 @@ def main() -> None:
     answer = arguments.answer
     quiet = None
     if os.environ.get("SNAPSHOT_RESTORE_STANDBY"):
+        if (attempt := attempt_in("restore-failed")) is not None:
+            tell("cold")
+            put("restored", {"attempt": attempt})
+            serve(arguments, answer, quiet)
         if arguments.never_restored:
             tell("standby")
             while True:

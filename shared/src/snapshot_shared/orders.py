@@ -254,7 +254,10 @@ class RestoreOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.rest
 
 
 class AbortOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.abort_order"):
-    """Tombstone attempts up to `attempt` of a capture or restore, and compensate."""
+    """Tombstone attempts up to `attempt` of a capture, or of the restore of a pod, and compensate.
+
+    The worker that waits for the restore is given `restore-failed` with the reason `why`.
+    """
 
     pod: PodRef | None = None
     content_uid: UidStr | None = None

@@ -165,7 +165,28 @@ async def test_an_abort_keeps_a_restore_from_beginning(rig: Rig) -> None:
         assert (await rig.carry_out(abort)).kind == "aborted"
         report = await rig.carry_out(rig.restore_order(pod, artifact))
         assert failure_of(report).reason == "Superseded"
-        untouched(pod)
+
+
+async def test_an_abort_says_to_a_waiting_worker_that_no_restore_comes(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running(standby=True)
+        abort = AbortOrder(pod=pod.ref, why="a part is damaged", **rig.common("abort", fresh_uid()))
+        assert (await rig.carry_out(abort)).kind == "aborted"
+        await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
+        said = (pod.control / control.RESTORE_FAILED).read_text()
+        assert "a part is damaged" in said
+
+
+async def test_an_abort_that_comes_after_the_restore_leaves_the_worker_alone(rig: Rig) -> None:
+    async with rig.agent():
+        artifact, _ = await artifact_of(rig, "--answer", "7")
+        pod = await rig.running(standby=True)
+        await rig.carry_out(rig.restore_order(pod, artifact))
+        abort = AbortOrder(pod=pod.ref, **rig.common("abort", pod.ref.uid))
+        assert (await rig.carry_out(abort)).kind == "aborted"
+        assert not (pod.control / control.RESTORE_FAILED).exists()
+        assert (pod.control / control.RESTORE_COMPLETE).exists()
+        assert pod.events()[-1] == "restored 7 1024"
 
 
 async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(rig: Rig) -> None:

@@ -91,6 +91,14 @@ async def _process(
         await asyncio.wait_for(process.wait(), PATIENCE_S)
 
 
+async def _watching(pid: int) -> None:
+    """Wait until a process has an inotify watch."""
+    fds = Path(f"/proc/{pid}/fdinfo")
+    async with asyncio.timeout(PATIENCE_S):
+        while not any("inotify wd" in fd.read_text() for fd in fds.iterdir()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
     """A node with a GPU memory service."""
@@ -196,11 +204,33 @@ async def test_a_restored_worker_answers_byte_for_byte_as_its_source(place: Plac
         await place.said("ready-for-snapshot")
 
 
-async def test_a_standby_whose_restore_failed_ends(place: Place) -> None:
-    place.say("restore-failed", 1)
-    environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
+async def test_a_standby_whose_restore_fails_ends_and_starts_cold_the_next_time(
+    place: Place,
+) -> None:
+    environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1", WARMUP_SECONDS="0.1")
     async with _process(_example("worker.py"), environment) as worker:
+        await _watching(worker.pid)
+        place.say("restore-failed", 2)
         assert await asyncio.wait_for(worker.wait(), PATIENCE_S) == 1
+    async with _process(_example("worker.py"), environment):
+        assert (await place.said("restored"))["attempt"] == 2
+        assert len(await _talk(place)) == len(demo_script.ASKED)
+        await place.said("ready-for-snapshot")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_the_template_starts_cold_when_its_restore_fails_or_has_failed(
+    place: Place, is_late: bool
+) -> None:
+    if not is_late:
+        place.say("restore-failed", 2)
+    environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
+    async with _process(_example("worker_template.py"), environment) as worker:
+        if is_late:
+            await _watching(worker.pid)
+            place.say("restore-failed", 2)
+        assert (await place.said("restored"))["attempt"] == 2
+        await place.said("ready-for-snapshot")
 
 
 async def test_the_template_is_captured_twice_and_restored(place: Place) -> None:

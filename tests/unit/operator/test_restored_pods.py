@@ -7,22 +7,34 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.core import ordering
+from snapshot_operator.core import restore as restores
 from snapshot_operator.core.plan import NOTHING, Create, SetStatus
-from snapshot_operator.core.restore import RESTORED, restore_for
+from snapshot_operator.core.restore import RESTORED, RestoreView, restore_for
 from snapshot_operator.kube.controllers import PodView, reconcile
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
+from snapshot_shared.objects.kubernetes import (
+    Container,
+    ContainerStatus,
+    Pod,
+    PodSpec,
+    PodStatus,
+)
 from snapshot_shared.objects.meta import Condition, ObjectMeta
 from snapshot_shared.objects.snapback import SnapshotRestore
 from snapshot_shared.transitions import Restore
+from tests.support.operator_world import payload
 
+POD_UID = "00000000-0000-0000-0000-00000000000a"
 DAMAGED = Failure(reason="ArtifactCorrupt", message="a chunk differs")
 
 
 def pod(*conditions: Condition, phase: Any = "Running", **annotations: str) -> Pod:
     wanted = annotations or {"nvidia.com/restore-from": "llm"}
     return Pod(
-        metadata=ObjectMeta(name="p", namespace="team", uid="u", annotations=wanted, generation=3),
+        metadata=ObjectMeta(
+            name="p", namespace="team", uid=POD_UID, annotations=wanted, generation=3
+        ),
         spec=PodSpec(containers=[Container(name="main")]),
         status=PodStatus(phase=phase, node_name="node-1", conditions=list(conditions)),
     )
@@ -83,3 +95,46 @@ def test_a_restore_that_the_api_server_refuses_is_said_at_the_pod_with_its_messa
     assert isinstance(write, SetStatus)
     (row,) = write.new.status.conditions  # type: ignore[union-attr]
     assert (row.status, row.reason, row.message) == ("False", "InvalidManifest", message)
+
+
+UP = [ContainerStatus(name="main", state="running")]
+UID = "0f0e0d0c-0000-0000-0000-000000000000"
+
+
+def failed() -> SnapshotRestore:
+    found = restore(Restore.FAILED, DAMAGED)
+    return replace(found, metadata=replace(found.metadata, uid=UID))
+
+
+def waiting(**status: Any) -> Pod:
+    found = pod()
+    return replace(found, status=replace(found.status, container_statuses=UP, **status))
+
+
+def test_a_worker_that_waits_for_a_restore_that_has_failed_is_given_up_once() -> None:
+    (write,) = restores.reconcile(RestoreView(failed(), waiting()), 0.0).writes
+    assert isinstance(write, SetStatus)
+    (order,) = write.new.status.orders  # type: ignore[union-attr]
+    said = payload(order)
+    assert (order.verb, order.node, order.attempt) == ("abort", "node-1", 1)
+    assert (said["pod"]["uid"], said["why"]) == (POD_UID, DAMAGED.message)
+    again = replace(failed(), status=write.new.status)  # type: ignore[arg-type]
+    later = restores.reconcile(RestoreView(again, waiting(), known=frozenset({"node-1"})), 1.0)
+    assert later.writes == ()
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(pod(), id="not up yet"),
+        pytest.param(waiting(cold_containers=["main"]), id="it works already"),
+        pytest.param(waiting(phase="Failed"), id="it has ended"),
+        pytest.param(
+            waiting(orders=[ordering.stop(waiting(), "", 0.0)]), id="it runs by orders, and ends"
+        ),
+        None,
+    ],
+)
+def test_one_that_does_not_wait_or_is_ended_otherwise_is_left_alone(found: Pod | None) -> None:
+    plan = restores.reconcile(RestoreView(failed(), found), 0.0)
+    assert all(not write.new.status.orders for write in plan.writes)  # type: ignore[union-attr]

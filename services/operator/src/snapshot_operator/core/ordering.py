@@ -326,6 +326,15 @@ def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) ->
     return found
 
 
+def abort_restore(
+    value: SnapshotRestore, node: str, why: str, trace: str, now: float
+) -> OrderStatus:
+    """Say to the worker that waits for a restore that none comes."""
+    common = _common("abort", value.metadata.uid, max(1, value.status.attempt), node, trace)
+    order = AbortOrder(pod=target_ref(value), why=why[:4096], **common)
+    return status_of(order, "agent", now)
+
+
 def delete(
     content: SnapshotContent,
     generation: int,

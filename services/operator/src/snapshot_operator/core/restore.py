@@ -124,10 +124,13 @@ def gather(reader: Reader, restore: SnapshotRestore) -> RestoreView:
     status, target = restore.status, restore.spec.pod_ref
     unanswered = [item.node for item in status.orders if not is_answered(item)]
     nodes = known(reader, unanswered)
-    if status.state in ENDED and not restore.metadata.deletion_timestamp:
+    is_over = status.state is Restore.RESTORED or fold.find(status.orders, "abort")
+    if is_over and not restore.metadata.deletion_timestamp:
         return RestoreView(restore, None, known=nodes)
     found = reader.get("Pod", restore.metadata.namespace, target.name, target.uid)
     pod = found if isinstance(found, Pod) else None
+    if status.state is Restore.FAILED and not restore.metadata.deletion_timestamp:
+        return RestoreView(restore, pod, known=nodes)
     if status.content_name:
         named = reader.get("SnapshotContent", None, status.content_name)
         content = named if isinstance(named, SnapshotContent) else None
@@ -520,9 +523,34 @@ def _unrestored(restore: SnapshotRestore, failure: Failure, now: float) -> list[
 def _ended(view: RestoreView, now: float) -> Plan:
     """Keep what is owed; let a deleted restore go once its content has taken it off the readers."""
     restore = view.restore
+    if restore.metadata.deletion_timestamp is None and _waits_in_vain(view, now):
+        return _give_up(view, now)
     if restore.metadata.deletion_timestamp is None or is_reading(restore):
         return _plan(restore, restore.status, now)
     content = view.content
     if content is not None and restore.metadata.uid in content.status.readers:
         return _plan(restore, restore.status, now)
     return Plan((Finalize(restore),))
+
+
+def _waits_in_vain(view: RestoreView, now: float) -> bool:
+    """Whether the worker of a restore that failed is up, and still waits for it.
+
+    A pod that runs by orders is ended by the one who gives them; one of a kubelet goes on.
+    """
+    pod, status = view.pod, view.restore.status
+    if status.state is not Restore.FAILED or fold.find(status.orders, "abort"):
+        return False
+    if pod is None or pod.status.orders or not _is_standing_by(pod):
+        return False
+    checks = (_deleted, _pod_ended, _not_in_standby)
+    return bool(pod.status.node_name) and not any(check(view, now) for check in checks)
+
+
+def _give_up(view: RestoreView, now: float) -> Plan:
+    """Have the agent say so to the worker, which ends or starts cold."""
+    restore, pod = view.restore, view.pod
+    failure, trace = restore.status.failure, restoration_span(restore)
+    node, why = pod.status.node_name if pod else "", failure.message if failure else ""
+    order = ordering.abort_restore(restore, node, why, trace, now)
+    return _plan(restore, replace(restore.status, orders=[*restore.status.orders, order]), now)

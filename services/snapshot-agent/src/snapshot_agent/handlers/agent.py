@@ -15,7 +15,7 @@ from snapshot_agent.handlers.recovery import Recoverer
 from snapshot_agent.handlers.restores import Restores
 from snapshot_agent.ports import Machine, Orders, Workers
 from snapshot_shared import instruments
-from snapshot_shared.courier import Handler
+from snapshot_shared.courier import Handler, OrderContext, Result
 from snapshot_shared.orders import (
     AbortOrder,
     DeleteOrder,
@@ -68,6 +68,11 @@ class Agent:
         """Recover what an earlier agent left behind. Call it before orders are accepted."""
         await self._recoverer.run()
 
+    async def abort(self, order: AbortOrder, ctx: OrderContext) -> Result:
+        """Abort a capture, or where no content is named the restore of a pod."""
+        orders = self.restores if order.content_uid is None else self.captures
+        return await orders.abort(order, ctx)
+
     async def close(self) -> None:
         """Stop watching. Containers run on, and guards wait for the next agent."""
         await self.background.close()
@@ -108,7 +113,7 @@ def routes(agent: Agent) -> dict[type[Order], Handler]:
         PrepareOrder: agent.captures.prepare,
         DumpOrder: agent.captures.dump,
         ReleaseOrder: agent.captures.release,
-        AbortOrder: agent.captures.abort,
+        AbortOrder: agent.abort,
         SealOrder: agent.artifacts.seal,
         DeleteOrder: agent.artifacts.delete,
         VerifyOrder: agent.artifacts.verify,

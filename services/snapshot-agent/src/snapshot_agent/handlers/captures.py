@@ -25,7 +25,7 @@ from snapshot_shared.orders import (
     PrepareOrder,
     ReleaseOrder,
 )
-from snapshot_shared.runner import UNDO_S, Step
+from snapshot_shared.runner import Step
 
 PROCESS = "process"
 TERMINATE_GRACE_S = 5.0
@@ -119,21 +119,17 @@ class Captures:
 
     async def abort(self, order: AbortOrder, ctx: OrderContext) -> Result:
         """Make sure that no attempt up to this one begins or goes on, and undo what it did."""
-        if order.content_uid is not None:
-            verbs, owner, kind = ["prepare", "dump", "seal"], order.content_uid, "capture"
-        elif order.pod is not None:
-            verbs, owner, kind = ["restore"], order.pod.uid, "restore"
-        else:
+        if order.content_uid is None:
             raise InvalidMessage("an abort names a content or a pod")
+        content = Uid(order.content_uid)
 
         async def tombstone() -> None:
-            await self._orders.tombstone(f"{kind}-{owner}", order.attempt)
+            await self._orders.tombstone(f"capture-{content}", order.attempt)
 
         async def compensate() -> None:
-            names = [order_id(verb, Uid(owner)) for verb in verbs]
+            names = [order_id(verb, content) for verb in ("prepare", "dump", "seal")]
             await self._cancel_all(names, order.attempt)
-            if kind == "capture":
-                await self._give_up(owner, order)
+            await self._give_up(content, order)
 
         # `undo`: on a full disk the tombstone fails, and the worker must be let go all the same.
         table = [
@@ -146,7 +142,7 @@ class Captures:
     async def _cancel_all(self, names: list[OrderId], attempt: int) -> None:
         for name in names:
             # What a prepare undoes concerns the worker; the others may hang on the artifact root.
-            within_s = {"prepare": None, "restore": UNDO_S}.get(verb_of(name), HANGS_S)
+            within_s = None if verb_of(name) == "prepare" else HANGS_S
             await self._orders.cancel(name, attempt, within_s)
 
     async def _give_up(self, content: str, order: AbortOrder) -> None:

@@ -1,4 +1,4 @@
-"""The order `restore`: a worker in standby gets the saved state and serves."""
+"""The order `restore`: a worker in standby gets the saved state and serves; and its abort."""
 
 from __future__ import annotations
 
@@ -23,16 +23,24 @@ from snapshot_agent.ports import (
 )
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.courier import OrderContext, Result
-from snapshot_shared.errors import Aborted, DeadlineExceeded, Internal
-from snapshot_shared.orders import DeviceRef, RestoreOrder
-from snapshot_shared.runner import Step
+from snapshot_shared.errors import (
+    Aborted,
+    DeadlineExceeded,
+    Failure,
+    Internal,
+    InvalidMessage,
+)
+from snapshot_shared.ids import OrderId, order_id, owner_of
+from snapshot_shared.orders import AbortOrder, DeviceRef, RestoreOrder
+from snapshot_shared.runner import UNDO_S, Step
 
 PROCESS = "process"
 CHECK_S = 60.0
+GIVE_UP_S = UNDO_S + 10.0
 
 
 class Restores:
-    """The order `restore`."""
+    """The order `restore`, and its abort."""
 
     def __init__(self, machine: Machine, orders: Orders, workers: Workers) -> None:
         """Use the parts of the node."""
@@ -47,6 +55,44 @@ class Restores:
             await ctx.steps("restore", steps.table())
             moved(steps.part.bytes)
         return {"bytes": steps.part.bytes}
+
+    async def abort(self, order: AbortOrder, ctx: OrderContext) -> Result:
+        """Make sure that no attempt up to this one begins or goes on, and say so to the worker.
+
+        One that was restored, or waits for nothing any more, is left alone.
+        """
+        pod = order.pod
+        if pod is None:
+            raise InvalidMessage("an abort names a content or a pod")
+
+        async def tombstone() -> None:
+            await self._orders.tombstone(f"restore-{pod.uid}", order.attempt)
+
+        async def compensate() -> None:
+            restore = order_id("restore", owner_of(OrderId(order.order)))
+            await self._orders.cancel(restore, order.attempt, UNDO_S)
+            found = await self._workers.resolve(pod)
+            control_of = self._machine.control
+            if found.worker is not None and not any(
+                control_of.get(found.worker.paths, name) is not None
+                for name in (control.RESTORED, control.RESTORE_FAILED)
+            ):
+                why = Aborted(order.why or "the restore was aborted").to_failure()
+                await _say_failed(self._machine, found.worker, order.attempt, why)
+
+        # `undo`: on a full disk the tombstone fails, and the worker waits for nothing all the same.
+        table = [
+            Step("tombstone", tombstone, 10.0, undo=compensate),
+            Step("compensate", compensate, GIVE_UP_S),
+        ]
+        await ctx.steps("abort", table)
+        return {}
+
+
+async def _say_failed(machine: Machine, worker: Worker, attempt: int, why: Failure) -> None:
+    """Say to a worker in standby that its restore has failed, and take away what it was given."""
+    await machine.control.clear(worker.paths, control.RESTORE_COMPLETE, control.STATE)
+    machine.control.put(worker.paths, control.RESTORE_FAILED, control.body(attempt, why))
 
 
 async def with_uuids(machine: Machine, order: RestoreOrder) -> RestoreOrder:
@@ -191,8 +237,5 @@ class _RestoreSteps:
             ) from None
 
     async def _fail(self) -> None:
-        where = self.worker.paths
-        await self._machine.control.clear(where, control.RESTORE_COMPLETE, control.STATE)
         why = Aborted("the restore failed").to_failure()
-        body = control.body(self._order.attempt, why)
-        self._machine.control.put(where, control.RESTORE_FAILED, body)
+        await _say_failed(self._machine, self.worker, self._order.attempt, why)
