@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot_operator.core.plan import FINALIZER
-from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_operator.kube.controllers import INDEXES
 from snapshot_operator.kube.events import EventRecorder
 from snapshot_operator.kube.store import RESOURCES, KubeStore
 from snapshot_operator.runtime.cluster import Cluster
+from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
 from tests.bench.machine import Watch
 from tests.bench.operator import FULL, ROUNDS, Row, goal, parsed, parser, say, table, told

@@ -21,7 +21,6 @@ from typing import Any
 from kubernetes_asyncio.client import ApiClient, CoreV1Api, CustomObjectsApi
 from kubernetes_asyncio.watch import Watch
 
-from snapshot_operator.kube.client import KubeClient, load_configuration
 from snapshot_operator.kube.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.kube.store import RESOURCES, KubeStore
 from snapshot_operator.runtime.cluster import Cluster
@@ -29,6 +28,7 @@ from snapshot_operator.runtime.interpreter import Interpreter
 from snapshot_operator.runtime.manager import Manager
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.world import Changed, unsaid
+from snapshot_shared.kube_client import KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
 from snapshot_shared.telemetry import Telemetry
 from tests.support.operator_world import MemoryOrders

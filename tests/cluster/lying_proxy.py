@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 from kubernetes_asyncio.client import ApiClient, Configuration
 
-from snapshot_operator.kube.client import path_kind
+from snapshot_shared.kube_client import path_kind
 
 Answer = int | Literal["cut", "lost", "page"]
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")

@@ -25,12 +25,12 @@ import yaml
 
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.certificates import Certificates, renewed
-from snapshot_operator.kube.client import KubeClient, load_configuration
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET
 from snapshot_operator.kube.webhook_tls import OwnCertificate
 from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint, configurations
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import InvalidManifest
+from snapshot_shared.kube_client import KubeClient, load_configuration
 from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from tests.cluster.conftest import SHELL
 from tests.cluster.kubectl import Kubectl, KubectlError

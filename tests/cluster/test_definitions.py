@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_operator.kube.crds import PART_OF, VERSION_ANNOTATION, definitions
 from snapshot_operator.kube.definitions import PATH, Definitions, Mode
 from snapshot_shared.errors import AlreadyExists, Failure, NotFound
+from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
 from tests.support.agent_rig import until

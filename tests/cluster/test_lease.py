@@ -15,10 +15,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.kube.client import KubeClient, StoreRewound, load_configuration
-from snapshot_operator.kube.lease import KubeLease
+from snapshot_operator.kube.lease import KubeLease, StoreRewound
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import NotFound
+from snapshot_shared.kube_client import KubeClient, load_configuration
 from tests.cluster.lying_proxy import Answer, Lie, LyingProxy, lying_proxy
 
 pytestmark = pytest.mark.cluster

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_operator.kube.namespaces import PATH, SelectedNamespaces
 from snapshot_shared.errors import InvalidInput
+from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
 from tests.support.agent_rig import until

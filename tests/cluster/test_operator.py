@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.client import KubeClient, load_configuration
 from snapshot_operator.kube.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.runtime.cluster import Cluster
@@ -26,6 +25,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import AlreadyExists, NotFound
+from snapshot_shared.kube_client import KubeClient, load_configuration
 from snapshot_shared.orders import Presence
 from snapshot_shared.telemetry import Telemetry
 from tests.cluster.conftest import SHELL

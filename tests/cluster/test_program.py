@@ -20,7 +20,6 @@ import yaml
 
 from snapshot_operator.core.presence import LOST_AFTER_S
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_operator.kube.crds import PART_OF, definitions
 from snapshot_operator.kube.definitions import PATH as DEFINITIONS
 from snapshot_operator.runtime.presence import EVERY_S
@@ -28,6 +27,7 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import NotFound
+from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from tests.cluster.cluster import Cluster
 from tests.cluster.lying_proxy import LyingProxy, lying_proxy

@@ -14,15 +14,15 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.conditions import with_conditions
 from snapshot_operator.core.restore import RESTORED
-from snapshot_operator.kube.client import (
-    MERGE_PATCH,
-    KubeClient,
-    StoreRewound,
-    load_configuration,
-)
+from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import AlreadyExists, StoreBusy
+from snapshot_shared.kube_client import (
+    MERGE_PATCH,
+    KubeClient,
+    load_configuration,
+)
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy

@@ -14,11 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.conditions import seconds, timestamp
-from snapshot_operator.kube.client import KubeClient, load_configuration
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event, Store
 from snapshot_shared.errors import AlreadyExists, Conflict, NotFound
+from snapshot_shared.kube_client import KubeClient, load_configuration
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.kubernetes import Node, NodeSpec, NodeStatus
 from snapshot_shared.objects.meta import ObjectMeta

@@ -479,9 +479,12 @@ def memfds(pid: int) -> int:
     [
         (
             {"SNAPBACK_KUBELET_PLUGIN": "dra", "SNAPBACK_KUBECONFIG": "/nowhere"},
-            "SNAPBACK_KUBECONFIG='/nowhere' cannot be used",
+            "/nowhere cannot be used to reach the API server",
         ),
-        ({"SNAPBACK_KUBELET_PLUGIN": "dra"}, "KUBERNETES_SERVICE_HOST is not set"),
+        (
+            {"SNAPBACK_KUBELET_PLUGIN": "dra"},
+            "the service account of this pod cannot be used to reach the API server",
+        ),
         (
             {"SNAPBACK_GMS_DEVICE": "claimed", "SNAPBACK_DEVICE_DIR": "/nowhere"},
             "there are 0 simulated devices in /nowhere",

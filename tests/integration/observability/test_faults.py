@@ -19,7 +19,6 @@ from gms.adapters.simulated import SimulatedDevice
 from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
 from snapshot_operator.kube.admission import Admission
-from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH
 from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus
@@ -30,6 +29,7 @@ from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.journal import Journal
+from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import DeleteOrder

@@ -14,8 +14,8 @@ from kubernetes_asyncio.client import Configuration
 
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.admission import Admission, Answer, Request, RequestedKind, review
-from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.webhooks import Endpoint, configurations
+from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.validation import Problem
 from tests.support.objects import checkpoint_document
 

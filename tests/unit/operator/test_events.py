@@ -11,8 +11,8 @@ from kubernetes_asyncio.client import Configuration
 from msgspec.structs import replace
 
 from snapshot_operator.core.conditions import with_conditions
-from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.events import MAX_WAITING, EventRecorder, happenings
+from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kinds import AnyObject
 from tests.support.objects import checkpoint_document

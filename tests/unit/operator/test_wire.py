@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_operator.kube.client import path_kind
 from snapshot_operator.kube.wire import decoder, job_in, node_in, pod_in
+from snapshot_shared.kube_client import path_kind
 from snapshot_shared.objects.kubernetes import JobSpec
 from snapshot_shared.objects.snapback import DynamoCheckpoint
 from tests.support.objects import checkpoint_document

@@ -24,10 +24,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from snapshot_operator.kube.client import KubeClient, decoded, load_configuration
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import AlreadyExists, Conflict, InvalidInput, InvalidName, NotFound
 from snapshot_shared.ids import NodeName, check_node
+from snapshot_shared.kube_client import KubeClient, decoded, load_configuration
 from snapshot_shared.nkey import SEED, is_public, new_seed, public_half
 from snapshot_shared.orders import Label
 from snapshot_shared.permissions import Role, User, server_accounts

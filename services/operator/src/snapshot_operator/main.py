@@ -38,7 +38,7 @@ from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
 log = logging.getLogger(__name__)
 if TYPE_CHECKING:
-    from snapshot_operator.kube.client import KubeClient
+    from snapshot_shared.kube_client import KubeClient
 
 
 class OperatorSettings(Common, frozen=True, kw_only=True):
@@ -164,7 +164,6 @@ async def _in_cluster(
     """Wait for the Lease of the cluster, and serve the objects of its API server."""
     # Standalone mode does without the client of Kubernetes: 40 MiB and a quarter of a second.
     from snapshot_operator.kube import controllers
-    from snapshot_operator.kube.client import KubeClient, load_configuration
     from snapshot_operator.kube.crds import definitions
     from snapshot_operator.kube.definitions import Definitions
     from snapshot_operator.kube.events import EventRecorder, warn_of
@@ -172,6 +171,7 @@ async def _in_cluster(
     from snapshot_operator.kube.namespaces import SelectedNamespaces, selecting
     from snapshot_operator.kube.rbac import NAME
     from snapshot_operator.kube.store import KubeStore
+    from snapshot_shared.kube_client import KubeClient, load_configuration
 
     hostname, namespace = socket.gethostname(), settings.namespace
     clocks, jitter = environment.clocks, environment.jitter

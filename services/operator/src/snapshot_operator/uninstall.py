@@ -20,9 +20,9 @@ import msgspec
 from msgspec import Meta
 
 from snapshot_operator.core.plan import FINALIZER
-from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET, NAME
 from snapshot_shared.errors import InvalidInput, NotFound
+from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from snapshot_shared.objects.snapback import ABORT, GROUP

@@ -20,7 +20,6 @@ from aiohttp import web
 
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.restore_request import RestoreRequest, mismatch
-from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.restoring import restore_request, standby_patch
 from snapshot_operator.kube.shaping import (
     GMS_DISABLED,
@@ -34,6 +33,7 @@ from snapshot_shared import instruments
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
 from snapshot_shared.http import CLOSE_S, listen
+from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.snapback import (

@@ -15,17 +15,17 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from snapshot_operator.kube.client import (
+from snapshot_operator.kube.crds import PART_OF, VERSION_ANNOTATION
+from snapshot_operator.kube.rbac import NAME
+from snapshot_operator.kube.store import watch_error
+from snapshot_shared.errors import Failure, InvalidManifest, SnapbackError
+from snapshot_shared.kube_client import (
     APPLY_PATCH,
     MAX_RETRY_S,
     KubeClient,
     back_off,
     decoded,
 )
-from snapshot_operator.kube.crds import PART_OF, VERSION_ANNOTATION
-from snapshot_operator.kube.rbac import NAME
-from snapshot_operator.kube.store import watch_error
-from snapshot_shared.errors import Failure, InvalidManifest, SnapbackError
 from snapshot_shared.tasks import any_set, end_all
 
 log = logging.getLogger(__name__)

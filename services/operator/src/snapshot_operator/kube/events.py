@@ -12,9 +12,9 @@ import msgspec
 from snapshot_operator.core.checkpoint import STUCK
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.restore import RESTORED
-from snapshot_operator.kube.client import KubeClient
 from snapshot_operator.kube.rbac import NAME
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
+from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.meta import Condition
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from snapshot_operator.kube.client import KubeClient, ResourceExpired, back_off, decoded
 from snapshot_operator.kube.store import WATCH_S, watch_error
 from snapshot_operator.runtime.world import Selection, World
 from snapshot_shared.errors import InvalidInput, InvalidManifest, SnapbackError
+from snapshot_shared.kube_client import KubeClient, ResourceExpired, back_off, decoded
 from snapshot_shared.service import until_stopped
 
 log = logging.getLogger(__name__)

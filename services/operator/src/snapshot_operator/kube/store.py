@@ -17,16 +17,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_operator.kube.client import (
-    MERGE_PATCH,
-    STRATEGIC_PATCH,
-    KubeClient,
-    ResourceExpired,
-    StoreRewound,
-    back_off,
-    decoded,
-    error_status,
-)
+from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.shaping import (
     GMS_DISABLED,
     GMS_DISABLED_FIX,
@@ -46,6 +37,15 @@ from snapshot_shared.errors import (
     NotFound,
     SnapbackError,
     StoreBusy,
+)
+from snapshot_shared.kube_client import (
+    MERGE_PATCH,
+    STRATEGIC_PATCH,
+    KubeClient,
+    ResourceExpired,
+    back_off,
+    decoded,
+    error_status,
 )
 from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Job, Node, Pod

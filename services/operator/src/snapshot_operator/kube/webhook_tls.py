@@ -22,7 +22,6 @@ import msgspec
 from asyncinotify import Inotify, Mask
 
 from snapshot_operator.kube.certificates import LIFE, Certificates, at, renewal, renewed
-from snapshot_operator.kube.client import MERGE_PATCH, KubeClient, decoded
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET, NAME
 from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint
 from snapshot_shared.clocks import Clocks
@@ -33,6 +32,7 @@ from snapshot_shared.errors import (
     NotFound,
     SnapbackError,
 )
+from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, decoded
 from snapshot_shared.tasks import any_set, end_all, in_thread
 
 log = logging.getLogger(__name__)

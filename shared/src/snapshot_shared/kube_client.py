@@ -59,13 +59,7 @@ class Refused(StoreBusy):
     Its own rights may be on their way to it still, a quota may be used up, a webhook may say no.
     """
 
-    default_next_step = "compare the message with the operator's ClusterRole, quotas and webhooks"
-
-
-class StoreRewound(SnapbackError):
-    """The API server's history is older than what this operator has seen of it."""
-
-    default_next_step = "nothing: the operator starts again and reads what there is"
+    default_next_step = "compare the message with the ClusterRole of this user, quotas and webhooks"
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):

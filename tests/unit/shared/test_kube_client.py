@@ -1,0 +1,97 @@
+"""What a client of the API server makes of the bytes that come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from aiohttp import web
+from kubernetes_asyncio.client import Configuration
+
+from snapshot_shared.errors import (
+    AlreadyExists,
+    Conflict,
+    InvalidManifest,
+    NotFound,
+    SnapbackError,
+    StoreBusy,
+)
+from snapshot_shared.kube_client import KubeClient, Refused, ResourceExpired
+
+LONG = b"x" * 5_000_000
+
+
+@asynccontextmanager
+async def served(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> AsyncIterator[str]:
+    """Answer to `/pods`, and yield the address."""
+    app = web.Application()
+    app.router.add_get("/pods", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield "http://{}:{}".format(*runner.addresses[0][:2])
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "events"),
+    [
+        ([b"one\n", b"two\n"], [b"one", b"two"]),
+        ([b"one\ntwo\nthree\n"], [b"one", b"two", b"three"]),
+        ([b"on", b"e\ntw", b"o\n"], [b"one", b"two"]),
+        ([LONG, b"\n"], [LONG]),
+        ([b"one\n", b"tw"], [b"one"]),
+        ([], []),
+    ],
+    ids=["each", "together", "in pieces", "long", "cut off", "none"],
+)
+async def test_a_watch_gives_each_whole_line_however_it_comes(
+    pieces: list[bytes], events: list[bytes]
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        return response
+
+    async with (
+        served(answer) as url,
+        KubeClient(Configuration(host=url)) as client,
+        aclosing(client.watch("/pods", {})) as lines,
+    ):
+        assert [line async for line in lines] == events
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "error", "is_retryable"),
+    [
+        (400, "BadRequest", InvalidManifest, False),
+        (401, "Unauthorized", Refused, True),
+        (403, "Forbidden", Refused, True),
+        (404, "NotFound", NotFound, False),
+        (409, "AlreadyExists", AlreadyExists, False),
+        (409, "Conflict", Conflict, True),
+        (410, "Expired", ResourceExpired, True),
+        (422, "Invalid", InvalidManifest, False),
+        (429, "TooManyRequests", StoreBusy, True),
+        (500, "InternalError", StoreBusy, True),
+    ],
+)
+async def test_what_the_api_server_refuses_is_an_error_of_ours_with_its_words(
+    code: int, reason: str, error: type[SnapbackError], *, is_retryable: bool
+) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        said = {"kind": "Status", "message": "because of this", "reason": reason}
+        return web.json_response(said, status=code)
+
+    async with (
+        served(answer) as url,
+        KubeClient(Configuration(host=url)) as client,
+    ):
+        with pytest.raises(SnapbackError, match="because of this") as caught:
+            await client.request("GET", "/pods")
+    assert (type(caught.value), caught.value.retryable) == (error, is_retryable)
