@@ -13,7 +13,7 @@ from snapshot_operator.kube.controllers import label_node
 from snapshot_operator.kube.shaping import with_agent_affinity
 from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node
 from snapshot_shared.objects.meta import ObjectMeta, condition, is_true
-from tests.support.objects import checkpoint_document, presence
+from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
 
 NOW = 1_000_000.0
@@ -162,6 +162,23 @@ async def test_a_checkpoint_whose_pod_waits_says_when_no_node_has_an_agent() -> 
     await world.join(presence("node-1"))
     await world.answer_all()
     assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
+
+
+async def test_a_restore_whose_pod_waits_says_when_no_node_has_an_agent() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    world.present.clear()
+    await world.see(absent_s=LOST_AFTER_S)
+    await world.apply(restore_document())
+    (row,) = (await world.restore("restored")).status.conditions
+    assert (row.reason, "Next: " in row.message) == ("NoAgentOnNode", True)
+    await world.join(presence("node-1"), presence("node-2"))
+    await world.answer_all()
+    row = condition((await world.restore("restored")).status.conditions, "Ready")
+    assert row is not None
+    assert row.reason == "Restored"
 
 
 async def reason(world: World) -> str:

@@ -95,32 +95,7 @@ def _before_snapshot(reader: Reader, view: CheckpointView) -> CheckpointView:
     if view.job is None:
         return view
     pod = _pod_of(reader, view.job)
-    return view._replace(pod=pod, no_agent=_without_agent(reader, pod) if pod is not None else "")
-
-
-def _without_agent(reader: Reader, pod: Pod) -> str:
-    """Return why no agent can capture a pod, and what to do; empty where one can."""
-    if place := pod.status.node_name:
-        if reader.by_index("agents", place) or nodes.node(reader, place) is None:
-            return ""
-        return (
-            f"the pod is on node {place}, which has no snapshot agent. Next: start the agent of "
-            "that node, or let the pod run on another one (spec.job.podTemplateSpec.spec.nodeName)"
-        )
-    scheduled = condition(pod.status.conditions, "PodScheduled")
-    is_stuck = scheduled is not None and scheduled.reason == "Unschedulable"
-    if not is_stuck or _any_agent(reader):
-        return ""
-    return (
-        "no node has a snapshot agent. Next: see why the agents do not run, or are not seen: "
-        "snapshotctl nodes"
-    )
-
-
-def _any_agent(reader: Reader) -> bool:
-    """Whether a node has an agent. Of many that wait, none is woken by one more node with one."""
-    found = next(iter(reader.peek_index("agents", "")), None)
-    return bool(reader.by_index("agents", found.metadata.name if found is not None else ""))
+    return view._replace(pod=pod, no_agent=nodes.without_agent(reader, pod))
 
 
 def _pod_of(reader: Reader, job: Job) -> Pod | None:

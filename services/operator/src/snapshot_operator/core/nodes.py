@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from snapshot_operator.core.plan import Reader
-from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node, Pod
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.orders import version_gap
 
@@ -33,6 +33,33 @@ def agents(found: Node) -> tuple[str, ...]:
     is_gone = is_true(rows, "Lost") or not found.status.boot_id
     has_label = found.metadata.labels.get(AGENT_LABEL) == "true"
     return () if is_missed and is_gone and not has_label else ("", found.metadata.name)
+
+
+def without_agent(reader: Reader, pod: Pod | None) -> str:
+    """Return why no agent can capture or restore a pod, and what to do; empty where one can."""
+    if pod is None:
+        return ""
+    if place := pod.status.node_name:
+        if reader.by_index("agents", place) or node(reader, place) is None:
+            return ""
+        return (
+            f"the pod is on node {place}, which has no snapshot agent. Next: start the agent of "
+            "that node, or let the pod run on another one (nodeName in its spec)"
+        )
+    scheduled = condition(pod.status.conditions, "PodScheduled")
+    is_stuck = scheduled is not None and scheduled.reason == "Unschedulable"
+    if not is_stuck or _any_agent(reader):
+        return ""
+    return (
+        "no node has a snapshot agent. Next: see why the agents do not run, or are not seen: "
+        "snapshotctl nodes"
+    )
+
+
+def _any_agent(reader: Reader) -> bool:
+    """Whether a node has an agent. Of many that wait, none is woken by one more node with one."""
+    found = next(iter(reader.peek_index("agents", "")), None)
+    return bool(reader.by_index("agents", found.metadata.name if found is not None else ""))
 
 
 def known(reader: Reader, names: Iterable[str]) -> frozenset[str]:

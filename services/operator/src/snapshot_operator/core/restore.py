@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.core.content import content_behind
-from snapshot_operator.core.nodes import known
+from snapshot_operator.core.nodes import known, without_agent
 from snapshot_operator.core.plan import (
     FINALIZER,
     NOTHING,
@@ -70,7 +70,8 @@ class RestoreView(NamedTuple):
 
     `pod` is the incarnation that is restored into. `content` is what this restore has named, or
     what its source leads to; `missing` says why there is none yet, and `refusal` why there never
-    will be. `known` are the nodes with unanswered orders that have a Node object.
+    will be. `known` are the nodes with unanswered orders that have a Node object. `no_agent` says
+    why no agent can restore the pod where it is or will be, if none can.
     """
 
     restore: SnapshotRestore
@@ -80,6 +81,7 @@ class RestoreView(NamedTuple):
     refusal: Failure | None = None
     known: frozenset[str] = frozenset()
     is_full: bool = False
+    no_agent: str = ""
 
 
 def source_of(pod: Pod) -> str:
@@ -133,14 +135,12 @@ def gather(reader: Reader, restore: SnapshotRestore) -> RestoreView:
         return RestoreView(restore, pod, known=nodes)
     if status.content_name:
         named = reader.get("SnapshotContent", None, status.content_name)
-        content = named if isinstance(named, SnapshotContent) else None
-        return RestoreView(restore, pod, content, known=nodes, is_full=_is_full(reader, status))
-    view = _resolved(reader, restore, pod)
-    return view._replace(known=nodes, is_full=_is_full(reader, status))
-
-
-def _is_full(reader: Reader, status: SnapshotRestoreStatus) -> bool:
-    return status.state is Restore.PENDING and reader.is_full
+        view = RestoreView(restore, pod, named if isinstance(named, SnapshotContent) else None)
+    else:
+        view = _resolved(reader, restore, pod)
+    if status.state is Restore.PENDING:
+        view = view._replace(is_full=reader.is_full, no_agent=without_agent(reader, pod))
+    return view._replace(known=nodes)
 
 
 def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> RestoreView:
@@ -366,6 +366,8 @@ def _pending(view: RestoreView, now: float) -> Plan:
     if not is_registered and (again := _unreadable(view, now)) is not None:
         return again
     pod = view.pod
+    if view.no_agent:
+        return _waits(restore, "NoAgentOnNode", view.no_agent, now)
     if pod is None or not pod.status.node_name:
         return _waits(restore, "WaitingForPod", "the pod is not placed on a node yet", now)
     if status.node_name != pod.status.node_name:
