@@ -7,6 +7,7 @@ its mounts and its network; so nothing of a machine has to be found and ended on
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -141,6 +142,7 @@ class Machine:
     def start(self, component: str, *words: str) -> None:
         """Start a component and leave it running."""
         into, log = self.home / "components" / component, self.home / "log" / component
+        into.with_suffix(".json").write_text(json.dumps(words))
         # Of one that ran before, for instance before the machine was killed.
         for suffix in (".exit", ".pid"):
             into.with_suffix(suffix).unlink(missing_ok=True)
@@ -151,6 +153,11 @@ class Machine:
             check=True,
             env=self.environment(),
         )
+
+    def start_again(self, component: str) -> None:
+        """Start a component that was stopped as it was started before."""
+        file = self.home / "components" / f"{component}.json"
+        self.start(component, *json.loads(file.read_text()))
 
     def send(self, component: str, number: signal.Signals) -> None:
         """Send a signal to a component."""

@@ -29,6 +29,7 @@ from tests.support.nats_server import nats_server
 __all__ = ["rig"]
 pytestmark = pytest.mark.cluster
 
+ON_THE_FIRST = {"kubernetes.io/hostname": "node-1"}
 EXAMPLE = ROOT / "deploy/examples/worker_template.py"
 READER = """
 import snapback_client as client
@@ -269,6 +270,63 @@ async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
         assert "T" not in await asyncio.to_thread(states)
     finally:
         node.send("kubelet", signal.SIGCONT)
+
+
+@pytest.mark.parametrize("component", ["kubelet", "containerd"])
+async def test_a_capture_under_way_needs_neither_the_kubelet_nor_the_runtime_of_its_node(
+    rig: Rig, nodes: Kubectl, own_cluster: Cluster, component: str
+) -> None:
+    # It takes a moment to copy so much.
+    much = ("--answer", "42", "--state-bytes", str(256 * 2**20))
+    source = pod("source", worker(*much), nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]})
+    node = own_cluster.machine("node-1")
+
+    async def is_quiet() -> bool:
+        folders = node.home / "kubelet" / "pods"
+        where = "*/volumes/kubernetes.io~empty-dir/snapshot-control/main"
+        return bool(list(folders.glob(f"{where}/quiesced")))
+
+    await polled(is_quiet)
+    await asyncio.to_thread(node.stop, component)
+    try:
+        await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+        nodes.apply(placeholder("again", "llm", "node-2"))
+        await restored(rig, "again")
+    finally:
+        node.start_again(component)
+
+    async def events() -> list[str]:
+        with contextlib.suppress(KubectlError, ValueError):
+            return await events_of(nodes, await running(nodes, "llm"))
+        return []
+
+    assert (await polled(events))[-2:] == ["quiesced 1", "snapshot-complete 1"]
+
+
+async def test_the_drain_of_a_node_ends_a_capture_with_its_reason_and_work_goes_on_elsewhere(
+    rig: Rig, nodes: Kubectl
+) -> None:
+    await arm(rig, "node-1", "facts", "stall")
+    source = pod("source", worker("--answer", "42"), nodeSelector=ON_THE_FIRST)
+    await rig.apply("drained", {"spec": source["spec"]})
+
+    async def is_quiet() -> bool:
+        with contextlib.suppress(KubectlError, ValueError):
+            return "quiesced 1" in await events_of(nodes, await running(nodes, "drained"))
+        return False
+
+    await polled(is_quiet)
+    words = ("--ignore-daemonsets", "--force", "--delete-emptydir-data", "--timeout=60s")
+    try:
+        await asyncio.to_thread(nodes.run, "drain", "node-1", *words)
+        failed = await rig.condition("dynamocheckpoints", "drained", "Failed", "True")
+        assert failed["reason"] in ("SourceExited", "JobFailed", "StalePodReference")
+        del source["spec"]["nodeSelector"]
+        await rig.apply("moved", {"spec": source["spec"]})
+        await rig.condition("dynamocheckpoints", "moved", "Ready", "True")
+    finally:
+        await asyncio.to_thread(nodes.run, "uncordon", "node-1")
 
 
 async def test_agents_that_are_replaced_in_the_middle_of_a_capture_lose_none(

@@ -275,6 +275,18 @@ async def test_a_secret_that_is_missing_is_named_and_waited_for(rig: Rig) -> Non
     await rig.phase("lacks", "Running")
 
 
+async def test_a_cluster_without_claims_fails_a_checkpoint_with_a_memory_server_at_once(
+    rig: Rig,
+) -> None:
+    with rig.proxy.lying(Lie(404, "POST", "resourceclaimtemplates")):
+        await rig.apply("claims", worker("sleep 600"), gms={})
+        failed = await rig.condition("dynamocheckpoints", "claims", "Failed", "True")
+    assert failed["reason"] == "DRAUnavailable"
+    assert "resource.k8s.io/v1" in failed["message"]
+    with pytest.raises(NotFound):
+        await rig.get("jobs", "claims")
+
+
 async def test_an_operator_that_loses_its_lease_during_its_first_lists_ends(
     rig: Rig, nats_url: str
 ) -> None:

@@ -66,6 +66,7 @@ def test_the_worker_runs_once_and_without_a_service_mesh() -> None:
     template = shaped()
     assert template["spec"]["restartPolicy"] == "Never"
     assert template["metadata"]["annotations"] == {
+        "nvidia.com/snapshot-artifact-version": "1",
         "sidecar.istio.io/inject": "false",
         "linkerd.io/inject": "disabled",
     }

@@ -51,6 +51,9 @@ GMS_DISABLED_FIX = (
 
 SOURCE_LABEL = f"{OURS}snapshot-is-checkpoint-source"
 
+_VERSION = {f"{OURS}snapshot-artifact-version": "1"}
+"""The version of what is captured of a worker, unless its template says another one."""
+
 _HAS_AGENT = {"key": AGENT_LABEL, "operator": "In", "values": ["true"]}
 
 # A proxy beside the worker would hold its connections, which no capture can bring back.
@@ -95,7 +98,7 @@ def source_template(template: Document, target: str, labels: dict[str, str]) -> 
     shaped = copy.deepcopy(template)
     meta = shaped.setdefault("metadata", {})
     meta["labels"] = {**meta.get("labels", {}), **labels, SOURCE_LABEL: "true"}
-    meta["annotations"] = {**meta.get("annotations", {}), **_NO_MESH}
+    meta["annotations"] = {**_VERSION, **meta.get("annotations", {}), **_NO_MESH}
     spec = shaped["spec"]
     spec["restartPolicy"] = "Never"
     with_agent_affinity(spec)
