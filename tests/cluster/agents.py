@@ -35,6 +35,7 @@ def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
     env.append({"name": "SNAPBACK_NODE", "valueFrom": node})
     paths = {
         "pods": ("/var/lib/kubelet/pods", "/var/lib/kubelet/pods"),
+        "pod-resources": ("/var/lib/kubelet/pod-resources", "/var/lib/kubelet/pod-resources"),
         "state": ("/var/lib/snapback", "/var/lib/snapback"),
         "artifacts": (str(artifacts), "/artifacts"),
     }

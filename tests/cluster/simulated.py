@@ -55,6 +55,7 @@ class Driver:
         self.node = node
         self.kubelet, self.cdi = home / "kubelet", home / "cdi"
         self.claims = self.kubelet / "plugins" / DRIVER / "claims"
+        self.sockets = state / node / "sockets"
         self.log = state / f"{node}.log"
         self._kubectl = kubectl
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,7 +63,7 @@ class Driver:
             "SNAPBACK_NODE": node,
             "SNAPBACK_STATE_DIR": str(state / node),
             "SNAPBACK_ARTIFACT_ROOT": str(state / "artifacts"),
-            "SNAPBACK_SOCKET_DIR": str(state / node / "sockets"),
+            "SNAPBACK_SOCKET_DIR": str(self.sockets),
             "SNAPBACK_NATS_URL": NOWHERE,
             "SNAPBACK_DEVICES": str(DEVICES),
             "SNAPBACK_DEVICE_BYTES": str(DEVICE_BYTES),

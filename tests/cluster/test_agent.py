@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from snapshot_shared.ids import NodeName
 from tests.cluster.agents import TINY_WORKER, agents, worker
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError
-from tests.cluster.simulated import ROOT, Driver, container, pod
+from tests.cluster.simulated import GPU, ROOT, Driver, container, pod, template
 from tests.cluster.test_operator import Rig, polled, rig
 from tests.support.nats_server import nats_server
 
@@ -209,6 +210,27 @@ async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node
     words = ("exec", "again", "--container", "main", "--", sys.executable, "-c", READER)
     assert await asyncio.to_thread(memory.run, *words) == "1.5 1.5 (1024, 1024)\n"
     await asyncio.to_thread(own_cluster.start, "node-1")
+
+
+async def test_the_gpus_of_a_worker_without_a_memory_server_are_those_of_its_kubelet(
+    rig: Rig, memory: Kubectl, artifacts: Path
+) -> None:
+    memory.apply(template("one-gpu"))
+    main = {**worker("--answer", "42"), "resources": GPU}
+    source = pod("source", main, claim="one-gpu", nodeSelector=ON_THE_FIRST)
+    await rig.apply("llm", {"spec": source["spec"]})
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    [root] = artifacts.glob("*/*/gen-1/root.json")
+    assert json.loads(root.read_text())["facts"]["devices"] == 1
+    memory.apply(placeholder("without", "llm", "node-2"))
+
+    async def why() -> str:
+        with contextlib.suppress(NotFound):
+            rows = (await rig.get("pods", "without")).get("status", {}).get("conditions", [])
+            return next((row["message"] for row in rows if row["type"] == RESTORED), "")
+        return ""
+
+    assert "the source had 1 GPUs, the pod has 0" in await polled(why)
 
 
 async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import signal
 import sys
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from snapshot_agent.adapters.gms_grpc import PodGms
+from snapshot_agent.adapters.node_gpus import NodeGpus
+from snapshot_shared.orders import PodRef
 from tests.cluster.simulated import (
     DEVICE_BYTES,
     DEVICES,
@@ -117,6 +121,20 @@ def driver_of(kubectl: PodKubectl, drivers: dict[str, Driver], name: str) -> Dri
     return drivers[kubectl.get("pod", name)["spec"]["nodeName"]]
 
 
+def given(kubectl: PodKubectl, driver: Driver, name: str, container: str = "main") -> list[str]:
+    """Return the uuids of the GPUs that a kubelet says it gave to a container."""
+    where = PodRef(uid="", name=name, namespace=str(kubectl.namespace), container=container)
+    gms = PodGms(driver.sockets, driver.kubelet)
+
+    async def asked() -> list[str]:
+        found = await NodeGpus(gms, driver.kubelet).of(where)
+        await gms.close()
+        assert found is not None
+        return [device.uuid for device in found]
+
+    return asyncio.run(asked())
+
+
 def condition(kubectl: PodKubectl, name: str, kind: str) -> dict[str, Any]:
     conditions = kubectl.get("pod", name)["status"].get("conditions", [])
     return next((each for each in conditions if each["type"] == kind), {})
@@ -129,7 +147,10 @@ def test_a_container_has_the_devices_of_its_claim_and_others_have_none(
     kubectl.apply(template("two", count=2), pod("p", both, bare, claim="two"))
     kubectl.wait("pod/p", until="condition=Ready")
     found = kubectl.python("p", LOOK)
-    published = driver_of(kubectl, drivers, "p").devices().values()
+    driver = driver_of(kubectl, drivers, "p")
+    published = driver.devices().values()
+    assert sorted(given(kubectl, driver, "p")) == sorted(published)
+    assert given(kubectl, driver, "p", "other") == []
     uuids = [found["devices"][number]["uuid"] for number in ("0", "1")]
     assert sorted(uuids) == sorted(published)
     assert found["devices"]["0"]["capacity"] == DEVICE_BYTES
@@ -326,6 +347,8 @@ def test_the_device_plugin_gives_limits_of_nvidia_gpus(
         kubectl.wait("pod/p", until="condition=Ready")
         found = [kubectl.python("p", LOOK, each) for each in ("main", "second")]
         uuids = [each["environment"]["SNAPBACK_GPU_0"] for each in found]
+        held = [given(kubectl, driver, "p", each) for each in ("main", "second")]
+        assert held == [[uuid] for uuid in uuids]
         assert [each["devices"]["0"]["uuid"] for each in found] == uuids
         assert len(set(uuids)) == DEVICES
         kubectl.run("delete", "pod", "p")

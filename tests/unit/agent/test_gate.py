@@ -92,6 +92,10 @@ TARGET = Target(
     [
         (TARGET, "", None),
         (TARGET._replace(root=replace(ROOT, generation=4)), "ArtifactCorrupt", None),
+        (TARGET._replace(source=replace(FACTS, devices=2), given=2), "", None),
+        (TARGET._replace(source=replace(FACTS, devices=2), given=None), "", None),
+        (TARGET._replace(source=replace(FACTS, devices=0), given=1), "", None),
+        (TARGET._replace(source=replace(FACTS, devices=2), given=0), "Incompatible", (2, 0)),
         (TARGET._replace(root=replace(ROOT, content_uid=OTHER)), "ArtifactCorrupt", None),
         (TARGET._replace(root=replace(ROOT, namespace="other")), "ArtifactCorrupt", None),
         (TARGET._replace(root=replace(ROOT, parts=ROOT.parts[1:])), "ArtifactCorrupt", None),

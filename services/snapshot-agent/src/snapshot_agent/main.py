@@ -19,6 +19,7 @@ from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
 from snapshot_agent.adapters.kubelet import KubeletPods
 from snapshot_agent.adapters.library import ArtifactLibrary
+from snapshot_agent.adapters.node_gpus import NodeGpus
 from snapshot_agent.adapters.operator import OperatorClient
 from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.adapters.processes import LocalProcesses
@@ -111,8 +112,10 @@ class _Node:
         self.drivers: dict[Driver, ProcessDriver] = {Cooperative.name: Cooperative()}
         kubelets = None
         self.gms = GmsClient(settings.socket_dir)
+        self.node_gpus: NodeGpus | None = None
         if settings.world == "kubernetes":
             self.gms = PodGms(settings.socket_dir, settings.kubelet_dir)
+            self.node_gpus = NodeGpus(self.gms, settings.kubelet_dir)
             kubelets = KubeletPods(self.launcher, settings.kubelet_dir, settings.state_dir)
         else:
             # A container ends with its first process, so in a cluster none can be replaced.
@@ -177,6 +180,7 @@ class _Node:
                 python=platform.python_version(),
             ),
             metrics=self.metrics,
+            pod_devices=self.node_gpus,
         )
 
     def _environment(self) -> NodeEnvironment:
@@ -254,7 +258,8 @@ async def serve(stop: asyncio.Event) -> None:
 
 
 def _announcer(node: _Node, stop: asyncio.Event) -> PresencePublisher:
-    return PresencePublisher(node.bus, node.gms, node.presence, stop, node.may_offer)
+    devices = node.node_gpus or node.gms
+    return PresencePublisher(node.bus, devices, node.presence, stop, node.may_offer)
 
 
 async def _connect(node: _Node) -> None:

@@ -249,6 +249,20 @@ class GpuMemory(Protocol):
         """Return the devices, waiting up to `wait_s` seconds for a service that starts."""
 
 
+class NodeDevices(Protocol):
+    """The devices of the node."""
+
+    async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
+        """Return the devices, waiting up to `wait_s` seconds for a service that starts."""
+
+
+class PodDevices(Protocol):
+    """The devices of a pod that has no memory server."""
+
+    async def of(self, pod: PodRef) -> list[PresenceDevice] | None:
+        """Return those that a container was given, in their order; None where it is not known."""
+
+
 class GuardSpec(NamedTuple):
     """What a guard watches, and what it does without its agent.
 
@@ -447,6 +461,7 @@ class Machine:
     clocks: Clocks
     facts: Facts
     metrics: Metrics = OFF
+    pod_devices: PodDevices | None = None
 
     def driver(self, name: Driver) -> ProcessDriver:
         """Return the driver that an order names. NotEligible when this node does not have it."""

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from snapshot_agent.adapters.gms_grpc import GmsUnavailable
-from snapshot_agent.ports import GpuMemory
+from snapshot_agent.ports import NodeDevices
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
@@ -29,17 +29,17 @@ class PresencePublisher:
     def __init__(
         self,
         bus: Bus,
-        gpu_memory: GpuMemory,
+        node_devices: NodeDevices,
         describe: Callable[[list[PresenceDevice]], Awaitable[Presence]],
         stop: asyncio.Event,
         may_offer: asyncio.Event,
     ) -> None:
-        """Write what `describe` returns for the devices of GMS.
+        """Write what `describe` returns for the devices of the node.
 
         The list of devices is empty until `may_offer` is set.
         """
         self._bus = bus
-        self._gpu_memory = gpu_memory
+        self._node_devices = node_devices
         self._describe = describe
         self._stop = stop
         self._may_offer = may_offer
@@ -61,7 +61,7 @@ class PresencePublisher:
         if not await self._is_offered(wait_s):
             return
         try:
-            self._devices = await self._gpu_memory.devices(wait_s=wait_s)
+            self._devices = await self._node_devices.devices(wait_s=wait_s)
             self._has_answer = True
         except GmsUnavailable:
             self._devices, self._has_answer = [], False

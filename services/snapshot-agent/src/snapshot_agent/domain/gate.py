@@ -41,7 +41,10 @@ class ObservedPod(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An artifact, the facts of the node and the devices to restore it on, and the driver."""
+    """An artifact, the facts of the node and the devices to restore it on, and the driver.
+
+    `given` is how many devices the pod has, with or without a memory server; None: not known.
+    """
 
     artifact: ArtifactRef
     root: RootManifest
@@ -49,6 +52,7 @@ class Target(NamedTuple):
     here: Facts
     devices: Sequence[DeviceRef]
     driver: Driver
+    given: int | None = None
 
 
 def refuse(checks: Sequence[Check[T]], seen: T) -> None:
@@ -151,6 +155,19 @@ def _same_devices(target: Target) -> SnapbackError | None:
     )
 
 
+def _as_many_devices(target: Target) -> SnapbackError | None:
+    expected, found = target.source.devices, target.given
+    # What was captured before the number was known has none.
+    if not expected or found is None or expected == found:
+        return None
+    return Incompatible(
+        f"the source had {expected} GPUs, the pod has {found}",
+        next_step=f"give the container {expected} GPUs",
+        expected=expected,
+        found=found,
+    )
+
+
 def _by_its_driver(target: Target) -> SnapbackError | None:
     if target.source.driver == target.driver:
         return None
@@ -182,6 +199,7 @@ COMPATIBILITY_CHECKS: tuple[Check[Target], ...] = (
     _is_that_artifact,
     _has_process_part,
     _same_devices,
+    _as_many_devices,
     _by_its_driver,
     _same_fact("arch", "architecture"),
     _same_fact("device_product", "GPU product"),

@@ -23,7 +23,14 @@ from snapshot_shared.errors import (
     NotEligible,
 )
 from snapshot_shared.ids import Uid
-from snapshot_shared.orders import DeviceRef, LayoutRef, PodRef, PrepareOrder, VectorEntry
+from snapshot_shared.orders import (
+    DeviceRef,
+    LayoutRef,
+    PodRef,
+    PrepareOrder,
+    PresenceDevice,
+    VectorEntry,
+)
 from snapshot_shared.runner import Step
 
 GUARD_S = 10.0
@@ -201,11 +208,12 @@ class Prepare:
     async def _facts(self) -> None:
         """Note the facts of the source. NoSpace when the capture would not fit."""
         order, hold = self._order, self.hold
+        devices = await devices_of(self._machine, order.pod, order.devices) or []
         facts = msgspec.structs.replace(
             self._machine.facts,
             driver=hold.driver.name,
-            device_product=await device_product(self._machine, order.pod, order.devices),
-            devices=len(order.devices),
+            device_product=devices[0].product if devices else "",
+            devices=len(devices),
             image=self.found.image[:256],
             command=list(self.found.command),
         )
@@ -231,13 +239,19 @@ class Prepare:
             ) from None
 
 
-async def device_product(machine: Machine, pod: PodRef, devices: Sequence[DeviceRef]) -> str:
-    """Return the product of a pod's devices; empty when it has none."""
+async def devices_of(
+    machine: Machine, pod: PodRef, devices: Sequence[DeviceRef]
+) -> list[PresenceDevice] | None:
+    """Return what is known of a pod's devices, those that the order names; None where nothing is.
+
+    Without any in the order they are those that its kubelet gave to it.
+    """
     if not devices:
-        return ""
+        return await machine.pod_devices.of(pod) if machine.pod_devices is not None else None
     listed = await machine.gpu_memory.at(pod).devices(wait_s=0.0)
-    found = {device.uuid: device.product for device in listed}
-    return found.get(devices[0].uuid, "")
+    found = {device.uuid: device for device in listed}
+    unknown = PresenceDevice(index=0, uuid="", product="", capacity_bytes=0)
+    return [found.get(device.uuid, unknown) for device in devices]
 
 
 def with_devices(order: PrepareOrder, notes: dict[str, Any]) -> PrepareOrder:

@@ -11,7 +11,7 @@ from snapshot_agent.domain.driving import device_map
 from snapshot_agent.domain.gate import COMPATIBILITY_CHECKS, RESTORE_CHECKS, Target, refuse
 from snapshot_agent.handlers.artifacts import naming, proven_parts
 from snapshot_agent.handlers.background import compensated, while_alive
-from snapshot_agent.handlers.prepare import device_product
+from snapshot_agent.handlers.prepare import devices_of
 from snapshot_agent.ports import (
     GenerationRef,
     Machine,
@@ -160,11 +160,14 @@ class _RestoreSteps:
         refuse(RESTORE_CHECKS, found.pod)
         self._root = root = await self._machine.artifacts.read_root(order.artifact)
         order = self._order = await with_uuids(self._machine, order)
-        product = ""
-        if root.facts.device_product:
-            product = await device_product(self._machine, order.pod, order.devices)
+        found_devices = None
+        if root.facts.devices:
+            found_devices = await devices_of(self._machine, order.pod, order.devices)
+        product = found_devices[0].product if found_devices else ""
         here = replace(self._machine.facts, device_product=product)
-        target = Target(order.artifact, root, root.facts, here, order.devices, self._driver.name)
+        given = None if found_devices is None else len(found_devices)
+        name = self._driver.name
+        target = Target(order.artifact, root, root.facts, here, order.devices, name, given)
         refuse(COMPATIBILITY_CHECKS, target)
         parts = await proven_parts(self._machine, order.artifact, root)
         self._part = next(part for part in parts if part.part == PROCESS)
