@@ -8,7 +8,8 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -23,6 +24,8 @@ from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.kubernetes import Node, NodeSpec, NodeStatus
 from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.tasks import end_all
+from tests.scenario.faults import Settings
+from tests.scenario.store import SimStore
 from tests.support.agent_rig import until
 from tests.support.objects import checkpoint
 
@@ -34,6 +37,33 @@ def sqlite(path: Path | None) -> Iterator[Store]:
     store = SqliteStore(path, timestamp=lambda: timestamp(time.time())).open()
     yield store
     store.close()
+
+
+class Running(NamedTuple):
+    """A process that does not end."""
+
+    name: str = "operator"
+
+    def at_exit(self, *_: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def late() -> Iterator[Store]:
+    """The store of the scenarios, whose events come late, in the time of this test."""
+    with sqlite(None) as shared:
+        world: Any = SimpleNamespace(
+            store=shared,
+            stores={},
+            loop=asyncio.get_running_loop(),
+            rng=random.Random(1),
+            settings=Settings(stale_s=0.1, lease="lease"),
+            apart=set(),
+            is_healed=False,
+        )
+        process: Any = Running()
+        found = SimStore(world, process)
+        shared.subscribe(found.stored)
+        yield found
 
 
 @contextlib.asynccontextmanager
@@ -59,11 +89,16 @@ async def emptied(store: Store) -> None:
             await store.remove_finalizer(left, finalizer)
 
 
-@pytest.fixture(params=["memory", "file", pytest.param("kubernetes", marks=pytest.mark.cluster)])
+@pytest.fixture(
+    params=["memory", "file", "late", pytest.param("kubernetes", marks=pytest.mark.cluster)]
+)
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     if request.param == "kubernetes":
         kubeconfig = request.getfixturevalue("kubeconfig")
         async with kubernetes(kubeconfig) as store:
+            yield store
+    elif request.param == "late":
+        with late() as store:
             yield store
     else:
         with sqlite(tmp_path / "objects.sqlite" if request.param == "file" else None) as store:
