@@ -81,7 +81,6 @@ def test_the_commands_of_the_page_work_in_their_order_and_leave_nothing(
     program = helm.find()
     assert program
     shell = Shell(tmp_path, kubectl.program.parent, program.parent)
-    shell.type("unset KUBECONFIG")
     before = objects(kubectl)
     story = [block for block in blocks(PAGE) if block.how and block.how.mode == "kubernetes"]
     assert len(story) >= 10
