@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import ssl
@@ -26,6 +28,7 @@ import yaml
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.certificates import Certificates, renewed
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET
+from snapshot_operator.kube.restoring import INSTALLED_INIT
 from snapshot_operator.kube.webhook_tls import OwnCertificate
 from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint, configurations
 from snapshot_shared.clocks import Clocks
@@ -34,6 +37,8 @@ from snapshot_shared.kube_client import KubeClient, load_configuration
 from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from tests.cluster.conftest import SHELL
 from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.oci import write_image
+from tests.cluster.programs import REPOSITORY
 from tests.cluster.simulated import until
 from tests.cluster.target import Target
 from tests.cluster.test_operator import polled
@@ -41,6 +46,7 @@ from tests.cluster.test_operator import polled
 pytestmark = pytest.mark.cluster
 
 FIELDS = ("ca.crt", "ca.key", "tls.crt", "tls.key")
+INIT = "snapback.local/init:1"
 STANDBY = {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}
 
 
@@ -142,6 +148,7 @@ def operator(
         "SNAPBACK_STATE_DIR": str(folder / "state"),
         "SNAPBACK_WEBHOOK_ADDRESS": endpoint.url.removeprefix("https://"),
         "SNAPBACK_WEBHOOK_URL": endpoint.url,
+        "SNAPBACK_AGENT_IMAGE": INIT,
     }
     running = Operator(space, endpoint, settings, folder / "operator.log")
     running.start()
@@ -245,6 +252,59 @@ def test_a_worker_in_standby_has_its_control_directory_and_is_ready_once_it_says
     namespace.run("exec", "restored", "--", "bash", "-c", script)
     until(lambda: status()["ready"] and status()["started"], "the worker is ready")
     assert status()["restartCount"] == 0
+    namespace.run("label", "nodes", "--all", f"{AGENT_LABEL}-")
+
+
+@pytest.fixture
+def init_image(target: Target, tmp_path: Path) -> str:
+    """The name of an image with what placeholders get from that of the agent."""
+    if shutil.which("cc") is None:
+        pytest.skip("cc is missing (packages gcc and libc6-dev)")
+    subprocess.run(["make", "--silent", "init"], cwd=REPOSITORY, check=True)
+    files = {INSTALLED_INIT: REPOSITORY / ".tools" / "snapback-init"}
+    archive = write_image(tmp_path / "init.tar", INIT, files, [INSTALLED_INIT])
+    return target.images.provide(archive, INIT)[INIT]
+
+
+def test_a_container_for_a_process_of_criu_waits_and_ends_at_once_when_its_pod_is_deleted(
+    operator: Operator, namespace: Kubectl, shell_image: str, init_image: str
+) -> None:
+    namespace.run("label", "nodes", "--all", "--overwrite", f"{AGENT_LABEL}=true")
+    source = checkpoint("llm")
+    source["spec"]["job"] |= {"driver": "criu", "sharedMemory": {"size": "64Mi"}}
+    namespace.apply(source)
+    document = pod("restored", restore_from="llm")
+    # With it the API server shows how the container of a deleted pod ended.
+    document["metadata"]["finalizers"] = ["example.com/kept"]
+    document["spec"]["nodeSelector"] = {}
+    (container,) = document["spec"]["containers"]
+    container |= {"image": shell_image, "args": ["600"], "stdin": True}
+    namespace.apply(document)
+    namespace.wait("pod/restored", until="jsonpath={.status.phase}=Running", within_s=90)
+
+    def status() -> Any:
+        (found,) = namespace.get("pod", "restored")["status"]["containerStatuses"]
+        return found
+
+    found = namespace.get("pod", "restored")
+    assert found["metadata"]["annotations"]["nvidia.com/restore-driver"] == "criu"
+    (container,) = found["spec"]["containers"]
+    assert (container["command"], container.get("args")) == (["/snapback/snapback-init"], None)
+    volumes = {each["name"]: each for each in found["spec"]["volumes"]}
+    shared = next(row for row in container["volumeMounts"] if row["mountPath"] == "/dev/shm")
+    assert volumes[shared["name"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Mi"}
+    assert "waiting for a restore" in namespace.run("logs", "restored", "--container", "main")
+    assert (status()["started"], status()["restartCount"]) == (False, 0)
+    # What is stored is what a webhook that is called again is given.
+    again = copy.deepcopy(found)
+    again["metadata"] = {"name": "again", "annotations": found["metadata"]["annotations"]}
+    words = ("create", "--dry-run=server", "--output=json", "--filename", "-")
+    assert json.loads(namespace.run(*words, given=json.dumps(again)))["spec"] == found["spec"]
+
+    namespace.run("delete", "pod", "restored", "--wait=false")
+    until(lambda: "terminated" in status()["state"], "the container has ended")
+    assert status()["state"]["terminated"]["exitCode"] == 128 + signal.SIGTERM
+    namespace.run("patch", "pod", "restored", "--patch", '{"metadata": {"finalizers": null}}')
     namespace.run("label", "nodes", "--all", f"{AGENT_LABEL}-")
 
 

@@ -52,6 +52,9 @@ SourcePolicy = Literal["Resume", "Terminate"]
 Driver = Literal["cooperative", "respawn", "criu", "criu+cuda"]
 """How the state of a process is captured and given back."""
 
+PLACEHOLDER_DRIVERS: tuple[Driver, ...] = ("criu", "criu+cuda")
+"""Those that bring the process itself, so that a container which waits runs none of its own."""
+
 
 class DeviceRef(msgspec.Struct, frozen=True, kw_only=True):
     """A device given to a pod: `ordinal` is the worker's own numbering, `uuid` the device.

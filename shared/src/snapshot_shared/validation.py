@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from snapshot_shared.errors import InvalidName
+from snapshot_shared.ids import check_name
 from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.objects.kubernetes import GPU_RESOURCE
 from snapshot_shared.objects.snapback import (
@@ -21,12 +23,14 @@ from snapshot_shared.objects.snapback import (
     IMMEDIATE,
     LOADER_REFUSED,
     RESTORE_CONTAINER,
+    RESTORE_DRIVER,
     RESTORE_FROM,
     RESTORE_POLICY,
     WAIT,
 )
 from snapshot_shared.objects.template import OPENED, TemplateSkeleton
-from snapshot_shared.volumes import CONTROL_VOLUME
+from snapshot_shared.orders import Driver
+from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME
 
 if TYPE_CHECKING:
     import jsonschema
@@ -35,6 +39,10 @@ World = Literal["standalone", "kubernetes"]
 
 MAX_GPUS = 64
 _TEMPLATE = "spec.job.podTemplateSpec.spec"
+_OWN_VOLUMES = {
+    CONTROL_VOLUME: "the control directory",
+    INIT_VOLUME: "the volume of the first process",
+}
 _NEEDS_GMS = "needs gpuMemoryService.enabled: true"
 _SET_BY_STORE = (
     "uid",
@@ -153,6 +161,11 @@ def restore_problems(pod: Any) -> Iterator[Problem]:
     annotations = _at(pod, "metadata.annotations")
     if not isinstance(annotations, dict) or RESTORE_FROM not in annotations:
         return
+    try:
+        # It becomes part of a path of the API server.
+        check_name(annotations[RESTORE_FROM] or "none")
+    except InvalidName as error:
+        yield Problem(f"metadata.annotations[{RESTORE_FROM}]", str(error))
     names = [str(each.get("name")) for _, each in _rows(pod, "spec.containers")]
     wanted, policy = annotations.get(RESTORE_CONTAINER), annotations.get(RESTORE_POLICY)
     if wanted and wanted not in names:
@@ -165,11 +178,17 @@ def restore_problems(pod: Any) -> Iterator[Problem]:
             f"metadata.annotations[{RESTORE_POLICY}]",
             f"{policy!r} is not one of {WAIT}, {IMMEDIATE}",
         )
+    driver, drivers = annotations.get(RESTORE_DRIVER), get_args(Driver)
+    if driver and driver not in drivers:
+        yield Problem(
+            f"metadata.annotations[{RESTORE_DRIVER}]",
+            f"{driver!r} is not one of {', '.join(drivers)}",
+        )
     for index, volume in _rows(pod, "spec.volumes"):
-        if volume.get("name") == CONTROL_VOLUME and "emptyDir" not in volume:
+        if (name := volume.get("name")) in _OWN_VOLUMES and "emptyDir" not in volume:
             yield Problem(
                 f"spec.volumes[{index}]",
-                f"{CONTROL_VOLUME} is the name of the control directory; rename this volume",
+                f"{name} is the name of {_OWN_VOLUMES[name]}; rename this volume",
             )
 
 

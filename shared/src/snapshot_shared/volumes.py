@@ -10,10 +10,12 @@ CONTROL_VOLUME = "snapshot-control"
 GMS_VOLUME = "gms-sockets"
 """Has the sockets of the pod's memory server."""
 
+INIT_VOLUME = "snapback-init"
+"""Has `snapback-init` for each container that waits for a process, by the name of the container."""
+
 SAVER = "gms-saver"
 LOADER = "gms-loader"
 """Containers of a pod that move its GPU memory, and the volumes in which they get their orders."""
-
 
 DEVICES = "snapback-devices"
 """The claim of a pod whose devices its memory server shares."""

@@ -82,11 +82,10 @@ def pod(**annotations: str) -> Any:
     return {"metadata": {"annotations": marks}, "spec": {"containers": [{"name": "main"}]}}
 
 
-async def test_a_pod_that_leaves_its_source_open_is_changed_without_any_read(
+async def test_a_pod_that_asks_for_nothing_or_is_there_already_is_left_alone_without_a_read(
     api: tuple[Api, Admission],
 ) -> None:
     behind, admission = api
-    assert (await admission.pod(request(pod(restore_from="llm")))).outcome == "changed"
     assert (await admission.pod(request(pod()))).outcome == "allowed"
     later = await admission.pod(request(pod(restore_from="llm"), operation="UPDATE"))
     assert later.outcome == "allowed"
@@ -103,6 +102,8 @@ async def test_a_pod_that_leaves_its_source_open_is_changed_without_any_read(
         ({"restore_digest": DIGEST}, "changed"),
         ({"restore_digest": "sha256:1"}, "denied"),
         ({"restore_policy": "Immediate"}, "changed"),
+        ({"restore_driver": "cooperative"}, "changed"),
+        ({"restore_driver": "criu"}, "denied"),
     ],
 )
 async def test_a_pod_is_changed_where_what_is_stored_now_is_what_it_asks_for(
@@ -128,6 +129,57 @@ async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
     behind.status = status
     pinned = pod(restore_from="llm", restore_from_uid="another", restore_digest=DIGEST)
     assert (await admission.pod(request(pinned))).outcome == "changed"
+
+
+def is_placeholder(answer: Answer) -> bool:
+    return any(change.get("value") == ["/snapback/snapback-init"] for change in answer.patch)
+
+
+CRIU_SNAPSHOT = SNAPSHOT | {"spec": SNAPSHOT["spec"] | {"driver": "criu"}}
+CHECKPOINT = checkpoint_document(driver="criu", sharedMemory={"size": "3Gi"})
+CHECKPOINT["metadata"] |= META
+
+
+@pytest.mark.parametrize(
+    ("objects", "waits_for_a_process"),
+    [
+        ({}, False),
+        ({"namespaces/team/snapshots/llm": SNAPSHOT}, False),
+        ({"namespaces/team/snapshots/llm": CRIU_SNAPSHOT}, True),
+        ({"namespaces/team/dynamocheckpoints/llm": CHECKPOINT}, True),
+        (
+            {
+                "namespaces/team/snapshots/llm": SNAPSHOT,
+                "snapshotcontents/content": CONTENT
+                | {"status": {"committed": COMMITTED | {"driver": "criu+cuda"}}},
+            },
+            True,
+        ),
+    ],
+)
+async def test_a_pod_is_a_placeholder_where_the_driver_of_its_source_brings_the_process(
+    api: tuple[Api, Admission], objects: Any, waits_for_a_process: bool
+) -> None:
+    behind, admission = api
+    behind.objects = objects
+    answer = await admission.pod(request(pod(restore_from="llm")))
+    assert answer.outcome == "changed"
+    assert is_placeholder(answer) == waits_for_a_process
+    shared = [change for change in answer.patch if "3Gi" in json.dumps(change)]
+    assert bool(shared) == ("namespaces/team/dynamocheckpoints/llm" in objects)
+
+
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_pod_names_the_driver_of_a_source_that_is_not_there_or_cannot_be_read(
+    api: tuple[Api, Admission], status: int
+) -> None:
+    behind, admission = api
+    behind.status = status
+    named = pod(restore_from="llm", restore_driver="criu")
+    assert is_placeholder(await admission.pod(request(named)))
+    named["spec"]["hostPID"] = True
+    refused = await admission.pod(request(named))
+    assert [problem.path for problem in refused.refused] == ["spec.hostPID"]
 
 
 @pytest.mark.parametrize("content", [None, CONTENT])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from msgspec.structs import replace
 
 from snapshot_operator.core.restore import RestoreView, reconcile, restore_for
 from snapshot_operator.core.restore_request import RestoreRequest, request_in
 from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
 from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.objects.snapback import SnapshotRestore
+from snapshot_shared.orders import Driver
 from snapshot_shared.transitions import Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
@@ -61,10 +63,32 @@ def test_a_container_that_the_pod_does_not_have_is_none_in_standby() -> None:
     )
 
 
+async def test_a_process_is_brought_into_no_container_that_runs_a_worker_of_its_own(
+    world: World,
+) -> None:
+    found = pod()
+    workers = replace(found, status=replace(found.status, worker_containers=["main"]))
+    for driver in get_args(Driver):
+        content = await world.content()
+        assert content.status.committed is not None
+        committed = replace(content.status.committed, driver=driver)
+        content = replace(content, status=replace(content.status, committed=committed))
+        plans = [
+            reconcile(RestoreView(restore_for(each), each, content), 0.0)
+            for each in (found, workers)
+        ]
+        needs = driver in ("criu", "criu+cuda")
+        states: list[Any] = [plan.writes[0].new.status for plan in plans]  # type: ignore[union-attr]
+        assert [status.state is Restore.FAILED for status in states] == [False, needs]
+        if needs:
+            failure = states[1].failure
+            assert failure.reason == "NotInStandby"
+            assert f"nvidia.com/restore-driver: {driver}" in failure.next_step
+
+
 def test_an_annotation_without_a_value_leaves_open_what_it_is_about() -> None:
     found = request_in({"nvidia.com/restore-from": "a", "nvidia.com/restore-policy": ""})
     assert found == RestoreRequest("a")
-    assert not found.is_pinned
 
 
 @pytest.fixture

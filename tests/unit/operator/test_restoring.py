@@ -12,9 +12,18 @@ from typing import Any
 
 import pytest
 
-from snapshot_operator.kube.restoring import standby_patch, startup_probe
-from snapshot_operator.kube.shaping import with_agent_affinity
+from snapshot_operator.kube.restoring import (
+    Images,
+    placeholder_problems,
+    standby_patch,
+    startup_probe,
+)
+from snapshot_operator.kube.shaping import job_manifest, with_agent_affinity
+from snapshot_shared.objects.kubernetes import Job, JobSpec, PodSpec, PodTemplateSpec
+from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.validation import restore_problems
+from tests.support.json_patch import applied
+from tests.support.objects import checkpoint_document
 
 FROM = "nvidia.com/restore-from"
 CONTAINER = "nvidia.com/restore-container"
@@ -30,6 +39,8 @@ MAIN: dict[str, Any] = {
 SIDECAR: dict[str, Any] = {"name": "sidecar", "image": "s"}
 MODELS = {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
 THRESHOLD = 86_400 + 7_740
+IMAGES = Images("registry.example/gms:1", "registry.example/agent:1")
+PROGRAM = "/snapback/snapback-init"
 STANDBY = [
     {"name": "SNAPSHOT_CONTROL_DIR", "value": "/snapshot-control"},
     {"name": "DYN_SNAPSHOT_CONTROL_DIR", "value": "/snapshot-control"},
@@ -59,17 +70,9 @@ def pod(*containers: dict[str, Any], volumes: Any = (MODELS,), **annotations: st
     }
 
 
-def patched(document: Any) -> Any:
-    """Apply a patch as RFC 6902 has it; `add` is its only operation here."""
-    changed = copy.deepcopy(document)
-    for change in standby_patch(document):
-        assert change["op"] == "add"
-        *path, last = change["path"].strip("/").split("/")
-        place = changed
-        for name in path:
-            place = place[int(name) if isinstance(place, list) else name]
-        place[last] = change["value"]
-    return changed
+def patched(document: Any, driver: str = "", shared: Any = None) -> Any:
+    """Return a pod as admission leaves it."""
+    return applied(document, standby_patch(document, IMAGES, driver, shared))
 
 
 def main_of(document: Any) -> Any:
@@ -201,6 +204,16 @@ def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> 
             "spec.volumes[1]",
             "snapshot-control is the name of the control directory; rename this volume",
         ),
+        (
+            pod(volumes=[{**MODELS, "name": "snapback-init"}]),
+            "spec.volumes[0]",
+            "snapback-init is the name of the volume of the first process; rename this volume",
+        ),
+        (
+            pod(restore_driver="podman"),
+            "metadata.annotations[nvidia.com/restore-driver]",
+            "'podman' is not one of cooperative, respawn, criu, criu+cuda",
+        ),
     ],
 )
 def test_a_pod_that_cannot_be_restored_as_it_asks_is_refused_by_path(
@@ -240,19 +253,158 @@ def test_a_worker_that_claims_devices_gets_a_memory_server_once() -> None:
     assert standby_patch(once) == []
 
 
+@pytest.mark.parametrize("name", ["../../other/snapshots/llm", "a/b", "a?b", "LLM"])
+def test_a_source_that_is_no_name_is_refused_before_it_is_looked_up(name: str) -> None:
+    [problem] = restore_problems(pod(restore_from=name))
+    assert problem.path == f"metadata.annotations[{FROM}]"
+
+
+@pytest.mark.parametrize("driver", ["criu", "criu+cuda"])
+def test_a_container_into_which_a_process_is_brought_begins_as_nothing_of_its_image(
+    driver: str,
+) -> None:
+    main = {
+        **MAIN,
+        "args": ["--port", "8000"],
+        "stdin": True,
+        "stdinOnce": True,
+        "startupProbe": {"httpGet": {"port": 8000}, "timeoutSeconds": 9},
+        "livenessProbe": {"tcpSocket": {"port": 8000}},
+        "lifecycle": {"postStart": {"exec": {"command": ["warm"]}}, "preStop": {"sleep": {}}},
+        "securityContext": {"runAsUser": 1000, "privileged": False},
+    }
+    changed = patched(pod(main, SIDECAR), driver)
+    place = {"name": "snapback-init", "mountPath": "/snapback", "subPath": "main"}
+    control = {"name": "snapshot-control", "mountPath": "/snapshot-control", "subPath": "main"}
+    assert changed["spec"]["containers"] == [
+        {
+            "name": "main",
+            "image": "m",
+            "command": [PROGRAM, "--", *MAIN["command"]],
+            "args": main["args"],
+            "env": [*MAIN["env"], *STANDBY],
+            "volumeMounts": [*MAIN["volumeMounts"], control, place],
+            "readinessProbe": MAIN["readinessProbe"],
+            "livenessProbe": main["livenessProbe"],
+            "startupProbe": {
+                "exec": {"command": [PROGRAM, "--restored"]},
+                "periodSeconds": 1,
+                "successThreshold": 1,
+                "failureThreshold": THRESHOLD,
+            },
+            "lifecycle": {"preStop": {"sleep": {}}},
+            "securityContext": main["securityContext"],
+        },
+        SIDECAR,
+    ]
+    amounts = {"cpu": "100m", "memory": "64Mi"}
+    assert changed["spec"]["initContainers"] == [
+        {
+            "name": "snapback-init",
+            "image": "registry.example/agent:1",
+            "command": ["/opt/snapback/snapback-init", "--install", PROGRAM],
+            "volumeMounts": [place],
+            "resources": {"requests": amounts, "limits": amounts},
+            "securityContext": {
+                "runAsUser": 1000,
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "seccompProfile": {"type": "RuntimeDefault"},
+                "readOnlyRootFilesystem": True,
+            },
+        }
+    ]
+    assert {"name": "snapback-init", "emptyDir": {}} in changed["spec"]["volumes"]
+    assert changed["metadata"]["annotations"]["nvidia.com/restore-driver"] == driver
+
+
+def with_defaults(document: Any) -> Any:
+    """Add what an API server adds between two calls of its webhooks."""
+    filled = copy.deepcopy(document)
+    for container in (*filled["spec"].get("initContainers", ()), *filled["spec"]["containers"]):
+        container |= {"terminationMessagePath": "/dev/termination-log", "imagePullPolicy": "Always"}
+        if probe := container.get("startupProbe"):
+            probe |= {"timeoutSeconds": 1}
+    return filled
+
+
+@pytest.mark.parametrize("shared", [None, {}, {"size": "1Gi"}])
+def test_a_placeholder_is_changed_no_further_also_where_its_source_has_gone(shared: Any) -> None:
+    claims = {"claims": [{"name": "snapback-devices"}]}
+    for main in (MAIN, {**MAIN, "lifecycle": {"postStart": {"exec": {}}}}):
+        once = with_defaults(patched(pod(main, SIDECAR), "criu", shared))
+        assert standby_patch(once, IMAGES, "criu", shared) == []
+        assert standby_patch(once, IMAGES) == []
+    once = patched(pod({**MAIN, "resources": claims}, SIDECAR), "criu", shared)
+    assert standby_patch(once, IMAGES, "criu", shared) == []
+
+
+def test_a_placeholder_has_the_mounts_of_the_worker_of_its_checkpoint_and_one_more() -> None:
+    document = checkpoint_document(driver="criu")
+    spec = document["spec"]["job"]["podTemplateSpec"]["spec"]
+    spec["containers"][0]["resources"] = {"claims": [{"name": "snapback-devices"}]}
+    job = Job(
+        metadata=ObjectMeta(name="a", namespace="team"),
+        spec=JobSpec(template=PodTemplateSpec(spec=PodSpec(containers=[]))),
+    )
+    for shared in ({}, {"size": "1Gi"}, {"disabled": True}):
+        document["spec"]["job"]["sharedMemory"] = shared
+        document["spec"]["gpuMemoryService"] = {"enabled": True}
+        source = job_manifest(job, document)["spec"]["template"]["spec"]
+        restored = pod(spec["containers"][0])
+        found = patched(restored, "criu", shared)["spec"]
+
+        def mounted(spec: Any) -> dict[str, Any]:
+            volumes = {each["name"]: each for each in spec["volumes"]}
+            mounts = spec["containers"][0]["volumeMounts"]
+            return {row["mountPath"]: volumes[row["name"]] for row in mounts}
+
+        own = {"/snapback": {"name": "snapback-init", "emptyDir": {}}}
+        assert mounted(found) == mounted(source) | own
+
+
+def test_without_a_checkpoint_the_shared_memory_of_a_placeholder_is_what_its_pod_says() -> None:
+    mounts = patched(pod(), "criu")["spec"]["containers"][0]["volumeMounts"]
+    assert "/dev/shm" not in {row["mountPath"] for row in mounts}
+
+
+def test_a_pod_may_name_the_driver_of_a_source_that_is_not_there_yet() -> None:
+    document = pod(restore_driver="criu")
+    assert patched(document) == patched(pod(), "criu")
+    assert patched(pod(restore_driver="cooperative"))["spec"] == patched(pod())["spec"]
+
+
+@pytest.mark.parametrize("field", ["hostPID", "shareProcessNamespace"])
+def test_a_pod_whose_containers_share_their_processes_takes_no_process(field: str) -> None:
+    document = pod()
+    document["spec"][field] = True
+    assert [each.path for each in placeholder_problems(document, "criu")] == [f"spec.{field}"]
+    assert [*placeholder_problems(document, "cooperative")] == []
+    document["metadata"]["annotations"]["nvidia.com/restore-driver"] = "criu"
+    assert f"spec.{field}".encode() in standby(document).stderr
+
+
 def standby(document: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "snapshot_operator.standby"],
         input=json.dumps(document).encode(),
-        env=os.environ | {"SNAPBACK_GMS_IMAGE": "snapback/gms:dev"},
+        env=os.environ | {"SNAPBACK_GMS_IMAGE": IMAGES.gms, "SNAPBACK_AGENT_IMAGE": IMAGES.agent},
         capture_output=True,
         check=False,
     )
 
 
 def test_the_patch_of_a_pod_is_printed_for_clusters_without_webhooks() -> None:
-    assert json.loads(standby(pod()).stdout) == standby_patch(pod())
+    for document in (pod(), pod(restore_driver="criu")):
+        assert json.loads(standby(document).stdout) == standby_patch(document, IMAGES)
     refused = standby(pod(restore_policy="Never"))
     assert refused.returncode == 1
     assert b"'Never' is not one of" in refused.stderr
     assert b"Traceback" not in refused.stderr
+
+
+def test_a_container_that_runs_what_its_image_says_has_nothing_to_start_again() -> None:
+    main = {name: value for name, value in MAIN.items() if name != "command"} | {"args": ["-x"]}
+    changed = patched(pod(main), "criu")["spec"]["containers"][0]
+    assert changed["command"] == [PROGRAM]
+    assert "args" not in changed

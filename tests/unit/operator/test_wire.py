@@ -134,6 +134,29 @@ def test_a_container_of_a_pod_to_restore_is_cold_unless_its_environment_says_sta
     assert pod_in(json.dumps(document).encode()).status.cold_containers == cold
 
 
+@pytest.mark.parametrize(
+    ("command", "workers"),
+    [
+        (["/snapback/snapback-init"], ["other"]),
+        (["/snapback/snapback-init", "--", "serve"], ["other"]),
+        (["serve", "/snapback/snapback-init"], ["main", "other"]),
+        (["serve"], ["main", "other"]),
+        (None, ["main", "other"]),
+    ],
+)
+def test_a_container_of_a_pod_to_restore_runs_a_worker_unless_it_is_a_placeholder(
+    command: Any, workers: list[str]
+) -> None:
+    main = {"name": "main", **({} if command is None else {"command": command})}
+    document = {
+        "metadata": META | {"annotations": {"nvidia.com/restore-from": "llm"}},
+        "spec": {"containers": [main, {"name": "other"}]},
+    }
+    assert pod_in(json.dumps(document).encode()).status.worker_containers == workers
+    document["metadata"] = META | {"annotations": {}}
+    assert pod_in(json.dumps(document).encode()).status.worker_containers == []
+
+
 def test_a_job_has_its_counts_and_conditions() -> None:
     row = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}
     spec = {"template": {"spec": {"containers": [{"name": "main", "image": "i"}]}}}

@@ -51,7 +51,8 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     (`apply`), even then (`adopt`), or leave them to others (`keep`). `namespace_selector` is a
     label selector of the namespaces whose objects it reconciles: all of them where it is empty.
     `gms_image` is that of the memory servers in pods; unless `allow_gms_snapshot`, checkpoints
-    that ask for one fail.
+    that ask for one fail. `agent_image` is that of the first process of containers into which a
+    process is restored.
     `webhook_address` (host:port) is where admission is served in a cluster; unset, nowhere. API
     servers reach it at the Service `webhook_service`, or at `webhook_url` if they cannot. Its
     certificate is in `webhook_certificate_dir`, or is made by the operators.
@@ -71,6 +72,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     webhook_url: str = ""
     webhook_certificate_dir: Path | None = None
     gms_image: str = "snapback/gms:dev"
+    agent_image: str = "snapback/snapshot-agent:dev"
     allow_gms_snapshot: bool = True
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
@@ -218,6 +220,7 @@ async def _admission(
 ) -> AsyncIterator[None]:
     """Answer what the API server asks, where there is an address for it, while the block runs."""
     from snapshot_operator.kube.admission import Admission, serving
+    from snapshot_operator.kube.restoring import Images
     from snapshot_operator.kube.webhook_tls import MountedCertificate, OwnCertificate
     from snapshot_operator.kube.webhooks import Endpoint
 
@@ -233,7 +236,7 @@ async def _admission(
     admission = Admission(
         client,
         environment.metrics,
-        settings.gms_image,
+        Images(settings.gms_image, settings.agent_image),
         allows_gms=settings.allow_gms_snapshot,
     )
     async with (

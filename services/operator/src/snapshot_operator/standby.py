@@ -10,19 +10,27 @@ import sys
 
 import msgspec
 
-from snapshot_operator.kube.restoring import restore_request, standby_patch
-from snapshot_operator.kube.shaping import GMS_IMAGE
+from snapshot_operator.kube.restoring import (
+    Images,
+    placeholder_problems,
+    restore_request,
+    standby_patch,
+)
+from snapshot_operator.kube.shaping import AGENT_IMAGE, GMS_IMAGE
 from snapshot_shared.validation import restore_problems
 
 
 def main() -> int:
     """Read a Pod from standard input; the status is 1, with the reasons, where it cannot wait."""
     pod = msgspec.json.decode(sys.stdin.buffer.read())
-    if wrong := list(restore_problems(pod)):
+    if wrong := [*restore_problems(pod), *placeholder_problems(pod)]:
         sys.stderr.write("; ".join(map(str, wrong)) + "\n")
         return 1
-    image = os.environ.get("SNAPBACK_GMS_IMAGE", GMS_IMAGE)
-    patch = standby_patch(pod, image) if restore_request(pod).source else []
+    images = Images(
+        os.environ.get("SNAPBACK_GMS_IMAGE", GMS_IMAGE),
+        os.environ.get("SNAPBACK_AGENT_IMAGE", AGENT_IMAGE),
+    )
+    patch = standby_patch(pod, images) if restore_request(pod).source else []
     sys.stdout.buffer.write(msgspec.json.encode(patch))
     return 0
 

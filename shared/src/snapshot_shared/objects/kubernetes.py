@@ -130,7 +130,8 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     """Where a pod runs and how it is; `memory_server` is how far one of its own is.
 
     `cold_containers` are those of a pod with `nvidia.com/restore-from` that a cluster started
-    without the variable of standby. Standalone there are none.
+    without the variable of standby, and `worker_containers` those that run a program of their own,
+    which a driver that brings the process cannot restore into. Standalone there are none of either.
     """
 
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
@@ -141,6 +142,7 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     reason: str = ""
     container_statuses: list[ContainerStatus] = []
     cold_containers: list[str] = []
+    worker_containers: list[str] = []
     orders: list[OrderStatus] = []
     obligations: list[str] = []
     traceparent: str = ""

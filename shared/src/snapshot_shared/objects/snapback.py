@@ -57,6 +57,9 @@ RESTORE_CONTENT = "nvidia.com/restore-content"
 RESTORE_DIGEST = "nvidia.com/restore-digest"
 """Annotation of a Pod: the digest that the root manifest of the artifact has to have."""
 
+RESTORE_DRIVER = "nvidia.com/restore-driver"
+"""Annotation of a Pod: the driver that its source is captured with, where that is not there yet."""
+
 RESTORE_POLICY = "nvidia.com/restore-policy"
 """Annotation of a Pod: what it does in a cluster when its source is not captured yet."""
 

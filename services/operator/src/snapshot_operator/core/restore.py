@@ -39,6 +39,7 @@ from snapshot_shared.objects.meta import (
     time_of,
 )
 from snapshot_shared.objects.snapback import (
+    RESTORE_DRIVER,
     STANDBY_VARIABLES,
     Committed,
     DynamoCheckpoint,
@@ -49,7 +50,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestoreSpec,
     SnapshotRestoreStatus,
 )
-from snapshot_shared.orders import ArtifactRef, DeviceRef
+from snapshot_shared.orders import PLACEHOLDER_DRIVERS, ArtifactRef, DeviceRef
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
 from snapshot_shared.views import is_answered
@@ -301,13 +302,30 @@ def _not_in_standby(view: RestoreView, _now: float) -> Failure | None:
         return None
     is_there = any(container.name == name for container in pod.spec.containers)
     if is_there and name not in pod.status.cold_containers:
-        return None
+        return _no_placeholder(view, pod)
     without = f"was started without {STANDBY_VARIABLES[0]}=1 and starts cold"
     return Failure(
         reason="NotInStandby",
         message=f"the container {name} {without if is_there else 'is none of the pod'}",
         next_step="let it serve as it is, or delete the pod and create it again while the "
         "operator's webhook for pods answers",
+    )
+
+
+def _no_placeholder(view: RestoreView, pod: Pod) -> Failure | None:
+    """Return why a process cannot be brought into a container that runs one of its own."""
+    committed = view.content.status.committed if view.content is not None else None
+    name, source = view.restore.spec.pod_ref.container, view.restore.spec.source
+    if committed is None or committed.driver not in PLACEHOLDER_DRIVERS:
+        return None
+    if name not in pod.status.worker_containers:
+        return None
+    return Failure(
+        reason="NotInStandby",
+        message=f"the container {name} runs a worker of its own, and the driver "
+        f"{committed.driver}, with which {source} was captured, brings the process itself",
+        next_step="delete the pod and create it again, now that its source is there; one that is "
+        f"created first needs the annotation {RESTORE_DRIVER}: {committed.driver}",
     )
 
 

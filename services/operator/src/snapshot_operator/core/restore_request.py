@@ -10,6 +10,7 @@ from snapshot_shared.objects.snapback import (
     RESTORE_CONTAINER,
     RESTORE_CONTENT,
     RESTORE_DIGEST,
+    RESTORE_DRIVER,
     RESTORE_FROM,
     RESTORE_POLICY,
     RESTORE_UID,
@@ -18,6 +19,7 @@ from snapshot_shared.objects.snapback import (
     Snapshot,
     SnapshotContent,
 )
+from snapshot_shared.orders import Driver
 
 
 class RestoreRequest(NamedTuple):
@@ -29,11 +31,7 @@ class RestoreRequest(NamedTuple):
     content: str = ""
     digest: str = ""
     policy: str = WAIT
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether its source has to be a certain one."""
-        return bool(self.uid or self.content or self.digest)
+    driver: str = ""
 
 
 def request_in(annotations: Mapping[str, str]) -> RestoreRequest:
@@ -45,7 +43,25 @@ def request_in(annotations: Mapping[str, str]) -> RestoreRequest:
         annotations.get(RESTORE_CONTENT, ""),
         annotations.get(RESTORE_DIGEST, ""),
         annotations.get(RESTORE_POLICY) or WAIT,
+        annotations.get(RESTORE_DRIVER, ""),
     )
+
+
+def driver_of(
+    sources: Sequence[Snapshot | DynamoCheckpoint], content: SnapshotContent | None
+) -> Driver | None:
+    """Return the process driver of what was found; None where that is open.
+
+    What an import brings has the driver that its artifact names.
+    """
+    if content is not None and content.status.committed is not None:
+        return content.status.committed.driver
+    for source in sources:
+        if isinstance(source, DynamoCheckpoint):
+            return source.spec.job.driver
+        if source.spec.source.artifact is None:
+            return source.spec.driver
+    return None
 
 
 def mismatch(
@@ -58,10 +74,12 @@ def mismatch(
     A checkpoint and its snapshot have one name, so that either may have the uid.
     """
     committed = content.status.committed if content is not None else None
+    driver = driver_of(sources, content)
     found = (
         (RESTORE_UID, request.uid, [source.metadata.uid for source in sources]),
         (RESTORE_CONTENT, request.content, [content.metadata.name] if content else []),
         (RESTORE_DIGEST, request.digest, [committed.root_digest] if committed else []),
+        (RESTORE_DRIVER, request.driver, [driver] if driver else []),
     )
     for annotation, wanted, there in found:
         if wanted and there and wanted not in there:

@@ -1,11 +1,12 @@
 """What the operator answers when the API server asks before it stores: reviews over HTTPS.
 
-Every replica answers, whether it is the active one or not. A pod is read no further than its
-annotations ask for: where they leave the source open, nothing but the pod itself decides.
+Every replica answers, whether it is the active one or not. How the worker of a pod has to wait
+depends on the driver of its source; where there is none yet, the pod itself says.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import logging
@@ -19,14 +20,14 @@ import msgspec
 from aiohttp import web
 
 from snapshot_operator.core.content import content_behind
-from snapshot_operator.core.restore_request import RestoreRequest, mismatch
-from snapshot_operator.kube.restoring import restore_request, standby_patch
-from snapshot_operator.kube.shaping import (
-    GMS_DISABLED,
-    GMS_DISABLED_FIX,
-    GMS_IMAGE,
-    has_memory_server,
+from snapshot_operator.core.restore_request import RestoreRequest, driver_of, mismatch
+from snapshot_operator.kube.restoring import (
+    Images,
+    placeholder_problems,
+    restore_request,
+    standby_patch,
 )
+from snapshot_operator.kube.shaping import GMS_DISABLED, GMS_DISABLED_FIX, has_memory_server
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH, PODS, PODS_PATH
 from snapshot_shared import instruments
@@ -40,6 +41,7 @@ from snapshot_shared.objects.snapback import (
     IMMEDIATE,
     RESTORE_FROM,
     DynamoCheckpoint,
+    SharedMemorySpec,
     Snapshot,
     SnapshotContent,
 )
@@ -53,6 +55,8 @@ KEEP_ALIVE_S = 120.0
 """Longer than an API server keeps a connection that it does not use (90 s): it is the one to end
 it, or a request could be lost that is on its way."""
 MAX_SHOWN = 50
+READ_S = 2.5
+"""How long sources are read: an API server waits `TIMEOUT_S` for the whole answer."""
 
 
 class RequestedKind(msgspec.Struct, frozen=True):
@@ -104,6 +108,16 @@ class Sources(NamedTuple):
         """Whether there is an artifact to restore from."""
         return self.content is not None and self.content.status.committed is not None
 
+    @property
+    def shared_memory(self) -> dict[str, Any] | None:
+        """What the checkpoint says of the shared memory of its worker; None without one."""
+        for source in self.named:
+            if isinstance(source, DynamoCheckpoint):
+                shared = source.spec.job.shared_memory or SharedMemorySpec()
+                found: dict[str, Any] = msgspec.to_builtins(shared)
+                return found
+        return None
+
 
 _REVIEW = msgspec.json.Decoder(Review)
 
@@ -115,16 +129,16 @@ class Admission:
         self,
         client: KubeClient,
         metrics: Metrics = OFF,
-        gms_image: str = GMS_IMAGE,
+        images: Images = Images(),  # noqa: B008 - it never changes
         *,
         allows_gms: bool = True,
     ) -> None:
-        """Read by `client`; `gms_image` is that of the memory servers in pods.
+        """Read by `client`; `images` are those of what is put into pods.
 
         Unless it `allows_gms`, checkpoints with one are refused.
         """
         self._client = client
-        self._gms_image = gms_image
+        self._images = images
         self._allows_gms = allows_gms
         self._metrics = metrics
 
@@ -165,12 +179,13 @@ class Admission:
         found = await self._sources(request.namespace, asked)
         if wrong := mismatch(asked, found.named, found.content):
             return Answer((_denied(wrong),))
-        if asked.policy == IMMEDIATE and (
-            found.content is None or not found.content.status.committed
-        ):
+        if asked.policy == IMMEDIATE and not found.is_captured:
             text = f"{asked.source} is not captured yet, and the pod does not wait: it starts cold"
             return Answer(warned=(text,))
-        return Answer(patch=tuple(standby_patch(pod, self._gms_image)))
+        driver = driver_of(found.named, found.content) or ""
+        if refused := tuple(placeholder_problems(pod, driver)):
+            return Answer(refused)
+        return Answer(patch=(*standby_patch(pod, self._images, driver, found.shared_memory),))
 
     async def object(self, request: Request) -> Answer:
         """Return whether an object of ours may be stored, with everything that is wrong with it."""
@@ -192,19 +207,19 @@ class Admission:
         return ()
 
     async def _sources(self, namespace: str, asked: RestoreRequest) -> Sources:
-        """Return what there is; nothing where it is of no account, or cannot be read now.
+        """Return what there is; nothing where it cannot be read now.
 
         A restore compares it again before its first order.
         """
-        if not asked.is_pinned and asked.policy != IMMEDIATE:
-            return Sources()
         try:
-            kinds = ("Snapshot", "DynamoCheckpoint")
-            read = [await self._read(kind, namespace, asked.source) for kind in kinds]
-            named = tuple(each for each in read if isinstance(each, Snapshot | DynamoCheckpoint))
-            return Sources(named, await self._content(named[0]) if named else None)
-        except SnapbackError as error:
-            log.warning("%s is not compared with what the pod asks for: %s", asked.source, error)
+            async with asyncio.timeout(READ_S):
+                kinds = ("Snapshot", "DynamoCheckpoint")
+                read = [await self._read(kind, namespace, asked.source) for kind in kinds]
+                named = (*(each for each in read if isinstance(each, Snapshot | DynamoCheckpoint)),)
+                return Sources(named, await self._content(named[0]) if named else None)
+        except (SnapbackError, TimeoutError) as error:
+            why = error if isinstance(error, SnapbackError) else f"no answer in {READ_S:g} s"
+            log.warning("%s is not compared with what the pod asks for: %s", asked.source, why)
             return Sources()
 
     async def _content(self, source: AnyObject) -> SnapshotContent | None:

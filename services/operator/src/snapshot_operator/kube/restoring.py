@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from snapshot_operator.core.restore import LONGEST_S
 from snapshot_operator.core.restore_request import RestoreRequest, request_in
 from snapshot_operator.kube.shaping import (
+    AGENT_IMAGE,
     CONTROL_PATH,
     GMS_IMAGE,
+    confined_as,
+    init_container,
     put,
     with_agent_affinity,
     with_control_directory,
     with_memory_server,
+    with_shared_memory,
     with_transfers,
 )
-from snapshot_shared.objects.snapback import RESTORE_CONTAINER, STANDBY_VARIABLES
-from snapshot_shared.volumes import DEVICES, LOADER
+from snapshot_operator.kube.wire import INIT_PROGRAM
+from snapshot_shared.objects.snapback import RESTORE_CONTAINER, RESTORE_DRIVER, STANDBY_VARIABLES
+from snapshot_shared.orders import PLACEHOLDER_DRIVERS
+from snapshot_shared.validation import Problem
+from snapshot_shared.volumes import DEVICES, INIT_VOLUME, LOADER
 
 Document = dict[str, Any]
 
@@ -32,6 +39,12 @@ RESTORED_FILE = "restored"
 SOURCE_WAIT_S = 86_400
 """The longest deadline that a capture may have, in seconds: a restore waits for its source."""
 
+INSTALLED_INIT = "/opt/snapback/snapback-init"
+"""Where the image of the agent has the first process of placeholders."""
+
+_INIT_PATH = INIT_PROGRAM.rpartition("/")[0]
+_INIT_AMOUNTS = {"cpu": "100m", "memory": "64Mi"}
+_NOT_IN_PLACEHOLDER = ("stdin", "stdinOnce", "tty")
 _GROWN = ("volumes", "initContainers", "affinity")
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
@@ -41,12 +54,38 @@ def restore_request(pod: Document) -> RestoreRequest:
     return request_in(pod.get("metadata", {}).get("annotations") or {})
 
 
-def standby_patch(pod: Document, gms_image: str = GMS_IMAGE) -> list[Document]:
+class Images(NamedTuple):
+    """The images of what is put into pods: of the memory server, and of the first process."""
+
+    gms: str = GMS_IMAGE
+    agent: str = AGENT_IMAGE
+
+
+def placeholder_problems(pod: Document, driver: str = "") -> Iterator[Problem]:
+    """Yield why a driver, else the one that a pod names, cannot bring a process into the pod."""
+    if not _needs_placeholder(pod, driver):
+        return
+    for field in ("hostPID", "shareProcessNamespace"):
+        if pod["spec"].get(field):
+            text = "a process is restored below the first one of its container; leave this out"
+            yield Problem(f"spec.{field}", text)
+
+
+def standby_patch(
+    pod: Document,
+    images: Images = Images(),  # noqa: B008 - it never changes
+    driver: str = "",
+    shared_memory: Document | None = None,
+) -> list[Document]:
     """Return the JSON Patch by which the worker of a pod waits to be restored.
 
     One whose claim is called as that of a checkpoint's worker has a memory server for it, and the
     loader that its template asks for by an init container of that name. The
     container that is restored is written down: another webhook may put one before it.
+
+    Where a `driver` (else the one that the pod names) brings the process, the container is a
+    placeholder for it, with the mounts of a checkpoint's worker: `shared_memory` is what its
+    checkpoint says of that, None where it has none.
     """
     index = _target(pod)
     spec = copy.deepcopy(pod["spec"])
@@ -56,18 +95,66 @@ def standby_patch(pod: Document, gms_image: str = GMS_IMAGE) -> list[Document]:
         put(container["env"], {"name": variable, "value": "1"}, by="name")
     claims = (container.get("resources") or {}).get("claims") or []
     if any(claim["name"] == DEVICES for claim in claims):
-        with_memory_server(spec, container, gms_image)
+        with_memory_server(spec, container, images.gms)
         if any(each["name"] == LOADER for each in spec["initContainers"]):
-            with_transfers(spec, container, gms_image, LOADER, {})
+            with_transfers(spec, container, images.gms, LOADER, {})
     with_agent_affinity(spec)
-    container["startupProbe"] = startup_probe(container)
-    before = pod["spec"]
-    marked = {**pod["metadata"]["annotations"], RESTORE_CONTAINER: container["name"]}
+    marks = {RESTORE_CONTAINER: container["name"]}
+    if _needs_placeholder(pod, driver):
+        marks[RESTORE_DRIVER] = driver or restore_request(pod).driver
+        if shared_memory is not None:
+            with_shared_memory(spec, container, shared_memory)
+        _with_placeholder(spec, container, images.agent)
+    else:
+        container["startupProbe"] = startup_probe(container)
+    before, path = pod["spec"], f"/spec/containers/{index}"
+    marked = {**pod["metadata"]["annotations"], **marks}
     return [
         *_changes("/metadata", pod["metadata"], {"annotations": marked}),
         *_changes("/spec", before, {name: spec[name] for name in _GROWN if name in spec}),
-        *_changes(f"/spec/containers/{index}", before["containers"][index], container),
+        *_changes(path, before["containers"][index], container),
+        *_removals(path, before["containers"][index], container),
     ]
+
+
+def _needs_placeholder(pod: Document, driver: str) -> bool:
+    return (driver or restore_request(pod).driver) in PLACEHOLDER_DRIVERS
+
+
+def _with_placeholder(spec: Document, container: Document, image: str) -> None:
+    """Have a container run nothing but our first process, which an init container installs.
+
+    Where the API server has added defaults to what is here already, they stay.
+    """
+    put(spec["volumes"], {"name": INIT_VOLUME, "emptyDir": {}}, by="name")
+    mount = {"name": INIT_VOLUME, "mountPath": _INIT_PATH, "subPath": container["name"]}
+    found = init_container(spec, INIT_VOLUME) or {"name": INIT_VOLUME, "image": image}
+    installer = {
+        # As much as it may have: a pod whose containers have all of theirs stays Guaranteed.
+        "resources": {"requests": _INIT_AMOUNTS, "limits": _INIT_AMOUNTS},
+        "securityContext": {**confined_as(container), "readOnlyRootFilesystem": True},
+        **found,
+        "command": [INSTALLED_INIT, "--install", INIT_PROGRAM],
+    }
+    put(installer.setdefault("volumeMounts", []), mount, by="mountPath")
+    put(spec.setdefault("initContainers", []), installer, by="name")
+    put(container["volumeMounts"], mount, by="mountPath")
+    command = container.get("command") or []
+    if command[:1] != [INIT_PROGRAM]:
+        # What it runs when the container starts again after its process has ended.
+        container["command"] = [INIT_PROGRAM, *(["--", *command] if command else [])]
+    if len(container["command"]) == 1:
+        container.pop("args", None)
+    for name in _NOT_IN_PLACEHOLDER:
+        container.pop(name, None)
+    # It would run in the placeholder, and what is brought has been through its own.
+    lifecycle = container.get("lifecycle") or {}
+    if lifecycle.pop("postStart", None) and not lifecycle:
+        del container["lifecycle"]
+    asked = {"command": [INIT_PROGRAM, "--restored"]}
+    before = container.get("startupProbe") or {}
+    container["startupProbe"] = {**(before if before.get("exec") == asked else {}), "exec": asked}
+    container["startupProbe"] |= _patience()
 
 
 def startup_probe(container: Document) -> Document:
@@ -77,11 +164,16 @@ def startup_probe(container: Document) -> Document:
     """
     found = next((container[name] for name in _PROBES if container.get(name)), None)
     probe = found or {"exec": {"command": ["cat", f"{CONTROL_PATH}/{RESTORED_FILE}"]}}
-    timing = {"periodSeconds": 1, "successThreshold": 1}
-    changed = {**probe, **timing, "failureThreshold": int(SOURCE_WAIT_S + LONGEST_S)}
+    changed = {**probe, **_patience()}
     # Left out rather than 0: the API server writes none, and a second call must change nothing.
     changed.pop("initialDelaySeconds", None)
     return changed
+
+
+def _patience() -> Document:
+    """Return how a startup probe asks: every second for as long as a restore may take."""
+    limit = int(SOURCE_WAIT_S + LONGEST_S)
+    return {"periodSeconds": 1, "successThreshold": 1, "failureThreshold": limit}
 
 
 def _target(pod: Document) -> int:
@@ -95,3 +187,10 @@ def _changes(path: str, before: Document, after: Document) -> Iterator[Document]
     for name, value in after.items():
         if before.get(name) != value:
             yield {"op": "add", "path": f"{path}/{name}", "value": value}
+
+
+def _removals(path: str, before: Document, after: Document) -> Iterator[Document]:
+    """Yield an operation for each field that `after` has no more."""
+    for name in before:
+        if name not in after:
+            yield {"op": "remove", "path": f"{path}/{name}"}

@@ -26,6 +26,7 @@ CONTROL_VARIABLES = ("SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR")
 GMS_PATH = "/gms-sockets"
 LEASE_SOCKET = "gms.sock"
 GMS_IMAGE = "snapback/gms:dev"
+AGENT_IMAGE = "snapback/snapshot-agent:dev"
 ORDER_PATH = "/gms-checkpoint"
 """Where a saver or loader has its orders and their parts."""
 SHARED_VOLUME = "shared-memory"
@@ -75,7 +76,7 @@ def job_manifest(job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE) -> 
         with_devices(pod, container, devices_name(job.metadata.name))
         with_memory_server(pod, container, gms_image)
         moved_by = (checkpoint["spec"]["gpuMemoryService"].get("checkpoint") or {}).get("saver")
-        if moved_by or _named(pod, SAVER):
+        if moved_by or init_container(pod, SAVER):
             with_transfers(pod, container, gms_image, SAVER, moved_by or {})
     # The Job of a worker that ended with its capture would start another one.
     shaped: Document = {"template": template, "backoffLimit": 0}
@@ -242,12 +243,12 @@ def with_memory_server(spec: Document, container: Document, image: str) -> None:
     if not claims:
         return
     init: list[Document] = spec.setdefault("initContainers", [])
-    server = _named(spec, GMS_SERVER) or {"name": GMS_SERVER}
+    server = init_container(spec, GMS_SERVER) or {"name": GMS_SERVER}
     server.setdefault("image", image)
     # An init container that restarts is started before the engine, and runs beside it.
     server["restartPolicy"] = "Always"
     server["resources"] = {**(server.get("resources") or _gms_requests()), "claims": claims}
-    server.setdefault("securityContext", _confined_as(container))
+    server.setdefault("securityContext", confined_as(container))
     server["startupProbe"] = {
         "exec": {"command": ["test", "-S", f"{GMS_PATH}/{LEASE_SOCKET}"]},
         "periodSeconds": 1,
@@ -280,7 +281,7 @@ def with_transfers(
     if not claims:
         return
     init = spec["initContainers"]
-    mover = _named(spec, name) or {"name": name}
+    mover = init_container(spec, name) or {"name": name}
     mover["image"] = changes.get("image") or mover.get("image") or image
     if command := changes.get("command"):
         mover["command"] = command
@@ -290,7 +291,7 @@ def with_transfers(
     # It has to be there for as long as the worker, and must not keep the pod of a Job from ending.
     mover["restartPolicy"] = "Always"
     mover["resources"] = {**(mover.get("resources") or _gms_requests()), "claims": claims}
-    mover.setdefault("securityContext", _confined_as(container))
+    mover.setdefault("securityContext", confined_as(container))
     env = mover.setdefault("env", [])
     if all(each.get("name") != "GMS_CHECKPOINT_DIR" for each in env):
         env.append({"name": "GMS_CHECKPOINT_DIR", "value": ORDER_PATH})
@@ -310,7 +311,7 @@ def with_transfers(
     spec["initContainers"] = [server, mover, *others]
 
 
-def _named(spec: Document, name: str) -> Document | None:
+def init_container(spec: Document, name: str) -> Document | None:
     """Return the init container of a name."""
     init = spec.get("initContainers") or ()
     return next((each for each in init if each.get("name") == name), None)
@@ -321,7 +322,7 @@ def _gms_requests() -> Document:
     return {"requests": {"cpu": "50m", "memory": "128Mi"}}
 
 
-def _confined_as(container: Document) -> Document:
+def confined_as(container: Document) -> Document:
     """Return what Pod Security `restricted` asks for, with the user of the worker.
 
     A worker of the same user reaches the sockets, and where its pod is within `restricted` the

@@ -52,6 +52,9 @@ Two checkpoints of one identity share an artifact only where their templates are
 GMS_SERVER = "gms-server"
 """The init container of a pod that has its memory server, and goes on beside the others."""
 
+INIT_PROGRAM = "/snapback/snapback-init"
+"""The program of a container that waits for a process: nothing of its image runs until then."""
+
 _Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
 
@@ -112,10 +115,11 @@ class WireEnvVar(_Wire, frozen=True):
 
 
 class WireContainer(_Wire, frozen=True):
-    """A container of a pod. Its environment is decoded only where a decision needs it."""
+    """A container of a pod. What is raw is decoded only where a decision needs it."""
 
     name: str
     image: str = ""
+    command: msgspec.Raw = msgspec.Raw(b"[]")
     env: msgspec.Raw = msgspec.Raw(b"[]")
     resources: WireResources = WireResources()
 
@@ -260,7 +264,8 @@ def pod_in(data: bytes | msgspec.Raw) -> Pod:
             message=message,
             reason=reason,
             container_statuses=[_container_status(found) for found in status.container_statuses],
-            cold_containers=_cold(wire),
+            cold_containers=_not(_waits, wire),
+            worker_containers=_not(_is_placeholder, wire),
             conditions=_conditions(status.conditions),
         ),
     )
@@ -385,17 +390,21 @@ def _container(wire: WireContainer) -> Container:
     return Container(name=wire.name, image=wire.image, resources=limits)
 
 
-def _cold(wire: WirePod) -> list[str]:
-    """Return the containers of a pod that is to be restored which do not wait for that."""
+def _not(is_so: Callable[[WireContainer], bool], wire: WirePod) -> list[str]:
+    """Return the containers of which something is not so, of a pod that is to be restored."""
     if RESTORE_FROM not in wire.metadata.annotations:
         return []
-    return [found.name for found in wire.spec.containers if not _waits(found)]
+    return [found.name for found in wire.spec.containers if not is_so(found)]
 
 
 def _waits(container: WireContainer) -> bool:
     # Of several entries of one name the last counts.
     found = {entry.name: entry.value for entry in _ENV.decode(container.env)}
     return found.get(STANDBY_VARIABLES[0]) == "1"
+
+
+def _is_placeholder(container: WireContainer) -> bool:
+    return bool(msgspec.json.decode(container.command)[:1] == [INIT_PROGRAM])
 
 
 def _container_status(wire: WireContainerStatus) -> ContainerStatus:
