@@ -5,6 +5,9 @@
 #   deploy/images/build.sh --no-registry   from Debian's packages, as root, with debootstrap; wheels
 #                                          come from pip here, and no build step needs the network
 #
+# The agent's image gets CRIU from Debian's packages and a program in C, where this is a Debian with apt
+# and has a compiler.
+#
 # SNAPBACK_TAG of .env is their tag; DEBIAN_MIRROR is where debootstrap looks.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -66,6 +69,26 @@ fetch_wheels() {
         --wheel-dir deploy/images/wheels --requirement requirements.lock
 }
 
+# What the agent has besides Python: CRIU, and the first process of containers that wait for one. Both
+# are kept in .tools; `make criu init` makes them anew.
+fetch_native() {
+    local native=.tools/native
+    rm -rf "$native"
+    mkdir -p "$native"
+    if [[ .tools/criu/criu -nt deploy/images/criu ]] || deploy/images/criu .tools/criu; then
+        cp -a .tools/criu "$native/criu"
+    else
+        echo "build.sh: the agent's image has no CRIU, and cannot capture with the driver criu" >&2
+    fi
+    if make --silent init; then
+        cp -a .tools/snapback-init "$native/"
+    else
+        echo "build.sh: the agent's image has no snapback-init, for it could not be compiled; install" \
+            "the packages gcc and libc6-dev" >&2
+    fi
+    chmod -R a+rX "$native"
+}
+
 build() {
     local name=$1 file=$2 service=${3:-}
     echo "build.sh: $name"
@@ -96,6 +119,7 @@ if [[ $from_debian ]]; then
 else
     python_image=${PYTHON_IMAGE:-$(setting PYTHON_IMAGE)}
 fi
+fetch_native
 for service in operator gms snapshot-agent snapshotctl page; do
     build "snapback/$service:$tag" deploy/images/service.Dockerfile "$service"
 done

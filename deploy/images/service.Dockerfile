@@ -15,6 +15,8 @@ ARG SERVICE
 COPY services/gms-client services/gms-client
 COPY shared shared
 COPY services/${SERVICE} services/${SERVICE}
+# The pattern matches nothing where build.sh has made nothing; COPY wants one source at least.
+COPY deploy/images/steps .tools/nativ[e] native/
 RUN ./steps service "${SERVICE}"
 
 FROM base

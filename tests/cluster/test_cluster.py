@@ -160,13 +160,23 @@ def test_an_image_that_cannot_be_loaded_is_an_error_with_the_next_step(
         Images(None, given).provide(Path("/nowhere"), "snapback.local/loaded:1")
 
 
+AGENT = """
+python -P -c 'import snapshot_agent.main'
+cd /opt/snapback
+criu/criu --version | grep -q 'Version: 4'
+criu/nft --version
+./snapback-init --install /tmp/init
+cmp snapback-init /tmp/init
+"""
+
+
 @pytest.mark.timeout(1500)
 def test_the_images_of_the_services_run(namespace: Kubectl, service_images: dict[str, str]) -> None:
     """Each image has the packages of its service; what they do is for other tests."""
     commands = {
         "operator": ["python", "-P", "-c", "import snapshot_operator.main"],
         "gms": ["python", "-P", "-c", "import gms.main"],
-        "snapshot-agent": ["python", "-P", "-c", "import snapshot_agent.main"],
+        "snapshot-agent": ["sh", "-euc", AGENT],
         "snapshotctl": ["snapshotctl", "--version"],
         "page": ["python", "-P", "-c", "import snapshot_page.main"],
         "nats": ["nats-server", "--version"],

@@ -36,6 +36,8 @@ CAPABILITIES = {
     "snapback-node/guards": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"],
     "snapback-node/gms": ["DAC_OVERRIDE"],
 }
+HELPER = ("--set", "node.helper.enabled=true")
+"""What reaches every process of a node."""
 OWN_NATS = ("--set", "nats.url=nats://nats.example:4222")
 
 
@@ -72,7 +74,7 @@ def environment(documents: list[Any], name: str) -> dict[str, str]:
 
 @needs_helm
 def test_the_chart_has_no_flaw_that_helm_lint_finds() -> None:
-    helm.run("lint", "--strict", str(helm.CHART), *SIMULATED)
+    helm.run("lint", "--strict", str(helm.CHART), *SIMULATED, *HELPER)
 
 
 @needs_helm
@@ -159,7 +161,7 @@ def test_the_nodes_have_no_rights_without_simulation_and_the_agent_never_has_a_t
 
 @needs_helm
 def test_the_keys_of_a_node_are_in_no_secret_and_each_service_mounts_its_own_alone() -> None:
-    documents = helm.rendered()
+    documents = helm.rendered(*HELPER)
     for name in ("node", "node-keys"):
         pod = found(documents, "DaemonSet", name)["spec"]["template"]["spec"]
         assert not any("secret" in volume for volume in pod["volumes"])
@@ -171,7 +173,7 @@ def test_the_keys_of_a_node_are_in_no_secret_and_each_service_mounts_its_own_alo
             if "keys" in mount["name"]
         }
         own = [f"/var/lib/snapback/keys/{container['name']}"]
-        assert list(mounts) == ([] if container["name"] == "guards" else own)
+        assert list(mounts) == ([] if container["name"] in ("guards", "helper") else own)
         assert all(mount["readOnly"] for mount in mounts.values())
 
 
@@ -220,6 +222,7 @@ def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
     operator = load(OperatorSettings, given | {"SNAPBACK_STATE_DIR": "/tmp"})
     assert (operator.world, operator.namespace) == ("kubernetes", "snapback-system")
     assert (operator.keep_count, operator.gms_image) == (5, f"snapback/gms:{VERSION}")
+    assert operator.agent_image == f"snapback/snapshot-agent:{VERSION}"
     assert operator.nats_url == "nats://snapback-nats.snapback-system.svc:4222"
     agent = load(AgentSettings, environment(documents, "snapback-node/agent"))
     gms = load(GmsSettings, environment(documents, "snapback-node/gms"))
@@ -256,6 +259,64 @@ def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside
             assert given["SNAPBACK_KUBELET_DIR"] == "/data/kubelet"
     assert paths["plugins"] == "/data/kubelet/plugins"
     assert paths["pods"] == "/data/kubelet/pods"
+
+
+@needs_helm
+def test_no_node_has_a_helper_or_its_folders_unless_it_is_asked_for() -> None:
+    pod = pod_of_nodes(helm.rendered())
+    assert [each["name"] for each in pod["containers"]] == ["agent", "guards", "gms"]
+    text = json.dumps(pod)
+    assert not [word for word in ("helper", "/host/cgroup", "containerd") if word in text]
+
+
+@needs_helm
+def test_the_helper_has_a_listed_set_of_capabilities_and_neither_keys_nor_a_token() -> None:
+    words = ("--set", "node.helper.extraCapabilities={SYS_RAWIO}", *SIMULATED, *HELPER)
+    pod = pod_of_nodes(helm.rendered(*words))
+    [helper] = [each for each in pod["containers"] if each["name"] == "helper"]
+    context = pod["securityContext"] | helper["securityContext"]
+    assert context["runAsUser"] == 0
+    assert context["readOnlyRootFilesystem"]
+    assert "privileged" not in context
+    for profile in ("seccompProfile", "appArmorProfile"):
+        assert context[profile] == {"type": "Unconfined"}
+    assert context["capabilities"]["drop"] == ["ALL"]
+    added = context["capabilities"]["add"]
+    assert {"SYS_ADMIN", "SYS_PTRACE", "SYS_RAWIO"} < {*added}
+    assert not {"SYS_RESOURCE", "SYS_MODULE", "SYS_BOOT", "BPF"} & {*added}
+    mounts = {each["mountPath"]: each for each in helper["volumeMounts"]}
+    assert {each["name"] for each in mounts.values()}.isdisjoint(
+        {"agent-keys", "gms-keys", "token"}
+    )
+    assert mounts["/var/lib/snapback/artifacts"]["readOnly"]
+
+
+@needs_helm
+def test_the_agent_and_its_helper_meet_at_a_socket_that_no_other_container_has() -> None:
+    words = ("--set", "node.runtimeDir=/data/containerd,node.cgroupDir=/cgroup", *HELPER)
+    documents = helm.rendered(*words)
+    pod = pod_of_nodes(documents)
+    containers = {each["name"]: each for each in pod["containers"]}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    sockets = {
+        environment(documents, f"snapback-node/{name}")["SNAPBACK_HELPER"]
+        for name in ("agent", "helper")
+    }
+    assert sockets == {"/run/helper/helper.sock"}
+    mounts = {
+        name: {row["mountPath"]: row for row in each["volumeMounts"]}
+        for name, each in containers.items()
+    }
+    where = {name for name, each in mounts.items() if "/run/helper" in each}
+    assert where == {"agent", "guards", "helper"}
+    assert volumes["helper"]["emptyDir"]["medium"] == "Memory"
+    # The container runtime names the files of containers by their paths on the node.
+    runtime = mounts["helper"]["/data/containerd"]
+    assert volumes[runtime["name"]]["hostPath"]["path"] == "/data/containerd"
+    assert runtime["readOnly"]
+    cgroup = mounts["helper"][environment(documents, "snapback-node/helper")["SNAPBACK_CGROUP_DIR"]]
+    assert volumes[cgroup["name"]]["hostPath"]["path"] == "/cgroup"
+    assert "readOnly" not in cgroup
 
 
 @needs_helm

@@ -1,7 +1,9 @@
 /*
  * snapback-init: the first process of a container that waits to be restored.
  *
- *   snapback-init             wait for a restored process, then be for the container what it is
+ *   snapback-init [-- PROGRAM ARGUMENTS]
+ *                             wait for a restored process, then be for the container what it is; in
+ *                             a container that is started again, become the program instead
  *   snapback-init --restored  exit with 0 once a process was restored, else 1: the startup probe
  *   snapback-init --install FILE
  *                             copy this program: an init container puts it into a volume of the pod
@@ -10,8 +12,8 @@
  * then sends SIGUSR1: the pid of the restored process, as this process namespace has it. From then on
  * every signal is forwarded to that process, and the container ends as it does.
  *
- * The volume outlives a container, so what an earlier container left is removed first. Nothing but
- * the libc is used, which is linked in: images of users may have no other file.
+ * The volume outlives a container: when an earlier one was restored, this one starts cold. Nothing
+ * but the libc is used, which is linked in: images of users may have no other file.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -98,6 +100,20 @@ static void reap(pid_t root) {
     }
 }
 
+/* Start what the container ran before it was made to wait, from the folder `from`. */
+static int start_cold(int from, char **program) {
+    if (program == NULL) {
+        fprintf(stderr, "snapback-init: this container was restored before and has no command to start "
+                        "again; delete its pod, or give it a command\n");
+        return 1;
+    }
+    unsetenv("SNAPSHOT_RESTORE_STANDBY");
+    unsetenv("DYN_SNAPSHOT_RESTORE_STANDBY");
+    if (fchdir(from) < 0 || execvp(program[0], program) < 0)
+        return fail(program[0]);
+    return 1;
+}
+
 static pid_t adopt(void) {
     pid_t root = restored();
     for (unsigned int at = 0; root && at < KEPT; at++)
@@ -111,20 +127,24 @@ static pid_t adopt(void) {
 int main(int count, char **words) {
     if (count == 3 && !strcmp(words[1], "--install"))
         return install(words[2]);
-    if (enter_own_folder() < 0)
+    int from = open(".", O_PATH | O_CLOEXEC);
+    if (from < 0 || enter_own_folder() < 0)
         return fail("its own folder");
     if (count == 2 && !strcmp(words[1], "--restored"))
         return restored() ? 0 : 1;
-    if (count != 1) {
-        fprintf(stderr, "usage: snapback-init [--restored | --install FILE]\n");
+    char **program = count > 2 && !strcmp(words[1], "--") ? words + 2 : NULL;
+    if (count != 1 && program == NULL) {
+        fprintf(stderr, "usage: snapback-init [-- PROGRAM ARGUMENTS | --restored | --install FILE]\n");
         return 2;
     }
+    if (unlink(FILE_NAME) == 0)
+        return start_cold(from, program);
+    if (errno != ENOENT)
+        return fail(FILE_NAME);
     sigset_t all;
     sigfillset(&all);
     if (sigprocmask(SIG_BLOCK, &all, NULL) < 0)
         return fail("sigprocmask");
-    if (unlink(FILE_NAME) < 0 && errno != ENOENT)
-        return fail(FILE_NAME);
     int signals = signalfd(-1, &all, SFD_CLOEXEC);
     if (signals < 0)
         return fail("signalfd");

@@ -1,0 +1,224 @@
+"""The first process of a container that waits to be restored, in process namespaces of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.adapters import procfs
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = ROOT / "services/snapshot-agent/init/init.c"
+WITHIN_S = 10.0
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for process namespaces"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
+]
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, built as `make init` builds it."""
+    built = tmp_path_factory.mktemp("init") / "snapback-init"
+    words = ("cc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-static")
+    subprocess.run([*words, "-o", built, SOURCE], check=True)
+    return built
+
+
+def until(look: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not look():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+class Container:
+    """A process namespace whose first process is the program."""
+
+    def __init__(self, program: Path, folder: Path, *words: str, **env: str) -> None:
+        self.folder = folder
+        self._program = folder / "snapback-init"
+        if not self._program.exists():
+            subprocess.run([program, "--install", self._program], check=True)
+        self._log = folder.parent / f"log-{time.monotonic_ns()}"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                ["unshare", "--pid", "--fork", "--kill-child", self._program, *words],
+                cwd=folder.parent,
+                env=os.environ | env,
+                stdout=log,
+                stderr=log,
+            )
+        self.pid = self._first()
+
+    def _first(self) -> int:
+        """Return the pid of the first process when it waits, or 0 when it has ended."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        end = time.monotonic() + WITHIN_S
+        while self.process.poll() is None:
+            assert time.monotonic() < end, "the first process does not wait"
+            with contextlib.suppress(OSError):
+                for pid in map(int, children.read_text().split()):
+                    status = Path(f"/proc/{pid}/status").read_text()
+                    # It blocks all signals before it waits for them.
+                    if "SigBlk:\tffff" in status:
+                        return pid
+            time.sleep(0.005)
+        return 0
+
+    def restore(self, script: str) -> int:
+        """Have a process in the namespace whose parent has ended, as CRIU does; return its pid."""
+        words = ("nsenter", f"--target={self.pid}", "--pid", "sh", "-c")
+        started = f"sh -c '{script}' </dev/null >/dev/null 2>&1 & echo $!"
+        done = subprocess.run([*words, started], check=True, capture_output=True, text=True)
+        inside = int(done.stdout)
+        until(lambda: procfs.child_in(self.pid, inside), "the child was adopted")
+        return inside
+
+    def announce(self, inside: int) -> None:
+        (self.folder / ".new").write_text(f"{inside}\n")
+        (self.folder / ".new").rename(self.folder / "restored")
+        os.kill(self.pid, signal.SIGUSR1)
+
+    def probe(self) -> int:
+        return subprocess.run([self._program, "--restored"], check=False).returncode
+
+    def ended(self) -> int:
+        return self.process.wait(WITHIN_S)
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+
+@pytest.fixture
+def make(program: Path, tmp_path: Path) -> Iterator[Callable[..., Container]]:
+    made: list[Container] = []
+
+    def container(*words: str, **env: str) -> Container:
+        folder = tmp_path / "snapback"
+        folder.mkdir(exist_ok=True)
+        made.append(Container(program, folder, *words, **env))
+        return made[-1]
+
+    yield container
+    for each in made:
+        each.process.kill()
+        each.process.wait()
+
+
+Make = Callable[..., Container]
+LOOP = "while :; do sleep 0.02; done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_waits_ends_at_the_signals_that_end_a_container(
+    make: Make, number: signal.Signals
+) -> None:
+    container = make()
+    os.kill(container.pid, number)
+    assert container.ended() == 128 + number
+
+
+def test_the_probe_fails_until_a_process_was_restored(make: Make) -> None:
+    container = make()
+    assert container.probe() == 1
+    container.announce(container.restore(LOOP))
+    assert container.probe() == 0
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_container_ends_with_the_exit_code_of_the_restored_process(
+    make: Make, code: int
+) -> None:
+    container = make()
+    container.announce(container.restore(f'trap "exit {code}" TERM; {LOOP}'))
+    until(lambda: container.probe() == 0, "restored")
+    time.sleep(0.1)
+    os.kill(container.pid, signal.SIGTERM)
+    assert container.ended() == code
+
+
+def test_a_restored_process_that_a_signal_ends_gives_128_and_its_number(make: Make) -> None:
+    container = make()
+    inside = container.restore(LOOP)
+    container.announce(inside)
+    found = procfs.child_in(container.pid, inside)
+    assert found is not None
+    procfs.send(found, signal.SIGKILL)
+    assert container.ended() == 128 + signal.SIGKILL
+
+
+def test_the_status_of_a_child_that_ended_before_it_was_announced_is_kept(make: Make) -> None:
+    container = make()
+    inside = container.restore("sleep 0.3; exit 5")
+    until(lambda: procfs.child_in(container.pid, inside) is None, "its end")
+    container.announce(inside)
+    assert container.ended() == 5
+
+
+def test_other_children_that_end_do_not_end_the_container(make: Make) -> None:
+    container = make()
+    container.announce(container.restore(f'trap "exit 3" TERM; {LOOP}'))
+    container.restore("sleep 0.1; exit 9")
+    time.sleep(0.3)
+    assert container.process.poll() is None
+    os.kill(container.pid, signal.SIGTERM)
+    assert container.ended() == 3
+
+
+def test_a_container_that_is_started_again_after_a_restore_runs_its_own_command(
+    make: Make, tmp_path: Path
+) -> None:
+    first = make("--", "sh", "-c", "pwd; echo ${SNAPSHOT_RESTORE_STANDBY:-none}")
+    first.announce(first.restore("sleep 0.1; exit 1"))
+    assert first.ended() == 1
+    again = make(
+        "--",
+        *("sh", "-c", "pwd; echo ${SNAPSHOT_RESTORE_STANDBY:-none}; exit 4"),
+        SNAPSHOT_RESTORE_STANDBY="1",
+    )
+    assert again.ended() == 4
+    assert again.said() == f"{tmp_path}\nnone\n"
+    assert not (tmp_path / "snapback/restored").exists()
+
+
+def test_one_with_no_command_says_so_when_it_is_started_again(make: Make) -> None:
+    first = make()
+    first.announce(first.restore("sleep 0.1; exit 1"))
+    first.ended()
+    again = make()
+    assert again.ended() == 1
+    assert "delete its pod, or give it a command" in again.said()
+
+
+@pytest.mark.parametrize("text", ["", "no number", "1", "0", "-7", "99999999999999"])
+def test_a_file_that_names_no_process_restores_nothing(make: Make, text: str) -> None:
+    container = make()
+    (container.folder / "restored").write_text(text)
+    os.kill(container.pid, signal.SIGUSR1)
+    assert container.probe() == 1
+    os.kill(container.pid, signal.SIGTERM)
+    assert container.ended() == 128 + signal.SIGTERM
+
+
+def test_a_link_in_the_place_of_the_file_is_not_followed(make: Make, tmp_path: Path) -> None:
+    container = make()
+    (tmp_path / "elsewhere").write_text("22\n")
+    (container.folder / "restored").symlink_to(tmp_path / "elsewhere")
+    assert container.probe() == 1
+
+
+@pytest.mark.parametrize("words", [("--wrong",), ("--install",), ("--",)])
+def test_wrong_arguments_are_answered_by_the_usage(make: Make, words: tuple[str, ...]) -> None:
+    container = make(*words)
+    assert container.ended() == 2
+    assert container.said().startswith("usage: snapback-init")
