@@ -69,7 +69,7 @@ def running() -> Iterator[Stat]:
 
 
 def family_of(leader: int, start: int) -> list[Stat]:
-    """Return the running processes of the session of this leader, and what descends from them.
+    """Return this process, the running ones of the session it leads, and what descends from them.
 
     The first process of a container adopts its orphans, which may lead sessions of their own.
     """
@@ -82,7 +82,7 @@ def family_of(leader: int, start: int) -> list[Stat]:
     family: dict[int, Stat] = {}
     for process in running():
         children.setdefault(process.parent, []).append(process)
-        if process.session == leader:
+        if leader in (process.session, process.pid):
             family[process.pid] = process
     unseen = list(family)
     while unseen:
@@ -91,6 +91,30 @@ def family_of(leader: int, start: int) -> list[Stat]:
                 family[child.pid] = child
                 unseen.append(child.pid)
     return list(family.values())
+
+
+def child_in(parent: int, inside: int) -> Stat | None:
+    """Return the child of a process that has the pid `inside` in the pid namespace of its parent.
+
+    None when there is none.
+    """
+    depth = len(_namespace_pids(parent))
+    for process in running():
+        if process.parent == parent and _namespace_pids(process.pid)[depth - 1 : depth] == [inside]:
+            return process
+    return None
+
+
+def _namespace_pids(pid: int) -> list[int]:
+    """Return the pids of a process in its namespaces, outermost first; empty when it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"NSpid:"):
+                    return [int(word) for word in line.split()[1:]]
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return []
 
 
 def carrying(entry: str) -> list[Stat]:

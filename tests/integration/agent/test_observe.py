@@ -1,0 +1,318 @@
+"""What is seen of real processes, before CRIU comes near them."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.adapters import procfs
+from snapshot_agent.domain.criu_gates import (
+    Descriptor,
+    MappedFile,
+    Memory,
+    SeenTree,
+    UnixSocket,
+    check_dump,
+    estimate,
+    resident,
+)
+from snapshot_agent.helper import observe
+from snapshot_shared.errors import NotEligible, SourceExited
+
+MIB = 1024 * 1024
+WORKER = """
+    import mmap, os, select, socket, sys, tempfile
+    folder, outside = sys.argv[1:]
+    heap = b"x" * (32 << 20)
+    shared = mmap.mmap(-1, 8 << 20)
+    shared.write(b"y" * (4 << 20))
+    memory = os.memfd_create("arena")
+    os.write(memory, b"z" * (2 << 20))
+    kept = open(f"{folder}/kept", "w+")
+    lost = open(f"{folder}/lost", "w+")
+    lost.write("w" * 65536)
+    lost.flush()
+    os.unlink(lost.name)
+    below = os.open(folder, os.O_RDONLY)
+    read, write = os.pipe()
+    poll = select.epoll()
+    pair = socket.socketpair()
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client.connect(outside)
+    view = mmap.mmap(kept.fileno(), 0) if kept.write("v" * 4096) and not kept.flush() else None
+    if os.fork() == 0:
+        os.setsid()
+        os.chdir(folder)
+        os.write(1, b"x")
+        sys.stdin.read()
+        os._exit(0)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def running(argv: list[str], ready: int) -> Iterator[procfs.Stat]:
+    """Start a program whose family writes `ready` bytes once each has what it needs."""
+    child = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    found = procfs.read(child.pid)
+    assert found is not None
+    try:
+        assert len(child.stdout.read(ready)) == ready
+        yield found
+    finally:
+        for each in procfs.family_of(child.pid, found.start):
+            procfs.send(each, signal.SIGKILL)
+        child.stdin.close()
+        child.stdout.close()
+        child.wait()
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
+        made.bind(str(tmp_path / "lease"))
+        made.listen()
+        yield made
+
+
+def seen_of(worker: procfs.Stat) -> SeenTree:
+    return observe.tree(worker.pid, worker.start, cgroups=Path("/sys/fs/cgroup"))
+
+
+@pytest.fixture
+def found(tmp_path: Path, listener: socket.socket) -> Iterator[procfs.Stat]:
+    path = listener.getsockname()
+    with running([sys.executable, "-c", textwrap.dedent(WORKER), str(tmp_path), path], 1) as begun:
+        yield begun
+
+
+@pytest.fixture
+def worker(found: procfs.Stat) -> SeenTree:
+    return seen_of(found)
+
+
+def descriptor(seen: SeenTree, text: str) -> Descriptor:
+    return next(each for each in seen.root.descriptors if text in each.link)
+
+
+def test_a_tree_has_its_root_first_and_a_child_that_leads_a_session_of_its_own(
+    worker: SeenTree, tmp_path: Path
+) -> None:
+    root, child = worker.processes
+    assert child.session == child.pid != root.session == root.pid
+    assert root.exe == child.exe == str(Path(sys.executable).resolve())
+    assert (root.cwd, child.cwd) == (str(Path.cwd()), str(tmp_path))
+    assert root.pids[0] == root.pid
+    assert root.uids == (os.getuid(),) * 3
+    assert root.tty == 0
+
+
+def test_descriptors_are_seen_with_their_kinds_and_mounts(worker: SeenTree, tmp_path: Path) -> None:
+    kept = descriptor(worker, "/kept")
+    assert (kept.kind, kept.writes, kept.deleted, kept.bytes) == ("file", True, False, 0)
+    assert kept.inode == (tmp_path / "kept").stat().st_ino
+    (mount,) = (each for each in worker.mounts if each.id == kept.mount)
+    assert tmp_path.is_relative_to(mount.path)
+    assert kept.device == mount.device
+    lost = descriptor(worker, "/lost")
+    assert (lost.link, lost.deleted, lost.bytes) == (f"{tmp_path}/lost", True, 65536)
+    memory = descriptor(worker, "/memfd:arena")
+    assert (memory.kind, memory.bytes) == ("memfd", 2 * MIB)
+    folder = next(each for each in worker.root.descriptors if each.link == str(tmp_path))
+    assert (folder.kind, folder.writes) == ("folder", False)
+    assert descriptor(worker, "eventpoll").kind == "anon:[eventpoll]"
+    kinds = [each.kind for each in worker.root.descriptors]
+    assert (kinds.count("socket"), kinds.count("pipe")) == (3, 4)
+
+
+def test_memory_is_private_and_doubled_by_a_fork_or_shared_and_counted_once(
+    worker: SeenTree,
+) -> None:
+    root, child = worker.processes
+    assert min(root.private, child.private) > 32 * MIB
+    assert root.resident > root.private
+    # Six MiB are shared memory, which both processes have mapped or open.
+    assert 70 * MIB < estimate(worker) < 110 * MIB
+    assert 38 * MIB < resident(worker) < 65 * MIB
+    assert MappedFile(path="/dev/zero", inode=0) not in root.mapped
+    (shared,) = (each for each in root.mapped if each.path == "/dev/zero")
+    assert (shared.deleted, shared.bytes) == (True, 4 * MIB)
+    assert any(each.path.endswith("/kept") for each in root.mapped)
+
+
+def test_sockets_are_seen_with_their_peers_before_and_after_they_are_accepted(
+    found: procfs.Stat, listener: socket.socket
+) -> None:
+    assert outside(seen_of(found)).inode == os.fstat(listener.fileno()).st_ino
+    accepted, _ = listener.accept()
+    with accepted:
+        peer = outside(seen_of(found))
+        assert peer.inode == os.fstat(accepted.fileno()).st_ino
+    assert (peer.path, peer.type) == (listener.getsockname(), socket.SOCK_SEQPACKET)
+
+
+def outside(seen: SeenTree) -> UnixSocket:
+    """Return the only socket outside to which a tree is connected."""
+    by_inode = {each.inode: each for each in seen.sockets}
+    own = {each.inode for each in seen.root.descriptors if each.kind == "socket"}
+    (peer,) = {by_inode[inode].peer for inode in own} - own
+    return by_inode[peer]
+
+
+def test_a_terminal_is_seen() -> None:
+    script = "import os, pty, sys; pty.spawn(['sh', '-c', 'echo; exec sleep 600'])"
+    with running([sys.executable, "-c", script], 1) as found:
+        shell = seen_of(found).processes[1]
+        assert shell.tty != 0
+        assert {each.kind for each in shell.descriptors if each.number < 3} == {"tty"}
+
+
+def test_devices_are_seen_with_their_numbers() -> None:
+    script = "exec 5</dev/urandom; echo; exec sleep 600"
+    with running(["sh", "-c", script], 1) as found:
+        device = descriptor(seen_of(found), "/dev/urandom")
+        assert (device.kind, device.number_of_device) == ("device", "1:9")
+
+
+def test_a_process_that_leads_no_session_is_seen_alone_with_its_children() -> None:
+    script = "sh -c 'sleep 600 & echo; wait' & sleep 600 & wait"
+    with running(["sh", "-c", script], 1) as found:
+        (inner,) = (
+            each
+            for each in procfs.family_of(found.pid, found.start)
+            if each.parent == found.pid and Path(f"/proc/{each.pid}/comm").read_text() == "sh\n"
+        )
+        seen = seen_of(inner)
+    assert seen.root.pid == inner.pid
+    assert [each.exe.rpartition("/")[2] for each in seen.processes[1:]] == [
+        Path(shutil.which("sleep") or "").resolve().name
+    ]
+
+
+def test_a_process_that_has_ended_or_another_of_its_pid_is_an_error() -> None:
+    with running(["sh", "-c", "echo; exec sleep 600"], 1) as found, pytest.raises(SourceExited):
+        observe.tree(found.pid, found.start + 1, cgroups=Path("/sys/fs/cgroup"))
+    with pytest.raises(SourceExited):
+        seen_of(found)
+
+
+@pytest.fixture
+def apart() -> Iterator[procfs.Stat]:
+    """Give the first process of namespaces of its own, with an address and a socket in them."""
+    script = textwrap.dedent("""
+        import socket, subprocess, sys
+        for words in ("link set lo up", "addr add 198.51.100.7/32 dev lo",
+                      "addr add 2001:db8::7/128 dev lo"):
+            subprocess.run(["ip", *words.split()], check=True)
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind("\\0apart")
+            print(flush=True)
+            sys.stdin.read()
+    """)
+    argv = ["unshare", "--pid", "--net", "--fork", "--mount-proc", sys.executable, "-c", script]
+    with running(argv, 1) as found:
+        yield next(
+            each
+            for each in procfs.family_of(found.pid, found.start)
+            if Path(f"/proc/{each.pid}/ns/pid").stat() != Path("/proc/self/ns/pid").stat()
+        )
+
+
+@pytest.mark.root
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and the program ip"
+)
+def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> None:
+    before = Path("/proc/thread-self/ns/net").stat()
+    seen, here = seen_of(apart), observe.node(Path("/nowhere"))
+    assert Path("/proc/thread-self/ns/net").stat() == before
+    assert seen.root.pids == (apart.pid, 1)
+    assert list(seen.addresses) == ["198.51.100.7", "2001:db8::7"]
+    assert [each.path for each in seen.sockets] == ["@apart"]
+    assert here.pid == Path("/proc/self/ns/pid").stat().st_ino
+    assert seen.root.namespaces["pid"] != here.pid
+    assert here.net is not None
+    assert seen.root.namespaces["net"] != here.net
+    paths = [each.path for each in seen.mounts]
+    node = here._replace(criu=(4, 2))
+    check_dump(seen, node, captured=paths, quiet=True, room=estimate(seen) * 2)
+    with pytest.raises(NotEligible, match="process namespace"):
+        check_dump(seen_of(self()), node, captured=paths, quiet=True, room=0)
+
+
+def self() -> procfs.Stat:
+    found = procfs.read(os.getpid())
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [("Version: 4.2.1\nGitID: v4.2.1", (4, 2, 1)), ("Version: 4.2", (4, 2)), ("", None)],
+)
+def test_the_version_of_criu_is_read(
+    tmp_path: Path, answer: str, version: tuple[int, ...] | None
+) -> None:
+    criu = tmp_path / "criu"
+    criu.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+    criu.chmod(0o755)
+    assert observe.node(criu).criu == version
+
+
+def test_a_node_without_criu_is_seen_as_one(tmp_path: Path) -> None:
+    seen = observe.node(tmp_path / "criu")
+    assert seen.criu is None
+    assert seen.kernel >= (4, 0)
+    status = Path("/proc/self/status").read_text()
+    assert f"CapEff:\t{seen.capabilities:016x}\n" in status
+
+
+def put(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+V1 = ("memory__limit_in_bytes", "memory__usage_in_bytes", 0x7FFFFFFFFFFFF000)
+V2 = ("memory__max", "memory__current", "max")
+
+
+@pytest.mark.parametrize(
+    ("files", "top", "listed"),
+    [
+        (V1, "memory", "5:cpu:/x\n4:hugetlb,memory:/kubepods/pod/main\n0::/\n"),
+        (V2, ".", "0::/kubepods/pod/main\n"),
+        (V2, ".", "0::/../../pod/main\n"),
+        (V2, ".", "0::/..\n"),
+    ],
+)
+def test_the_lowest_limit_of_a_cgroup_and_of_those_above_it_holds(
+    tmp_path: Path, files: tuple[str, str, object], top: str, listed: str
+) -> None:
+    limit, used, none = files
+    pods = tmp_path / top / "kubepods"
+    put(pods / "other" / "main", **{limit: MIB, used: 7, "cgroup__procs": 71})
+    put(pods / "pod", **{limit: 64 * MIB, "cgroup__procs": ""})
+    put(pods / "pod" / "main", **{limit: 96 * MIB, used: 5, "cgroup__procs": "7\n17"})
+    assert observe.memory(17, listed, tmp_path) == Memory(64 * MIB, 5)
+    put(pods / "pod", **{limit: none})
+    assert observe.memory(17, listed, tmp_path) == Memory(96 * MIB, 5)
+    put(pods / "pod" / "main", **{limit: none})
+    assert observe.memory(17, listed, tmp_path) == Memory(None, 5)
+    assert observe.memory(18, listed, tmp_path) is None

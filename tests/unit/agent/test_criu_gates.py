@@ -1,0 +1,400 @@
+"""What keeps CRIU from a worker or a placeholder, with the values that decided it."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from snapshot_agent.domain.criu_gates import (
+    Archive,
+    Descriptor,
+    MappedFile,
+    Memory,
+    SeenNode,
+    SeenProcess,
+    SeenTree,
+    SourceFacts,
+    SourceMount,
+    UnixSocket,
+    check_dump,
+    check_restore,
+    estimate,
+    resident,
+    volumes_to_capture,
+)
+from snapshot_agent.domain.mounts import Mount
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import InvalidMessage, SnapbackError
+
+MIB = 1024 * 1024
+SYS_ADMIN, SYS_RESOURCE, NET_RAW = 1 << 21, 1 << 24, 1 << 13
+OWN = {"pid": 20, "net": 21}
+
+
+def mount(number: int, path: str, fs_type: str = "ext4", **more: Any) -> Mount:
+    options = {"root": f"/volumes/{number}", "options": ["rw"], "super_options": ["rw"], **more}
+    return Mount(
+        id=number,
+        parent=1,
+        device=f"0:{number}",
+        path=path,
+        fs_type=fs_type,
+        source="x",
+        **options,
+    )
+
+
+MOUNTS = [
+    mount(1, "/", "overlay", root="/"),
+    mount(2, "/proc", "proc", root="/"),
+    mount(3, "/dev", "tmpfs", root="/"),
+    mount(4, "/dev/shm", "tmpfs", root="/"),
+    mount(5, "/data"),
+    mount(6, "/model", options=["ro", "relatime"]),
+    mount(7, "/remote", "nfs4"),
+    mount(8, "/etc/hosts"),
+    mount(9, "/control"),
+    mount(10, "/disk", root="/"),
+    mount(11, "/scratch", "tmpfs", root="/"),
+]
+ROOT = SeenProcess(
+    pid=100,
+    start=7,
+    pids=(100, 1),
+    exe="/usr/bin/python3",
+    bounding=NET_RAW,
+    session=100,
+    private=64 * MIB,
+    share=64 * MIB,
+    descriptors=(
+        Descriptor(0, "/dev/null", "device", number_of_device="1:3", mount=3),
+        Descriptor(1, "pipe:[31]", "pipe", inode=31),
+    ),
+    namespaces=OWN,
+)
+CHILD = ROOT._replace(pid=101, pids=(101, 5), share=MIB)
+TREE = SeenTree(processes=(ROOT, CHILD), mounts=MOUNTS)
+NODE = SeenNode(
+    criu=(4, 2, 1),
+    kernel=(6, 18, 44),
+    capabilities=SYS_ADMIN | SYS_RESOURCE | NET_RAW,
+    pid=1,
+    net=2,
+)
+
+
+def with_root(**fields: Any) -> SeenTree:
+    return TREE._replace(processes=(ROOT._replace(**fields), CHILD))
+
+
+def with_child(**fields: Any) -> SeenTree:
+    return TREE._replace(processes=(ROOT, CHILD._replace(**fields)))
+
+
+def opened(link: str, kind: str = "file", **fields: Any) -> SeenTree:
+    return with_root(descriptors=(Descriptor(9, link, kind, **fields),))
+
+
+def mapped(path: str) -> SeenTree:
+    return with_root(mapped=(MappedFile(path),))
+
+
+def dump_error(seen: SeenTree, node: SeenNode = NODE, **more: Any) -> SnapbackError | None:
+    given = {"captured": (), "quiet": False, "room": 1 << 40, "ours": ("/control",), **more}
+    try:
+        check_dump(seen, node, **given)
+    except SnapbackError as error:
+        return error
+    return None
+
+
+def test_an_ordinary_worker_can_be_dumped() -> None:
+    assert dump_error(TREE, quiet=True) is None
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (NODE._replace(criu=None), ("cannot be started", "4.2")),
+        (NODE._replace(criu=(4, 1, 1)), ("4.1.1", "6.18.44", "4.2")),
+        (NODE._replace(criu=(3, 19), kernel=(6, 1, 0)), ("3.19", "6.1.0", "4.0")),
+        (NODE._replace(criu=(4, 1, 1), kernel=(6, 15, 9)), ()),
+        (NODE._replace(criu=(4, 0), kernel=(6, 1, 0)), ()),
+        (NODE._replace(criu=(10, 0)), ()),
+        (NODE._replace(capabilities=SYS_RESOURCE), ("CAP_NET_RAW",)),
+    ],
+)
+def test_a_dump_needs_a_node_with_criu_for_its_kernel_and_the_workers_capabilities(
+    node: SeenNode, words: tuple[str, ...]
+) -> None:
+    refused(dump_error(TREE, node), words)
+
+
+def refused(
+    error: SnapbackError | None, words: tuple[str, ...], reason: str = "NotEligible"
+) -> None:
+    """Require the error that has all words, or none without words."""
+    if not words:
+        assert error is None, error
+        return
+    assert error is not None
+    assert (error.reason, [word for word in words if word not in error.message]) == (reason, [])
+    assert error.next_step
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (with_root(namespaces={**OWN, "pid": 1}), ("100", "node's")),
+        (with_root(pids=(100, 7)), ("pid 7", "pid 1")),
+        (with_root(pids=(100, 22, 1)), ()),
+        (with_root(namespaces={**OWN, "net": 2}), ("100", "network namespace 2")),
+        (with_child(bounding=SYS_ADMIN | 1 << 45), ("CAP_45",)),
+        (with_child(permitted=1), ("CAP_CHOWN",)),
+        (with_root(tty=34816), ("100", "34816")),
+        (opened("/dev/pts/0", "tty"), ("/dev/pts/0",)),
+        (opened("anon_inode:[io_uring]", "anon:[io_uring]"), ("100", "[io_uring]")),
+        (opened("anon_inode:[eventpoll]", "anon:[eventpoll]"), ()),
+        (mapped("anon_inode:[io_uring]"), ("[io_uring]",)),
+        (opened("/dev/nvidia0", "device", number_of_device="195:0"), ("/dev/nvidia0", "open")),
+        (opened("/dev/dri/card0", "device", number_of_device="226:0"), ("/dev/dri/card0",)),
+        (opened("/dev/urandom", "device", number_of_device="1:9"), ()),
+        (opened("/other/name", "device", number_of_device="10:229"), ("/other/name",)),
+        (mapped("/dev/nvidiactl"), ("/dev/nvidiactl", "mapped")),
+        (mapped("/dmabuf:x"), ("/dmabuf:x",)),
+        (mapped("/dev/zero"), ()),
+        (mapped("/dev/shm/ring"), ()),
+    ],
+)
+def test_a_dump_is_refused_for_what_criu_cannot_dump_or_give_back(
+    seen: SeenTree, words: tuple[str, ...]
+) -> None:
+    refused(dump_error(seen), words)
+
+
+@pytest.mark.parametrize("ids", [{"uids": (0, 1000, 0)}, {"gids": (0, 0, 5)}])
+def test_a_worker_of_another_user_needs_sys_resource(ids: dict[str, Any]) -> None:
+    assert dump_error(with_child(**ids)) is None
+    without = NODE._replace(capabilities=NODE.capabilities & ~SYS_RESOURCE)
+    refused(dump_error(with_child(**ids), without), ("process 101", "CAP_SYS_RESOURCE"))
+    assert dump_error(TREE, without) is None
+
+
+def test_a_terminal_that_the_worker_has_made_itself_is_no_hindrance() -> None:
+    makes = ROOT._replace(
+        descriptors=(Descriptor(3, "/dev/ptmx", "device", number_of_device="5:2", mount=3),)
+    )
+    shell = CHILD._replace(
+        tty=34816, session=101, descriptors=(Descriptor(0, "/dev/pts/0", "tty"),)
+    )
+    assert dump_error(TREE._replace(processes=(makes, shell))) is None
+    refused(dump_error(TREE._replace(processes=(makes._replace(tty=34816), shell))), ("terminal",))
+
+
+def test_the_driver_with_cuda_takes_nvidias_devices_and_no_others() -> None:
+    nvidia = opened("/dev/nvidia0", "device", number_of_device="195:0")
+    assert dump_error(nvidia, cuda=True) is None
+    card = opened("/dev/dri/card0", "device", number_of_device="226:0")
+    refused(dump_error(card, cuda=True), ("/dev/dri/card0", "criu+cuda"))
+
+
+def socket(inode: int) -> Descriptor:
+    return Descriptor(7, f"socket:[{inode}]", "socket", inode=inode)
+
+
+@pytest.mark.parametrize(
+    ("sockets", "words"),
+    [
+        ([UnixSocket(50, 1, 1, 51, ""), UnixSocket(51, 1, 1, 50, "")], ()),
+        ([UnixSocket(50, 1, 10, 0, "/listens")], ()),
+        ([UnixSocket(50, 5, 1, 60, ""), UnixSocket(60, 5, 1, 50, "/gms/lease")], ("/gms/lease",)),
+        ([UnixSocket(50, 1, 1, 60, "/mine")], ("/mine", "50", "60")),
+        ([UnixSocket(50, 1, 1, 60, "")], ("without a name",)),
+    ],
+)
+def test_a_quiet_worker_is_connected_to_nothing_outside(
+    sockets: list[UnixSocket], words: tuple[str, ...]
+) -> None:
+    processes = (
+        ROOT._replace(descriptors=(socket(50),)),
+        CHILD._replace(descriptors=(socket(51),)),
+    )
+    seen = TREE._replace(processes=processes, sockets=sockets)
+    refused(dump_error(seen, quiet=True), words)
+    assert dump_error(seen, quiet=False) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (opened("/var/log/x", mount=1, writes=True), ()),
+        (opened("/data/x", mount=5), ("/data/x", "mount /data", "ext4")),
+        (opened("/data", "folder", mount=5), ()),
+        (opened("/data/below", "folder", mount=5), ("/data/below",)),
+        (opened("/model/x", mount=6), ()),
+        (opened("/remote/x", mount=7), ("/remote/x", "nfs4")),
+        (opened("/etc/hosts", mount=8), ("/etc/hosts",)),
+        (opened("/control/x", mount=9), ()),
+        (opened("/proc/self/maps", mount=2), ()),
+        (opened("/dev/shm/x", mount=4, writes=True), ()),
+        (opened("/from/outside", mount=77), ("/from/outside", "no mount")),
+        (opened("/memfd:x", "memfd", mount=78), ()),
+        (mapped("/data/weights"), ("/data/weights",)),
+        (mapped("/model/weights"), ()),
+        (with_root(cwd="/data"), ()),
+        (with_root(cwd="/data/below"), ("/data/below",)),
+    ],
+)
+def test_open_files_must_be_on_mounts_that_come_with_the_dump_or_are_there_again(
+    seen: SeenTree, words: tuple[str, ...]
+) -> None:
+    refused(dump_error(seen), words)
+    if "/data" in " ".join(words):
+        assert dump_error(seen, captured=["/data"]) is None
+
+
+def test_a_dump_needs_room_for_forked_heaps_and_for_shared_memory_once() -> None:
+    ring = MappedFile("/dev/zero", inode=4, device="0:1", deleted=True, bytes=10 * MIB)
+    memory = Descriptor(5, "/memfd:x", "memfd", inode=4, device="0:1", bytes=10 * MIB)
+    processes = (
+        ROOT._replace(mapped=(ring,), descriptors=(memory,)),
+        CHILD._replace(mapped=(ring,)),
+    )
+    seen = TREE._replace(processes=processes)
+    assert estimate(seen) == (64 + 64 + 10) * MIB
+    assert resident(seen) == (64 + 1 + 10) * MIB
+    needed = estimate(seen) * 11 // 10
+    assert dump_error(seen, room=needed) is None
+    error = dump_error(seen, room=needed - 1)
+    refused(error, (str(needed), str(needed - 1)), "NoSpace")
+
+
+@pytest.mark.parametrize(
+    ("seen", "paths"),
+    [
+        (TREE, ["/dev/shm"]),
+        (opened("/data/x", mount=5, writes=True), ["/data", "/dev/shm"]),
+        (opened("/data", "folder", mount=5), ["/dev/shm"]),
+        (mapped("/data/x"), ["/data", "/dev/shm"]),
+        (with_child(cwd="/scratch/a/b"), ["/dev/shm", "/scratch"]),
+        (opened("/model/x", mount=6), ["/dev/shm"]),
+        (opened("/remote/x", mount=7), ["/dev/shm"]),
+        (opened("/etc/hosts", mount=8), ["/dev/shm"]),
+        (opened("/control/x", mount=9), ["/dev/shm"]),
+        (opened("/disk/x", mount=10), ["/dev/shm"]),
+        (opened("/dev/other/x", mount=3), ["/dev/shm"]),
+    ],
+)
+def test_volumes_of_a_pod_with_open_files_are_captured_and_shared_memory_always(
+    seen: SeenTree, paths: list[str]
+) -> None:
+    assert [each.path for each in volumes_to_capture(seen, ours=["/control"])] == paths
+
+
+SOURCE = SourceFacts(
+    criu=(4, 2, 1),
+    kernel=(6, 16, 3),
+    host="llm-0",
+    addresses=["10.1.2.3", "fd00::2"],
+    mounts=[
+        SourceMount(path="/", fs_type="overlay"),
+        SourceMount(path="/proc", fs_type="proc"),
+        SourceMount(path="/proc/bus", fs_type="proc"),
+        SourceMount(path="/data", fs_type="ext4"),
+    ],
+    resident=100 * MIB,
+    capabilities=NET_RAW,
+    stdio=["/dev/null", "pipe:[31]", "pipe:[32]"],
+    net=4026532254,
+    archives=[Archive(name="upper.tar", path="/", is_upper=True)],
+)
+PLACEHOLDER = SeenTree(
+    processes=(ROOT._replace(exe="/snapback/snapback-init"),),
+    mounts=[*MOUNTS, mount(12, "/snapback")],
+    memory=Memory(limit=128 * MIB, used=MIB),
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "node", "words"),
+    [
+        ({}, {}, {}, ()),
+        ({}, {"memory": None}, {}, ()),
+        ({}, {"memory": Memory(None, 0)}, {}, ()),
+        ({"criu": (4, 3)}, {}, {}, ("4.3", "4.2.1")),
+        ({"criu": (4, 2, 9)}, {}, {}, ()),
+        ({}, {}, {"criu": None}, ("cannot be started",)),
+        ({}, {}, {"criu": (4, 1)}, ("4.1", "6.18.44")),
+        ({"kernel": (6, 19)}, {}, {}, ("6.19", "6.18.44")),
+        ({"kernel": (6, 18, 99)}, {}, {}, ()),
+        ({}, {}, {"capabilities": SYS_ADMIN}, ("CAP_NET_RAW", "helper")),
+        ({"capabilities": SYS_ADMIN}, {}, {}, ("CAP_SYS_ADMIN", "container")),
+        (
+            {"mounts": [*SOURCE.mounts, SourceMount(path="/lost", fs_type="xfs")]},
+            {},
+            {},
+            ("/lost", "/snapback"),
+        ),
+        ({}, {"memory": Memory(100 * MIB, 0)}, {}, (str(110 * MIB), str(100 * MIB))),
+    ],
+)
+def test_a_restore_is_refused_where_the_worker_could_not_go_on(
+    source: dict[str, Any], target: dict[str, Any], node: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    error = restore_error(
+        replace(SOURCE, **source), PLACEHOLDER._replace(**target), NODE._replace(**node)
+    )
+    refused(error, words, "Incompatible")
+
+
+def restore_error(source: SourceFacts, target: SeenTree, node: SeenNode) -> SnapbackError | None:
+    try:
+        check_restore(source, target, node)
+    except SnapbackError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    "processes", [(ROOT,), (*PLACEHOLDER.processes, CHILD)], ids=["another program", "restored"]
+)
+def test_a_restore_needs_an_init_that_waits_alone(processes: tuple[SeenProcess, ...]) -> None:
+    error = restore_error(SOURCE, PLACEHOLDER._replace(processes=processes), NODE)
+    refused(error, ("snapback-init",))
+
+
+def test_the_facts_of_a_source_can_be_read_again() -> None:
+    assert decode_json(encode_json(SOURCE), SourceFacts) == SOURCE
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"mounts": [{"path": "/a/../b", "fs_type": "ext4"}]},
+        {"mounts": [{"path": "/..", "fs_type": "ext4"}]},
+        {"mounts": [{"path": "data", "fs_type": "ext4"}]},
+        {"mounts": [{"path": "/a\n", "fs_type": "ext4"}]},
+        {"mounts": [{"path": "/" + "a" * 4096, "fs_type": "ext4"}]},
+        {"mounts": [{"path": "/a", "fs_type": "a b"}]},
+        {"mounts": []},
+        {"archives": [{"name": "../x", "path": "/"}]},
+        {"archives": [{"name": "x", "path": "/data/.."}]},
+        {"archives": [{"name": "x", "path": "/", "mode": 1}]},
+        {"host": "a/b"},
+        {"host": ""},
+        {"addresses": ["10.0.0.1; x"]},
+        {"criu": [4]},
+        {"kernel": [6, -1]},
+        {"resident": -1},
+        {"capabilities": 2**64},
+        {"stdio": ["/dev/null"]},
+        {"stdio": ["a", "b", "c\x00"]},
+        {"net": 0},
+        {"other": 1},
+    ],
+)
+def test_facts_that_no_dump_has_written_are_refused(field: dict[str, Any]) -> None:
+    document = {**msgspec.to_builtins(SOURCE), **field}
+    with pytest.raises(InvalidMessage):
+        decode_json(encode_json(document), SourceFacts)
