@@ -1,0 +1,895 @@
+"""Files of a container as an archive, and back, on real file systems; some need root."""
+
+import contextlib
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from snapshot_agent.helper.archive import pack, unpack
+from snapshot_agent.helper.beneath import empty
+from snapshot_shared.errors import ArtifactCorrupt, NoSpace, NotEligible, SnapbackError
+from snapshot_shared.files import names_in, open_root, opened, read_all
+
+LONG = "n" * 255
+RAW = os.fsdecode(b"raw-\xff\xfe\n=%41")
+WHEN = 1_234_567_890_123_456_789
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def mount(where: Path, *words: str | Path) -> None:
+    where.mkdir(exist_ok=True)
+    made = subprocess.run(
+        ["mount", *words, where], check=False, capture_output=True, text=True, env={"LC_ALL": "C"}
+    )
+    if made.returncode:
+        pytest.skip(f"this machine mounts nothing: {made.stderr.strip()}")
+
+
+def unmount(where: Path) -> None:
+    # Lazily: a test that failed may have left files open.
+    subprocess.run(["umount", "--lazy", where], check=True)
+
+
+@pytest.fixture
+def mounted() -> Iterator[Callable[..., None]]:
+    """Mount like the program, until the test ends."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    made: list[Path] = []
+
+    def mount_until_end(where: Path, *words: str | Path) -> None:
+        mount(where, *words)
+        made.append(where)
+
+    yield mount_until_end
+    for where in reversed(made):
+        unmount(where)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    return source, target
+
+
+def packed(source: Path, leave_out: Sequence[str] = (), *, is_upper: bool = False) -> Path:
+    archive = source.parent / f"{source.name}.tar"
+    with opened(open_root(source)) as tree, archive.open("wb") as sink:
+        written = pack(tree, sink.fileno(), leave_out=leave_out, is_upper=is_upper)
+    assert written == archive.stat().st_size
+    return archive
+
+
+def unpacked(
+    archive: Path,
+    target: Path,
+    leave_out: Sequence[str] = (),
+    *,
+    is_upper: bool = False,
+    **limits: int,
+) -> int:
+    with opened(open_root(target)) as folder, archive.open("rb") as file:
+        return unpack(file.fileno(), folder, leave_out=leave_out, is_upper=is_upper, **limits)
+
+
+def names(folder: Path | str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def seen(root: Path) -> dict[str, Any]:
+    """Return all there is to see in a tree, but where it is."""
+    linked: dict[tuple[int, int], list[str]] = {}
+    found: dict[str, Any] = {}
+    for folder, below, files in os.walk(root):
+        for name in [".", *below, *files]:
+            path = Path(folder, name)
+            if name in below and not path.is_symlink():
+                continue
+            shown = os.path.relpath(path, root)
+            status = path.lstat()
+            kind = stat.S_IFMT(status.st_mode)
+            linked.setdefault((status.st_dev, status.st_ino), []).append(shown)
+            found[shown] = {
+                "mode": status.st_mode,
+                "owner": (status.st_uid, status.st_gid),
+                "mtime": status.st_mtime_ns,
+                "atime": status.st_atime_ns if kind == stat.S_IFREG else None,
+                "size": status.st_size if kind == stat.S_IFREG else None,
+                "link": str(path.readlink()) if kind == stat.S_IFLNK else None,
+                "xattrs": {
+                    key: os.getxattr(path, key, follow_symlinks=False)
+                    for key in os.listxattr(path, follow_symlinks=False)
+                    if not key.startswith("trusted.")
+                },
+            }
+    for shown, facts in found.items():
+        if stat.S_ISREG(facts["mode"]):
+            with opened(os.open(root / shown, os.O_RDONLY | os.O_NOATIME)) as fd:
+                facts["content"] = read_all(fd)
+    found["names"] = sorted(sorted(each) for each in linked.values() if len(each) > 1)
+    return found
+
+
+def change_as_a_container_does(root: Path) -> None:
+    """Change a tree in each way that an overlay records."""
+    (root / "changed").write_bytes(b"new content")
+    (root / "deleted").unlink()
+    (root / "kept" / "gone").unlink()
+    shutil.rmtree(root / "opaque")
+    (root / "opaque").mkdir(mode=0o2751)
+    (root / "opaque" / "only").write_bytes(b"only this")
+    shutil.rmtree(root / "was-folder")
+    (root / "was-folder").write_bytes(b"a file now")
+    (root / "was-file").unlink()
+    (root / "was-file").mkdir()
+    (root / "was-file" / "inside").write_bytes(b"")
+    (root / "was-link").unlink()
+    (root / "was-link").mkdir()
+    (root / "was-link" / "inside").write_bytes(b"not in another place")
+
+    new = root / "new"
+    new.mkdir()
+    (new / "one").write_bytes(b"shared" * 100)
+    os.link(new / "one", root / "other-name")
+    os.link(new / "one", new / "third")
+    (new / "link").symlink_to("/etc/passwd")
+    os.link(new / "link", new / "link-again", follow_symlinks=False)
+    (new / ("l" * 250)).symlink_to("t" * 300)
+    os.mkfifo(new / "fifo", 0o640)
+    (new / LONG).write_bytes(b"long")
+    (new / RAW).write_bytes(b"raw")
+    deep = new / ("d" * 200) / ("e" * 200)
+    deep.mkdir(parents=True)
+    (deep / RAW).write_bytes(b"")
+    with (new / "sparse").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"x" * 5000)
+        file.truncate(64 << 20)
+    with (new / "hole").open("wb") as file:
+        file.truncate(12345)
+    (new / "big").write_bytes(os.urandom(300_001))
+    (new / "setuid").write_bytes(b"#!")
+    os.chown(new / "setuid", 4_000_000_000, 3_000_000)
+    (new / "setuid").chmod(0o6755)
+    os.setxattr(new / "setuid", "user.a=b%", b"\x00\xff\n")
+    os.setxattr(new / "setuid", "user.empty", b"")
+    os.setxattr(
+        new / "setuid", "security.capability", bytes.fromhex("0100000202040000" + "00" * 12)
+    )
+    os.setxattr(new, "system.posix_acl_default", ACL)
+    os.setxattr(new / "big", "system.posix_acl_access", ACL)
+    os.chown(new / "link", 7, 8, follow_symlinks=False)
+    (root / "kept").chmod(0o711)
+    os.utime(new / "link", ns=(WHEN, WHEN + 1), follow_symlinks=False)
+    os.utime(new / "fifo", ns=(WHEN, -1_500_000_000))
+    os.utime(new / "one", ns=(WHEN + 5, WHEN + 6))
+    os.utime(new, ns=(WHEN, WHEN + 2))
+    os.utime(root, ns=(WHEN, WHEN + 3))
+
+
+# rwx for the owner, r for user 12, rx for the group, mask rx, nothing for others.
+ACL = bytes.fromhex(
+    "0200000001000700ffffffff020004000c00000004000500ffffffff10000500ffffffff20000000ffffffff"
+)
+
+
+def lower_tree(lower: Path) -> None:
+    for folder in ("kept", "opaque/deep", "was-folder/deep", "elsewhere"):
+        (lower / folder).mkdir(parents=True)
+    for name in (
+        "changed",
+        "deleted",
+        "kept/gone",
+        "kept/stays",
+        "opaque/deep/file",
+        "was-folder/deep/file",
+        "was-file",
+    ):
+        (lower / name).write_bytes(name.encode())
+    (lower / "was-link").symlink_to("elsewhere")
+
+
+@needs_root
+@pytest.mark.root
+@pytest.mark.parametrize("is_tmpfs", [True, False])
+def test_the_changes_in_an_overlay_come_back_in_another_one(
+    tmp_path: Path, mounted: Callable[..., None], is_tmpfs: bool
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if is_tmpfs:
+        mounted(disk, "-t", "tmpfs", "tmpfs")
+    for name in ("lower", "upper-a", "upper-b", "work-a", "work-b"):
+        (disk / name).mkdir()
+    lower_tree(disk / "lower")
+    for name in "ab":
+        options = f"lowerdir={disk}/lower,upperdir={disk}/upper-{name},workdir={disk}/work-{name}"
+        mounted(tmp_path / name, "-t", "overlay", "overlay", "-o", options)
+    change_as_a_container_does(tmp_path / "a")
+    assert os.getxattr(disk / "upper-a" / "opaque", "trusted.overlay.opaque") == b"y"
+
+    archive = packed(disk / "upper-a", is_upper=True)
+    unpacked(archive, tmp_path / "b", is_upper=True)
+
+    before = seen(tmp_path / "a")
+    assert seen(tmp_path / "b") == before
+    assert not (tmp_path / "b" / "elsewhere" / "inside").exists()
+    for name in ("sparse", "hole"):
+        assert (tmp_path / "b/new" / name).stat().st_blocks <= 256
+    assert archive.stat().st_size < 1_000_000
+
+    # Once more over what is there, as a second try does.
+    unpacked(archive, tmp_path / "b", is_upper=True)
+    assert seen(tmp_path / "b") == before
+
+
+@needs_root
+@pytest.mark.root
+def test_whiteouts_that_are_attributes_are_whiteouts(
+    folders: tuple[Path, Path],
+) -> None:
+    source, target = folders
+    (source / "d").mkdir()
+    os.setxattr(source / "d", "trusted.overlay.opaque", b"x")
+    (source / "d" / "gone").write_bytes(b"")
+    os.setxattr(source / "d" / "gone", "trusted.overlay.whiteout", b"")
+    os.link(source / "d" / "gone", source / "d" / "gone-too")
+    (target / "d" / "gone" / "deep").mkdir(parents=True)
+    for name in ("gone-too", "stays"):
+        (target / "d" / name).write_bytes(b"")
+
+    unpacked(packed(source, is_upper=True), target, is_upper=True)
+
+    assert names(target / "d") == ["stays"]
+
+
+@needs_root
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("is_upper", "attribute"),
+    [(True, "redirect"), (True, "metacopy"), (True, "char"), (False, "whiteout"), (True, "block")],
+)
+def test_what_no_archive_can_have_is_refused_by_its_path(
+    folders: tuple[Path, Path], is_upper: bool, attribute: str
+) -> None:
+    source, _ = folders
+    odd = source / RAW
+    if attribute == "char":
+        os.mknod(odd, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    elif attribute == "block":
+        os.mknod(odd, stat.S_IFBLK | 0o600, os.makedev(0, 0))
+    elif attribute == "whiteout":
+        os.mknod(odd, stat.S_IFCHR | 0o600, os.makedev(0, 0))
+    else:
+        odd.mkdir()
+        os.setxattr(odd, f"trusted.overlay.{attribute}", b"elsewhere")
+
+    with pytest.raises(NotEligible, match=r"raw-\\udcff") as refusal:
+        packed(source, is_upper=is_upper)
+    str(refusal.value).encode()
+
+
+def test_sockets_are_left_out(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    with socket.socket(socket.AF_UNIX) as listener, opened(open_root(source)) as fd:
+        listener.bind(f"/proc/self/fd/{fd}/socket")
+        unpacked(packed(source), target)
+
+    assert names(target) == []
+
+
+def test_paths_to_leave_out_are_left_out_on_both_sides(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    for name in ("run/secret", "run/secret-not", "etc"):
+        (source / name).mkdir(parents=True)
+    for name in ("run/secret/token", "run/secret-not/token", "etc/hosts", "etc/passwd"):
+        (source / name).write_bytes(b"source")
+    (target / "etc").mkdir()
+    (target / "etc" / "passwd").write_bytes(b"target")
+
+    unpacked(packed(source, ["run/secret", "etc/hosts"]), target, ["etc/passwd"])
+
+    assert names(target / "run") == ["secret-not"]
+    assert names(target / "etc") == ["passwd"]
+    assert (target / "etc" / "passwd").read_bytes() == b"target"
+
+
+def test_packing_leaves_no_trace_in_the_tree(folders: tuple[Path, Path]) -> None:
+    source, _ = folders
+    (source / "d").mkdir()
+    (source / "d" / "f").write_bytes(b"content")
+    paths = [source, source / "d", source / "d" / "f"]
+    for path in paths:
+        os.utime(path, ns=(WHEN, WHEN))
+    packed(source)
+
+    assert [path.stat().st_atime_ns for path in paths] == [WHEN] * 3
+
+
+def deep(root: Path) -> Iterator[int]:
+    """Yield each folder `d` in the one before, from the top down."""
+    fd = open_root(root)
+    try:
+        while "d" in names_in(fd):
+            below = os.open("d", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
+            os.close(fd)
+            fd = below
+            yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def emptied(folders: tuple[Path, Path]) -> Iterator[tuple[Path, Path]]:
+    """Leave nothing in the folders that is too deep to be removed by other programs."""
+    yield folders
+    for folder in folders:
+        with opened(open_root(folder)) as fd:
+            empty(fd, ())
+        assert names(folder) == []
+
+
+def make_deep(root: Path, depth: int) -> None:
+    (root / "d").mkdir()
+    for _, fd in zip(range(depth - 1), deep(root), strict=False):
+        os.mkdir("d", dir_fd=fd)
+
+
+def test_a_tree_as_deep_as_a_path_can_be_comes_back(emptied: tuple[Path, Path]) -> None:
+    source, target = emptied
+    make_deep(source, 2000)
+
+    unpacked(packed(source), target)
+
+    assert sum(1 for _ in deep(target)) == 2000
+
+
+def test_a_tree_deeper_than_any_path_is_refused(emptied: tuple[Path, Path]) -> None:
+    source, _ = emptied
+    make_deep(source, 2100)
+
+    with pytest.raises(NotEligible, match="longer than 4095 bytes"):
+        packed(source)
+
+
+def test_more_files_than_the_limit_are_refused_on_both_sides(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    for name in "abc":
+        (source / name).mkdir()
+        (source / name / "f").write_bytes(b"12345")
+
+    with opened(open_root(source)) as tree, tempfile.TemporaryFile() as sink:
+        with pytest.raises(NotEligible, match="too many files"):
+            pack(tree, sink.fileno(), leave_out=(), is_upper=False, limit_entries=5)
+        sink.seek(0)
+        sink.truncate()
+        pack(tree, sink.fileno(), leave_out=(), is_upper=False, limit_entries=6)
+    archive = packed(source)
+    with pytest.raises(ArtifactCorrupt, match="limit of 5 files"):
+        unpacked(archive, target, limit_entries=5)
+    with pytest.raises(ArtifactCorrupt, match="14 bytes"):
+        unpacked(archive, target, limit_bytes=14)
+    assert unpacked(archive, target, limit_bytes=15, limit_entries=6) == 15
+
+
+def test_other_programs_can_read_an_archive(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    (source / RAW.replace("\n", "")).write_bytes(b"raw")
+    os.setxattr(source, "user.x", b"1")
+    (source / "d").mkdir()
+    with (source / "d" / ("s" * 150)).open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"in the middle")
+        file.truncate(3 << 20)
+    archive = packed(source)
+
+    with tarfile.open(archive) as file:
+        file.extractall(target, filter="fully_trusted")
+    assert (target / "d" / ("s" * 150)).read_bytes() == (source / "d" / ("s" * 150)).read_bytes()
+    shutil.rmtree(target / "d")
+    if shutil.which("tar") is None:
+        pytest.skip("there is no program `tar`")
+    subprocess.run(["tar", "-C", target, "-xf", archive], check=True)
+    assert (target / "d" / ("s" * 150)).read_bytes() == (source / "d" / ("s" * 150)).read_bytes()
+    assert (target / RAW.replace("\n", "")).read_bytes() == b"raw"
+
+
+def entry(
+    name: str, kind: bytes = tarfile.REGTYPE, data: bytes = b"", link: str = "", **more: Any
+) -> bytes:
+    """Return an entry of an archive as anybody can write it."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, more.pop("size", len(data))
+    info.uid, info.gid = os.geteuid(), os.getegid()
+    records = {"mtime": "1.000000000", "atime": "1.000000000", **more.pop("records", {})}
+    info.pax_headers = {key: value for key, value in records.items() if value is not None}
+    for key, value in more.items():
+        setattr(info, key, value)
+    head = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+    return head + data + bytes(-len(data) % 512)
+
+
+def record(text: bytes, size: int | None = None) -> bytes:
+    """Return an extended header with bytes of our choice."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, len(text) if size is None else size
+    return info.tobuf(tarfile.USTAR_FORMAT) + text + bytes(-len(text) % 512)
+
+
+def sparse(lines: bytes, whole: int, data: bytes = b"", size: int | None = None) -> bytes:
+    body = lines + bytes(-len(lines) % 512) + data
+    records = {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.name": "s",
+        "GNU.sparse.realsize": str(whole),
+    }
+    return entry("x", data=body, size=len(body) if size is None else size, records=records)
+
+
+DIR, LNK, HARD = tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
+XATTR = "SCHILY.xattr."
+
+HOSTILE: dict[str, tuple[str, list[bytes]]] = {
+    "an absolute name": ("leads out", [entry("/canary/new", data=b"x")]),
+    "an absolute name in a record": ("leads out", [entry("x", records={"path": "/canary/new"})]),
+    "a name that climbs": ("leads out", [entry("../canary/new", data=b"x")]),
+    "a name that climbs later": ("leads out", [entry("a", DIR), entry("a/../../canary/new")]),
+    "a name with a dot": ("leads out", [entry("./x")]),
+    "an empty name": ("leads out", [entry("")]),
+    "an empty part": ("leads out", [entry("a", DIR), entry("a//b")]),
+    "the root as a file": ("leads out", [entry(".")]),
+    "a name with a NUL": ("leads out", [entry("x", records={"path": "a\0b"})]),
+    "a name that is too long": ("File name too long", [entry("x" * 256)]),
+    "a path that is too long": ("leads out", [entry("/".join(["x" * 200] * 25))]),
+    "a name over a link out": (
+        "Not a directory",
+        [entry("a", LNK, link="../canary"), entry("a/new", data=b"x")],
+    ),
+    "a name over an absolute link": (
+        "Not a directory",
+        [entry("a", LNK, link="/tmp"), entry("a/new", data=b"x")],
+    ),
+    "a name over a link inside": (
+        "Not a directory",
+        [
+            entry("a", DIR),
+            entry("b", LNK, link="a"),
+            entry("b/new", data=b"x"),
+        ],
+    ),
+    "a name over a link further up": (
+        "Too many levels of symbolic links",
+        [entry("a", DIR), entry("a/c", DIR), entry("b", LNK, link="a"), entry("b/c/new")],
+    ),
+    "a name over a link that was there": ("Not a directory", [entry("out/new", data=b"x")]),
+    "a name over a file": ("Not a directory", [entry("a"), entry("a/b")]),
+    "a name in no folder": ("No such file or directory", [entry("a/b")]),
+    "a hard link that climbs": ("leads out", [entry("a", HARD, link="../canary/secret")]),
+    "an absolute hard link": ("leads out", [entry("a", HARD, link="/etc/hostname")]),
+    "a hard link through a link": ("Not a directory", [entry("a", HARD, link="out/secret")]),
+    "a hard link to a folder": (
+        "is another name of a folder",
+        [entry("a", DIR), entry("b", HARD, link="a")],
+    ),
+    "a hard link to nothing": ("No such file or directory", [entry("a", HARD, link="b")]),
+    "a hard link to itself": ("No such file or directory", [entry("a", HARD, link="a")]),
+    "a hard link to what is left out": ("is left out", [entry("z", HARD, link="left/out")]),
+    "a link to nothing": ("No such file or directory", [entry("a", LNK)]),
+    "a character device": ("is a device", [entry("a", tarfile.CHRTYPE, devmajor=1, devminor=3)]),
+    "a block device": (
+        "of a kind that is not allowed",
+        [entry("a", tarfile.BLKTYPE, devmajor=1, devminor=3)],
+    ),
+    "a block device 0/0": ("of a kind that is not allowed", [entry("a", tarfile.BLKTYPE)]),
+    "a whiteout of what a mount is in": ("would take the place", [entry("left", tarfile.CHRTYPE)]),
+    "a file over what a mount is in": ("would take the place", [entry("left")]),
+    "a link over what a mount is in": (
+        "would take the place",
+        [entry("left", LNK, link="../canary")],
+    ),
+    "a duplicate": ("comes twice", [entry("a"), entry("a")]),
+    "a folder as a duplicate": (
+        "comes twice",
+        [entry("a", DIR), entry("b"), entry("a", LNK, link="../canary")],
+    ),
+    "a folder that becomes a link": (
+        "comes twice",
+        [entry("a", DIR), entry("a", LNK, link="../canary")],
+    ),
+    "another order": ("comes twice", [entry("b"), entry("a")]),
+    "a contiguous file": ("of a kind that is not allowed", [entry("a", b"7")]),
+    "a GNU long name": (
+        "though it is no file",
+        [entry("a", tarfile.GNUTYPE_LONGNAME, b"../canary/new\0")],
+    ),
+    "a GNU sparse file": ("of a kind that is not allowed", [entry("a", tarfile.GNUTYPE_SPARSE)]),
+    "a global record": ("of a kind that is not allowed", [entry("a", tarfile.XGLTYPE)]),
+    "a folder with bytes": ("though it is no file", [entry("a", DIR, b"x")]),
+    "a link with bytes": ("though it is no file", [entry("a", LNK, b"x", link="b")]),
+    "a record about a record": (
+        "though it is no file",
+        [record(b"11 path=ab\n"), record(b"11 path=cd\n"), entry("a")],
+    ),
+    "a record with a bad length": ("a bad record", [record(b"99 path=ab\n"), entry("a")]),
+    "a record with no length": ("a bad record", [record(b"path=ab\n"), entry("a")]),
+    "a record of length 0": ("a bad record", [record(b"0 path=ab\n"), entry("a")]),
+    "a record without an end": ("a bad record", [record(b"11 path=abc"), entry("a")]),
+    "a record with a huge length": (
+        "a bad record",
+        [record(b"9" * 500 + b" path=ab\n"), entry("a")],
+    ),
+    "a record twice": ("an unknown record", [record(b"11 path=ab\n11 path=cd\n"), entry("a")]),
+    "an unknown record": ("an unknown record", [entry("a", records={"GNU.sparse.map": "0,1"})]),
+    "records that are too many": ("has too many records", [record(b"", 1 << 30)]),
+    "no time": ("has a bad time", [entry("a", records={"mtime": None})]),
+    "a bad time": ("has a bad time", [entry("a", records={"mtime": "inf"})]),
+    "a huge time": ("has a bad time", [entry("a", records={"mtime": f"{'9' * 13}.000000000"})]),
+    "a bad size": ("has a bad number", [entry("a", records={"size": "-1"})]),
+    "a huge size": ("ends within an entry", [entry("a", records={"size": "9" * 18})]),
+    "a huger size": ("has a bad number", [entry("a", records={"size": "9" * 30})]),
+    "the owner -1": ("has a bad owner", [entry("a", records={"uid": str(2**32 - 1)})]),
+    "a bad owner": ("has a bad number", [entry("a", records={"gid": "root"})]),
+    "an attribute of the kernel": (
+        "has the attribute",
+        [entry("a", records={f"{XATTR}trusted.overlay.redirect": "/"})],
+    ),
+    "an attribute of SELinux": (
+        "has the attribute",
+        [entry("a", records={f"{XATTR}security.selinux": "x"})],
+    ),
+    "an opaque file": (
+        "hides what nothing can hide",
+        [entry("a", records={f"{XATTR}trusted.overlay.opaque": "y"})],
+    ),
+    "an opaque root": (
+        "hides what nothing can hide",
+        [entry(".", DIR, records={f"{XATTR}trusted.overlay.opaque": "y"})],
+    ),
+    "an attribute with a NUL": (
+        "has the attribute",
+        [entry("a", records={f"{XATTR}user.%00": "y"})],
+    ),
+    "an attribute of a link": (
+        "has the attribute",
+        [entry("a", LNK, link="b", records={f"{XATTR}user.x": "y"})],
+    ),
+    "a bad ACL": (
+        "Invalid argument",
+        [entry("a", records={f"{XATTR}system.posix_acl_access": "y"})],
+    ),
+    "a map that is no map": ("a bad map", [sparse(b"x\n", 10)]),
+    "a map without an end": ("a bad map", [sparse(b"2\n0\n1\n", 10, b"x")]),
+    "a map that is too long": ("more than 1048576 extents", [sparse(b"9999999\n", 10)]),
+    "a map with a long line": ("a bad map", [sparse(b"1" * 400 + b"\n", 10)]),
+    "a map that goes back": (
+        "has a map of holes that is out of order",
+        [sparse(b"2\n5\n1\n0\n1\n", 10, b"xx")],
+    ),
+    "a map beyond the file": ("does not fit its sizes", [sparse(b"1\n5\n6\n", 10, b"x" * 6)]),
+    "a map of more than there is": ("does not fit its sizes", [sparse(b"1\n0\n600\n", 600, b"x")]),
+    "a map beyond its entry": (
+        "does not fit its sizes",
+        [sparse(b"1\n0\n600\n", 600, b"x" * 600, size=512)],
+    ),
+    "bytes that are cut off": ("ends within an entry", [entry("a", data=b"x" * 512, size=5000)]),
+    "a header that is cut off": ("ends within an entry", [b"x" * 100]),
+    "a bad checksum": ("bad header", [b"x" * 512]),
+    "no end": ("ends within an entry", [entry("a")]),
+}
+ENDLESS = {"bytes that are cut off", "a header that is cut off", "no end"}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_archive_is_refused_and_touches_nothing_outside(
+    tmp_path: Path, folders: tuple[Path, Path], name: str
+) -> None:
+    _, target = folders
+    canary = tmp_path / "canary"
+    canary.mkdir()
+    (canary / "secret").write_bytes(b"secret")
+    (target / "out").symlink_to("../canary")
+    (target / "left" / "out").mkdir(parents=True)
+    (target / "left" / "out" / "mount").write_bytes(b"mount")
+    kept = [canary, canary / "secret", target / "left" / "out" / "mount"]
+    before = [(path.stat(), path.read_bytes() if path.is_file() else b"") for path in kept]
+    archive = tmp_path / "hostile.tar"
+    why, entries = HOSTILE[name]
+    data = b"".join(entries)
+    if name not in ENDLESS:
+        data += bytes(1024)
+    archive.write_bytes(data)
+
+    with pytest.raises(ArtifactCorrupt, match=why) as refusal:
+        unpacked(archive, target, ["left/out"], is_upper=True)
+
+    str(refusal.value).encode()
+    assert names(canary) == ["secret"]
+    after = [(path.stat(), path.read_bytes() if path.is_file() else b"") for path in kept]
+    assert [(a.st_mtime_ns, a.st_nlink, a.st_ino, a.st_mode, b) for a, b in after] == [
+        (a.st_mtime_ns, a.st_nlink, a.st_ino, a.st_mode, b) for a, b in before
+    ]
+
+
+@needs_root
+@pytest.mark.root
+def test_an_opaque_folder_keeps_the_mounts_in_it(
+    tmp_path: Path, folders: tuple[Path, Path], mounted: Callable[..., None]
+) -> None:
+    _, target = folders
+    for path in ("run/a/mount", "run/b/c"):
+        (target / path).mkdir(parents=True)
+    mounted(target / "run/a/mount", "-t", "tmpfs", "tmpfs")
+    (target / "run/a/mount/inside").write_bytes(b"")
+    (target / "run/a/beside").write_bytes(b"")
+    archive = tmp_path / "x.tar"
+    opaque = {f"{XATTR}trusted.overlay.opaque": "y"}
+    archive.write_bytes(entry("run", DIR, records=opaque) + bytes(1024))
+
+    unpacked(archive, target, ["run/a/mount"], is_upper=True)
+
+    assert names(target / "run") == ["a"]
+    assert names(target / "run/a") == ["mount"]
+    assert names(target / "run/a/mount") == ["inside"]
+
+
+@needs_root
+@pytest.mark.root
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [entry("m", DIR), entry("m/new")],
+        [entry("m", DIR)],
+        [entry("m", DIR, records={f"{XATTR}trusted.overlay.opaque": "y"})],
+        [entry("m", tarfile.CHRTYPE)],
+        [entry("m")],
+        [entry("m", LNK, link="x")],
+        [entry("n", HARD, link="m/inside")],
+        [entry(".", DIR), entry("m/inside")],
+    ],
+)
+def test_a_mount_that_nobody_told_of_is_neither_entered_nor_replaced(
+    tmp_path: Path,
+    folders: tuple[Path, Path],
+    mounted: Callable[..., None],
+    entries: list[bytes],
+) -> None:
+    """It is a bind mount on the same file system, which only the kernel can tell."""
+    outside, target = folders
+    (outside / "inside").write_bytes(b"kept")
+    before = seen(outside)
+    mounted(target / "m", "--bind", outside)
+    archive = tmp_path / "x.tar"
+    archive.write_bytes(b"".join(entries) + bytes(1024))
+
+    with pytest.raises(ArtifactCorrupt):
+        unpacked(archive, target, is_upper=True)
+
+    assert seen(outside) == before
+
+
+@needs_root
+@pytest.mark.root
+def test_a_mount_in_a_tree_is_refused_when_it_is_packed(
+    folders: tuple[Path, Path], mounted: Callable[..., None]
+) -> None:
+    source, other = folders
+    mounted(source / "m", "--bind", other)
+
+    with pytest.raises(NotEligible, match="'m'"):
+        packed(source)
+    packed(source, ["m"])
+
+
+@needs_root
+@pytest.mark.root
+def test_a_full_disk_says_so_on_both_sides(
+    folders: tuple[Path, Path], mounted: Callable[..., None]
+) -> None:
+    source, target = folders
+    (source / "big").write_bytes(b"x" * (2 << 20))
+    mounted(target, "-t", "tmpfs", "-o", "size=1m", "tmpfs")
+
+    archive = packed(source)
+    with pytest.raises(NoSpace, match="big"):
+        unpacked(archive, target)
+    (target / "big").unlink()
+    with (
+        opened(open_root(source)) as tree,
+        (target / "x.tar").open("wb") as sink,
+        pytest.raises(NoSpace),
+    ):
+        pack(tree, sink.fileno(), leave_out=(), is_upper=False)
+
+
+@needs_root
+@pytest.mark.root
+def test_unpacking_needs_nothing_of_the_root_that_it_has(folders: tuple[Path, Path]) -> None:
+    """The process has entered a root with no /proc and no files of Python."""
+    source, target = folders
+    change_only_new(source)
+    archive = packed(source)
+    program = (
+        "import os, sys\n"
+        "from snapshot_agent.helper.archive import unpack\n"
+        "from snapshot_shared.errors import ArtifactCorrupt\n"
+        "good, bad = (os.open(path, os.O_RDONLY) for path in sys.argv[1:3])\n"
+        "os.chroot(sys.argv[3]); os.chdir('/')\n"
+        "root = os.open('/', os.O_RDONLY | os.O_DIRECTORY)\n"
+        "before = set(sys.modules)\n"
+        "unpack(good, root, leave_out=(), is_upper=True)\n"
+        "try: unpack(bad, root, leave_out=(), is_upper=True)\n"
+        "except ArtifactCorrupt as error: print(error)\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    bad = source.parent / "bad.tar"
+    bad.write_bytes(b"".join([entry("a", LNK, link="/"), entry("a/b")]) + bytes(1024))
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, archive, bad, target],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "'a/b'" in done.stdout
+    (target / "a").unlink()
+    found, wanted = seen(target), seen(source)
+    del found["."]["mtime"], wanted["."]["mtime"]
+    assert found == wanted
+
+
+def change_only_new(source: Path) -> None:
+    (source / RAW).write_bytes(b"raw")
+    (source / "d").mkdir()
+    (source / "d" / LONG).write_bytes(b"long")
+    os.link(source / RAW, source / "d" / "again")
+    (source / "link").symlink_to(RAW)
+    os.mkfifo(source / "fifo")
+    os.setxattr(source / "d", "user.x", b"\xff")
+    with (source / "sparse").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"x")
+
+
+def test_what_is_all_zero_becomes_a_hole(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    (source / "zeros").write_bytes(bytes(8 << 20) + b"x")
+
+    unpacked(packed(source), target)
+
+    assert (target / "zeros").read_bytes() == bytes(8 << 20) + b"x"
+    assert (target / "zeros").stat().st_blocks * 512 <= 128 << 10
+
+
+def test_a_folder_that_was_there_gets_owner_mode_and_attributes(
+    folders: tuple[Path, Path],
+) -> None:
+    source, target = folders
+    for root, mode in ((source, 0o1777), (target, 0o700)):
+        (root / "d").mkdir()
+        (root / "d").chmod(mode)
+    os.setxattr(source / "d", "user.new", b"1")
+    os.setxattr(target / "d", "user.old", b"1")
+    (target / "d" / "stays").write_bytes(b"")
+
+    unpacked(packed(source), target)
+
+    assert stat.S_IMODE((target / "d").stat().st_mode) == 0o1777
+    assert os.listxattr(target / "d") == ["user.new"]
+    assert names(target / "d") == ["stays"]
+
+
+def test_a_file_that_is_open_keeps_its_content_when_it_is_replaced(
+    folders: tuple[Path, Path],
+) -> None:
+    source, target = folders
+    (source / "f").write_bytes(b"new")
+    (target / "f").write_bytes(b"old content")
+    os.link(target / "f", target / "other-name")
+
+    unpacked(packed(source), target)
+
+    assert (target / "f").read_bytes() == b"new"
+    assert (target / "other-name").read_bytes() == b"old content"
+
+
+NAMES = (
+    st.binary(min_size=1, max_size=40)
+    .filter(lambda name: b"/" not in name and b"\0" not in name and name not in (b".", b".."))
+    .map(os.fsdecode)
+)
+TREES: Any = st.recursive(
+    st.one_of(
+        st.binary(max_size=2000),
+        st.tuples(st.just("holes"), st.lists(st.integers(0, 40), max_size=5)),
+        st.tuples(st.just("link"), NAMES),
+        st.just("fifo"),
+    ),
+    lambda below: st.dictionaries(NAMES, below, max_size=4),
+    max_leaves=12,
+)
+
+
+def build(root: Path, tree: dict[str, Any]) -> None:
+    for name, what in tree.items():
+        path = root / name
+        match what:
+            case dict():
+                path.mkdir()
+                build(path, what)
+            case bytes():
+                path.write_bytes(what)
+            case ("holes", places):
+                with path.open("wb") as file:
+                    for place in places:
+                        file.seek(place * 16384)
+                        file.write(b"data" * 1000)
+                    file.truncate(700_001)
+            case ("link", to):
+                path.symlink_to(to)
+            case _:
+                os.mkfifo(path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tree=st.dictionaries(NAMES, TREES, max_size=5))
+def test_any_tree_comes_back(tree: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "source"), Path(folder, "target")
+        source.mkdir()
+        target.mkdir()
+        build(source, tree)
+        unpacked(packed(source), target)
+        assert seen(target) == seen(source)
+
+
+def summed(data: bytearray) -> bytes:
+    """Return an archive with the checksums that its headers should have."""
+    for at in range(0, len(data) - 511, 512):
+        if data[at + 257 : at + 262] == b"ustar":
+            data[at + 148 : at + 156] = b" " * 8
+            data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    return bytes(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    changes=st.lists(
+        st.tuples(st.integers(0, 9000), st.binary(min_size=1, max_size=9)), min_size=1, max_size=4
+    )
+)
+def test_a_damaged_archive_is_unpacked_or_refused_and_nothing_else(
+    changes: list[tuple[int, bytes]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "source"), Path(folder, "target")
+        source.mkdir()
+        target.mkdir()
+        change_only_new(source)
+        archive = packed(source)
+        data = bytearray(archive.read_bytes())
+        for at, new in changes:
+            data[at % len(data) : at % len(data) + len(new)] = new
+        archive.write_bytes(summed(data))
+        # An owner that only root may give is no fault of the archive.
+        with contextlib.suppress(SnapbackError, PermissionError):
+            unpacked(archive, target, is_upper=True, limit_bytes=1 << 24)
+        assert names(folder) == ["source", "source.tar", "target"]
