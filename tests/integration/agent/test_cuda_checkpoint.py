@@ -1,0 +1,385 @@
+"""CUDA processes are locked, checkpointed and let go by a fake driver, which hangs and refuses.
+
+The fake keeps the rules of the driver's documentation. A real GPU has not been met.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.adapters import procfs
+from snapshot_agent.domain.cuda import (
+    CudaMissing,
+    CudaRefused,
+    CudaStuck,
+    CudaTimedOut,
+    LetGo,
+    State,
+)
+from snapshot_agent.helper import cuda
+from snapshot_shared.errors import InvalidInput
+from tests.support.cuda_rig import UUIDS, CudaNode, Worker, cuda_node
+from tests.support.cuda_rig import library as compiled
+
+pytestmark = pytest.mark.waits
+
+HANGS_S = 2.0
+"""How long a call that hangs is waited for, here."""
+
+SAME = {uuid: uuid for uuid in UUIDS}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def node(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaNode]:
+    yield from cuda_node(tmp_path, library, monkeypatch)
+
+
+@pytest.fixture
+def tree(node: CudaNode) -> Worker:
+    """Two processes, parent and child, on a device each."""
+    return node.worker(0, "child")
+
+
+def runs(node: CudaNode, worker: Worker) -> bool:
+    worker.ping("still here")
+    return set(node.states(worker.pids)) == {State.RUNNING} and worker.answer() == "still here"
+
+
+def checkpointed(pids: list[int]) -> None:
+    cuda.lock_all(pids, 5)
+    cuda.checkpoint_all(pids, 10)
+
+
+def program(*words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "snapshot_agent.helper.cuda", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def test_processes_that_use_cuda_are_found_among_others(node: CudaNode, tree: Worker) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert cuda.processes([os.getpid(), *tree.pids, gone.pid]) == tree.pids
+
+
+def test_all_processes_are_locked_before_any_is_checkpointed_and_restored_before_any_is_unlocked(
+    node: CudaNode, tree: Worker
+) -> None:
+    checkpointed(tree.pids)
+    assert cuda.states(tree.pids) == dict.fromkeys(tree.pids, State.CHECKPOINTED)
+    cuda.restore_all(tree.pids, SAME, 10)
+    assert node.states(tree.pids) == [State.LOCKED] * 2
+    cuda.unlock_all(tree.pids)
+    verbs = ["lock", "checkpoint", "restore", "unlock"]
+    assert node.verbs() == [verb for verb in verbs for _ in tree.pids]
+    assert runs(node, tree)
+
+
+def test_a_worker_makes_no_call_of_cuda_from_its_lock_to_its_unlock(
+    node: CudaNode, tree: Worker
+) -> None:
+    checkpointed(tree.pids)
+    tree.ping("hello")
+    cuda.restore_all(tree.pids, SAME, 10)
+    assert not select.select([tree.process.stdout], [], [], 0.2)[0]
+    cuda.unlock_all(tree.pids)
+    assert tree.answer() == "hello"
+
+
+def test_a_lock_that_takes_too_long_leaves_all_processes_running(
+    node: CudaNode, tree: Worker
+) -> None:
+    node.faults(f"lock {tree.pids[1]} busy")
+    with pytest.raises(CudaRefused, match=rf"lock of process {tree.pids[1]}: .*NOT_READY"):
+        cuda.lock_all(tree.pids, 0.5)
+    assert [c.value for c in node.calls() if (c.what, c.verb) == ("begin", "lock")] == [500, 500]
+    assert node.verbs() == ["lock", "unlock"]
+    assert runs(node, tree)
+
+
+def test_a_lock_without_a_timeout_is_never_asked_for(node: CudaNode, tree: Worker) -> None:
+    node.faults("lock 0 busy")
+    with pytest.raises(CudaRefused):
+        cuda.lock_all(tree.pids, 0)
+
+
+def test_a_checkpoint_that_fails_with_one_process_leaves_all_running(
+    node: CudaNode, tree: Worker
+) -> None:
+    cuda.lock_all(tree.pids, 5)
+    node.faults(f"checkpoint {tree.pids[1]} error 801")
+    with pytest.raises(CudaRefused, match="NOT_SUPPORTED") as caught:
+        cuda.checkpoint_all(tree.pids, 10)
+    assert caught.value.values["refused"] == {tree.pids[1]: "CUDA_ERROR_NOT_SUPPORTED"}
+    assert node.verbs()[-3:] == ["restore", "unlock", "unlock"]
+    assert runs(node, tree)
+
+
+@pytest.mark.parametrize("kind", ["hang", "late"])
+def test_a_call_that_hangs_is_killed_and_all_processes_run_again_in_time(
+    node: CudaNode, tree: Worker, kind: str
+) -> None:
+    node.faults(f"lock {tree.pids[0]} {kind}")
+    began = time.monotonic()
+    with pytest.raises(CudaTimedOut, match="did not answer"):
+        cuda.lock_all(tree.pids, 0.1, grace_s=HANGS_S)
+    assert time.monotonic() - began < HANGS_S + cuda.UNDO_S
+    assert runs(node, tree)
+    node.faults(f"checkpoint {tree.pids[0]} {kind}")
+    cuda.lock_all(tree.pids, 5)
+    with pytest.raises(CudaTimedOut):
+        cuda.checkpoint_all(tree.pids, HANGS_S)
+    assert runs(node, tree)
+
+
+def test_a_killed_call_leaves_no_process_of_the_helper_behind(node: CudaNode, tree: Worker) -> None:
+    node.faults("lock 0 hang")
+    caller = program("lock", *map(str, tree.pids), "--within", "60")
+    wait_for(lambda: len(node.calls()) == 2)
+    calling = {each.pid for each in procfs.running() if each.parent == caller.pid}
+    assert len(calling) == 2
+    caller.kill()
+    caller.communicate()
+    wait_for(lambda: not calling & {each.pid for each in procfs.running()})
+
+
+@pytest.mark.parametrize(
+    ("verb", "reached"),
+    [("lock", State.LOCKED), ("checkpoint", State.CHECKPOINTED), ("restore", State.LOCKED)],
+)
+def test_what_a_killed_caller_has_begun_goes_on_and_is_let_go(
+    node: CudaNode, tree: Worker, verb: str, reached: State
+) -> None:
+    if verb != "lock":
+        cuda.lock_all(tree.pids, 5)
+    if verb == "restore":
+        cuda.checkpoint_all(tree.pids, 10)
+    node.faults(f"{verb} 0 slow 1500")
+    before = len(node.calls())
+    caller = program(verb, *map(str, tree.pids), "--within", "60")
+    wait_for(lambda: len(node.calls()) == before + 2)
+    caller.kill()
+    caller.communicate()
+    assert cuda.states(tree.pids) == dict.fromkeys(tree.pids, reached)
+    node.faults()
+    assert cuda.let_go(tree.pids) == LetGo(tree.pids, [], {})
+    assert runs(node, tree)
+
+
+def test_processes_in_different_states_are_let_go_and_once_more_is_no_harm(
+    node: CudaNode, tree: Worker
+) -> None:
+    other, third = node.worker(2), node.worker(3)
+    cuda.lock_all([*tree.pids, *other.pids], 5)
+    cuda.checkpoint_all(tree.pids[:1], 10)
+    pids = [*tree.pids, *other.pids, *third.pids]
+    assert cuda.let_go(pids) == LetGo(pids, [], {})
+    verbs = node.verbs()
+    assert verbs[-4:] == ["restore", "unlock", "unlock", "unlock"]
+    assert cuda.let_go(pids) == LetGo(pids, [], {})
+    assert node.verbs() == verbs
+    assert all(runs(node, worker) for worker in (tree, other, third))
+
+
+def test_a_process_that_ended_while_it_was_checkpointed_is_not_stuck(
+    node: CudaNode, tree: Worker
+) -> None:
+    checkpointed(tree.pids)
+    os.kill(tree.pids[1], signal.SIGKILL)
+    assert cuda.let_go(tree.pids) == LetGo(tree.pids[:1], tree.pids[1:], {})
+
+
+def test_a_restore_that_ran_out_of_memory_is_reported_and_the_others_run(
+    node: CudaNode, tree: Worker
+) -> None:
+    checkpointed(tree.pids)
+    node.faults(f"restore {tree.pids[0]} oom")
+    found = cuda.let_go(tree.pids)
+    assert found.running == tree.pids[1:]
+    assert found.stuck == {tree.pids[0]: "checkpointed, restore: CUDA_ERROR_OUT_OF_MEMORY"}
+    node.faults()
+    assert "OPERATING_SYSTEM" in cuda.let_go(tree.pids).stuck[tree.pids[0]]
+
+
+def test_a_process_that_the_driver_gave_up_is_reported(node: CudaNode, tree: Worker) -> None:
+    cuda.lock_all(tree.pids, 5)
+    node.faults(f"checkpoint {tree.pids[0]} fail 719")
+    with pytest.raises(CudaStuck, match=rf"process {tree.pids[0]} \(failed\)") as caught:
+        cuda.checkpoint_all(tree.pids, 10)
+    assert isinstance(caught.value.__cause__, CudaRefused)
+    assert node.states(tree.pids) == [State.FAILED, State.RUNNING]
+
+
+def test_an_unlock_that_fails_is_reported_and_the_others_run(node: CudaNode, tree: Worker) -> None:
+    cuda.lock_all(tree.pids, 5)
+    node.faults(f"unlock {tree.pids[1]} error 304")
+    with pytest.raises(CudaRefused, match=f"unlock of process {tree.pids[1]}"):
+        cuda.unlock_all(tree.pids)
+    found = cuda.let_go(tree.pids)
+    assert found.running == tree.pids[:1]
+    assert found.stuck == {tree.pids[1]: "locked, unlock: CUDA_ERROR_OPERATING_SYSTEM"}
+
+
+def test_an_unlock_of_a_process_that_runs_already_is_no_failure(
+    node: CudaNode, tree: Worker
+) -> None:
+    cuda.lock_all(tree.pids[:1], 5)
+    cuda.unlock_all(tree.pids)
+    assert runs(node, tree)
+
+
+def test_a_restore_that_hangs_keeps_the_others_locked_only_while_there_is_time(
+    node: CudaNode, tree: Worker
+) -> None:
+    checkpointed(tree.pids)
+    node.faults(f"restore {tree.pids[0]} hang")
+    began = time.monotonic()
+    found = cuda.let_go(tree.pids, 6)
+    assert time.monotonic() - began < 6 + 2
+    assert found.running == tree.pids[1:]
+    assert list(found.stuck) == tree.pids[:1]
+
+
+def test_a_stopped_process_is_stuck_until_it_goes_on(node: CudaNode, tree: Worker) -> None:
+    cuda.lock_all(tree.pids, 5)
+    os.kill(tree.pids[1], signal.SIGSTOP)
+    found = cuda.let_go(tree.pids, 4)
+    assert (found.running, list(found.stuck)) == (tree.pids[:1], tree.pids[1:])
+    assert cuda.states(tree.pids[1:], 1) == {tree.pids[1]: State.UNKNOWN}
+    os.kill(tree.pids[1], signal.SIGCONT)
+    assert cuda.let_go(tree.pids) == LetGo(tree.pids, [], {})
+
+
+def test_a_restore_brings_processes_to_the_devices_of_its_map(node: CudaNode, tree: Worker) -> None:
+    checkpointed(tree.pids)
+    node.place(*UUIDS[2:])
+    cuda.restore_all(tree.pids, {UUIDS[0]: UUIDS[3], UUIDS[1]: UUIDS[2]}, 10)
+    cuda.unlock_all(tree.pids)
+    assert [node.device(pid) for pid in tree.pids] == [1, 0]
+    assert runs(node, tree)
+
+
+def test_a_process_that_came_back_under_another_pid_goes_on_on_devices_of_its_node(
+    node: CudaNode,
+) -> None:
+    source, restored = node.worker(0), node.worker(0)
+    checkpointed(source.pids)
+    node.move(source.pids[0], restored.pids[0])
+    source.process.kill()
+    source.process.wait()
+    node.place(*UUIDS[2:])
+    assert cuda.processes(restored.pids) == restored.pids
+    cuda.restore_all(restored.pids, {UUIDS[0]: UUIDS[2]}, 10)
+    cuda.unlock_all(restored.pids)
+    assert node.device(restored.pids[0]) == 0
+    assert runs(node, restored)
+
+
+def test_the_driver_gets_no_pairs_where_every_device_stays(node: CudaNode, tree: Worker) -> None:
+    checkpointed(tree.pids)
+    cuda.restore_all(tree.pids, SAME, 10)
+    assert {c.value for c in node.calls() if (c.what, c.verb) == ("begin", "restore")} == {0}
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {UUIDS[2]: UUIDS[3]},
+        {UUIDS[0]: "GPU-90000000-0000-4000-8000-000000000009", UUIDS[1]: UUIDS[1]},
+    ],
+)
+def test_a_map_that_does_not_fit_is_refused_by_the_driver_and_processes_stay_checkpointed(
+    node: CudaNode, mapping: dict[str, str]
+) -> None:
+    worker = node.worker(0)
+    checkpointed(worker.pids)
+    with pytest.raises(CudaRefused, match="INVALID_VALUE"):
+        cuda.restore_all(worker.pids, mapping, 10)
+    assert node.states(worker.pids) == [State.CHECKPOINTED]
+
+
+def test_a_map_to_one_device_twice_is_refused_before_the_driver_is_asked(node: CudaNode) -> None:
+    worker = node.worker(0)
+    checkpointed(worker.pids)
+    with pytest.raises(InvalidInput, match="two devices go to one"):
+        cuda.restore_all(worker.pids, {UUIDS[0]: UUIDS[2], UUIDS[1]: UUIDS[2]}, 10)
+    assert "restore" not in {call.verb for call in node.calls()}
+
+
+def test_a_verb_that_the_state_does_not_allow_is_refused_without_effect(
+    node: CudaNode, tree: Worker
+) -> None:
+    with pytest.raises(CudaRefused, match="ILLEGAL_STATE"):
+        cuda.restore_all(tree.pids, SAME, 10)
+    assert runs(node, tree)
+
+
+def test_the_program_lets_go_and_says_what_is_stuck(node: CudaNode, tree: Worker) -> None:
+    checkpointed(tree.pids)
+    words = ["let-go", *map(str, tree.pids), "--within", "10"]
+    node.faults(f"restore {tree.pids[0]} error 304")
+    ended = program(*words)
+    failure = json.loads(ended.communicate()[0])["failure"]
+    assert (ended.returncode, failure["reason"]) == (1, "CudaStuck")
+    assert list(failure["values"]["stuck"]) == [str(tree.pids[0])]
+    node.faults()
+    ended = program(*words)
+    assert json.loads(ended.communicate()[0]) == {"result": [tree.pids, [], {}]}
+    assert ended.returncode == 0
+
+
+def test_the_program_carries_out_every_verb(node: CudaNode, tree: Worker) -> None:
+    pids = [str(pid) for pid in tree.pids]
+    moved = {UUIDS[0]: UUIDS[1], UUIDS[1]: UUIDS[0]}
+    for verb, words in {
+        "processes": [],
+        "lock": [],
+        "checkpoint": [],
+        "states": [],
+        "restore": ["--to", *(f"{old}={new}" for old, new in moved.items())],
+        "unlock": [],
+    }.items():
+        ended = program(verb, *pids, "--within", "10", *words)
+        answer = json.loads(ended.communicate()[0])
+        expected = {"processes": tree.pids, "states": dict.fromkeys(pids, "checkpointed")}
+        assert answer == {"result": expected.get(verb)}
+    assert [node.device(pid) for pid in tree.pids] == [1, 0]
+    assert runs(node, tree)
+
+
+def test_without_a_driver_it_is_said_in_one_line_what_is_missing(
+    node: CudaNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    with pytest.raises(CudaMissing, match=r"the CUDA driver cannot be used: .") as caught:
+        cuda.processes([os.getpid()])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_node_without_devices_cannot_be_used(node: CudaNode) -> None:
+    node.place()
+    with pytest.raises(CudaMissing, match="cuInit: CUDA_ERROR_NO_DEVICE"):
+        cuda.lock_all([os.getpid()], 1)
+
+
+def wait_for(holds: object) -> None:
+    """Wait for what another process does; there is no event of it."""
+    assert callable(holds)
+    until = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)

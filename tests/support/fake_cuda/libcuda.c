@@ -1,0 +1,500 @@
+/* A fake of libcuda.so.1: process checkpointing alone, with the rules of its documentation and the
+   habits that were seen of drivers 580 and 595.
+
+   The state of every process lies in the file `state` of the folder FAKE_CUDA, so it outlives a
+   caller that is killed, as it does in the driver: a checkpoint or restore that has begun goes on
+   without its caller, and a query of the state waits for its end. A process that has called cuInit
+   is a CUDA process. `devices` lists the uuids of the node. Calls are written to `calls`. `faults`
+   has a line `VERB PID KIND VALUE` for each fault (PID may be 0 for all):
+     error N  return N, with no effect        fail N  return N, and the process has failed
+     hang     never return, with no effect    late    take effect, and never return
+     slow MS  take effect after MS            busy    the device is at work for ever (lock)
+     oom      the first restore runs out of memory, and no later one works
+   A process that was stopped by a signal lets its callers wait until it goes on. */
+#define _GNU_SOURCE
+#include <ctype.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define API __attribute__((visibility("default")))
+#define ENTRIES 256
+#define GPUS 8
+
+enum { RUNNING, LOCKED, CHECKPOINTED, FAILED };
+enum {
+	SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101,
+	OPERATING_SYSTEM = 304, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600,
+};
+
+typedef struct { unsigned char bytes[16]; } Uuid;
+typedef struct { unsigned timeout_ms, reserved0; uint64_t reserved1[7]; } LockArgs;
+typedef struct { Uuid old, new; } Pair;
+typedef struct { Pair *pairs; unsigned count; char reserved[52]; } RestoreArgs;
+
+typedef struct {
+	int pid, state, next, gpus, broken;
+	uint64_t start, due;  /* ticks; nanoseconds of the monotonic clock, 0 when nothing is under way */
+	Uuid gpu[GPUS];
+} Entry;
+
+static Entry *table;
+static int table_fd = -1, initialized;
+
+static int opened(const char *name, int flags)
+{
+	char path[4096];
+	snprintf(path, sizeof path, "%s/%s", getenv("FAKE_CUDA"), name);
+	return open(path, flags | O_CLOEXEC, 0666);
+}
+
+static void load(void)
+{
+	if (table)
+		return;
+	table_fd = opened("state", O_RDWR | O_CREAT);
+	if (table_fd < 0 || ftruncate(table_fd, sizeof(Entry) * ENTRIES))
+		abort();
+	table = mmap(0, sizeof(Entry) * ENTRIES, PROT_READ | PROT_WRITE, MAP_SHARED, table_fd, 0);
+}
+
+static void take(void) { load(); flock(table_fd, LOCK_EX); }
+static void leave(void) { flock(table_fd, LOCK_UN); }
+
+static uint64_t now(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+
+static void nap(void) { usleep(5000); }
+static void for_ever(void) { for (;;) pause(); }
+
+/* The state letter of a process and its start time; 0 when it is gone. */
+static char kernel(int pid, uint64_t *start)
+{
+	char path[64], line[1024] = "", *at, letter;
+	snprintf(path, sizeof path, "/proc/%d/stat", pid);
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return 0;
+	if (read(fd, line, sizeof line - 1) <= 0) {
+		close(fd);
+		return 0;
+	}
+	close(fd);
+	at = strrchr(line, ')') + 2;
+	letter = *at;
+	for (int field = 3; field < 22; field++)
+		at = strchr(at, ' ') + 1;
+	*start = strtoull(at, 0, 10);
+	return letter;
+}
+
+/* The entry of a process, or NULL; with the lock. What has come to its end is noted. */
+static Entry *entry(int pid)
+{
+	uint64_t start;
+	for (Entry *e = table; e < table + ENTRIES; e++) {
+		if (e->pid != pid)
+			continue;
+		char letter = kernel(pid, &start);
+		if (!letter || letter == 'Z' || start != e->start)
+			return NULL;
+		if (e->due && e->due <= now()) {
+			e->state = e->next;
+			e->due = 0;
+		}
+		return e;
+	}
+	return NULL;
+}
+
+static Entry *enter(int pid)
+{
+	uint64_t start;
+	Entry *e = entry(pid);
+	for (Entry *at = table; !e && at < table + ENTRIES; at++)
+		if (!at->pid || !kernel(at->pid, &start) || start != at->start) {
+			memset(at, 0, sizeof *at);
+			at->pid = pid;
+			kernel(pid, &at->start);
+			e = at;
+		}
+	return e;
+}
+
+static void note(const char *format, const char *verb, int pid, int value)
+{
+	char line[128];
+	int fd = opened("calls", O_WRONLY | O_CREAT | O_APPEND);
+	int size = snprintf(line, sizeof line, format, verb, pid, value);
+	if (write(fd, line, size) != size)
+		abort();
+	close(fd);
+}
+
+/* The fault of a call, or an empty word. */
+static int fault(const char *verb, int pid, char *kind)
+{
+	char line[128], its[16];
+	int who, value = 0, fd = opened("faults", O_RDONLY);
+	FILE *file = fd < 0 ? NULL : fdopen(fd, "r");
+	*kind = 0;
+	while (file && fgets(line, sizeof line, file)) {
+		char word[16] = "";
+		int number = 0;
+		if (sscanf(line, "%15s %d %15s %d", its, &who, word, &number) >= 3 &&
+		    !strcmp(its, verb) && (!who || who == pid)) {
+			strcpy(kind, word);
+			value = number;
+		}
+	}
+	if (file)
+		fclose(file);
+	return value;
+}
+
+static int devices(Uuid *out)
+{
+	char line[64];
+	int count = 0, fd = opened("devices", O_RDONLY);
+	FILE *file = fd < 0 ? NULL : fdopen(fd, "r");
+	while (file && count < GPUS && fgets(line, sizeof line, file)) {
+		int at = 0;
+		unsigned byte;
+		for (char *c = line + 4; at < 16 && sscanf(c, "%2x", &byte) == 1; c += 2 + (c[2] == '-'))
+			out[count].bytes[at++] = byte;
+		count += at == 16;
+	}
+	if (file)
+		fclose(file);
+	return count;
+}
+
+static int has(const Uuid *list, int count, const Uuid *one)
+{
+	for (int i = 0; i < count; i++)
+		if (!memcmp(list + i, one, sizeof *one))
+			return i;
+	return -1;
+}
+
+/* Which error keeps a call from having any effect; `e` is not NULL when there is none. */
+static int known(int pid, Entry **e)
+{
+	uint64_t start;
+	char letter;
+	if (!initialized)
+		return NOT_INITIALIZED;
+	*e = entry(pid);
+	if (*e)
+		return SUCCESS;
+	letter = kernel(pid, &start);
+	return letter && letter != 'Z' ? NOT_INITIALIZED : OPERATING_SYSTEM;
+}
+
+/* Wait until nothing is under way in a process; with the lock, which is given up meanwhile. */
+static int settled(int pid, Entry **e)
+{
+	int status;
+	for (;;) {
+		leave();
+		uint64_t start;
+		while (kernel(pid, &start) == 'T')
+			nap();
+		take();
+		status = known(pid, e);
+		if (status || !(*e)->due)
+			return status;
+		leave();
+		nap();
+		take();
+	}
+}
+
+/* Bring a process from one state to the next; `apply` is called before, or NULL. */
+static int move(const char *verb, int pid, int from, int to, int value, Entry *(*apply)(Entry *, void *),
+		void *with)
+{
+	char kind[16];
+	Entry *e = NULL;
+	int number = fault(verb, pid, kind), status;
+	note("begin %s %d %d\n", verb, pid, value);
+	if (!strcmp(kind, "hang"))
+		for_ever();
+	take();
+	status = settled(pid, &e);
+	if (!status && !strcmp(kind, "error"))
+		status = number;
+	if (!status && !strcmp(kind, "fail")) {
+		e->state = FAILED;
+		status = number;
+	}
+	if (!status && e->state != from)
+		status = ILLEGAL_STATE;
+	if (!status && e->broken)
+		status = OPERATING_SYSTEM;
+	if (!status && !strcmp(kind, "oom")) {
+		e->broken = 1;
+		status = OUT_OF_MEMORY;
+	}
+	if (!status && apply && !apply(e, with))
+		status = INVALID_VALUE;
+	if (!status) {
+		e->next = to;
+		e->due = now() + (!strcmp(kind, "slow") ? number * 1000000ull : 0);
+		status = settled(pid, &e);
+	}
+	leave();
+	if (!status && !strcmp(kind, "late"))
+		for_ever();
+	note("end %s %d %d\n", verb, pid, status);
+	return status;
+}
+
+API int cuCheckpointProcessLock(int pid, LockArgs *args)
+{
+	char kind[16];
+	unsigned limit = args ? args->timeout_ms : 0;
+	LockArgs zero = {.timeout_ms = limit};
+	if (args && memcmp(args, &zero, sizeof zero))
+		return INVALID_VALUE;
+	fault("lock", pid, kind);
+	if (strcmp(kind, "busy"))
+		return move("lock", pid, RUNNING, LOCKED, limit, NULL, NULL);
+	note("begin %s %d %d\n", "lock", pid, limit);
+	if (!limit)
+		for_ever();
+	usleep(limit * 1000);
+	note("end %s %d %d\n", "lock", pid, NOT_READY);
+	return NOT_READY;
+}
+
+API int cuCheckpointProcessCheckpoint(int pid, void *args)
+{
+	return move("checkpoint", pid, LOCKED, CHECKPOINTED, 0, NULL, NULL);
+}
+
+static Entry *placed(Entry *e, void *with)
+{
+	RestoreArgs *args = with;
+	Uuid here[GPUS], old[GPUS], chosen[GPUS];
+	int count = devices(here), pairs = args ? args->count : 0;
+	for (int i = 0; i < pairs; i++)
+		old[i] = args->pairs[i].old;
+	for (int i = 0; i < e->gpus; i++) {
+		int at = pairs ? has(old, pairs, e->gpu + i) : -1;
+		if (pairs && at < 0)
+			return NULL;
+		chosen[i] = pairs ? args->pairs[at].new : e->gpu[i];
+		if (has(here, count, chosen + i) < 0 || has(chosen, i, chosen + i) >= 0)
+			return NULL;
+	}
+	memcpy(e->gpu, chosen, sizeof(Uuid) * e->gpus);
+	return e;
+}
+
+API int cuCheckpointProcessRestore(int pid, RestoreArgs *args)
+{
+	return move("restore", pid, CHECKPOINTED, LOCKED, args ? args->count : 0, placed, args);
+}
+
+API int cuCheckpointProcessUnlock(int pid, void *args)
+{
+	return move("unlock", pid, LOCKED, RUNNING, 0, NULL, NULL);
+}
+
+API int cuCheckpointProcessGetState(int pid, int *state)
+{
+	char kind[16];
+	Entry *e = NULL;
+	int number = fault("state", pid, kind), status;
+	if (!strcmp(kind, "hang"))
+		for_ever();
+	take();
+	status = settled(pid, &e);
+	if (!status && !strcmp(kind, "error"))
+		status = number;
+	if (!status)
+		*state = e->state;
+	leave();
+	return status;
+}
+
+API int cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
+{
+	char kind[16];
+	Entry *e = NULL;
+	int number = fault("thread", pid, kind), status;
+	if (!strcmp(kind, "hang"))
+		for_ever();
+	take();
+	status = known(pid, &e);
+	leave();
+	if (!status && !strcmp(kind, "error"))
+		status = number;
+	if (!status)
+		*tid = pid;
+	return status;
+}
+
+API int cuInit(unsigned flags)
+{
+	Uuid here[GPUS];
+	if (!devices(here))
+		return 100;
+	take();
+	enter(getpid());
+	leave();
+	initialized = 1;
+	return SUCCESS;
+}
+
+API int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+
+API int cuDeviceGetCount(int *count)
+{
+	Uuid here[GPUS];
+	*count = devices(here);
+	return SUCCESS;
+}
+
+API int cuDeviceGet(int *device, int ordinal)
+{
+	Uuid here[GPUS];
+	*device = ordinal;
+	return ordinal >= 0 && ordinal < devices(here) ? SUCCESS : INVALID_DEVICE;
+}
+
+API int cuDeviceGetUuid(Uuid *uuid, int device)
+{
+	Uuid here[GPUS];
+	if (device < 0 || device >= devices(here))
+		return INVALID_DEVICE;
+	*uuid = here[device];
+	return SUCCESS;
+}
+
+API int cuDeviceGetName(char *name, int size, int device)
+{
+	snprintf(name, size, "Fake GPU");
+	return SUCCESS;
+}
+
+API int cuDevicePrimaryCtxRetain(void **context, int device)
+{
+	Uuid here[GPUS];
+	if (device < 0 || device >= devices(here))
+		return INVALID_DEVICE;
+	take();
+	Entry *e = entry(getpid());
+	if (has(e->gpu, e->gpus, here + device) < 0)
+		e->gpu[e->gpus++] = here[device];
+	leave();
+	*context = (void *)(intptr_t)(device + 1);
+	return SUCCESS;
+}
+
+/* Blocks while the process is locked, as calls of CUDA do. */
+API int cuCtxSynchronize(void)
+{
+	for (;;) {
+		take();
+		Entry *e = entry(getpid());
+		int state = e->due ? LOCKED : e->state;
+		leave();
+		if (state == RUNNING || state == FAILED)
+			return state == RUNNING ? SUCCESS : 719;
+		nap();
+	}
+}
+
+API int cuGetErrorName(int status, const char **name)
+{
+	static const struct { int status; const char *name; } names[] = {
+		{SUCCESS, "CUDA_SUCCESS"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+		{NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"}, {ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE"},
+		{NOT_READY, "CUDA_ERROR_NOT_READY"}, {OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM"},
+		{OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"}, {0, NULL},
+	};
+	for (int i = 0; names[i].name; i++)
+		if (names[i].status == status) {
+			*name = names[i].name;
+			return SUCCESS;
+		}
+	return INVALID_VALUE;
+}
+
+API int cuGetErrorString(int status, const char **text) { return cuGetErrorName(status, text); }
+
+API int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *symbol)
+{
+	static const struct { const char *name; void *call; } calls[] = {
+#define CALL(name) {#name, name}
+		CALL(cuInit), CALL(cuDriverGetVersion), CALL(cuDeviceGetCount), CALL(cuDeviceGet),
+		CALL(cuDeviceGetUuid), CALL(cuDeviceGetName), CALL(cuDevicePrimaryCtxRetain),
+		CALL(cuCtxSynchronize), CALL(cuGetErrorName), CALL(cuGetErrorString),
+		CALL(cuCheckpointProcessLock), CALL(cuCheckpointProcessCheckpoint),
+		CALL(cuCheckpointProcessRestore), CALL(cuCheckpointProcessUnlock),
+		CALL(cuCheckpointProcessGetState), CALL(cuCheckpointProcessGetRestoreThreadId), {0, 0},
+	};
+	*found = NULL;
+	for (int i = 0; calls[i].name; i++)
+		if (!strcmp(calls[i].name, name))
+			*found = calls[i].call;
+	if (symbol)
+		*symbol = !*found;
+	return *found ? SUCCESS : NOT_FOUND;
+}
+
+API int cuGetProcAddress(const char *name, void **found, int version, uint64_t flags)
+{
+	return cuGetProcAddress_v2(name, found, version, flags, NULL);
+}
+
+/* For tests: the state of a process now, or -1. */
+API int fakeState(int pid)
+{
+	take();
+	Entry *e = entry(pid);
+	int state = e ? e->state : -1;
+	leave();
+	return state;
+}
+
+/* For tests: CUDA of one process is in another one now, which CRIU has restored from it. */
+API int fakeMove(int from, int to)
+{
+	take();
+	Entry *e = entry(from), *other = enter(to);
+	if (e && other) {
+		Entry copy = *e;
+		copy.pid = to;
+		copy.start = other->start;
+		*other = copy;
+	}
+	leave();
+	return e && other ? SUCCESS : INVALID_VALUE;
+}
+
+/* For tests: the number of a device of the node that a process is on first, or -1. */
+API int fakeDevice(int pid)
+{
+	Uuid here[GPUS];
+	int count = devices(here);
+	take();
+	Entry *e = entry(pid);
+	int at = e && e->gpus ? has(here, count, e->gpu) : -1;
+	leave();
+	return at;
+}

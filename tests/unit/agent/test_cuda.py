@@ -1,0 +1,260 @@
+"""When CUDA processes may be checkpointed, where they may be restored, and their way back."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from snapshot_agent.domain.cuda import (
+    CAPTURE_CHECKS,
+    GPU_QUERY,
+    MOVES,
+    RESTORE_CHECKS,
+    WAY_BACK,
+    Answer,
+    Capture,
+    CudaProcess,
+    CudaRefused,
+    CudaTimedOut,
+    Gpu,
+    LetGo,
+    Placement,
+    State,
+    Verb,
+    driver_version,
+    gpus_in,
+    is_cuda,
+    next_steps,
+    pairs_of,
+    refusal,
+    state_in,
+    stuck,
+    uuid_bytes,
+    uuid_map,
+)
+from snapshot_agent.domain.gate import refuse
+from snapshot_shared.errors import Incompatible, InvalidInput, NotEligible
+
+A, B, C = (f"GPU-{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+FIRST, MOVING, SHARING = (575, 57, 8), (580, 65, 6), (610, 10)
+
+
+def gpu(uuid: str = A, **changes: Any) -> Gpu:
+    return Gpu(uuid, "H100", persistence=True, mig=False)._replace(**changes)
+
+
+def capture(**changes: Any) -> Capture:
+    process = CudaProcess(10, is_cuda=True, has_device=True, uvm_mappings=1)
+    return Capture(FIRST, [gpu()], [process, CudaProcess(11, is_cuda=False)])._replace(**changes)
+
+
+def placement(**changes: Any) -> Placement:
+    return Placement(MOVING, MOVING, {0: gpu()}, {0: gpu(B)})._replace(**changes)
+
+
+def test_every_way_back_ends_in_running_from_each_state_that_the_driver_leads_out_of() -> None:
+    for state in (State.LOCKED, State.CHECKPOINTED):
+        seen = state
+        for _ in MOVES:
+            verb = WAY_BACK[seen]
+            if verb is not None:
+                before, seen = MOVES[verb]
+                assert before in (State.LOCKED, State.CHECKPOINTED)
+        assert seen is State.RUNNING
+    assert set(WAY_BACK) == set(State)
+
+
+def test_nothing_is_unlocked_before_all_are_restored_or_time_runs_out() -> None:
+    for states in itertools.product([*State, None], repeat=3):
+        seen = dict(enumerate(states))
+        steps = next_steps(seen, hurry=False)
+        if Verb.UNLOCK in steps.values():
+            assert State.CHECKPOINTED not in states
+            assert None not in states
+        hurried = next_steps(seen, hurry=True)
+        assert steps.items() <= hurried.items()
+        assert hurried == {pid: verb for pid, s in seen.items() if s and (verb := WAY_BACK[s])}
+
+
+@pytest.mark.parametrize(
+    ("answer", "alive", "expected"),
+    [
+        (Answer(0, "CUDA_SUCCESS", 0), True, State.RUNNING),
+        (Answer(0, "CUDA_SUCCESS", 3), True, State.FAILED),
+        (Answer(0, "CUDA_SUCCESS", 4), True, State.UNKNOWN),
+        (Answer(3, "CUDA_ERROR_NOT_INITIALIZED"), True, State.NONE),
+        (Answer(304, "CUDA_ERROR_OPERATING_SYSTEM"), False, State.NONE),
+        (Answer(304, "CUDA_ERROR_OPERATING_SYSTEM"), True, State.UNKNOWN),
+    ],
+)
+def test_a_state_is_told_by_the_drivers_answer_and_whether_the_process_runs(
+    answer: Answer, alive: bool, expected: State
+) -> None:
+    assert state_in(answer, alive=alive) is expected
+
+
+@pytest.mark.parametrize(
+    ("status", "alive", "expected"),
+    [(0, True, True), (1, True, False), (3, True, False), (304, False, False), (304, True, None)],
+)
+def test_a_process_is_taken_for_none_of_cuda_only_when_the_driver_says_so(
+    status: int, alive: bool, expected: bool | None
+) -> None:
+    assert is_cuda(Answer(status, "?"), alive=alive) is expected
+
+
+def test_an_error_names_the_verb_the_process_and_every_refused_one() -> None:
+    answer = Answer(600, "CUDA_ERROR_NOT_READY")
+    error = refusal("lock", {7: answer, 8: None}, 2)
+    assert isinstance(error, CudaRefused)
+    assert error.message == "lock of process 7: CUDA_ERROR_NOT_READY"
+    assert error.values["refused"] == {7: "CUDA_ERROR_NOT_READY", 8: "no answer"}
+    late = refusal("lock", {8: None}, 2)
+    assert isinstance(late, CudaTimedOut)
+    assert late.values["budget_s"] == 2
+
+
+def test_stuck_processes_are_an_error_with_their_states() -> None:
+    assert stuck(LetGo([1], [2], {})) is None
+    error = stuck(LetGo([], [], {3: "failed"}))
+    assert error is not None
+    assert "process 3 (failed)" in error.message
+
+
+def test_a_worker_that_can_be_checkpointed_passes() -> None:
+    refuse(CAPTURE_CHECKS, capture())
+    refuse(CAPTURE_CHECKS, capture(driver=SHARING, gpus=[gpu(), gpu(B)], shares=True))
+    # What could not be read refuses nothing.
+    refuse(CAPTURE_CHECKS, capture(gpus=[Gpu(A)]))
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "found"),
+    [
+        (capture(driver=None), "575.57.08", "none"),
+        (capture(driver=(575, 57, 7)), "575.57.08", "575.57.07"),
+        (capture(driver=(570, 133, 20)), "575.57.08", "570.133.20"),
+        (capture(driver=MOVING, gpus=[gpu(), gpu(B)]), "610", "580.65.06"),
+        (capture(driver=MOVING, shares=True), "610", "580.65.06"),
+        (capture(gpus=[gpu(mig=True)]), "disabled", "enabled"),
+        (capture(gpus=[gpu(persistence=False)]), "enabled", "disabled"),
+        (
+            capture(processes=[CudaProcess(10, is_cuda=False, has_device=True)]),
+            "CUDA process",
+            "devices without CUDA",
+        ),
+        (capture(processes=[CudaProcess(10, is_cuda=True, uvm_mappings=5)]), 1, 5),
+        (capture(processes=[CudaProcess(10, is_cuda=True, stopped=True)]), "running", "stopped"),
+    ],
+)
+def test_a_worker_that_cannot_be_checkpointed_is_refused_by_both_values(
+    seen: Capture, expected: object, found: object
+) -> None:
+    with pytest.raises(NotEligible) as caught:
+        refuse(CAPTURE_CHECKS, seen)
+    assert (caught.value.values["expected"], caught.value.values["found"]) == (expected, found)
+    assert str(expected) in caught.value.message
+    assert str(found) in caught.value.message
+    assert caught.value.next_step
+
+
+def test_a_place_that_a_process_can_be_restored_at_passes() -> None:
+    refuse(RESTORE_CHECKS, placement())
+    refuse(RESTORE_CHECKS, placement(source_driver=FIRST, driver=FIRST, here={0: gpu()}))
+    refuse(RESTORE_CHECKS, placement(source_driver=None, source={0: Gpu(A)}))
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind", "expected", "found"),
+    [
+        (placement(driver=None), NotEligible, "575.57.08", "none"),
+        (placement(driver=SHARING), Incompatible, "580.65.06", "610.10"),
+        (placement(source_driver=FIRST, driver=FIRST), NotEligible, "580", "575.57.08"),
+        (placement(here={0: gpu(B, product="H200")}), Incompatible, "H100", "H200"),
+        (placement(here={0: gpu(B, mig=True)}), NotEligible, "disabled", "enabled"),
+        (placement(here={0: gpu(B, persistence=False)}), NotEligible, "enabled", "disabled"),
+        (
+            placement(source={0: gpu(), 1: gpu(B)}, here={0: gpu(), 1: gpu(B)}),
+            NotEligible,
+            "610",
+            "580.65.06",
+        ),
+    ],
+)
+def test_a_place_that_does_not_fit_is_refused_by_both_values(
+    seen: Placement, kind: type[Exception], expected: str, found: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        refuse(RESTORE_CHECKS, seen)
+    values = caught.value.values  # type: ignore[attr-defined]
+    assert (values["expected"], values["found"]) == (expected, found)
+    assert expected in str(caught.value)
+    assert found in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("NVIDIA UNIX x86_64 Kernel Module  575.57.08  Sat May 24 07:25:34 UTC 2025", FIRST),
+        ("NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (me)", MOVING),
+        ("something else", None),
+    ],
+)
+def test_the_version_of_the_driver_is_read_from_its_file(
+    line: str, expected: tuple[int, ...] | None
+) -> None:
+    text = f"NVRM version: {line}\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0)\n"
+    assert driver_version(text) == expected
+
+
+def test_devices_are_read_from_the_table_of_nvidia_smi() -> None:
+    assert GPU_QUERY.count(",") == 3
+    text = f"{A}, NVIDIA H100 80GB HBM3, Enabled, Disabled\n{B}, NVIDIA T4, Disabled, [N/A]\n"
+    assert gpus_in(text) == [
+        Gpu(A, "NVIDIA H100 80GB HBM3", persistence=True, mig=False),
+        Gpu(B, "NVIDIA T4", persistence=False, mig=None),
+    ]
+    with pytest.raises(InvalidInput, match="No devices were found"):
+        gpus_in("No devices were found\n")
+
+
+def test_the_bytes_of_a_uuid_are_in_the_order_of_its_digits() -> None:
+    assert uuid_bytes("GPU-00010203-0405-0607-0809-0a0b0c0d0e0f") == bytes(range(16))
+    for wrong in ("", A[4:], "MIG-" + A[4:], A + "0", A.upper(), "GPU-0", "gpu-0"):
+        with pytest.raises(InvalidInput, match="no uuid of a whole GPU"):
+            uuid_bytes(wrong)
+
+
+def test_each_device_of_the_source_goes_to_the_one_with_its_ordinal() -> None:
+    assert uuid_map({0: A, 1: B}, {1: C, 0: B}) == {A: B, B: C}
+    assert uuid_map({}, {}) == {}
+
+
+@pytest.mark.parametrize("here", [{0: A}, {0: A, 2: B}, {0: A, 1: B, 2: C}, {}])
+def test_a_map_is_total_or_refused(here: dict[int, str]) -> None:
+    with pytest.raises(Incompatible) as caught:
+        uuid_map({0: A, 1: B}, here)
+    assert caught.value.values == {"expected": [0, 1], "found": sorted(here)}
+
+
+def test_a_device_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="twice"):
+        uuid_map({0: A, 1: B}, {0: C, 1: C})
+    with pytest.raises(InvalidInput, match="twice"):
+        uuid_map({0: A, 1: A}, {0: B, 1: C})
+
+
+def test_a_map_names_uuids_of_whole_devices_only() -> None:
+    with pytest.raises(InvalidInput, match="gpu-0"):
+        uuid_map({0: A}, {0: "gpu-0"})
+
+
+def test_the_driver_gets_pairs_only_where_a_device_changes() -> None:
+    assert pairs_of({A: A, B: B}) == {}
+    assert pairs_of({A: A, B: C}) == {A: A, B: C}
+    assert pairs_of({A: B, B: A}) == {A: B, B: A}
+    for wrong in ({A: C, B: C}, {A: "C"}, {"A": "A"}):
+        with pytest.raises(InvalidInput):
+            pairs_of(wrong)
