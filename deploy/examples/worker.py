@@ -216,9 +216,13 @@ class Worker:
         }
         (self.control.state / "worker.json").write_text(json.dumps(own))
         self.control.say("quiesced", attempt)
-        self.control.wait("snapshot-complete", "snapshot-aborted")
+        name, body = self.control.wait("snapshot-complete", "snapshot-aborted", "restore-complete")
+        moved = body.get("devices", {})
         for pool in pools:
-            pool.wake()
+            pool.wake(device=moved.get(pool.device, ""))
+        if name == "restore-complete":
+            # Restored as it was, by CRIU, in another pod.
+            self.control.say("restored", body["attempt"])
         self.become_ready()
 
     def become_ready(self) -> None:

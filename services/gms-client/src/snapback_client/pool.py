@@ -264,8 +264,13 @@ class MemoryPool:
         self._let_go()
         self._mode = _Mode.ASLEEP
 
-    def wake(self, deadline_s: float = DEADLINE_S, *, await_layout: bool = True) -> None:
+    def wake(
+        self, deadline_s: float = DEADLINE_S, *, await_layout: bool = True, device: str = ""
+    ) -> None:
         """Map everything again at the same addresses.
+
+        `device` is the uuid of another device that has the memory now: that of a process which was
+        restored elsewhere, from the `devices` of `restore-complete`.
 
         StaleLayout, with both values, when another layout is committed now, and at once when the
         service was restarted meanwhile and no client loads one; the pool still sleeps. A pool of
@@ -274,6 +279,8 @@ class MemoryPool:
         self._require(_Mode.ASLEEP)
         lock = LockMode.RO if self._is_weights else LockMode.RW
         known: str | UnsetType = UNSET if await_layout else ""
+        if device and device != self.device:
+            self.device, self.generation = device, None
         if self.generation is not None:
             known = self.generation.incarnation
         lease = self._attach(lock, deadline_s, known=known)
