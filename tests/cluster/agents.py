@@ -7,15 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.simulated import container, pod
+from tests.cluster.simulated import ROOT, container, pod
 
 NAME = "snapback-node"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL")
+HELPER_CAPABILITIES = (
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL"),
+    *("MKNOD", "NET_ADMIN", "NET_BIND_SERVICE", "NET_RAW", "SETFCAP", "SETGID", "SETPCAP"),
+    *("SETUID", "SYS_ADMIN", "SYS_CHROOT", "SYS_NICE", "SYS_PTRACE", "SYS_TIME"),
+)
+CRIU = ROOT / ".tools/criu/criu"
+INIT = ROOT / ".tools/snapback-init"
 TINY_WORKER = Path(__file__).resolve().parents[1] / "support" / "tiny_worker.py"
 
 
-def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
-    """Return a DaemonSet of agents that share the folder `artifacts` of this host."""
+def agents(
+    nats_url: str, artifacts: Path, *, helper: bool = False, **settings: str
+) -> dict[str, Any]:
+    """Return a DaemonSet of agents that share the folder `artifacts` of this host.
+
+    With `helper` it has the container that dumps and restores processes by CRIU.
+    """
+    if helper:
+        settings["SNAPBACK_HELPER"] = "/run/helper/helper.sock"
     environment = {
         "SNAPBACK_WORLD": "kubernetes",
         "SNAPBACK_NATS_URL": nats_url,
@@ -57,10 +71,25 @@ def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
     guards = container("guards", sys.executable, "-m", "snapshot_agent.guard_starter", **common)
     volumes = [{"name": name, "hostPath": {"path": of}} for name, (of, _) in paths.items()]
     volumes.append({"name": "guards", "emptyDir": {"medium": "Memory"}})
+    containers = [agent, guards]
+    if helper:
+        containers.append(_helper(env, mounts))
+        volumes += [
+            {"name": "helper", "emptyDir": {"medium": "Memory"}},
+            {"name": "run", "emptyDir": {"medium": "Memory"}},
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "programs", "hostPath": {"path": "/usr/bin"}},
+            {"name": "runtime", "hostPath": {"path": "/var/lib/containerd"}},
+            {"name": "cgroups", "hostPath": {"path": "/sys/fs/cgroup"}},
+        ]
+        for each in (agent, guards):
+            each["volumeMounts"] = [
+                *each["volumeMounts"],
+                {"name": "helper", "mountPath": "/run/helper"},
+            ]
     template = pod(
         NAME,
-        agent,
-        guards,
+        *containers,
         hostPID=True,
         automountServiceAccountToken=False,
         volumes=volumes,
@@ -76,6 +105,38 @@ def agents(nats_url: str, artifacts: Path, **settings: str) -> dict[str, Any]:
             "template": {"metadata": {"labels": labels}, "spec": template["spec"]},
         },
     }
+
+
+def _helper(env: list[dict[str, Any]], mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the container `helper`, with the rights of the chart's that this host has."""
+    environment = {
+        "SNAPBACK_STATE_DIR": "/var/lib/snapback/helper",
+        "SNAPBACK_CRIU": str(CRIU),
+        "SNAPBACK_CGROUP_DIR": "/host/cgroup",
+    }
+    return container(
+        "helper",
+        *(sys.executable, "-m", "snapshot_agent.helper"),
+        env=[
+            *(each for each in env if each["name"] not in environment),
+            *({"name": name, "value": value} for name, value in environment.items()),
+        ],
+        securityContext={
+            "runAsUser": 0,
+            "capabilities": {"drop": ["ALL"], "add": list(HELPER_CAPABILITIES)},
+            "seccompProfile": {"type": "Unconfined"},
+        },
+        volumeMounts=[
+            *mounts,
+            {"name": "run", "mountPath": "/run"},
+            {"name": "tmp", "mountPath": "/tmp"},
+            # For scripts: what runs this Python here is no more than /usr and its libraries.
+            {"name": "programs", "mountPath": "/bin", "readOnly": True},
+            {"name": "helper", "mountPath": "/run/helper"},
+            {"name": "runtime", "mountPath": "/var/lib/containerd", "readOnly": True},
+            {"name": "cgroups", "mountPath": "/host/cgroup"},
+        ],
+    )
 
 
 def worker(*arguments: str, standby: bool = False) -> dict[str, Any]:

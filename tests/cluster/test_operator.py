@@ -90,8 +90,13 @@ class Rig(NamedTuple):
 
         async def found() -> dict[str, Any] | None:
             rows = (await self.get(plural, name)).get("status", {}).get("conditions", [])
-            wanted = (type_, status)
-            return next((row for row in rows if (row["type"], row["status"]) == wanted), None)
+            by_type = {row["type"]: row for row in rows}
+            row = by_type.get(type_)
+            if row is not None and row["status"] == status:
+                return dict(row)
+            ended = by_type.get("Failed", {})
+            assert type_ == "Failed" or ended.get("status") != "True", f"{name} failed: {ended}"
+            return None
 
         try:
             return await polled(found)

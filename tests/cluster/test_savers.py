@@ -125,7 +125,7 @@ async def test_a_loader_of_the_template_brings_the_weights_of_a_restored_pod(
     code = "from gms.containers import loader; loader()"
     again["spec"]["initContainers"].append(container("gms-loader", sys.executable, "-c", code))
     shaping.with_devices(again["spec"], again["spec"]["containers"][0], shaping.devices_name("llm"))
-    patched = restoring.standby_patch(again, "none")
+    patched = restoring.standby_patch(again, restoring.Images(gms="none"))
     for each in patched:
         *path, last = each["path"].strip("/").split("/")
         where = again

@@ -160,7 +160,7 @@ async def dumped(driver: ProcessDriver, source: Source, part: int) -> Sequence[F
 
 
 def restoring(part: int, files: Sequence[FileEntry]) -> RestoreSource:
-    return RestoreSource(part, files, {}, time.monotonic() + BUDGET_S, ignored)
+    return RestoreSource(part, (), files, {}, time.monotonic() + BUDGET_S, ignored)
 
 
 def test_the_steps_of_a_driver_are_those_that_all_services_know(driver: ProcessDriver) -> None:
@@ -258,7 +258,7 @@ async def test_a_restored_process_has_what_was_dumped_and_its_end_is_followed(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
     original = source.saved()
-    expected = await driver.size(source.worker)
+    expected = await driver.inspect(source.worker, quiet=True)
     files = await dumped(driver, source, part)
     assert sum(entry.size for entry in files) == expected
 
@@ -341,7 +341,7 @@ async def test_state_that_a_part_cannot_hold_is_refused_by_name_while_all_can_be
 ) -> None:
     make(source.state)
     with pytest.raises(InvalidName):
-        await driver.size(source.worker)
+        await driver.inspect(source.worker, quiet=True)
     with pytest.raises(InvalidName):
         await dumped(driver, source, part)
     await node.let_go(driver, source.worker, Phase.SIGNAL)

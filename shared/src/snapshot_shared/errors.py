@@ -13,6 +13,7 @@ SnapbackError
 │   ├── WrongNode / StalePodReference / Superseded / NotEligible
 ├── DeadlineExceeded          time ran out: names the step and the budget in seconds
 ├── SourceExited              the worker ended while it was needed
+├── CriuFailed                CRIU did not dump or restore a process
 ├── OutcomeUnknown            a step may or may not have happened; it is never run again
 ├── Aborted                   ended by an abort
 ├── DeviceError
@@ -128,6 +129,10 @@ class ControlFolderBroken(SnapbackError):
     """A worker's control directory is not as the agent made it; nothing is said of artifacts."""
 
     default_next_step = "the worker must not replace or remove its control directory"
+
+
+class CriuFailed(SnapbackError):
+    """CRIU did not dump or restore a process, and says why in its log."""
 
 
 class OutcomeUnknown(SnapbackError):

@@ -328,9 +328,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The operator's webhook did not answer when the pod was created, or the pod has "
             "`nvidia.com/restore-policy: Immediate` and its source was not captured yet; so the "
             "container has no `SNAPSHOT_RESTORE_STANDBY=1`. Or "
-            "`nvidia.com/restore-container` names none of its containers.",
+            "`nvidia.com/restore-container` names none of its containers. Or its source was "
+            "captured with the driver `criu` or `criu+cuda`, which brings the process itself, and "
+            "was not there when the pod was created.",
             "Let it serve as it is; or see that the operator is ready and create the pod again: "
-            "`kubectl delete pod NAME`.",
+            "`kubectl delete pod NAME`. A pod that is created before its source names the driver: "
+            "`nvidia.com/restore-driver: criu`.",
         ),
         "Quarantined": Reason(
             "The artifact was found damaged; no restore begins from it.",
@@ -382,9 +385,10 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "SourceMismatch": Reason(
             "The snapshot or checkpoint is not the one that the annotations of the pod ask for.",
-            "`nvidia.com/restore-from-uid`, `nvidia.com/restore-content` or "
-            "`nvidia.com/restore-digest` has another value than what has the name now: it was "
-            "deleted and made again, or captured again. Both values stand in the message.",
+            "`nvidia.com/restore-from-uid`, `nvidia.com/restore-content`, "
+            "`nvidia.com/restore-digest` or `nvidia.com/restore-driver` has another value than "
+            "what has the name now: it was deleted and made again, or captured again. Both values "
+            "stand in the message.",
             "Compare with `snapshotctl describe KIND NAME`; correct the annotation, or remove it, "
             "and create the pod again.",
         ),
@@ -546,6 +550,26 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The device is gone or broken, or the driver has a defect.",
             "Look at the device: `nvidia-smi` on that node; the kernel's log names its faults.",
         ),
+        "CudaMissing": Reason(
+            "The helper of the node cannot use the CUDA driver, so no worker on it is captured.",
+            "The package cuda-bindings, the driver or nvidia-smi is missing in its container.",
+            "Install what the message names, or capture with another process driver.",
+        ),
+        "CudaRefused": Reason(
+            "The CUDA driver refused to lock, checkpoint, restore or unlock a process.",
+            "Its work did not end in time, it has unified or shared memory, or another state.",
+            "Read the verb and the status in the message; after a capture the worker runs on.",
+        ),
+        "CudaTimedOut": Reason(
+            "The CUDA driver did not answer in time, and the call was killed.",
+            "A device hangs, or a process is stopped, for which the driver waits without an end.",
+            "Look at `nvidia-smi` and the kernel's log on that node.",
+        ),
+        "CudaStuck": Reason(
+            "The CUDA driver does not let processes of a worker run again.",
+            "A restore ran out of device memory, or the driver has marked the process as failed.",
+            "End the worker: nothing else frees its memory on the device.",
+        ),
         "CudaUnavailable": Reason(
             "This machine, or this environment, cannot use CUDA.",
             "The package cuda-bindings, the driver, or a symbol of it is missing.",
@@ -700,6 +724,23 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A step that must not run twice was interrupted; how it ended is not known.",
             "The service crashed within the step.",
             "The worker was thawed or ended. Take a new snapshot: `snapshotctl checkpoint POD`.",
+        ),
+        "CriuFailed": Reason(
+            "CRIU did not dump or restore a process; the message has what its log says.",
+            "The process holds something that CRIU cannot carry, or the kernel refuses it a right.",
+            "Do what the next step says. A worker whose dump fails goes on.",
+        ),
+        "HelperUnavailable": Reason(
+            "The helper of the node does not answer, so CRIU was not started.",
+            "The container `helper` of the agent's pod starts, or ends again and again.",
+            "`kubectl logs daemonset/snapback-node --container helper` says why. It is tried "
+            "again.",
+        ),
+        "HelperLost": Reason(
+            "The helper of the node ended while it dumped or restored a process.",
+            "It was killed, or its pod was replaced.",
+            "A worker whose CRIU was killed is ended, for its connections are broken. Capture "
+            "another one: `snapshotctl checkpoint POD`.",
         ),
         "ServiceStopped": Reason(
             "The agent or GMS was stopped within an order, which was undone.",

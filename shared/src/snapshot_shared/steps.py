@@ -33,6 +33,8 @@ STEPS: dict[str, tuple[str, ...]] = {
 OWN_STEPS: dict[tuple[str, Driver], tuple[str, ...]] = {
     ("dump", "respawn"): ("freeze", "copy-state", "replace", "stage"),
     ("restore", "respawn"): ("check", "replace", "signal", "await-restored"),
+    ("dump", "criu"): ("dump-process", "stage"),
+    ("restore", "criu"): ("check", "restore-process", "signal", "await-restored"),
 }
 """The steps of a verb that is carried out in another way by one driver."""
 

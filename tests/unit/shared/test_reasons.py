@@ -46,6 +46,7 @@ NO_REASONS = frozenset(KINDS) | {
     *("IfNeeded", "NotIn", "RuntimeDefault"),
     *("CreateContainerConfigError", "CreateContainerError", "InvalidImageName"),
     *("ErrImagePull", "RunContainerError"),
+    *("CapBnd", "CapEff", "CapPrm", "HugetlbPages", "RssAnon", "SwapPss", "VmSwap", "NSpid"),
 }
 """Words of that form which name kinds, types of conditions, in schemas kinds of errors, and what
 kubelets say of containers, which has reasons of ours."""

@@ -28,7 +28,7 @@ def test_the_steps_of_every_driver_have_names_that_spans_and_faults_know(
 
 
 def test_a_verb_names_each_step_once() -> None:
-    assert names("dump") == ("freeze", "copy-state", "thaw", "stage", "replace")
+    assert names("dump") == ("freeze", "copy-state", "thaw", "stage", "replace", "dump-process")
 
 
 @pytest.mark.parametrize("verb", ["prepare", "dump", "release", "restore", "abort"])

@@ -15,6 +15,7 @@ from typing import Literal
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
+from snapshot_agent.adapters.criu import Criu
 from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
 from snapshot_agent.adapters.kubelet import KubeletPods
@@ -62,7 +63,8 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     """The settings of an agent. It writes or reads at most `slots` parts at a time.
 
     `world` says what starts the workers: the agent itself, by orders, or the kubelet of its node,
-    whose folder is `kubelet_dir`. `guard_starter` is the socket of what starts guards for it.
+    whose folder is `kubelet_dir`. `guard_starter` is the socket of what starts guards for it, and
+    `helper` that of what dumps and restores processes; without it there is no driver `criu`.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
@@ -70,6 +72,7 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     workdir: Path | None = None
     slots: int = 2
     guard_starter: Path | None = None
+    helper: Path | None = None
 
 
 class _Node:
@@ -117,6 +120,8 @@ class _Node:
             self.gms = PodGms(settings.socket_dir, settings.kubelet_dir)
             self.node_gpus = NodeGpus(self.gms, settings.kubelet_dir)
             kubelets = KubeletPods(self.launcher, settings.kubelet_dir, settings.state_dir)
+            if settings.helper is not None:
+                self.drivers[Criu.name] = Criu(settings.helper, self.clocks.monotonic)
         else:
             # A container ends with its first process, so in a cluster none can be replaced.
             self.drivers[Respawn.name] = Respawn(self.launcher, self.control, self.clocks.monotonic)
@@ -201,7 +206,7 @@ class _Node:
             boot_id=self.clocks.boot_id,
             version=VERSION,
             devices=devices,
-            drivers=list(self.drivers),
+            drivers=[name for name, each in self.drivers.items() if await each.is_ready()],
             artifact_root=str(self.settings.artifact_root),
             free_bytes=await self.root.free_bytes(),
             slots=self.settings.slots,

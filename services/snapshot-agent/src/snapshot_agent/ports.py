@@ -182,11 +182,13 @@ class Stage:
 class RestoreSource(NamedTuple):
     """The saved state that a process is restored from.
 
-    `part` is a descriptor of the directory with `files`. `devices` has the UUID of the device here
+    `part` is a descriptor of the directory with `files`, and `folder` the names of the path to it
+    below the artifact root. `devices` has the UUID of the device here
     by that of the source. `deadline` is in seconds of the monotonic clock.
     """
 
     part: int
+    folder: Sequence[str]
     files: Sequence[FileEntry]
     devices: Mapping[str, str]
     deadline: float
@@ -208,6 +210,10 @@ class ProcessDriver(Protocol):
         """
 
     @property
+    def needs_help(self) -> bool:
+        """Whether the worker has to save its own state, when `quiesce` asks for it."""
+
+    @property
     def restore_step(self) -> str:
         """The name of the step that calls `restore`."""
 
@@ -215,8 +221,14 @@ class ProcessDriver(Protocol):
     def replaces(self) -> bool:
         """Whether `restore` ends the placeholder's process."""
 
-    async def size(self, worker: Worker) -> int:
-        """Return an estimate of the bytes that a dump will write."""
+    async def is_ready(self) -> bool:
+        """Whether this node can use the driver now."""
+
+    async def inspect(self, worker: Worker, *, quiet: bool) -> int:
+        """Return an estimate of the bytes that a dump will write.
+
+        NotEligible when the worker cannot be dumped. `quiet`: it has answered `quiesce`.
+        """
 
     async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
         """Return a process with the saved state, which replaces the placeholder.

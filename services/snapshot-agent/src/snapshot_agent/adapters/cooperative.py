@@ -29,6 +29,7 @@ class Cooperative:
     """The `ProcessDriver` port for cooperative workers."""
 
     name: Driver = "cooperative"
+    needs_help = True
     restore_step = "fill-state"
     replaces = False
 
@@ -40,8 +41,11 @@ class Cooperative:
             Stage("thaw", self.thaw, THAW_S, writes=True),
         )
 
-    async def size(self, worker: Worker) -> int:
-        return await in_thread(_size, worker)
+    async def is_ready(self) -> bool:
+        return True
+
+    async def inspect(self, worker: Worker, *, quiet: bool) -> int:
+        return await in_thread(_size, worker) if quiet else 0
 
     async def freeze(self, dump: Dump) -> None:
         """Stop every thread of the worker and return when all have stopped."""

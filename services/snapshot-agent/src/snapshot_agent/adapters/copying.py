@@ -76,19 +76,33 @@ async def copy_in(source: int, target: int, name: str, counter: ByteCounter) -> 
         ROOT.opened(open_regular, source, name) as reading,
         ROOT.opened(create_file, target, name) as sink,
     ):
-        size = os.fstat(reading).st_size
-        chunks: list[str] = []
-        for offset in range(0, size, CHUNK_BYTES):
-            count = min(CHUNK_BYTES, size - offset)
-            chunks.append(await ROOT.run(_copy_chunk, reading, sink, name, offset, count))
-            await counter.add(count)
+        entry = await _digested(reading, name, counter, sink)
         await ROOT.run(_sync, sink, name)
+    return entry
+
+
+async def digested(part: int, name: str, counter: ByteCounter) -> FileEntry:
+    """Read a file that was written into a part, and make it durable."""
+    async with ROOT.opened(open_regular, part, name) as reading:
+        entry = await _digested(reading, name, counter, None)
+        await ROOT.run(_sync, reading, name)
+    return entry
+
+
+async def _digested(reading: int, name: str, counter: ByteCounter, sink: int | None) -> FileEntry:
+    size = os.fstat(reading).st_size
+    chunks: list[str] = []
+    for offset in range(0, size, CHUNK_BYTES):
+        count = min(CHUNK_BYTES, size - offset)
+        chunks.append(await ROOT.run(_take_chunk, reading, sink, name, offset, count))
+        await counter.add(count)
     return FileEntry(name=name, size=size, chunk_bytes=CHUNK_BYTES, chunks=chunks)
 
 
-def _copy_chunk(reading: int, sink: int, name: str, offset: int, count: int) -> str:
+def _take_chunk(reading: int, sink: int | None, name: str, offset: int, count: int) -> str:
     data = _read(reading, name, offset, count)
-    write_all(sink, memoryview(data))
+    if sink is not None:
+        write_all(sink, memoryview(data))
     return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_agent.domain.gate import ObservedPod
+from snapshot_agent.domain.helping import RESTORED
 from snapshot_agent.domain.kubelet import (
     SeenProcess,
     access_of,
@@ -23,13 +25,15 @@ from snapshot_agent.domain.kubelet import (
     container_in,
     first_processes,
     name_in,
+    restored_pid,
 )
 from snapshot_agent.ports import Launcher, Process, ResolvedContainer, SetProcess, Worker
-from snapshot_shared.errors import NotEligible
+from snapshot_shared.errors import NotEligible, SnapbackError
+from snapshot_shared.files import open_root, opened, read_bounded
 from snapshot_shared.ids import Uid, check_label, check_uid
 from snapshot_shared.orders import PodRef
 from snapshot_shared.tasks import in_thread
-from snapshot_shared.volumes import CONTROL_VOLUME, folder_of
+from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME, folder_of
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
@@ -74,6 +78,7 @@ class KubeletPods:
             sockets=self._homes / uid / name,
             access=found.access,
             volume=Path(folder_of(self._kubelet_dir, uid, CONTROL_VOLUME), name),
+            placeholder=self._placeholder(uid, name),
         )
         if not paths.control.is_dir():
             raise NotEligible(
@@ -82,7 +87,14 @@ class KubeletPods:
                 "or let Snapback make the pod",
                 expected=str(paths.control),
             )
-        return ResolvedContainer(seen, Worker(pod, found.process, paths), command=found.command)
+        process = found.process
+        if paths.placeholder is not None:
+            process = _restored_below(process, paths.placeholder) or process
+        return ResolvedContainer(seen, Worker(pod, process, paths), command=found.command)
+
+    def _placeholder(self, uid: Uid, name: str) -> Path | None:
+        folder = Path(folder_of(self._kubelet_dir, uid, INIT_VOLUME), name)
+        return folder if folder.is_dir() else None
 
     def _forget_the_gone(self) -> None:
         """Remove the locks of pods that the kubelet has removed."""
@@ -113,9 +125,8 @@ class KubeletPods:
     @contextlib.asynccontextmanager
     async def replacing(self, worker: Worker) -> AsyncIterator[SetProcess]:
         async def set_process(process: Process) -> Worker:
-            if process != worker.process:
-                raise NotEligible("a container of a kubelet ends with its first process")
-            return worker
+            # The container ends with its first process, which has adopted this one.
+            return replace(worker, process=process)
 
         yield set_process
 
@@ -144,6 +155,15 @@ def _containers(uid: Uid) -> dict[str, _Container]:
                     list(command_of(_read(first.pid, "cmdline"))),
                 )
     return found
+
+
+def _restored_below(first: Process, folder: Path) -> Process | None:
+    """Return the restored process that the first one of a placeholder has adopted, or None."""
+    with contextlib.suppress(*_GONE, SnapbackError), opened(open_root(folder)) as opening:
+        inside = restored_pid(read_bounded(opening, RESTORED, 64))
+        found = procfs.child_in(first.pid, inside) if inside else None
+        return Process(*found.key) if found else None
+    return None
 
 
 def _processes(uid: Uid) -> Iterator[SeenProcess]:

@@ -6,6 +6,7 @@ JSON with the attempt that it belongs to. What a worker writes is hostile input.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,13 +54,15 @@ class Access(NamedTuple):
 class ContainerPaths(NamedTuple):
     """The paths of one container on this node, and the access to its control files.
 
-    `volume` is the control directory of a container that has it in a volume of its pod.
+    `volume` is the control directory of a container that has it in a volume of its pod, and
+    `placeholder` the folder of the program that waits there for the process to be restored.
     """
 
     home: Path
     sockets: Path
     access: Access = Access()
     volume: Path | None = None
+    placeholder: Path | None = None
 
     @property
     def control(self) -> Path:
@@ -93,7 +96,8 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of a control file; `reason` and `message` are those of a failure.
 
     In `quiesce`, `capture` is the uid of the content, and `previous` the outcome of the capture
-    before (`complete`, `aborted`, or empty), for a worker that has missed its end.
+    before (`complete`, `aborted`, or empty), for a worker that has missed its end. In
+    `restore-complete`, `devices` has the uuid of the device here for each of the source.
     """
 
     attempt: int
@@ -101,12 +105,15 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str = ""
     capture: str = ""
     previous: str = ""
+    devices: dict[str, str] = {}
 
 
-def body(attempt: int, failure: Failure | None = None) -> bytes:
+def body(
+    attempt: int, failure: Failure | None = None, devices: Mapping[str, str] | None = None
+) -> bytes:
     """Return the body of a control file."""
     if failure is None:
-        return encode_json(Signal(attempt=attempt))
+        return encode_json(Signal(attempt=attempt, devices=dict(devices or {})))
     return encode_json(
         Signal(attempt=attempt, reason=failure.reason, message=failure.message[:4096])
     )
@@ -115,6 +122,18 @@ def body(attempt: int, failure: Failure | None = None) -> bytes:
 def request(attempt: int, capture: str, previous: str) -> bytes:
     """Return the body of `quiesce`."""
     return encode_json(Signal(attempt=attempt, capture=capture, previous=previous))
+
+
+def is_signal(data: bytes) -> bool:
+    """Whether a file has the body of a worker that answers by these files, and is not just there.
+
+    A worker that only makes `ready-for-snapshot` is quiet from then on, and waits.
+    """
+    try:
+        decode_json(data, Signal, limit=MAX_BODY_BYTES)
+    except InvalidMessage:
+        return False
+    return True
 
 
 def is_of(data: bytes, attempt: int) -> bool:

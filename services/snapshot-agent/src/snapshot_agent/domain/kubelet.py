@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from snapshot_agent.domain.control import Access
-from snapshot_agent.domain.mounts import unescaped
+from snapshot_agent.domain.mounts import Mount, mounts_in
+from snapshot_shared.volumes import CONTROL_VOLUME, GMS_VOLUME, INIT_VOLUME
 
 
 class SeenProcess(NamedTuple):
@@ -46,11 +47,17 @@ def name_in(mounts: str, pod_uid: str) -> str | None:
     None for a process that has no mount of the kubelet's folder of a container.
     """
     pattern = re.compile(rf"/pods/{re.escape(pod_uid)}/containers/([^/]+)/[^/]+$")
-    for line in mounts.splitlines():
-        root = line.split(" ", 4)[3]
-        if found := pattern.search(unescaped(root)):
+    for mount in mounts_in(mounts):
+        if found := pattern.search(mount.root):
             return found[1]
     return None
+
+
+def own_mounts(mounts: Iterable[Mount], pod_uid: str) -> list[str]:
+    """Return the mounts of a container by which it meets the services of its node."""
+    names = "|".join(map(re.escape, (CONTROL_VOLUME, GMS_VOLUME, INIT_VOLUME)))
+    pattern = re.compile(rf"/pods/{re.escape(pod_uid)}/volumes/kubernetes\.io~empty-dir/({names})/")
+    return [mount.path for mount in mounts if pattern.search(f"{mount.root}/")]
 
 
 def first_processes(seen: Iterable[SeenProcess]) -> list[SeenProcess]:
@@ -82,3 +89,9 @@ def _inside(outside: int, mapping: str) -> int:
 def command_of(cmdline: bytes) -> Sequence[str]:
     """Return the arguments of a process, given /proc/<pid>/cmdline."""
     return [word.decode(errors="replace") for word in cmdline.split(b"\0")[:-1]]
+
+
+def restored_pid(data: bytes) -> int | None:
+    """Return the pid in the file of a restored process; None when it is none."""
+    text = data.strip()
+    return int(text) if text.isdigit() and len(text) <= 10 else None

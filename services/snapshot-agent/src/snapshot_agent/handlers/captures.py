@@ -239,7 +239,7 @@ class _DumpSteps:
         place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
         new_part = self._machine.artifacts.new_part(place, PROCESS)
         self._dump.part = await self._closing.enter_async_context(new_part)
-        self._total = await self._hold.driver.size(self._dump.worker)
+        self._total = await self._hold.driver.inspect(self._dump.worker, quiet=True)
 
     async def _replace(self, stage: Stage) -> None:
         async with self._workers.replacing(self._dump.worker) as set_process:

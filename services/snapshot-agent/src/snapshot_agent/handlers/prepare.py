@@ -134,9 +134,15 @@ class Prepare:
             "the worker was not ready for a snapshot",
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
+        await driver.inspect(worker, quiet=False)
         # A worker that polls may miss the end of its last capture, so `quiesce` repeats it.
         self._previous = self._outcome_left(worker)
-        await self._machine.control.clear(worker.paths, *control.CAPTURE_FILES, control.STATE)
+        stale = [*control.CAPTURE_FILES, control.STATE]
+        if worker.paths.placeholder is not None:
+            # A restored process would take its capture for another restore. One that is started
+            # again in its container starts cold, and does not look for these.
+            stale += control.RESTORE_FILES
+        await self._machine.control.clear(worker.paths, *stale)
 
     async def _of_the_pod(self, order: PrepareOrder) -> PrepareOrder:
         """Return the order with the devices that the memory server of the pod serves."""
@@ -172,6 +178,9 @@ class Prepare:
         order, worker = self._order, self.hold.worker
         where = worker.paths
         self.hold.quiet_since = self._machine.clocks.monotonic()
+        ready = self._machine.control.get(where, control.READY)
+        if not self.hold.driver.needs_help and not control.is_signal(ready or b""):
+            return
         self._machine.control.put(
             where,
             control.QUIESCE,
@@ -218,7 +227,7 @@ class Prepare:
             command=list(self.found.command),
         )
         weights = sum(layout.bytes for layout in self._layouts)
-        own = await hold.driver.size(hold.worker)
+        own = await hold.driver.inspect(hold.worker, quiet=True)
         await self._machine.artifacts.require_space(own, weights)
         await self._ctx.note(FACTS_NOTE, msgspec.to_builtins(facts))
 

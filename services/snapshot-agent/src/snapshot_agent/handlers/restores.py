@@ -21,7 +21,7 @@ from snapshot_agent.ports import (
     Worker,
     Workers,
 )
-from snapshot_shared.artifact import PartManifest, RootManifest
+from snapshot_shared.artifact import PartManifest, RootManifest, part_path
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import (
     Aborted,
@@ -189,11 +189,15 @@ class _RestoreSteps:
                 self._machine.artifacts.open_part(place, PROCESS) as directory,
                 self._workers.replacing(self.worker) as set_process,
             ):
-                await self._restore(self._source(directory), set_process)
+                await self._restore(self._source(place, directory), set_process)
 
-    def _source(self, directory: int) -> RestoreSource:
+    @property
+    def _devices(self) -> dict[str, str]:
         if self._root is None:
             raise Internal("the artifact was not checked")
+        return device_map(self._root, self._order.devices)
+
+    def _source(self, place: GenerationRef, directory: int) -> RestoreSource:
         part, driver = self.part, self._driver
 
         async def report(done: int) -> None:
@@ -201,8 +205,9 @@ class _RestoreSteps:
 
         return RestoreSource(
             part=directory,
+            folder=part_path(*place, PROCESS),
             files=part.files,
-            devices=device_map(self._root, self._order.devices),
+            devices=self._devices,
             deadline=self._machine.clocks.monotonic() + self._ctx.remaining_s(),
             progress=report,
         )
@@ -221,7 +226,7 @@ class _RestoreSteps:
 
     async def _signal(self) -> None:
         if not self._is_signalled():
-            body = control.body(self._order.attempt)
+            body = control.body(self._order.attempt, devices=self._devices)
             self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
 
     async def _await(self) -> None:

@@ -1,0 +1,65 @@
+"""Has the helper settle a worker whose dump may be under way: it runs on, or it is ended.
+
+`python -m snapshot_agent.adapters.settling <socket> <pid> <start>`. It is the release program of a
+worker that CRIU dumps, so guards start it as well as agents. A helper that does not come back
+within RETURN_S has ended with its CRIU, which breaks the connections of the worker: it is ended.
+It imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import sys
+import time
+
+from snapshot_agent.adapters.guard import let_go
+
+RETURN_S = 6.0
+"""How long to wait for a helper that starts anew, in seconds."""
+
+ANSWER_S = 12.0
+"""How long a helper may take to settle a worker, in seconds."""
+
+AGAIN_S = 0.1
+_ANSWER_BYTES = 128 * 1024
+
+
+def settle(path: str, process: tuple[int, int], return_s: float = RETURN_S) -> bool:
+    """Settle a process; whether it was ended."""
+    limit = time.monotonic() + return_s
+    while True:
+        answer = _asked(path, process)
+        if answer.get("type") == "done":
+            return bool(answer.get("ended"))
+        if time.monotonic() > limit:
+            let_go(process, ends=True)
+            return True
+        select.select([], [], [], AGAIN_S)
+
+
+def _asked(path: str, process: tuple[int, int]) -> dict[str, object]:
+    """Return the answer of the helper, empty when there is none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+        caller.settimeout(ANSWER_S)
+        try:
+            caller.connect(path)
+            request = {"type": "settle", "pid": process[0], "start": process[1]}
+            caller.send(json.dumps(request).encode())
+            found = json.loads(caller.recv(_ANSWER_BYTES) or b"{}")
+        except (OSError, ValueError):
+            return {}
+    return found if isinstance(found, dict) else {}
+
+
+def main(arguments: list[str]) -> int:
+    """Settle the process that the arguments name."""
+    path, pid, start = arguments
+    if settle(path, (int(pid), int(start))):
+        sys.stderr.write(f"process {pid} was ended: its dump had been killed\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""What an agent asks of the helper of its node, and what it is answered: JSON on a unix socket.
+
+A connection carries one request, with the descriptors that it needs beside it, then any number of
+`Progress`, then one answer. When the agent closes it, the helper ends the work.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from snapshot_shared.errors import Failure
+
+MAX_MESSAGE_BYTES = 128 * 1024
+
+RESTORED = "restored"
+"""The file by which the first program of a placeholder learns of the restored process."""
+
+Pid = Annotated[int, Meta(ge=2, le=2**22)]
+Start = Annotated[int, Meta(ge=0, le=2**62)]
+Within = Annotated[float, Meta(gt=0, le=86_400)]
+Path = Annotated[str, Meta(pattern=r"^/[^\x00]*\Z", max_length=4096)]
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+    """Whether this node can dump and restore; answered by `Done`."""
+
+
+class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
+    """Check that a worker can be dumped. `quiet`: it has answered `quiesce`.
+
+    `ours` are mounts of the container that are neither captured nor missed, such as its control
+    directory. `devices` allows memory of GPUs, which another step moves.
+    """
+
+    pid: Pid
+    start: Start
+    ours: list[Path] = []
+    quiet: bool = False
+    devices: bool = False
+
+
+class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
+    """Write the process and its files into the directory whose descriptor comes with this."""
+
+    pid: Pid
+    start: Start
+    within_s: Within
+    ours: list[Path] = []
+    devices: bool = False
+
+
+class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
+    """Restore a process below a placeholder, from a folder below the artifact root.
+
+    `folder` has the names of that path. `init` is the folder of the placeholder's first program.
+    """
+
+    pid: Pid
+    start: Start
+    within_s: Within
+    folder: Annotated[list[str], Meta(min_length=1, max_length=8)]
+    init: Path
+
+
+class Settle(msgspec.Struct, frozen=True, kw_only=True, tag="settle"):
+    """End a dump of this process, if one is under way; leave the process whole, or end it."""
+
+    pid: Pid
+    start: Start
+
+
+Request = Ping | Inspect | DumpRequest | RestoreRequest | Settle
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Bytes that are done, of about how many."""
+
+    done: int
+    total: int = 0
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """The work is done. `bytes` is the estimate of an inspection.
+
+    `pid` and `start` are those of the restored process, as the node has them. `ended`: the process
+    that was settled was not whole, and was ended.
+    """
+
+    bytes: int = 0
+    pid: int = 0
+    start: int = 0
+    ended: bool = False
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The work has failed, and what it did is undone."""
+
+    failure: Failure
+
+
+Reply = Progress | Done | Failed

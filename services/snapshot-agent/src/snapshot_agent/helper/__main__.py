@@ -1,0 +1,138 @@
+"""The program of the container `helper`: one child for each request of the node's agent.
+
+It serves a unix socket that only the agent's pod has, for root and its own user alone. It has no
+key of NATS and no token of the Kubernetes API.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import NoReturn
+
+from snapshot_agent.adapters.guard import let_in
+from snapshot_agent.domain import criu_gates
+from snapshot_agent.domain.helping import (
+    Done,
+    DumpRequest,
+    Failed,
+    Inspect,
+    Ping,
+    Reply,
+    RestoreRequest,
+    Settle,
+)
+from snapshot_agent.helper import observe
+from snapshot_agent.helper.caller import Caller
+from snapshot_agent.helper.dumping import Node, dump, inspect
+from snapshot_agent.helper.restoring import restore
+from snapshot_agent.helper.settling import Records
+from snapshot_shared.errors import Internal, InvalidMessage, SnapbackError
+from snapshot_shared.settings import Common, load
+from snapshot_shared.telemetry import log_to_stderr
+
+log = logging.getLogger(__name__)
+
+SERVICE = "snap-helper"
+
+
+class HelperSettings(Common, frozen=True, kw_only=True):
+    """The settings of a helper. `helper` is its socket.
+
+    `criu` is the program, with `nft` beside it. `cgroup_dir` is where the cgroups of the node are.
+    """
+
+    node: str
+    helper: Path
+    artifact_root: Path
+    criu: Path = Path("/opt/snapback/criu/criu")
+    cgroup_dir: Path = Path("/sys/fs/cgroup")
+
+
+class Helper:
+    """The socket, and the children that carry out requests."""
+
+    def __init__(self, settings: HelperSettings) -> None:
+        """Settle what an earlier helper has left, and listen."""
+        records = Records(settings.state_dir / "dumps", settings.criu.with_name("nft"))
+        records.settle_all()
+        self._node = Node(settings.criu, settings.artifact_root, settings.cgroup_dir, records)
+        settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        settings.helper.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(settings.helper))
+        self._listener.listen(16)
+
+    def serve(self) -> None:
+        """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker."""
+        children: set[int] = set()
+        try:
+            while True:
+                caller = let_in(self._listener)
+                if caller is not None:
+                    with caller:
+                        child = os.fork()
+                        if child == 0:
+                            self._child(caller)
+                    children.add(child)
+                children = {pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+        except KeyboardInterrupt:
+            for pid in children:
+                os.kill(pid, signal.SIGTERM)
+            for pid in children:
+                os.waitpid(pid, 0)
+
+    def _child(self, sock: socket.socket) -> NoReturn:
+        self._listener.close()
+        caller = Caller(sock)
+        try:
+            caller.send(self._answer(caller))
+        finally:
+            os._exit(0)
+
+    def _answer(self, caller: Caller) -> Reply:
+        try:
+            return self._done(caller)
+        except SnapbackError as error:
+            return Failed(failure=error.to_failure())
+        except Exception as error:
+            log.exception("a request failed")
+            return Failed(failure=Internal(f"{type(error).__name__}: {error}").to_failure())
+
+    def _done(self, caller: Caller) -> Done:
+        request, fds = caller.receive()
+        match request:
+            case Ping():
+                criu_gates.check_node(observe.node(self._node.criu))
+                return Done()
+            case Inspect():
+                seen = inspect(request, self._node, quiet=request.quiet)
+                return Done(bytes=criu_gates.estimate(seen))
+            case DumpRequest():
+                if len(fds) != 1:
+                    raise InvalidMessage("a dump has one descriptor, of the part's directory")
+                dump(request, fds[0], self._node, caller)
+                return Done()
+            case RestoreRequest():
+                pid, start = restore(request, self._node, caller)
+                return Done(pid=pid, start=start)
+            case Settle():
+                return Done(ended=self._node.records.settle(request.pid, request.start))
+
+
+def main() -> None:
+    """Run the helper."""
+    os.umask(0o077)
+    settings = load(HelperSettings)
+    log_to_stderr(SERVICE, settings.node, settings.log_level)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    helper = Helper(settings)
+    log.info("the helper serves at %s", settings.helper)
+    helper.serve()
+
+
+if __name__ == "__main__":
+    main()

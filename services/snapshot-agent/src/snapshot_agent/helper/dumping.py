@@ -1,0 +1,271 @@
+"""Dumps a worker by CRIU, with the files of its container.
+
+CRIU runs an action script between the parts of a dump. It waits at `post-dump`, when the images
+are written and the processes are still stopped: the files are archived then, and the dump fails
+cleanly when they cannot be. A dump that has to end early is made to fail at its next write, after
+which CRIU sets the worker free by itself; it is killed if that takes longer than GRACE_S.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Self
+
+from snapshot_agent.domain import criu_gates, criu_log
+from snapshot_agent.domain.criu_gates import (
+    Archive,
+    SeenNode,
+    SeenTree,
+    SourceFacts,
+    SourceMount,
+)
+from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
+from snapshot_agent.domain.helping import DumpRequest, Inspect
+from snapshot_agent.domain.mounts import Mount, upper_of
+from snapshot_agent.helper import archive, observe, syscalls
+from snapshot_agent.helper.caller import Caller
+from snapshot_agent.helper.children import Watch, in_child
+from snapshot_agent.helper.settling import Records
+from snapshot_shared.codec import encode_pretty
+from snapshot_shared.errors import CriuFailed, NotEligible, OutcomeUnknown
+from snapshot_shared.files import (
+    create_file,
+    free_bytes,
+    open_dir,
+    open_root,
+    opened,
+    read_bounded,
+    write_new,
+)
+
+GRACE_S = 5.0
+"""How long CRIU may take to free the worker when its dump has to end early, in seconds."""
+
+SOURCE = "criu.json"
+"""The file of a part with what was observed of its source."""
+
+_HOST_NAME = re.compile(r"^[a-z0-9][a-z0-9.-]{0,62}\Z")
+
+_SCRIPT = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0
+echo 1<>asks
+read -r status <answers
+exit "$status"
+"""
+
+
+class Node(NamedTuple):
+    """What a node has for CRIU: the program, artifacts, cgroups, and the records of dumps."""
+
+    criu: Path
+    artifacts: Path
+    cgroups: Path
+    records: Records
+
+
+class Captured(NamedTuple):
+    """A tree of files that is archived: a folder of the node, and where the container has it."""
+
+    source: Callable[[], int]
+    archive: Archive
+    leave_out: Sequence[str]
+
+
+def inspect(request: Inspect | DumpRequest, node: Node, *, quiet: bool) -> SeenTree:
+    """Return what is seen of a worker. NotEligible when it cannot be dumped."""
+    seen = observe.tree(request.pid, request.start, cgroups=node.cgroups)
+    volumes = criu_gates.volumes_to_capture(seen, ours=request.ours)
+    with opened(open_root(node.artifacts)) as root:
+        room = free_bytes(root)
+    criu_gates.check_dump(
+        seen,
+        observe.node(node.criu),
+        room=room,
+        captured=[mount.path for mount in volumes],
+        ours=request.ours,
+        quiet=quiet,
+        cuda=request.devices,
+    )
+    return seen
+
+
+def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> None:
+    """Dump a worker into the directory `part`. It goes on, unless CRIU had to be killed."""
+    watch = Watch(caller, "dump-process", request.within_s)
+    seen = inspect(request, node, quiet=True)
+    trees = _captured(request, seen)
+    total = criu_gates.estimate(seen)
+
+    def look() -> None:
+        caller.progress(_size(part), total)
+
+    network = seen.root.namespaces["net"]
+    record = node.records.dumping(request.pid, request.start, network)
+    with tempfile.TemporaryDirectory(prefix="dump-", dir="/run") as work, record:
+        plan = DumpPlan(
+            pid=request.pid,
+            images=f"/proc/self/fd/{part}",
+            work=work,
+            script=f"{work}/script",
+            network=network,
+            external=external_mounts(seen.mounts),
+            watched=[*request.ours, *(mount.path for mount in _volumes(request, seen))],
+        )
+        with _Criu([str(node.criu), *dump_arguments(plan)], part, Path(work)) as criu:
+            criu.until_written(watch, look)
+            for tree in trees:
+                in_child(partial(_pack, tree, part), watch)
+            criu.until_ended(watch, look)
+    facts = _facts(request.pid, seen, observe.node(node.criu), [tree.archive for tree in trees])
+    write_new(part, SOURCE, encode_pretty(facts))
+
+
+def _facts(
+    pid: int, seen: SeenTree, node: SeenNode, archives: list[criu_gates.Archive]
+) -> SourceFacts:
+    links = {each.number: each.link for each in seen.root.descriptors}
+    return SourceFacts(
+        criu=node.criu or (),
+        kernel=node.kernel,
+        host=host_name(pid),
+        addresses=list(seen.addresses),
+        mounts=[SourceMount(path=each.path, fs_type=each.fs_type) for each in seen.mounts],
+        resident=criu_gates.resident(seen),
+        capabilities=criu_gates.all_capabilities(seen),
+        stdio=[links.get(number, "") for number in range(3)],
+        net=seen.root.namespaces["net"],
+        archives=archives,
+    )
+
+
+class _Criu:
+    """CRIU while it dumps. Leaving the block ends a dump that is not over."""
+
+    def __init__(self, argv: Sequence[str], part: int, work: Path) -> None:
+        """Start it. `work` gets the action script and its pipes."""
+        self._work = work
+        for name in ("asks", "answers"):
+            os.mkfifo(work / name)
+        (work / "script").write_text(_SCRIPT)
+        (work / "script").chmod(0o700)
+        # Both ends of each: no side then waits for the other to open it, or sees its end.
+        self._asks = os.open(work / "asks", os.O_RDWR | os.O_CLOEXEC)
+        self._answers = os.open(work / "answers", os.O_RDWR | os.O_CLOEXEC)
+        self._criu = subprocess.Popen(
+            argv,
+            cwd=work,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[part],
+            # Python ignores SIGXFSZ, and so has CRIU to: it sees an error and frees the worker.
+            restore_signals=False,
+            preexec_fn=syscalls.end_with_parent,  # noqa: PLW1509 - there are no threads
+        )
+        self._pidfd = os.pidfd_open(self._criu.pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._criu.returncode is None:
+            self._end()
+        for fd in (self._asks, self._answers, self._pidfd):
+            os.close(fd)
+        if self._criu.returncode < 0:
+            raise OutcomeUnknown(
+                f"CRIU was ended by signal {-self._criu.returncode} while it dumped, so the "
+                "connections of the worker are broken",
+                next_step="capture a new worker",
+            )
+
+    def until_written(self, watch: Watch, look: Callable[[], None]) -> None:
+        """Wait until the images are written."""
+        if self._asks not in watch.wait(self._asks, self._pidfd, look=look):
+            self._require_success()
+
+    def until_ended(self, watch: Watch, look: Callable[[], None]) -> None:
+        """Have CRIU set the worker free, and wait for its end."""
+        os.write(self._answers, b"0\n")
+        watch.wait(self._pidfd, look=look)
+        self._require_success()
+
+    def _require_success(self) -> None:
+        if self._criu.wait() > 0:
+            said = (self._work / "dump.log").read_text(errors="replace")
+            message, next_step = criu_log.failure(said, "dump")
+            raise CriuFailed(message, next_step=next_step)
+
+    def _end(self) -> None:
+        """Have the dump fail. CRIU is killed when that takes too long."""
+        os.write(self._answers, b"1\n")
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(self._criu.pid, resource.RLIMIT_FSIZE, (0, 0))
+        try:
+            self._criu.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._criu.kill()
+            self._criu.wait()
+
+
+def _pack(tree: Captured, part: int) -> None:
+    with opened(tree.source()) as source, opened(create_file(part, tree.archive.name)) as sink:
+        archive.pack(source, sink, leave_out=tree.leave_out, is_upper=tree.archive.is_upper)
+
+
+def _volumes(request: DumpRequest, seen: SeenTree) -> list[Mount]:
+    return criu_gates.volumes_to_capture(seen, ours=request.ours)
+
+
+def _captured(request: DumpRequest, seen: SeenTree) -> list[Captured]:
+    """Return the trees of files that belong to the state of a container."""
+    mounts = [mount.path for mount in seen.mounts]
+    found: list[Captured] = []
+
+    def add(path: str, source: Callable[[], int], *, is_upper: bool) -> None:
+        row = Archive(name=f"files-{len(found)}.tar", path=path, is_upper=is_upper)
+        found.append(Captured(source, row, below(path, mounts)))
+
+    if upper := upper_of(seen.mounts):
+        add("/", partial(open_root, upper), is_upper=True)
+    for mount in _volumes(request, seen):
+        add(mount.path, partial(open_inside, request.pid, mount.path), is_upper=False)
+    return found
+
+
+def below(path: str, mounts: Sequence[str]) -> list[str]:
+    """Return the mounts below a path, relative to it."""
+    of = PurePosixPath(path)
+    return [
+        str(PurePosixPath(each).relative_to(of))
+        for each in mounts
+        if each != path and PurePosixPath(each).is_relative_to(of)
+    ]
+
+
+def open_inside(pid: int, path: str) -> int:
+    """Open a folder as a process has it, with no link on its way."""
+    with opened(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_CLOEXEC)) as root:
+        return open_dir(root, PurePosixPath(path).parts[1:])
+
+
+def host_name(pid: int) -> str:
+    """Return the name of a pod's host, as the kubelet has written it into its /etc/hostname."""
+    with opened(open_inside(pid, "/etc")) as folder:
+        found = read_bounded(folder, "hostname", 256).decode(errors="replace").strip()
+    if not _HOST_NAME.match(found):
+        raise NotEligible(f"{found!r} in the container's /etc/hostname is no name of a host")
+    return found
+
+
+def _size(directory: int) -> int:
+    with os.scandir(directory) as entries:
+        return sum(entry.stat().st_size for entry in entries)

@@ -1,0 +1,276 @@
+"""Restores a process below a placeholder by CRIU.
+
+CRIU runs in a mount namespace of its own, over a copy of the placeholder's mounts: no program and
+no library of a user's image is run with the rights of the helper. What it restores is in the
+placeholder's cgroups and network, in a process namespace within that of the placeholder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from snapshot_agent.adapters import procfs
+from snapshot_agent.domain import criu_gates, criu_images, criu_log
+from snapshot_agent.domain.criu_gates import SeenTree, SourceFacts
+from snapshot_agent.domain.criu_plan import (
+    RestorePlan,
+    external_mounts,
+    inherited,
+    restore_arguments,
+)
+from snapshot_agent.domain.helping import RESTORED, RestoreRequest
+from snapshot_agent.helper import archive, observe, syscalls
+from snapshot_agent.helper.caller import Caller
+from snapshot_agent.helper.children import Watch, in_child
+from snapshot_agent.helper.dumping import SOURCE, Node, below, host_name
+from snapshot_shared.artifact import MAX_FILES
+from snapshot_shared.codec import decode_json
+from snapshot_shared.errors import (
+    Aborted,
+    ArtifactCorrupt,
+    CriuFailed,
+    DeadlineExceeded,
+    InvalidMessage,
+    OutcomeUnknown,
+    SourceExited,
+)
+from snapshot_shared.files import (
+    create_file,
+    open_artifact,
+    open_dir,
+    open_regular,
+    open_root,
+    opened,
+    read_bounded,
+)
+
+MAX_SOURCE_BYTES = 1024 * 1024
+
+
+def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, int]:
+    """Restore a process; return its pid and start time on the node.
+
+    What is half restored when it is given up is ended together with the placeholder.
+    """
+    watch = Watch(caller, "restore-process", request.within_s)
+    with (
+        opened(open_root(node.artifacts)) as top,
+        opened(open_artifact(top, request.folder)) as part,
+        tempfile.TemporaryDirectory(prefix="restore-", dir="/run") as work,
+    ):
+        source = _source(part)
+        target = observe.tree(request.pid, request.start, cgroups=node.cgroups)
+        criu_gates.check_restore(source, target, observe.node(node.criu))
+        changed = _changed_images(part, request, source, target, Path(work))
+        in_child(partial(_unpack, request, source, target, part), watch)
+        doing = _Restore(
+            request, source, target, Path(node.artifacts, *request.folder), Path(work), changed
+        )
+        try:
+            in_child(partial(doing.run, node), watch)
+        except (Aborted, DeadlineExceeded, OutcomeUnknown):
+            # What a CRIU that was killed has made is the placeholder's now.
+            _kill(request)
+            raise
+        inside = int((Path(work) / "pid").read_text())
+    found = _restored(request, inside)
+    with opened(open_root(request.init)) as folder:
+        _announce(folder, inside)
+    with procfs.opened(request.pid, request.start) as pidfd:
+        if pidfd is None:
+            raise SourceExited("the placeholder has ended")
+        signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
+    return found.key
+
+
+def _announce(folder: int, inside: int) -> None:
+    """Put the file in place by which the placeholder, of whichever user, learns of its process."""
+    temporary = f".{RESTORED}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=folder)
+    with opened(create_file(folder, temporary)) as file:
+        os.write(file, f"{inside}\n".encode())
+        os.fchmod(file, 0o644)
+    os.rename(temporary, RESTORED, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _source(part: int) -> SourceFacts:
+    data = read_bounded(part, SOURCE, MAX_SOURCE_BYTES)
+    try:
+        return decode_json(data, SourceFacts, limit=MAX_SOURCE_BYTES)
+    except InvalidMessage as error:
+        raise ArtifactCorrupt(f"{SOURCE}: {error.message}", file=SOURCE) from error
+
+
+def _changed_images(
+    part: int, request: RestoreRequest, source: SourceFacts, target: SeenTree, work: Path
+) -> list[str]:
+    """Write copies of the images that say where the source was; return their names."""
+    folder = work / "images"
+    folder.mkdir()
+    names = os.listdir(part)
+    if len(names) > MAX_FILES:
+        raise ArtifactCorrupt(f"the part holds {len(names)} files, the limit is {MAX_FILES}")
+    changed = []
+    for name in names:
+        if name.startswith("utsns-"):
+            host = host_name(request.pid)
+            new = criu_images.renamed(read_bounded(part, name, criu_images.MAX_IMAGE_BYTES), host)
+        elif name == "files.img":
+            moved = _moved(source.addresses, target.addresses)
+            new = criu_images.readdressed(
+                read_bounded(part, name, criu_images.MAX_IMAGE_BYTES), moved
+            ).image
+        else:
+            continue
+        (folder / name).write_bytes(new)
+        changed.append(name)
+    return changed
+
+
+def _moved(before: Sequence[str], after: Sequence[str]) -> Mapping[str, str]:
+    """Return the address of the target for each of the source, of the same family."""
+    found: dict[str, str] = {}
+    try:
+        for version in (4, 6):
+            old, new = (
+                [each for each in addresses if ipaddress.ip_address(each).version == version]
+                for addresses in (before, after)
+            )
+            found.update(zip(old, new, strict=False))
+    except ValueError as error:
+        raise ArtifactCorrupt(f"{SOURCE}: {error}", file=SOURCE) from error
+    return found
+
+
+def _unpack(request: RestoreRequest, source: SourceFacts, target: SeenTree, part: int) -> None:
+    """Unpack the archives where the placeholder has their folders."""
+    files = [(row, open_regular(part, row.name)) for row in source.archives]
+    with opened(_namespace(request.pid, "mnt")) as fd:
+        # The root of this process is that of the container from here on.
+        syscalls.setns(fd, syscalls.CLONE_NEWNS)
+    mounts = [mount.path for mount in target.mounts] + [mount.path for mount in source.mounts]
+    with opened(open_root("/")) as root:
+        for row, fd in files:
+            with opened(open_dir(root, PurePosixPath(row.path).parts[1:])) as folder:
+                archive.unpack(fd, folder, leave_out=below(row.path, mounts), is_upper=row.is_upper)
+
+
+class _Restore:
+    """One call of CRIU."""
+
+    def __init__(
+        self,
+        request: RestoreRequest,
+        source: SourceFacts,
+        target: SeenTree,
+        images: Path,
+        work: Path,
+        changed: Sequence[str],
+    ) -> None:
+        self._request = request
+        self._source = source
+        self._target = target
+        self._images = images
+        self._work = work
+        self._changed = changed
+
+    def run(self, node: Node) -> None:
+        """Run CRIU, in a child of the helper that nothing else is done in."""
+        pid = self._request.pid
+        for folder in observe.cgroup_folders(pid, node.cgroups):
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+        namespaces = {name: _namespace(pid, name) for name in ("pid", "net")}
+        stdio = [
+            os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY if number == 0 else os.O_WRONLY)
+            for number in range(3)
+        ]
+        self._mount(_mounts_of(pid))
+        syscalls.setns(namespaces["net"], syscalls.CLONE_NEWNET)
+        syscalls.setns(namespaces["pid"], syscalls.CLONE_NEWPID)
+        plan = RestorePlan(
+            images=str(self._images),
+            work=str(self._work),
+            root=str(self._root),
+            pidfile=str(self._work / "pid"),
+            network=namespaces["net"],
+            external=external_mounts(self._source.mounts),
+            pipes=inherited(self._source.stdio, stdio),
+        )
+        child = subprocess.run(
+            [node.criu, *restore_arguments(plan)],
+            check=False,
+            cwd=self._work,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[namespaces["net"], *stdio],
+            restore_signals=False,
+            preexec_fn=_enter,
+        )
+        if child.returncode < 0:
+            raise OutcomeUnknown(f"CRIU was ended by signal {-child.returncode} while it restored")
+        if child.returncode:
+            said = (self._work / "restore.log").read_text(errors="replace")
+            message, next_step = criu_log.failure(said, "restore")
+            raise CriuFailed(message, next_step=next_step)
+
+    @property
+    def _root(self) -> Path:
+        return self._work / "root"
+
+    def _mount(self, tree: int) -> None:
+        """Mount the copy of the placeholder's mounts, and the changed images over the others."""
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+        syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+        self._root.mkdir()
+        syscalls.move_mount(tree, str(self._root))
+        # They stay slaves where they were: CRIU compares that with the source.
+        syscalls.mount(None, str(self._root), None, syscalls.MS_REC | syscalls.MS_SLAVE)
+        for name in self._changed:
+            new = str(self._work / "images" / name)
+            syscalls.mount(new, str(self._images / name), None, syscalls.MS_BIND)
+
+
+def _enter() -> None:
+    """Prepare the process that becomes CRIU."""
+    syscalls.end_with_parent()
+    # Of the process namespace that it is in: CRIU compares pids with it.
+    syscalls.mount("proc", "/proc", "proc")
+
+
+def _mounts_of(pid: int) -> int:
+    """Return a copy of the mounts of a process, which only a process among them can make."""
+    with opened(_namespace(pid, "mnt")) as theirs, opened(_namespace(os.getpid(), "mnt")) as ours:
+        syscalls.setns(theirs, syscalls.CLONE_NEWNS)
+        try:
+            return syscalls.open_tree("/")
+        finally:
+            syscalls.setns(ours, syscalls.CLONE_NEWNS)
+
+
+def _namespace(pid: int, name: str) -> int:
+    return os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _restored(request: RestoreRequest, inside: int) -> procfs.Stat:
+    """Return the process that has this pid in the namespace of the placeholder."""
+    found = procfs.child_in(request.pid, inside)
+    if found is not None:
+        return found
+    _kill(request)
+    raise OutcomeUnknown(f"process {inside} was restored and is not there")
+
+
+def _kill(request: RestoreRequest) -> None:
+    placeholder = procfs.read(request.pid)
+    if placeholder is not None and placeholder.start == request.start:
+        procfs.send(placeholder, signal.SIGKILL)

@@ -1,0 +1,275 @@
+"""CRIU between real pods: a process that does nothing for it goes on in another pod."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapshot_operator.kube import restoring
+from tests.cluster.agents import CRIU, INIT, agents
+from tests.cluster.cluster import Cluster
+from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.simulated import ROOT, container, pod
+from tests.cluster.test_agent import artifacts, nats_url, restored, running
+from tests.cluster.test_operator import Rig, polled, rig
+from tests.support.json_patch import applied
+
+__all__ = ["artifacts", "nats_url", "rig"]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not (CRIU.exists() and INIT.exists()), reason="run make criu init first"),
+]
+
+WORKER = ROOT / "tests/support/full_worker.py"
+HEAP_MIB = 32
+
+
+@pytest.fixture
+def nodes(own_cluster: Cluster, nats_url: str, artifacts: Path, rig: Rig) -> Kubectl:
+    """Commands in the namespace of the rig, with an agent and its helper on every node."""
+    kubectl = own_cluster.kubectl.within(rig.namespace)
+    kubectl.apply(agents(nats_url, artifacts, helper=True))
+    kubectl.run("rollout", "status", "daemonset/snapback-node", "--timeout=60s")
+    return kubectl
+
+
+def worker(*arguments: str) -> dict[str, Any]:
+    """Return a container with a worker that holds all that CRIU has to carry."""
+    words = ("--heap-mib", str(HEAP_MIB), *arguments)
+    return container(
+        "main",
+        *(sys.executable, str(WORKER), *words),
+        volumeMounts=[{"name": "data", "mountPath": "/data"}],
+    )
+
+
+def source(*arguments: str, node: str = "node-1") -> dict[str, Any]:
+    """Return the pod of a worker."""
+    return pod("source", worker(*arguments), nodeName=node, volumes=DATA)
+
+
+DATA: list[dict[str, Any]] = [{"name": "data", "emptyDir": {}}]
+
+
+def placeholder(name: str, of: str, node: str, *arguments: str, **spec: Any) -> dict[str, Any]:
+    """Return a pod that waits for its process, as admission makes it."""
+    document = pod(name, worker(*arguments), nodeName=node, volumes=DATA, **spec)
+    document["metadata"]["annotations"] = {"nvidia.com/restore-from": of}
+    patch = restoring.standby_patch(document, driver="criu", shared_memory={})
+    changed: dict[str, Any] = applied(document, patch)
+    [install] = changed["spec"]["initContainers"]
+    # The image of these tests has no files; its programs are those of this host.
+    mounts = install["volumeMounts"]
+    program = container(install["name"], str(INIT), *install["command"][1:])
+    program["volumeMounts"] = [*program["volumeMounts"], *mounts]
+    changed["spec"]["initContainers"] = [program]
+    return changed
+
+
+async def said_by(nodes: Kubectl, name: str) -> list[dict[str, Any]]:
+    """Return the lines that a worker has printed."""
+    text = await asyncio.to_thread(nodes.run, "logs", name, "--container=main")
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+async def did(nodes: Kubectl, name: str, what: str) -> None:
+    """Wait until a worker says that it has done something."""
+
+    async def is_done() -> bool:
+        with contextlib.suppress(KubectlError, json.JSONDecodeError):
+            return any(line["did"] == what for line in await said_by(nodes, name))
+        return False
+
+    await polled(is_done)
+
+
+async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_lost(
+    rig: Rig, nodes: Kubectl, own_cluster: Cluster
+) -> None:
+    await rig.apply("llm", {"spec": source()["spec"]}, driver="criu")
+    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    name = await running(nodes, "llm")
+    await did(nodes, name, "snapshot-complete")
+    [quiet] = [line for line in await said_by(nodes, name) if line["did"].startswith("quiesced")]
+    own_cluster.kill("node-1")
+    try:
+        nodes.apply(placeholder("again", "llm", "node-2"))
+        await restored(rig, "again")
+        await did(nodes, "again", "restored 1")
+
+        async def said_of_its_heap() -> list[dict[str, Any]]:
+            said = await said_by(nodes, "again")
+            return said if any(line["heap"] for line in said) else []
+
+        lines = await polled(said_of_its_heap)
+    finally:
+        await asyncio.to_thread(own_cluster.start, "node-1")
+    first, last = lines[0], lines[-1]
+    assert first["count"] > quiet["count"]
+    assert [line["count"] for line in lines] == list(range(first["count"], last["count"] + 1))
+    for line in lines:
+        count = line["count"]
+        for way in ("child", "tcp", "named", "anonymous", "watched"):
+            assert line[way] == count, way
+        assert line["heap"] in (True, None)
+        assert (line["ghost"], line["host"]) == ("still here", "again")
+    assert last["threads"] > quiet["threads"]
+    assert last["alarms"] > quiet["alarms"]
+
+
+@pytest.fixture
+async def restored_pod(rig: Rig, nodes: Kubectl) -> str:
+    """The name of a pod on node-2 whose process was captured on node-1."""
+    await captured(rig, nodes, "llm")
+    nodes.apply(placeholder("again", "llm", "node-2"))
+    await restored(rig, "again")
+    await did(nodes, "again", "restored 1")
+    return "again"
+
+
+async def captured(rig: Rig, nodes: Kubectl, name: str, *arguments: str) -> str:
+    """Capture a worker on node-1; return the name of its pod."""
+    await rig.apply(name, {"spec": source(*arguments)["spec"]}, driver="criu")
+    await rig.condition("dynamocheckpoints", name, "Ready", "True")
+    return await running(nodes, name)
+
+
+def snapshot(name: str, of: str) -> dict[str, Any]:
+    """Return a request to capture a pod that runs."""
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name},
+        "spec": {"source": {"podRef": {"name": of}}, "driver": "criu", "sourcePolicy": "Resume"},
+    }
+
+
+async def test_a_restored_process_gets_the_signals_of_its_container_and_ends_it(
+    nodes: Kubectl, restored_pod: str
+) -> None:
+    inside = await asyncio.to_thread(
+        nodes.run, "exec", restored_pod, "--container=main", "--", "/usr/bin/ls", "/data"
+    )
+    assert {"counts", "lock"} <= set(inside.split())
+    end = "import os, signal; os.kill(1, signal.SIGTERM)"
+    words = ("exec", restored_pod, "--container=main", "--", sys.executable, "-c", end)
+    await asyncio.to_thread(nodes.run, *words)
+
+    async def exit_code() -> int | None:
+        [status] = (await asyncio.to_thread(nodes.get, "pod", restored_pod))["status"][
+            "containerStatuses"
+        ]
+        ended = status["lastState"].get("terminated") or status["state"].get("terminated")
+        return int(ended["exitCode"]) if ended else None
+
+    assert await polled(exit_code) == 7
+
+
+async def test_a_restored_process_is_captured_and_restored_again(
+    rig: Rig, nodes: Kubectl, restored_pod: str
+) -> None:
+    nodes.apply(snapshot("second", restored_pod))
+    await rig.condition("snapshots", "second", "Ready", "True")
+    await did(nodes, restored_pod, "snapshot-complete")
+    nodes.apply(placeholder("third", "second", "node-1"))
+    await restored(rig, "third")
+    await did(nodes, "third", "restored 1")
+    lines = await said_by(nodes, "third")
+    assert all(line["child"] == line["tcp"] == line["count"] for line in lines)
+    assert lines[-1]["host"] == "third"
+
+
+async def test_a_worker_that_stays_connected_to_the_outside_is_refused_and_goes_on(
+    rig: Rig, nodes: Kubectl
+) -> None:
+    listens = container("outside", sys.executable, "-c", LISTENER)
+    one = source("--seqpacket", "outside")
+    one["spec"]["containers"].append(listens)
+    await rig.apply("llm", {"spec": one["spec"]}, driver="criu")
+    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
+    assert failed["reason"] == "NotEligible"
+    assert "@outside" in failed["message"]
+    await did(nodes, await running(nodes, "llm"), "snapshot-aborted")
+
+
+LISTENER = r"""
+import socket
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind("\0outside")
+listener.listen()
+kept = [listener.accept() for _ in range(8)]
+"""
+
+
+async def test_a_worker_that_only_waits_from_when_it_is_ready_is_asked_for_nothing(
+    rig: Rig, nodes: Kubectl
+) -> None:
+    name = await captured(rig, nodes, "llm", "--waits")
+    await did(nodes, name, "snapshot-complete")
+    assert all("quiesced" not in line["did"] for line in await said_by(nodes, name))
+    nodes.apply(placeholder("again", "llm", "node-2"))
+    await restored(rig, "again")
+    await did(nodes, "again", "restore-complete")
+
+
+async def dumping(cluster: Cluster) -> None:
+    """Wait until a helper of node-1 has CRIU dump a worker."""
+    records = cluster.machine("node-1").home / "snapback" / "helper" / "dumps"
+
+    async def is_under_way() -> bool:
+        return any(records.iterdir())
+
+    async with asyncio.timeout(60):
+        while not await is_under_way():  # noqa: ASYNC110 - no event reports it
+            await asyncio.sleep(0.002)
+
+
+async def killed(cluster: Cluster, pattern: str) -> None:
+    """Kill the processes on node-1 whose command lines have this pattern."""
+    node = cluster.machine("node-1")
+    pids = (await asyncio.to_thread(node.run, "pgrep", "-f", pattern)).split()
+    await asyncio.to_thread(node.run, "kill", "-KILL", *pids)
+
+
+def left_of_criu(cluster: Cluster) -> str:
+    """Return the processes of CRIU on node-1; none are left when all is well."""
+    node = cluster.machine("node-1")
+    return node.run("sh", "-c", "pgrep -f [c]riu.bin || true").strip()
+
+
+async def test_a_worker_whose_agent_is_killed_while_criu_dumps_goes_on_with_its_connections(
+    rig: Rig, nodes: Kubectl, own_cluster: Cluster
+) -> None:
+    await rig.apply("llm", {"spec": source("--heap-mib", "512")["spec"]}, driver="criu")
+    await dumping(own_cluster)
+    await killed(own_cluster, " -m snapshot_agent.main$")
+    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
+    assert failed["reason"] == "OutcomeUnknown"
+    name = await running(nodes, "llm")
+    await did(nodes, name, "snapshot-aborted")
+    lines = await said_by(nodes, name)
+    assert all(line["child"] == line["tcp"] == line["count"] for line in lines)
+    assert left_of_criu(own_cluster) == ""
+
+
+async def test_a_worker_whose_helper_is_killed_while_criu_dumps_is_ended(
+    rig: Rig, nodes: Kubectl, own_cluster: Cluster
+) -> None:
+    one = source("--heap-mib", "512")["spec"] | {"restartPolicy": "Never"}
+    await rig.apply("llm", {"spec": one}, driver="criu")
+    await dumping(own_cluster)
+    await killed(own_cluster, "snapshot_agent.helper|criu.bin")
+    await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
+    assert left_of_criu(own_cluster) == ""
+
+    async def has_ended() -> bool:
+        pods = await asyncio.to_thread(nodes.list, "pods", "--selector=job-name=llm")
+        return all(pod["status"]["phase"] == "Failed" for pod in pods)
+
+    await polled(has_ended)

@@ -1,0 +1,171 @@
+"""What becomes of a worker whose dump may have been killed, on real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshot_agent.adapters import procfs, settling
+from snapshot_agent.helper.settling import Records
+from snapshot_shared.errors import Aborted, OutcomeUnknown
+
+NETWORK = 1
+"""The inode of no network namespace."""
+
+
+class Worker:
+    """A process that leads a session."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        found = procfs.read(self._process.pid)
+        assert found is not None
+        self.key = found.key
+
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> int:
+        self._process.kill()
+        return self._process.wait()
+
+    def ended_by(self) -> int:
+        return -self._process.wait(5)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path / "dumps", Path("/nowhere/nft"))
+
+
+def test_a_worker_that_is_not_dumped_is_left_alone(records: Records, worker: Worker) -> None:
+    assert not records.settle(*worker.key)
+    assert worker.runs()
+
+
+@pytest.mark.parametrize("error", [None, Aborted("given up"), ValueError("a defect")])
+def test_a_dump_that_has_ended_by_itself_leaves_no_record(
+    records: Records, worker: Worker, tmp_path: Path, error: Exception | None
+) -> None:
+    with (
+        contextlib.suppress(Aborted, ValueError),
+        records.dumping(*worker.key, NETWORK),
+    ):
+        if error is not None:
+            raise error
+    assert list((tmp_path / "dumps").iterdir()) == []
+    assert not records.settle(*worker.key)
+    assert worker.runs()
+
+
+def test_a_worker_whose_criu_was_killed_is_ended_once(records: Records, worker: Worker) -> None:
+    with pytest.raises(OutcomeUnknown), records.dumping(*worker.key, NETWORK):
+        raise OutcomeUnknown("CRIU was killed")
+    assert records.settle(*worker.key)
+    assert worker.ended_by() == signal.SIGKILL
+    assert not records.settle(*worker.key)
+
+
+def dumping_child(records: Records, worker: Worker, *, heeds: bool) -> int:
+    """Return the pid of a process that dumps until it is asked to end, or for ever."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        stop = threading.Event()
+        if heeds:
+            signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        try:
+            with records.dumping(*worker.key, NETWORK):
+                os.write(told, b"!")
+                stop.wait(60)
+        finally:
+            os._exit(0)
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(told)
+    return child
+
+
+def test_a_dump_under_way_is_asked_to_end_and_waited_for(records: Records, worker: Worker) -> None:
+    child = dumping_child(records, worker, heeds=True)
+    assert not records.settle(*worker.key)
+    assert worker.runs()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_worker_whose_dumping_child_was_killed_is_ended(records: Records, worker: Worker) -> None:
+    child = dumping_child(records, worker, heeds=True)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert records.settle(*worker.key)
+    assert worker.ended_by() == signal.SIGKILL
+
+
+def test_a_helper_that_starts_settles_what_no_one_works_on(
+    records: Records, worker: Worker
+) -> None:
+    other = Worker()
+    child = dumping_child(records, other, heeds=True)
+    with pytest.raises(OutcomeUnknown), records.dumping(*worker.key, NETWORK):
+        raise OutcomeUnknown("CRIU was killed")
+    records.settle_all()
+    assert worker.ended_by() == signal.SIGKILL
+    assert other.runs()
+    os.kill(child, signal.SIGTERM)
+    os.waitpid(child, 0)
+    other.end()
+
+
+def test_a_pid_that_another_process_has_now_is_not_ended(records: Records, worker: Worker) -> None:
+    pid, start = worker.key
+    with pytest.raises(OutcomeUnknown), records.dumping(pid, start + 1, NETWORK):
+        raise OutcomeUnknown("CRIU was killed")
+    assert records.settle(pid, start + 1)
+    assert worker.runs()
+
+
+@pytest.mark.parametrize("answer", [b'{"type":"done"}', b'{"type":"done","ended":true}'])
+def test_the_release_program_does_as_the_helper_says(
+    worker: Worker, tmp_path: Path, answer: bytes
+) -> None:
+    path = str(tmp_path / "helper.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def serve() -> None:
+            caller, _ = listener.accept()
+            with caller:
+                caller.recv(4096)
+                caller.send(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        assert settling.settle(path, worker.key) == (b"ended" in answer)
+        serving.join()
+    assert worker.runs()
+
+
+def test_the_release_program_ends_the_worker_when_no_helper_comes_back(
+    worker: Worker, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    assert settling.settle(str(tmp_path / "nowhere"), worker.key, return_s=0.3)
+    assert time.monotonic() - began >= 0.3
+    assert worker.ended_by() == signal.SIGKILL
