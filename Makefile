@@ -25,7 +25,7 @@ endif
 
 # What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
 # and the like.
-MARKERS ?= not root and not gpu and not docker and not cluster and not slow
+MARKERS ?= not root and not gpu and not docker and not cluster and not process and not slow
 # Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
 TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-process clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -227,6 +227,9 @@ init: .tools/snapback-init ## The first process of containers that wait to be re
 .tools/snapback-init: services/snapshot-agent/init/init.c
 	@mkdir -p $(@D)
 	$(CC) -std=c11 -Wall -Wextra -Werror -O2 -static -s -Wl,--build-id=none -o $@ $<
+
+test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root
+	@$(BIN)/pytest -m process tests/process
 
 cluster-tools: ## The same for the programs of a cluster (built with Go: 7 minutes)
 	@tests/support/tools/install $(TOOLS) $(CLUSTER_TOOLS)
