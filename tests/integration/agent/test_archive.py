@@ -778,6 +778,25 @@ def test_what_is_all_zero_becomes_a_hole(folders: tuple[Path, Path]) -> None:
     assert (target / "zeros").stat().st_blocks * 512 <= 128 << 10
 
 
+@needs_root
+@pytest.mark.root
+def test_each_block_that_is_all_zero_becomes_a_hole(
+    tmp_path: Path, mounted: Callable[..., None]
+) -> None:
+    disk = tmp_path / "disk"
+    mounted(disk, "-t", "tmpfs", "-o", "huge=never", "tmpfs")
+    source, target = disk / "source", disk / "target"
+    source.mkdir()
+    target.mkdir()
+    content = (b"x" + bytes(4095) + bytes(4096)) * 64 + bytes(4096) + b"y" * 5000 + bytes(3000)
+    (source / "f").write_bytes(content)
+
+    unpacked(packed(source), target)
+
+    assert (target / "f").read_bytes() == content
+    assert (target / "f").stat().st_blocks * 512 == (64 + 2) * 4096
+
+
 def test_a_folder_that_was_there_gets_owner_mode_and_attributes(
     folders: tuple[Path, Path],
 ) -> None:

@@ -50,7 +50,9 @@ _LIMIT_EXTENTS = 1 << 20
 _BLOCK = tarfile.BLOCKSIZE
 _BUFFER = 1 << 20
 _PIECE = 64 << 10
-_ZEROS = bytes(_PIECE)
+_HOLE = 4 << 10
+"""Bytes of the smallest hole that is made of zeros."""
+_ZEROS = bytes(_HOLE)
 
 _CODEC = ("utf-8", "surrogateescape")
 _XATTR = "SCHILY.xattr."
@@ -454,7 +456,7 @@ class _Reader:
 
 def _entries(reader: _Reader) -> Iterator[_Entry]:
     """Yield the entries of an archive, each of which need not be read. ArtifactCorrupt."""
-    while (block := reader.exactly(_BLOCK)) != _ZEROS[:_BLOCK]:
+    while (block := reader.exactly(_BLOCK)) != bytes(_BLOCK):
         info, records = _header(block), dict[str, bytes]()
         if info.type == tarfile.XHDTYPE:
             if not 0 <= info.size <= _LIMIT_RECORDS:
@@ -704,10 +706,23 @@ def _fill(fd: int, entry: _Entry, reader: _Reader) -> None:
     for start, length in extents:
         for at in range(start, start + length, _PIECE):
             piece = reader.exactly(min(start + length - at, _PIECE))
-            # What is all zero becomes a hole.
-            if not _ZEROS.startswith(piece):
-                _write_at(fd, piece, at)
+            for begin, end in _runs(piece):
+                _write_at(fd, piece[begin:end], at + begin)
     os.ftruncate(fd, whole)
+
+
+def _runs(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of what is not to be a hole: all but blocks of nothing but zeros."""
+    begin = None
+    for at in range(0, len(data), _HOLE):
+        if data.startswith(_ZEROS[: len(data) - at], at):
+            if begin is not None:
+                yield begin, at
+            begin = None
+        elif begin is None:
+            begin = at
+    if begin is not None:
+        yield begin, len(data)
 
 
 def _read_map(entry: _Entry, reader: _Reader) -> Iterator[tuple[int, int]]:
