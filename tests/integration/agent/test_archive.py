@@ -797,6 +797,24 @@ def test_each_block_that_is_all_zero_becomes_a_hole(
     assert (target / "f").stat().st_blocks * 512 == (64 + 2) * 4096
 
 
+def test_attributes_of_folders_are_not_kept_in_memory_until_their_end(
+    folders: tuple[Path, Path],
+) -> None:
+    """Else a small tree of folders in one another takes gigabytes."""
+    _, target = folders
+    archive = target.parent / "x.tar"
+    # More than any file system takes.
+    long = {f"{XATTR}user.x": "x" * 500_000}
+    archive.write_bytes(
+        entry("a", DIR, records=long) + entry("a/b", DIR, records=long) + bytes(1024)
+    )
+
+    with pytest.raises(ArtifactCorrupt, match="'a' of the archive cannot be unpacked"):
+        unpacked(archive, target)
+
+    assert names(target / "a") == []
+
+
 def test_a_folder_that_was_there_gets_owner_mode_and_attributes(
     folders: tuple[Path, Path],
 ) -> None:

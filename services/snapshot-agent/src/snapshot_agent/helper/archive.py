@@ -27,8 +27,8 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from snapshot_agent.helper.beneath import (
     LIMIT_ENTRIES,
-    above,
     empty,
+    lies_above,
     open_beneath,
     open_folder,
     remove,
@@ -569,7 +569,6 @@ class _Unpacking:
     def __init__(self, target: int, leave_out: frozenset[str], *, is_upper: bool) -> None:
         self._target = target
         self._leave_out = leave_out
-        self._needed = above(leave_out)
         self._is_upper = is_upper
         self._last: tuple[str, ...] | None = None
         self._folders: list[_Entry] = []
@@ -586,7 +585,7 @@ class _Unpacking:
         with _about(entry.path):
             self._check_attributes(entry)
             if not parts:
-                self._folders.append(entry)
+                self._enter_folder(self._target, ".", entry)
                 return
             folder = "/".join(parts[:-1]) or "."
             flags = os.O_PATH | os.O_DIRECTORY
@@ -605,7 +604,9 @@ class _Unpacking:
                 return
             entry = self._folders.pop()
             with _about(entry.path), opened(open_folder(self._target, entry.path)) as fd:
-                _finish(fd, entry)
+                os.fchown(fd, entry.uid, entry.gid)
+                os.fchmod(fd, entry.mode)
+                os.utime(fd, ns=entry.times)
 
     def _is_left_out(self, path: str) -> bool:
         return any(path == each or path.startswith(f"{each}/") for each in self._leave_out)
@@ -653,7 +654,7 @@ class _Unpacking:
                 raise _corrupt(entry.path, f"is of a kind that is not allowed, {entry.kind!r}")
 
     def _clear(self, folder: int, name: str, entry: _Entry) -> None:
-        if entry.path in self._needed:
+        if lies_above(entry.path, self._leave_out):
             raise _corrupt(entry.path, "would take the place of a folder with a mount in it")
         remove(folder, name)
 
@@ -667,7 +668,13 @@ class _Unpacking:
             keep = {each.removeprefix(below) for each in self._leave_out if each.startswith(below)}
             with opened(open_folder(folder, name)) as fd:
                 empty(fd, keep)
-        self._folders.append(entry)
+        self._enter_folder(folder, name, entry)
+
+    def _enter_folder(self, folder: int, name: str, entry: _Entry) -> None:
+        with opened(open_folder(folder, name)) as fd:
+            _set_attributes(fd, entry)
+        # They may be long, and many folders be open at once.
+        self._folders.append(entry._replace(attributes={}))
 
     def _link(self, folder: int, name: str, entry: _Entry) -> None:
         _check(entry.link, entry.path)
@@ -684,10 +691,16 @@ class _Unpacking:
 
 
 def _finish(fd: int, entry: _Entry) -> None:
-    """Give an open file or folder what its entry says. OSError."""
+    """Give an open file what its entry says. OSError."""
     os.fchown(fd, entry.uid, entry.gid)
     # After the owner: a change of that takes such bits, and capabilities, away.
     os.fchmod(fd, entry.mode)
+    _set_attributes(fd, entry)
+    os.utime(fd, ns=entry.times)
+
+
+def _set_attributes(fd: int, entry: _Entry) -> None:
+    """Give an open file or folder the attributes of its entry, and no others. OSError."""
     wanted = {name: value for name, value in entry.attributes.items() if name != _OPAQUE}
     # A folder that was there has its own, and gives its default ACL to what is made in it.
     for name in _attributes_of(fd):
@@ -695,7 +708,6 @@ def _finish(fd: int, entry: _Entry) -> None:
             os.removexattr(fd, name)
     for name, value in wanted.items():
         os.setxattr(fd, name, value)
-    os.utime(fd, ns=entry.times)
 
 
 def _fill(fd: int, entry: _Entry, reader: _Reader) -> None:

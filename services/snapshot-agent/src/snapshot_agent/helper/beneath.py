@@ -138,20 +138,17 @@ def _closing(old: int, new: int) -> int:
     return new
 
 
-def above(paths: Iterable[str]) -> frozenset[str]:
-    """Return the folders that the paths lie in, from the top down."""
-    return frozenset(
-        path[:end] for path in paths for end, letter in enumerate(path) if letter == "/"
-    )
+def lies_above(path: str, others: Iterable[str]) -> bool:
+    """Whether any of the others lies below a path."""
+    return any(other.startswith(f"{path}/") for other in others)
 
 
 def empty(folder: int, keep: Collection[str]) -> None:
     """Remove what is in a directory, but the paths to keep and the folders that they lie in."""
-    needed = above(keep)
     for found in walk(folder, keep):
         if not stat.S_ISDIR(found.status.st_mode):
             os.unlink(found.name, dir_fd=found.folder)
-        elif found.is_left and found.path not in needed:
+        elif found.is_left and not lies_above(found.path, keep):
             os.rmdir(found.name, dir_fd=found.folder)
 
 
