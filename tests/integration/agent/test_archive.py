@@ -815,6 +815,66 @@ def test_attributes_of_folders_are_not_kept_in_memory_until_their_end(
     assert names(target / "a") == []
 
 
+@pytest.fixture
+def read_only(tmp_path: Path, mounted: Callable[..., None]) -> Path:
+    """Return a read-only tree: `run/lock`, `etc/hosts` and nothing else."""
+    disk = tmp_path / "read-only"
+    mounted(disk, "-t", "tmpfs", "tmpfs")
+    (disk / "run" / "lock").mkdir(parents=True)
+    (disk / "etc").mkdir()
+    (disk / "etc" / "hosts").write_bytes(b"hosts")
+    mounted(disk, "-o", "remount,ro")
+    return disk
+
+
+@needs_root
+@pytest.mark.root
+def test_folders_on_a_read_only_file_system_stay_as_they_are(read_only: Path) -> None:
+    before = seen(read_only)
+    archive = read_only.parent / "x.tar"
+    attribute = {f"{XATTR}user.x": "y"}
+    opaque = {f"{XATTR}trusted.overlay.opaque": "y"}
+    archive.write_bytes(
+        entry(".", DIR, mode=0o750, records=attribute)
+        + entry("etc", DIR)
+        + entry("etc/hosts", data=b"left out")
+        + entry("run", DIR, mode=0o1777)
+        + entry("run/lock", DIR, records=opaque)
+        + entry("run/lock/gone", tarfile.CHRTYPE)
+        + bytes(1024)
+    )
+
+    unpacked(archive, read_only, ["etc/hosts"], is_upper=True)
+
+    assert seen(read_only) == before
+
+
+@needs_root
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("path", "entries"),
+    [
+        ("a", [entry("a")]),
+        ("a", [entry("a", DIR)]),
+        ("a", [entry("a", LNK, link="b")]),
+        ("a", [entry("a", HARD, link="etc/hosts")]),
+        ("a", [entry("a", tarfile.FIFOTYPE)]),
+        ("etc", [entry("etc", tarfile.CHRTYPE)]),
+        ("etc", [entry("etc", DIR, records={f"{XATTR}trusted.overlay.opaque": "y"})]),
+        ("etc/hosts", [entry("etc", DIR), entry("etc/hosts")]),
+        ("etc/hosts", [entry("etc", DIR), entry("etc/hosts", tarfile.CHRTYPE)]),
+    ],
+)
+def test_what_a_read_only_file_system_cannot_take_is_named(
+    read_only: Path, path: str, entries: list[bytes]
+) -> None:
+    archive = read_only.parent / "x.tar"
+    archive.write_bytes(b"".join([entry(".", DIR), *entries]) + bytes(1024))
+
+    with pytest.raises(NotEligible, match=f"'{path}' cannot be unpacked.*read-only"):
+        unpacked(archive, read_only, is_upper=True)
+
+
 def test_a_folder_that_was_there_gets_owner_mode_and_attributes(
     folders: tuple[Path, Path],
 ) -> None:

@@ -149,8 +149,9 @@ def unpack(
     `leave_out` (paths relative to it). What has the name of an entry is replaced, but a folder
     by a folder, which gets its owner, mode, times and attributes. With `is_upper` deleted names are
     removed, and folders that hide others emptied first. It imports nothing and starts no process.
-    ArtifactCorrupt, naming the entry, for what `pack` does not write; NoSpace. Either may leave a
-    part of the tree.
+    ArtifactCorrupt, naming the entry, for what `pack` does not write; NoSpace; NotEligible when the
+    file system is read-only, which folders that are there may be on. Each may leave a part of the
+    tree.
     """
     unpacking = _Unpacking(target, frozenset(leave_out), is_upper=is_upper)
     reader = _Reader(archive)
@@ -603,7 +604,11 @@ class _Unpacking:
             if parts is not None and parts[: len(above)] == above:
                 return
             entry = self._folders.pop()
-            with _about(entry.path), opened(open_folder(self._target, entry.path)) as fd:
+            with (
+                _about(entry.path),
+                _read_only_stays(),
+                opened(open_folder(self._target, entry.path)) as fd,
+            ):
                 os.fchown(fd, entry.uid, entry.gid)
                 os.fchmod(fd, entry.mode)
                 os.utime(fd, ns=entry.times)
@@ -671,7 +676,7 @@ class _Unpacking:
         self._enter_folder(folder, name, entry)
 
     def _enter_folder(self, folder: int, name: str, entry: _Entry) -> None:
-        with opened(open_folder(folder, name)) as fd:
+        with _read_only_stays(), opened(open_folder(folder, name)) as fd:
             _set_attributes(fd, entry)
         # They may be long, and many folders be open at once.
         self._folders.append(entry._replace(attributes={}))
@@ -766,11 +771,30 @@ def _write_at(fd: int, data: bytes, offset: int) -> None:
 
 
 @contextlib.contextmanager
+def _read_only_stays() -> Iterator[None]:
+    """Leave a folder as it is on a file system that is read-only.
+
+    The upper folder of a container whose root is read-only has the root of the tree and the
+    folders that its mounts are in, which whatever starts a container makes anew.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+
+
+@contextlib.contextmanager
 def _about(path: str) -> Iterator[None]:
-    """Say of which entry an error of the file system is. ArtifactCorrupt, NoSpace."""
+    """Say of which entry an error of the file system is. ArtifactCorrupt, NoSpace, NotEligible."""
     try:
         yield
     except OSError as error:
         if error.errno in _REFUSED:
             raise _corrupt(path, f"cannot be unpacked: {error.strerror}") from error
+        if error.errno == errno.EROFS:
+            raise NotEligible(
+                f"{_shown(path)} cannot be unpacked: the file system is read-only",
+                path=_shown(path),
+            ) from error
         raise translated(error, _shown(path)) from error
