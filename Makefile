@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-process clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -243,7 +243,10 @@ cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 
 test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (FAULTS_EVERY=3)
 	@$(BIN)/pytest -q tests/unit/test_chart.py
-	@$(BIN)/pytest -s -m cluster tests/cluster tests/contract
+	@$(BIN)/pytest -s -m cluster --ignore=tests/cluster/test_page.py tests/cluster tests/contract
+
+test-page: $(STAMP) ## Type the commands of docs/kubernetes.md beside a cluster of their own
+	@$(BIN)/pytest -s tests/cluster/test_page.py
 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
