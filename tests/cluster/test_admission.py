@@ -289,7 +289,7 @@ def test_a_container_for_a_process_of_criu_waits_and_ends_at_once_when_its_pod_i
     found = namespace.get("pod", "restored")
     assert found["metadata"]["annotations"]["nvidia.com/restore-driver"] == "criu"
     (container,) = found["spec"]["containers"]
-    assert container["command"] == ["/snapback/snapback-init", "--", "sleep"]
+    assert container["command"] == ["/snapback/snapback-init", "--", "sleep", "600"]
     assert container["args"] == ["600"]
     volumes = {each["name"]: each for each in found["spec"]["volumes"]}
     shared = next(row for row in container["volumeMounts"] if row["mountPath"] == "/dev/shm")
