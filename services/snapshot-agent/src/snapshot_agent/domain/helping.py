@@ -32,14 +32,13 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Check that a worker can be dumped. `quiet`: it has answered `quiesce`.
 
     `ours` are mounts of the container that are neither captured nor missed, such as its control
-    directory. `devices` allows memory of GPUs, which another step moves.
+    directory.
     """
 
     pid: Pid
     start: Start
     ours: list[Path] = []
     quiet: bool = False
-    devices: bool = False
 
 
 class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
@@ -49,7 +48,6 @@ class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
     start: Start
     within_s: Within
     ours: list[Path] = []
-    devices: bool = False
 
 
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):

@@ -109,7 +109,8 @@ class Helper:
                 criu_gates.check_node(observe.node(self._node.criu))
                 return Done()
             case Inspect():
-                seen = inspect(request, self._node, quiet=request.quiet)
+                here = observe.node(self._node.criu)
+                seen = inspect(request, self._node, here, quiet=request.quiet)
                 return Done(bytes=criu_gates.estimate(seen))
             case DumpRequest():
                 if len(fds) != 1:

@@ -79,7 +79,7 @@ class Captured(NamedTuple):
     leave_out: Sequence[str]
 
 
-def inspect(request: Inspect | DumpRequest, node: Node, *, quiet: bool) -> SeenTree:
+def inspect(request: Inspect | DumpRequest, node: Node, here: SeenNode, *, quiet: bool) -> SeenTree:
     """Return what is seen of a worker. NotEligible when it cannot be dumped."""
     seen = observe.tree(request.pid, request.start, cgroups=node.cgroups)
     volumes = criu_gates.volumes_to_capture(seen, ours=request.ours)
@@ -87,12 +87,11 @@ def inspect(request: Inspect | DumpRequest, node: Node, *, quiet: bool) -> SeenT
         room = free_bytes(root)
     criu_gates.check_dump(
         seen,
-        observe.node(node.criu),
+        here,
         room=room,
         captured=[mount.path for mount in volumes],
         ours=request.ours,
         quiet=quiet,
-        cuda=request.devices,
     )
     return seen
 
@@ -100,7 +99,8 @@ def inspect(request: Inspect | DumpRequest, node: Node, *, quiet: bool) -> SeenT
 def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> None:
     """Dump a worker into the directory `part`. It goes on, unless CRIU had to be killed."""
     watch = Watch(caller, "dump-process", request.within_s)
-    seen = inspect(request, node, quiet=True)
+    here = observe.node(node.criu)
+    seen = inspect(request, node, here, quiet=True)
     trees = _captured(request, seen)
     total = criu_gates.estimate(seen)
 
@@ -124,7 +124,7 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> None:
             for tree in trees:
                 in_child(partial(_pack, tree, part), watch)
             criu.until_ended(watch, look)
-    facts = _facts(request.pid, seen, observe.node(node.criu), [tree.archive for tree in trees])
+    facts = _facts(request.pid, seen, here, [tree.archive for tree in trees])
     write_new(part, SOURCE, encode_pretty(facts))
 
 

@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 SOFTLY_S = 10.0
 """How long a dump that was asked to end may take for it, in seconds."""
 
-KILLED_S = 5.0
+NFT_S = 5.0
+"""How long one call of nft may take, in seconds."""
+
 _TABLE = "CRIU-"
 
 
@@ -81,7 +83,7 @@ class Records:
         except FileNotFoundError:
             return False
         try:
-            self._wait_for(fd, path)
+            _wait_for(fd)
             # The one that had it has removed it if the process is whole.
             if os.fstat(fd).st_nlink == 0:
                 return False
@@ -98,18 +100,6 @@ class Records:
             with contextlib.suppress(ValueError):
                 if not _is_locked(path) and self.settle(int(pid), int(start)):
                     log.warning("process %s was ended: its dump had been killed", pid)
-
-    def _wait_for(self, fd: int, path: Path) -> None:
-        """Wait for the end of the child that has the record; it is killed when that takes long."""
-        limit = time.monotonic() + SOFTLY_S
-        while not _locks(fd):
-            record = _read(fd)
-            if record is not None:
-                # It then ends the dump softly.
-                number = signal.SIGTERM if time.monotonic() < limit else signal.SIGKILL
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(record.child, number)
-            select.select([], [], [], 0.02)
 
     def _clean(self, record: Dumping | None) -> None:
         if record is None:
@@ -136,15 +126,28 @@ class Records:
 
     def _remove_tables(self) -> None:
         words = [str(self._nft), "list", "tables"]
-        listed = subprocess.run(words, check=True, capture_output=True, text=True, timeout=KILLED_S)
+        listed = subprocess.run(words, check=True, capture_output=True, text=True, timeout=NFT_S)
         for line in listed.stdout.splitlines():
             # `table inet CRIU-<id>`
             table = line.split()
             if table[-1].startswith(_TABLE):
-                subprocess.run([*words[:1], "delete", *table], check=True, timeout=KILLED_S)
+                subprocess.run([*words[:1], "delete", *table], check=True, timeout=NFT_S)
 
     def _path(self, pid: int, start: int) -> Path:
         return self._folder / f"{pid}-{start}"
+
+
+def _wait_for(fd: int) -> None:
+    """Wait for the end of the child that has the record; it is killed when that takes long."""
+    limit = time.monotonic() + SOFTLY_S
+    while not _locks(fd):
+        record = _read(fd)
+        if record is not None:
+            # It then ends the dump softly.
+            number = signal.SIGTERM if time.monotonic() < limit else signal.SIGKILL
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.child, number)
+        select.select([], [], [], 0.02)
 
 
 def _locks(fd: int) -> bool:
