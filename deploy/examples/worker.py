@@ -328,9 +328,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     control = Control(os.environ["SNAPSHOT_CONTROL_DIR"])
     is_standby = os.environ.get("SNAPSHOT_RESTORE_STANDBY") == "1"
-    # Of the process before this one: its container has been started again, and nothing comes.
-    if failed := control.news("restore-failed") if is_standby else None:
-        is_standby = False
+    failed = None
+    if is_standby:
+        # Of a process before this one, whose container has been started again: after a failure
+        # nothing comes, and that it served says nothing of this one.
+        failed = control.news("restore-failed")
+        is_standby = failed is None
+        control.withdraw("restored")
     began = time.monotonic()
     if is_standby:
         worker = Worker.rebuild(control, resume_from or control.state)

@@ -73,6 +73,11 @@ class Place:
             await inotify.appears(self.control / name)
         return json.loads((self.control / name).read_text())
 
+    async def withdrawn(self, name: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while (self.control / name).exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
     async def connect(self) -> WorkerClient:
         async with asyncio.timeout(PATIENCE_S):
             return await worker_socket.connect(self.sockets, POD_UID)
@@ -208,8 +213,10 @@ async def test_a_standby_whose_restore_fails_ends_and_starts_cold_the_next_time(
     place: Place,
 ) -> None:
     environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1", WARMUP_SECONDS="0.1")
+    # What one before it has said is taken back.
+    place.say("restored", 1)
     async with _process(_example("worker.py"), environment) as worker:
-        await _watching(worker.pid)
+        await place.withdrawn("restored")
         place.say("restore-failed", 2)
         assert await asyncio.wait_for(worker.wait(), PATIENCE_S) == 1
     async with _process(_example("worker.py"), environment):
