@@ -19,8 +19,11 @@ _GO_ESCAPES = [(each.encode(), f"\\u{ord(each):04x}".encode()) for each in "<>&\
 
 
 def identity_hash(identity: IdentitySpec) -> str:
-    """Return the hash of an identity: 16 lower-case hex digits."""
-    return hashlib.sha256(canonical_json(identity)).hexdigest()[:HASH_DIGITS]
+    """Return the hash of an identity: 16 lower-case hex digits. It is computed once."""
+    kept: dict[str, str] = vars(identity)
+    if "hash" not in kept:
+        kept["hash"] = hashlib.sha256(canonical_json(identity)).hexdigest()[:HASH_DIGITS]
+    return kept["hash"]
 
 
 def canonical_json(identity: IdentitySpec) -> bytes:

@@ -6,7 +6,11 @@ decoding into them takes eighty times the CPU of msgspec structs.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
+import re
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Self, TypeVar
@@ -18,7 +22,7 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.config import ConfigException
 
 from snapshot_shared import instruments
-from snapshot_shared.codec import encode_json
+from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.errors import (
     AlreadyExists,
     Conflict,
@@ -38,6 +42,10 @@ REQUEST_S = 30.0
 """How long one request may take, in seconds."""
 SILENCE_S = 150.0
 """How long a watch may be silent, in seconds. The server sends a bookmark about every minute."""
+GATHER_S = 0.01
+"""How long the events of a burst are gathered before they are read, in seconds."""
+GATHER_BYTES = 256 * 1024
+"""How many bytes of a burst are read however soon they are there."""
 
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
@@ -45,6 +53,12 @@ APPLY_PATCH = "application/apply-patch+yaml"
 """Server-side apply; JSON is YAML."""
 
 MAX_RETRY_S = 30.0
+
+MAX_DEPTH = 200
+"""How deep what is read may be nested where the decoder refuses it. Kubernetes lets in 10,000."""
+
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]')
+"""A bracket, or a string, for that may have some."""
 
 _CANNOT_REACH = "check that the API server runs, and the cluster and user of the kubeconfig"
 
@@ -162,11 +176,13 @@ class KubeClient:
             if response.status >= 400:
                 raise _refusal(response.status, await response.read(), f"watch {path}")
             rest = b""
-            # What has come at once is taken at once, which costs less than line after line.
-            async for chunk in response.content.iter_any():
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    yield line
+            with contextlib.closing(_Gathering(response)) as gathering:
+                # What has come at once is taken at once, which costs less than line after line.
+                async for chunk in response.content.iter_any():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield line
+                    gathering.more()
 
     @contextlib.asynccontextmanager
     async def _open(
@@ -201,17 +217,73 @@ class KubeClient:
             ) from error
 
 
+class _Gathering:
+    """Has the kernel report events of a burst together: to be woken costs more than an event."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        transport = response.connection and response.connection.transport
+        self._socket = transport.get_extra_info("socket") if transport else None
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.TimerHandle | None = None
+        self._asked_at = -math.inf
+
+    def more(self) -> None:
+        """Gather what comes next, if it is asked for soon after what came last was."""
+        now = self._loop.time()
+        self.close()
+        if now - self._asked_at < 2 * GATHER_S:
+            self._wake_from(GATHER_BYTES)
+            self._end = self._loop.call_later(GATHER_S, self._wake_from, 1)
+        self._asked_at = now
+
+    def close(self) -> None:
+        """Have it reported at once again."""
+        if self._end is not None:
+            self._end.cancel()
+            self._wake_from(1)
+
+    def _wake_from(self, size: int) -> None:
+        # Closed meanwhile, as the reader is told in a moment.
+        with contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+
+
 async def back_off(failures: int, jitter: float) -> None:
     """Wait before the API server is asked again: longer after each failure. `jitter` is 0 to 1."""
     await any_set(min(MAX_RETRY_S, 2.0 ** min(failures, 10)) * (1 + jitter) / 2)
 
 
-def decoded(decoder: msgspec.json.Decoder[T], answer: bytes) -> T:
-    """Return a decoded answer. StoreBusy for what no API server sends, such as a proxy's page."""
+def decoded(decoder: msgspec.json.Decoder[T], answer: bytes | msgspec.Raw) -> T:
+    """Return a decoded answer. StoreBusy for what no API server sends, such as a proxy's page.
+
+    What is nested deeper than the decoder goes is its digest instead, as a string.
+    """
     try:
         return decoder.decode(answer)
+    except RecursionError:
+        return decoded(decoder, _shallow(bytes(answer)))
     except msgspec.DecodeError as error:
         raise StoreBusy(f"the answer is none of an API server: {error}") from error
+
+
+def _shallow(document: bytes) -> bytes:
+    parts, depth, kept, begin = [], 0, 0, 0
+    for found in _BRACKETS.finditer(document):
+        match found[0]:
+            case b"{" | b"[":
+                depth += 1
+                if depth == MAX_DEPTH:
+                    begin = found.start()
+            case b"}" | b"]":
+                if depth == MAX_DEPTH:
+                    name = digest(document[begin : found.end()])
+                    parts.append(document[kept:begin] + encode_json(name))
+                    kept = found.end()
+                depth -= 1
+            case _:
+                """A string."""
+    return b"".join((*parts, document[kept:]))
 
 
 def path_kind(path: str) -> str:

@@ -8,11 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_operator.kube.wire import decoder, job_in, node_in, pod_in
+from snapshot_operator.kube.store import RESOURCES
 from snapshot_shared.kube_client import path_kind
 from snapshot_shared.objects.kubernetes import JobSpec
-from snapshot_shared.objects.snapback import DynamoCheckpoint
 from tests.support.objects import checkpoint_document
+
+POD, JOB, NODE, CHECKPOINT = (
+    RESOURCES[kind].value_in for kind in ("Pod", "Job", "Node", "DynamoCheckpoint")
+)
 
 META = {
     "name": "worker-x",
@@ -34,7 +37,7 @@ def pod(**status: Any) -> Any:
     resources = {"limits": {"cpu": "500m", "nvidia.com/gpu": "2"}}
     container = {"name": "main", "image": "i", "resources": resources, "env": [{"name": "A"}]}
     spec = {"containers": [container], "nodeName": "node-1", "restartPolicy": "Always"}
-    return pod_in(encoded(spec=spec, status=status))
+    return POD(encoded(spec=spec, status=status))
 
 
 def test_of_labels_and_annotations_only_ours_are_kept() -> None:
@@ -66,7 +69,7 @@ def test_a_pod_has_a_memory_server_from_the_start_of_its_init_container(
 ) -> None:
     status = {"initContainerStatuses": [{"name": "gms-server", "started": started}]}
     spec = {"containers": [], "volumes": [{"name": name} for name in volumes]}
-    assert pod_in(encoded(spec=spec, status=status)).status.memory_server == known
+    assert POD(encoded(spec=spec, status=status)).status.memory_server == known
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_a_container_of_a_pod_to_restore_is_cold_unless_its_environment_says_sta
         "metadata": META | {"annotations": annotations},
         "spec": {"containers": [container]},
     }
-    assert pod_in(json.dumps(document).encode()).status.cold_containers == cold
+    assert POD(json.dumps(document).encode()).status.cold_containers == cold
 
 
 @pytest.mark.parametrize(
@@ -152,15 +155,15 @@ def test_a_container_of_a_pod_to_restore_runs_a_worker_unless_it_is_a_placeholde
         "metadata": META | {"annotations": {"nvidia.com/restore-from": "llm"}},
         "spec": {"containers": [main, {"name": "other"}]},
     }
-    assert pod_in(json.dumps(document).encode()).status.worker_containers == workers
+    assert POD(json.dumps(document).encode()).status.worker_containers == workers
     document["metadata"] = META | {"annotations": {}}
-    assert pod_in(json.dumps(document).encode()).status.worker_containers == []
+    assert POD(json.dumps(document).encode()).status.worker_containers == []
 
 
 def test_a_job_has_its_counts_and_conditions() -> None:
     row = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}
     spec = {"template": {"spec": {"containers": [{"name": "main", "image": "i"}]}}}
-    found = job_in(encoded(spec=spec, status={"failed": 3, "conditions": [row]}))
+    found = JOB(encoded(spec=spec, status={"failed": 3, "conditions": [row]}))
     assert found.status.failed == 3
     assert found.status.conditions[0].reason == "BackoffLimitExceeded"
     # As snapshotctl reads it.
@@ -168,8 +171,8 @@ def test_a_job_has_its_counts_and_conditions() -> None:
 
 
 def test_a_node_is_cordoned_or_not() -> None:
-    assert node_in(encoded(spec={"unschedulable": True})).spec.unschedulable
-    assert not node_in(encoded(spec={})).spec.unschedulable
+    assert NODE(encoded(spec={"unschedulable": True})).spec.unschedulable
+    assert not NODE(encoded(spec={})).spec.unschedulable
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def checkpoint(template: Any, **meta: Any) -> Any:
     document = checkpoint_document()
     document["metadata"] = {**META, **meta}
     document["spec"]["job"]["podTemplateSpec"] = template
-    return decoder(DynamoCheckpoint)(json.dumps(document).encode())
+    return CHECKPOINT(json.dumps(document).encode())
 
 
 def template(**container: Any) -> dict[str, Any]:

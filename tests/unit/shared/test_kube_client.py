@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 
+import msgspec
 import pytest
 from aiohttp import web
 from kubernetes_asyncio.client import Configuration
@@ -17,7 +18,7 @@ from snapshot_shared.errors import (
     SnapbackError,
     StoreBusy,
 )
-from snapshot_shared.kube_client import KubeClient, Refused, ResourceExpired
+from snapshot_shared.kube_client import KubeClient, Refused, ResourceExpired, decoded
 
 LONG = b"x" * 5_000_000
 
@@ -95,3 +96,35 @@ async def test_what_the_api_server_refuses_is_an_error_of_ours_with_its_words(
         with pytest.raises(SnapbackError, match="because of this") as caught:
             await client.request("GET", "/pods")
     assert (type(caught.value), caught.value.retryable) == (error, is_retryable)
+
+
+def nested(levels: int, leaf: bytes = b"1") -> bytes:
+    return b'{"a":[' * levels + leaf + b"]}" * levels
+
+
+def named(spec: bytes, name: bytes = b'"x"') -> bytes:
+    return b'{"before":{"a":"]\\"{"},"spec":' + spec + b',"name":' + name + b"}"
+
+
+class Named(msgspec.Struct):
+    """The end of an object, and its middle as it was sent."""
+
+    name: str
+    spec: msgspec.Raw
+
+
+NAMED = msgspec.json.Decoder(Named)
+
+
+def test_an_answer_is_decoded_however_deep_it_is_nested() -> None:
+    deep = [decoded(NAMED, named(nested(5000, leaf))) for leaf in (b"1", b'"]{"', b"2")]
+    assert [found.name for found in deep] == ["x", "x", "x"]
+    # They differ there, too.
+    assert len({bytes(found.spec) for found in deep}) == 3
+    assert bytes(decoded(NAMED, named(nested(20))).spec) == nested(20)
+
+
+def test_an_answer_that_is_no_json_is_none_of_an_api_server() -> None:
+    for answer in (b"<html>", nested(5000)[:-1], b'{"a":' + nested(5000)):
+        with pytest.raises(StoreBusy):
+            decoded(NAMED, answer)

@@ -88,7 +88,9 @@ Framework = Literal["vllm", "sglang", "trtllm"]
 """The inference engines that Dynamo knows."""
 
 
-class IdentitySpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class IdentitySpec(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, dict=True
+):
     """What makes two checkpoints interchangeable; `snapshot_shared.identity` hashes it."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]

@@ -231,11 +231,10 @@ class Admission:
     async def _read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
         resource = RESOURCES[kind]
         try:
-            return resource.decode(
-                await self._client.request("GET", resource.path(namespace, name))
-            )
+            answer = await self._client.request("GET", resource.path(namespace, name))
         except NotFound:
             return None
+        return resource.value_in(answer)
 
 
 def _denied(wrong: Failure) -> Problem:

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
+from hashlib import sha256
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +27,16 @@ from snapshot_operator.kube.shaping import (
     has_memory_server,
     job_manifest,
 )
-from snapshot_operator.kube.wire import OURS, decoder, job_in, new_meta, node_in, pod_in
+from snapshot_operator.kube.wire import (
+    OURS,
+    Decode,
+    Sent,
+    decoder,
+    job_in,
+    new_meta,
+    node_in,
+    pod_in,
+)
 from snapshot_operator.ports import Change, Event
 from snapshot_shared.errors import (
     AlreadyExists,
@@ -74,7 +84,7 @@ class Resource(NamedTuple):
     base: str
     plural: str
     namespaced: bool
-    decode: Callable[[bytes | msgspec.Raw], AnyObject]
+    decode: Decode
 
     def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
         """Return the path of one object, or of all without a name."""
@@ -86,12 +96,12 @@ class Resource(NamedTuple):
         """Return the path of an object."""
         return self.path(value.metadata.namespace, value.metadata.name, subresource)
 
+    def value_in(self, answer: bytes) -> AnyObject:
+        """Return the object that was read. msgspec.DecodeError for one that is none of the kind."""
+        return self.decode(_SENT.decode(answer), None)
 
-_FACTS: dict[str, Callable[[bytes | msgspec.Raw], AnyObject]] = {
-    "Pod": pod_in,
-    "Job": job_in,
-    "Node": node_in,
-}
+
+_FACTS: dict[str, Decode] = {"Pod": pod_in, "Job": job_in, "Node": node_in}
 
 
 def _resource(name: str) -> Resource:
@@ -128,6 +138,8 @@ class _Known(NamedTuple):
 
     version: int
     value: AnyObject
+    spec: bytes
+    """The SHA-256 of its spec as it was sent: equal bytes are not decoded again."""
 
 
 class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
@@ -139,29 +151,34 @@ class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
 class _List(msgspec.Struct, frozen=True):
     metadata: _ListMeta
     # Null where Go had no slice.
-    items: list[msgspec.Raw] | None = None
-
-
-class _Identity(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str
-    # A bookmark has neither.
-    uid: str = ""
-    name: str = ""
-    namespace: str | None = None
-
-
-class _Identified(msgspec.Struct, frozen=True):
-    metadata: _Identity
+    items: list[Sent] | None = None
 
 
 class _Change(msgspec.Struct, frozen=True):
+    type: str
+    object: Sent
+
+
+class _Version(msgspec.Struct, frozen=True, rename="camel"):
+    resource_version: str
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    metadata: _Version
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """What a watch says that is no change of an object."""
+
     type: str
     object: msgspec.Raw
 
 
 _LIST = msgspec.json.Decoder(_List)
-_IDENTIFIED = msgspec.json.Decoder(_Identified)
+_SENT = msgspec.json.Decoder(Sent)
 _CHANGE = msgspec.json.Decoder(_Change)
+_MARK = msgspec.json.Decoder(_Mark)
+_VERSIONED = msgspec.json.Decoder(_Versioned)
 
 
 class KubeStore:
@@ -201,11 +218,15 @@ class KubeStore:
 
         An API server that is away, or does not serve the kind yet, is waited for.
         """
-        resource = RESOURCES[kind]
-        items, self._versions[kind] = await self._first_pages(resource)
-        for item in items:
-            self._keep(resource, item)
-        return [known.value for known in self._known[kind].values()]
+        resource, failures = RESOURCES[kind], 0
+        while True:
+            try:
+                await self._read_all(resource, self._keep)
+                return [known.value for known in self._known[kind].values()]
+            except (NotFound, ResourceExpired, StoreBusy) as error:
+                log.warning("%s are not listed: %s", resource.plural, error)
+            failures += 1
+            await back_off(failures, self._jitter())
 
     async def read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
         """Return an object as the API server has it now."""
@@ -214,7 +235,7 @@ class KubeStore:
             answer = await self._client.request("GET", resource.path(namespace, name))
         except NotFound:
             return None
-        value = self._keep(resource, answer)
+        value = self._keep(resource, decoded(_SENT, answer))
         if value is None:
             # It is there: that it cannot be decoded must not pass for its absence.
             raise StoreBusy(f"{resource.kind} {name} is there and cannot be read by this version")
@@ -402,7 +423,7 @@ class KubeStore:
         return self._written(resource, answer)
 
     def _written(self, resource: Resource, answer: bytes) -> AnyObject:
-        value = self._keep(resource, answer)
+        value = self._keep(resource, decoded(_SENT, answer))
         if value is None:
             raise Internal(f"a {resource.kind} that was written cannot be read again")
         return value
@@ -455,89 +476,76 @@ class KubeStore:
         }
         async with contextlib.aclosing(self._client.watch(resource.path(), params)) as lines:
             async for line in lines:
-                change = decoded(_CHANGE, line)
-                if change.type == "ERROR":
-                    raise watch_error(bytes(change.object))
-                seen = _IDENTIFIED.decode(change.object).metadata
-                if change.type != "BOOKMARK":
-                    self._take(resource, change, seen)
-                self._versions[kind] = seen.resource_version
+                try:
+                    change = decoded(_CHANGE, line)
+                except StoreBusy:
+                    # A bookmark is of no object, and an error has no version either.
+                    self._versions[kind] = _bookmark_in(line)
+                    continue
+                if change.type == "DELETED":
+                    self._forget(resource, change.object.metadata.uid)
+                else:
+                    self._take(resource, change.object)
+                self._versions[kind] = change.object.metadata.resource_version
 
-    def _take(self, resource: Resource, change: _Change, seen: _Identity) -> None:
-        """Report one change, unless it is one of our own that is known already."""
-        known = self._known[resource.kind].get(seen.uid)
-        if change.type == "DELETED":
-            if known is not None:
-                self._forget(resource, known.value)
-        elif known is None or int(seen.resource_version) > known.version:
-            value = self._keep(resource, change.object)
-            if value is not None and (known is None or value is not known.value):
-                self._report("MODIFIED" if known else "ADDED", value)
+    def _take(self, resource: Resource, sent: Sent) -> None:
+        """Report what is there, unless it is known already, such as a write of our own."""
+        known = self._known[resource.kind].get(sent.metadata.uid)
+        value = self._keep(resource, sent)
+        if value is not None and (known is None or value is not known.value):
+            self._report("MODIFIED" if known else "ADDED", value)
 
     async def _list_again(self, resource: Resource) -> None:
         """Report what has changed since the last version that was seen."""
-        known = self._known[resource.kind]
         try:
-            items, version = await self._pages(resource)
+            await self._read_all(resource, self._take)
         except SnapbackError as error:
             log.warning("%s are not listed: %s", resource.plural, error)
-            return
-        listed = set()
-        for item in items:
-            seen = _IDENTIFIED.decode(item).metadata
-            self._take(resource, _Change("MODIFIED", item), seen)
-            listed.add(seen.uid)
-        for uid in known.keys() - listed:
-            # What was created after the list was made is in no list yet.
-            if known[uid].version <= int(version):
-                self._forget(resource, known[uid].value)
-        self._versions[resource.kind] = version
 
-    async def _first_pages(self, resource: Resource) -> tuple[Sequence[msgspec.Raw], str]:
-        """Return all objects of a kind and their version, once the API server has them listed."""
-        failures = 0
-        while True:
-            try:
-                return await self._pages(resource)
-            except (NotFound, ResourceExpired, StoreBusy) as error:
-                log.warning("%s are not listed: %s", resource.plural, error)
-            failures += 1
-            await back_off(failures, self._jitter())
+    async def _read_all(self, resource: Resource, take: Callable[[Resource, Sent], object]) -> None:
+        """Take all objects of a kind page by page, then forget those that are not there any more.
 
-    async def _pages(self, resource: Resource) -> tuple[Sequence[msgspec.Raw], str]:
-        """Return all objects of a kind, and the version of the list."""
-        items: tuple[msgspec.Raw, ...] = ()
-        params = {"limit": PAGE}
+        What was taken before an error stays known: it was there.
+        """
+        known = self._known[resource.kind]
+        params, listed = {"limit": PAGE}, set[str]()
         while True:
             answer = await self._client.request("GET", resource.path(), params=params)
             page = decoded(_LIST, answer)
-            items += tuple(page.items or ())
+            for sent in page.items or ():
+                take(resource, sent)
+                listed.add(sent.metadata.uid)
+            version = page.metadata.resource_version
             if not page.metadata.continue_:
-                return items, page.metadata.resource_version
+                break
             params = {"limit": PAGE, "continue": page.metadata.continue_}
+        for uid in known.keys() - listed:
+            # What was created after the list was made is in no list yet.
+            if known[uid].version <= int(version):
+                self._forget(resource, uid)
+        self._versions[resource.kind] = version
 
-    def _keep(self, resource: Resource, data: bytes | msgspec.Raw) -> AnyObject | None:
+    def _keep(self, resource: Resource, sent: Sent) -> AnyObject | None:
         """Return the newest known version of an object that was received.
 
         None for one that cannot be decoded: the API server may hold what an older schema let in.
         """
-        try:
-            # A copy: orders keep a view of their bytes, and with it the whole page or line.
-            value = resource.decode(bytes(data))
-        except (msgspec.DecodeError, RecursionError) as error:
-            name = _IDENTIFIED.decode(data).metadata.name
-            log.warning("%s %s is left out: %s", resource.kind, name, error)
-            return None
-        uid = value.metadata.uid
+        uid, version = sent.metadata.uid, int(sent.metadata.resource_version)
         before = self._known[resource.kind].get(uid)
-        version = int(value.metadata.resource_version)
         if before is not None and before.version >= version:
             return before.value
+        spec = sha256(sent.spec).digest()
+        same = before.value if before is not None and before.spec == spec else None
+        try:
+            value = resource.decode(sent, same)
+        except (msgspec.DecodeError, RecursionError) as error:
+            log.warning("%s %s is left out: %s", resource.kind, sent.metadata.name, error)
+            return None
         if isinstance(value, Node):
             value = self._joined(value, before)
         elif before is not None and resource.kind in _FACTS and _same(value, before.value):
             value = before.value
-        self._known[resource.kind][uid] = _Known(version, value)
+        self._known[resource.kind][uid] = _Known(version, value, spec)
         return value
 
     def _joined(self, node: Node, before: _Known | None) -> Node:
@@ -560,7 +568,7 @@ class KubeStore:
         if known.value.metadata.resource_version != value.metadata.resource_version:
             raise Conflict(f"Node {value.metadata.name} changed since it was read")
         joined = self._numbered(value)
-        self._known["Node"][value.metadata.uid] = _Known(known.version, joined)
+        self._known["Node"][value.metadata.uid] = known._replace(value=joined)
         return joined
 
     def _numbered(self, node: Node) -> Node:
@@ -568,9 +576,9 @@ class KubeStore:
         meta = replace(node.metadata, resource_version=str(self._presences))
         return replace(node, metadata=meta)
 
-    def _forget(self, resource: Resource, value: AnyObject) -> None:
-        self._known[resource.kind].pop(value.metadata.uid, None)
-        self._report("DELETED", value)
+    def _forget(self, resource: Resource, uid: str) -> None:
+        if (known := self._known[resource.kind].pop(uid, None)) is not None:
+            self._report("DELETED", known.value)
 
     def _report(self, change: Change, value: AnyObject) -> None:
         for listener in self._listeners:
@@ -616,9 +624,17 @@ class _UidSearch:
             answer = await self._client.request(
                 "GET", RESOURCES[kind].path(), accept=_METADATA_ONLY
             )
-            for item in decoded(_LIST, answer).items or ():
-                meta = _IDENTIFIED.decode(item).metadata
+            for found in decoded(_LIST, answer).items or ():
+                meta = found.metadata
                 yield meta.uid, Place(kind, meta.namespace, meta.name)
+
+
+def _bookmark_in(line: bytes) -> str:
+    """Return the version of a bookmark; raise the error that anything else stands for."""
+    mark = decoded(_MARK, line)
+    if mark.type != "BOOKMARK":
+        raise watch_error(bytes(mark.object))
+    return decoded(_VERSIONED, mark.object).metadata.resource_version
 
 
 def watch_error(answer: bytes) -> SnapbackError:

@@ -7,13 +7,14 @@ have been checked by the API server, so that names and values are taken as they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 from msgspec.structs import asdict
 
 from snapshot_operator.core.checkpoint import STUCK
 from snapshot_shared.codec import digest
+from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import (
     GPU_RESOURCE,
     Container,
@@ -55,6 +56,8 @@ GMS_SERVER = "gms-server"
 INIT_PROGRAM = "/snapback/snapback-init"
 """The program of a container that waits for a process: nothing of its image runs until then."""
 
+_EMPTY = msgspec.Raw(b"{}")
+
 _Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
 
@@ -89,6 +92,22 @@ class WireMeta(_Wire, frozen=True):
     annotations: dict[str, str] = {}
     finalizers: list[str] = []
     owner_references: list[WireOwner] = []
+
+
+class Sent(_Wire, frozen=True):
+    """An object as it was sent. Its spec and its status are views of the bytes that came."""
+
+    metadata: WireMeta
+    spec: msgspec.Raw = _EMPTY
+    status: msgspec.Raw = _EMPTY
+
+
+Decode = Callable[[Sent, AnyObject | None], AnyObject]
+"""Gives an object as it is kept.
+
+The second argument is an earlier version of it whose spec was sent in the same bytes, if there is
+one: its spec is taken as it is. msgspec.ValidationError where the object is none of its kind.
+"""
 
 
 class WireCondition(_Wire, frozen=True):
@@ -179,14 +198,6 @@ class WirePodStatus(_Wire, frozen=True):
     init_container_statuses: list[WireContainerStatus] = []
 
 
-class WirePod(_Wire, frozen=True):
-    """A v1 Pod."""
-
-    metadata: WireMeta
-    spec: WirePodSpec
-    status: WirePodStatus = WirePodStatus()
-
-
 class WireJobStatus(_Wire, frozen=True):
     """The status of a Job."""
 
@@ -209,25 +220,10 @@ class WireJobSpec(_Wire, frozen=True):
     template: WireTemplate
 
 
-class WireJob(_Wire, frozen=True):
-    """A batch/v1 Job."""
-
-    metadata: WireMeta
-    spec: WireJobSpec
-    status: WireJobStatus = WireJobStatus()
-
-
 class WireNodeSpec(_Wire, frozen=True):
     """The spec of a Node."""
 
     unschedulable: bool = False
-
-
-class WireNode(_Wire, frozen=True):
-    """A v1 Node."""
-
-    metadata: WireMeta
-    spec: WireNodeSpec = WireNodeSpec()
 
 
 class _WireJobSpec(CheckpointJobSpec, frozen=True, kw_only=True):
@@ -242,30 +238,32 @@ class _WireCheckpointSpec(DynamoCheckpointSpec, frozen=True, kw_only=True):
     job: _WireJobSpec
 
 
-_POD = msgspec.json.Decoder(WirePod)
-_JOB = msgspec.json.Decoder(WireJob)
-_NODE = msgspec.json.Decoder(WireNode)
+_POD_SPEC = msgspec.json.Decoder(WirePodSpec)
+_POD_STATUS = msgspec.json.Decoder(WirePodStatus)
+_JOB_SPEC = msgspec.json.Decoder(WireJobSpec)
+_JOB_STATUS = msgspec.json.Decoder(WireJobStatus)
+_NODE_SPEC = msgspec.json.Decoder(WireNodeSpec)
+_CHECKPOINT_SPEC = msgspec.json.Decoder(_WireCheckpointSpec)
 _TEMPLATE = msgspec.json.Decoder(WireTemplate)
 _ENV = msgspec.json.Decoder(list[WireEnvVar])
 
 
-def pod_in(data: bytes | msgspec.Raw) -> Pod:
-    """Return the facts of a pod. msgspec.ValidationError where it is none."""
-    wire = _POD.decode(data)
-    status = wire.status
+def pod_in(sent: Sent, _same: AnyObject | None) -> Pod:
+    """Return the facts of a pod, as `Decode` says."""
+    spec, status = _POD_SPEC.decode(sent.spec), _POD_STATUS.decode(sent.status)
     reason, message = _stuck(status)
     return Pod(
-        metadata=_meta(wire.metadata),
-        spec=PodSpec(containers=[_container(found) for found in wire.spec.containers]),
+        metadata=_meta(sent.metadata),
+        spec=PodSpec(containers=[_container(found) for found in spec.containers]),
         status=PodStatus(
             phase=status.phase,
-            node_name=wire.spec.node_name or "",
-            memory_server=_memory_server(wire),
+            node_name=spec.node_name or "",
+            memory_server=_memory_server(spec, status),
             message=message,
             reason=reason,
             container_statuses=[_container_status(found) for found in status.container_statuses],
-            cold_containers=_not(_waits, wire),
-            worker_containers=_not(_is_placeholder, wire),
+            cold_containers=_not(_waits, sent.metadata, spec),
+            worker_containers=_not(_is_placeholder, sent.metadata, spec),
             conditions=_conditions(status.conditions),
         ),
     )
@@ -280,21 +278,21 @@ def _stuck(status: WirePodStatus) -> tuple[str, str]:
     return status.reason, status.message
 
 
-def _memory_server(wire: WirePod) -> Literal["none", "starting", "ready"]:
-    if not any(each.name == GMS_VOLUME for each in wire.spec.volumes):
+def _memory_server(
+    spec: WirePodSpec, status: WirePodStatus
+) -> Literal["none", "starting", "ready"]:
+    if not any(each.name == GMS_VOLUME for each in spec.volumes):
         return "none"
-    found = (each for each in wire.status.init_container_statuses if each.name == GMS_SERVER)
+    found = (each for each in status.init_container_statuses if each.name == GMS_SERVER)
     return "ready" if any(each.started for each in found) else "starting"
 
 
-def job_in(data: bytes | msgspec.Raw) -> Job:
-    """Return the facts of a Job; of its template there are the containers alone."""
-    wire = _JOB.decode(data)
-    status = wire.status
-    containers = [_container(found) for found in wire.spec.template.spec.containers]
+def job_in(sent: Sent, same: AnyObject | None) -> Job:
+    """Return the facts of a Job, as `Decode` says; of its template the containers alone."""
+    status = _JOB_STATUS.decode(sent.status)
     return Job(
-        metadata=_meta(wire.metadata),
-        spec=JobSpec(template=PodTemplateSpec(spec=PodSpec(containers=containers))),
+        metadata=_meta(sent.metadata),
+        spec=same.spec if isinstance(same, Job) else _job_spec(sent.spec),
         status=JobStatus(
             active=status.active,
             ready=status.ready,
@@ -305,34 +303,42 @@ def job_in(data: bytes | msgspec.Raw) -> Job:
     )
 
 
-def node_in(data: bytes | msgspec.Raw) -> Node:
-    """Return what Kubernetes says of a Node; the rest is said by its agent."""
-    wire = _NODE.decode(data)
-    return Node(metadata=_meta(wire.metadata), spec=NodeSpec(unschedulable=wire.spec.unschedulable))
+def _job_spec(sent: msgspec.Raw) -> JobSpec:
+    wire = _JOB_SPEC.decode(sent).template.spec
+    containers = [_container(found) for found in wire.containers]
+    return JobSpec(template=PodTemplateSpec(spec=PodSpec(containers=containers)))
 
 
-def decoder(kind: type[Any]) -> Callable[[bytes | msgspec.Raw], Any]:
+def node_in(sent: Sent, _same: AnyObject | None) -> Node:
+    """Return what Kubernetes says of a Node, as `Decode` says; the rest is said by its agent."""
+    spec = _NODE_SPEC.decode(sent.spec)
+    return Node(metadata=_meta(sent.metadata), spec=NodeSpec(unschedulable=spec.unschedulable))
+
+
+def decoder(kind: type[Any]) -> Decode:
     """Return how an object of one of our kinds is decoded.
 
     Its metadata may have what standalone mode refuses, such as the long annotation of kubectl.
     """
-    is_checkpoint = kind is DynamoCheckpoint
-    fields: list[tuple[str, Any]] = [("metadata", WireMeta)]
-    if is_checkpoint:
-        fields.append(("spec", _WireCheckpointSpec))
-    wire = msgspec.defstruct(f"Wire{kind.__name__}", fields, bases=(kind,), frozen=True)
-    decode = msgspec.json.Decoder(wire).decode
+    types = get_type_hints(kind)
+    status_in = msgspec.json.Decoder(types["status"]).decode
+    plain_spec = msgspec.json.Decoder(types["spec"]).decode
+    spec_in = _checkpoint_spec if kind is DynamoCheckpoint else plain_spec
 
-    def decoded(data: bytes | msgspec.Raw) -> Any:
-        found: Any = decode(data)
-        spec = _checkpoint_spec(found.spec) if is_checkpoint else found.spec
-        return kind(metadata=_meta(found.metadata), spec=spec, status=found.status)
+    def decoded(sent: Sent, same: Any) -> Any:
+        return kind(
+            metadata=_meta(sent.metadata),
+            spec=spec_in(sent.spec) if same is None else same.spec,
+            # A copy: orders keep a view of their bytes, and with it the whole page or line.
+            status=status_in(bytes(sent.status)),
+        )
 
     return decoded
 
 
-def _checkpoint_spec(found: _WireCheckpointSpec) -> DynamoCheckpointSpec:
+def _checkpoint_spec(sent: msgspec.Raw) -> DynamoCheckpointSpec:
     """Return a spec with what is needed of its template: its containers, and a digest of it all."""
+    found = _CHECKPOINT_SPEC.decode(sent)
     raw = bytes(found.job.pod_template_spec)
     wire = _TEMPLATE.decode(raw)
     template = PodTemplateSpec(
@@ -381,7 +387,7 @@ def _meta(wire: WireMeta) -> ObjectMeta:
 
 
 def _ours(words: dict[str, str]) -> dict[str, str]:
-    return {key: value for key, value in words.items() if key.startswith(OURS)}
+    return words and {key: value for key, value in words.items() if key.startswith(OURS)}
 
 
 def _container(wire: WireContainer) -> Container:
@@ -390,11 +396,11 @@ def _container(wire: WireContainer) -> Container:
     return Container(name=wire.name, image=wire.image, resources=limits)
 
 
-def _not(is_so: Callable[[WireContainer], bool], wire: WirePod) -> list[str]:
+def _not(is_so: Callable[[WireContainer], bool], meta: WireMeta, spec: WirePodSpec) -> list[str]:
     """Return the containers of which something is not so, of a pod that is to be restored."""
-    if RESTORE_FROM not in wire.metadata.annotations:
+    if RESTORE_FROM not in meta.annotations:
         return []
-    return [found.name for found in wire.spec.containers if not is_so(found)]
+    return [found.name for found in spec.containers if not is_so(found)]
 
 
 def _waits(container: WireContainer) -> bool:

@@ -62,8 +62,8 @@ class Cluster:
             self._indexes[index.kind].append(index)
             self._buckets[index.name] = {}
             self._index_kinds[index.name] = index.kind
-        self._entries: dict[str, list[tuple[Index, tuple[str, ...]]]] = {}
-        """By uid, the values of each index under which an object stands."""
+        self._values: dict[str, list[tuple[str, ...]]] = {}
+        """By uid, the values under which an object stands, for each index of its kind."""
         self._watchers: list[Watcher] = []
         self._touched: Callable[[set[Interest], set[Key]], None] | None = None
 
@@ -272,7 +272,7 @@ class Cluster:
             self._objects[key.kind][key] = new
             self._by_uid[uid] = new
         interests: set[Interest] = {key, (uid,)}
-        firsts = set(self._reindex(key, uid, new, interests))
+        firsts = self._reindex(key, uid, new, interests)
         for watcher in self._watchers:
             watcher(old, new)
         if self._touched is not None:
@@ -280,19 +280,22 @@ class Cluster:
 
     def _reindex(
         self, key: Key, uid: str, new: AnyObject | None, interests: set[Interest]
-    ) -> Iterator[Key]:
-        """Put an object under its values; the first of each queue that has lost its first."""
-        before = self._entries.pop(uid, None) or [(index, ()) for index in self._indexes[key.kind]]
-        after: list[tuple[Index, tuple[str, ...]]] = []
-        for index, olds in before:
-            news = tuple(index.keys(new)) if new is not None else ()
-            after.append((index, news))
+    ) -> set[Key]:
+        """Put an object under its values; give the first of each queue that has lost its first."""
+        indexes = self._indexes[key.kind]
+        before = self._values.get(uid) or [()] * len(indexes)
+        after = [() if new is None else tuple(index.keys(new)) for index in indexes]
+        firsts: set[Key] = set()
+        for index, olds, news in zip(indexes, before, after, strict=True):
             if olds != news:
-                yield from self._move(index, key, olds, news, interests)
+                firsts.update(self._move(index, key, olds, news, interests))
             elif index.by_change:
                 interests.update((index.name, value) for value in news)
-        if new is not None and after:
-            self._entries[uid] = after
+        if new is None:
+            self._values.pop(uid, None)
+        elif after != before:
+            self._values[uid] = after
+        return firsts
 
     def _move(
         self,

@@ -1,0 +1,255 @@
+"""What the store of a cluster makes of the bytes that an API server sends."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes_asyncio.client import Configuration
+
+from snapshot_operator.kube.store import RESOURCES, KubeStore
+from snapshot_operator.ports import Event
+from snapshot_shared.identity import identity_hash
+from snapshot_shared.kube_client import KubeClient
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.tasks import end_all
+from tests.support.agent_rig import until
+from tests.support.objects import checkpoint_document
+
+KIND = "DynamoCheckpoint"
+PATH = RESOURCES[KIND].path()
+NONE = {"metadata": {"resourceVersion": "1"}, "items": None}
+END = "end"
+
+
+def document(name: str = "llm", uid: str = "u-1", version: int = 5) -> dict[str, Any]:
+    """Give a checkpoint as an API server has it."""
+    found = checkpoint_document(name)
+    found["metadata"] |= {"uid": uid, "resourceVersion": str(version), "generation": 1}
+    return found
+
+
+def later(value: dict[str, Any], do: Callable[[Any], object]) -> dict[str, Any]:
+    """Give the next version of an object, in which something has changed."""
+    found = copy.deepcopy(value)
+    found["metadata"]["resourceVersion"] = str(int(value["metadata"]["resourceVersion"]) + 1)
+    do(found)
+    return found
+
+
+def event(type_: str, value: dict[str, Any]) -> bytes:
+    return json.dumps({"type": type_, "object": value}).encode() + b"\n"
+
+
+class Server:
+    """Has checkpoints and nothing else, and says of their changes what it is told to."""
+
+    def __init__(self) -> None:
+        self.pages: list[Any] = [NONE]
+        self.lines: asyncio.Queue[bytes] = asyncio.Queue()
+        self.lists = 0
+        self.watched_from: list[str] = []
+
+    def has(self, *pages: list[dict[str, Any]], version: int = 10) -> None:
+        """List these pages from now on."""
+        tokens = [*map(str, range(1, len(pages))), ""]
+        self.pages = [
+            {"metadata": {"resourceVersion": str(version), "continue": token}, "items": items}
+            for items, token in zip(pages, tokens, strict=True)
+        ]
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        is_asked_for = request.path == PATH
+        if "watch" not in request.query:
+            page = int(request.query.get("continue", "0"))
+            self.lists += is_asked_for
+            return web.Response(text=json.dumps(self.pages[page] if is_asked_for else NONE))
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if not is_asked_for:
+            await asyncio.Event().wait()
+        self.watched_from.append(request.query["resourceVersion"])
+        while line := await self.lines.get():
+            await response.write(line)
+        return response
+
+
+class Rig:
+    """A store that follows a server."""
+
+    def __init__(self, server: Server, store: KubeStore) -> None:
+        self.server, self.store = server, store
+        self._events: list[Event] = []
+        store.subscribe(self._events.append)
+
+    async def start(self) -> list[Any]:
+        """List all kinds; return the checkpoints."""
+        return [value for kind in KINDS for value in await self.store.list(kind)]
+
+    async def reported(self, *lines: bytes) -> list[tuple[str, Any]]:
+        """Send lines, and return what is reported of them."""
+        end = document(END, END, 10**6)
+        for line in (*lines, event("ADDED", end), event("DELETED", end)):
+            self.server.lines.put_nowait(line)
+        await until(self._has_ended, "the end")
+        found = [(each.change, each.value) for each in self._events]
+        self._events.clear()
+        return found[:-2]
+
+    def _has_ended(self) -> bool:
+        last = self._events[-1:]
+        return any(e.change == "DELETED" and e.value.metadata.name == END for e in last)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    server, app = Server(), web.Application()
+    app.router.add_get("/{path:.*}", server.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = "http://{}:{}".format(*runner.addresses[0][:2])
+    async with KubeClient(Configuration(host=url)) as client:
+        yield Rig(server, KubeStore(client, jitter=lambda: 0.0))
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def following(rig: Rig) -> AsyncIterator[Rig]:
+    """A store that has read one checkpoint and follows it."""
+    rig.server.has([document()])
+    await rig.start()
+    serving = asyncio.ensure_future(rig.store.run())
+    yield rig
+    await end_all(serving)
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "seen"),
+    [
+        ("metadata", {"annotations": {"nvidia.com/abort": "1"}}, "annotations"),
+        ("metadata", {"labels": {"nvidia.com/x": "y"}}, "labels"),
+        ("metadata", {"finalizers": ["nvidia.com/snapback"]}, "finalizers"),
+        ("metadata", {"deletionTimestamp": "2026-01-01T00:00:00Z"}, "deletion_timestamp"),
+        ("status", {"jobName": "llm"}, "job_name"),
+    ],
+    ids=["annotations", "labels", "finalizers", "deletion", "status"],
+)
+async def test_what_changes_beside_the_spec_is_seen_and_the_spec_is_kept(
+    following: Rig, part: str, changed: dict[str, Any], seen: str
+) -> None:
+    (known,) = await following.store.list(KIND)
+    new = later(document(), lambda found: found.setdefault(part, {}).update(changed))
+    ((change, value),) = await following.reported(event("MODIFIED", new))
+    assert change == "MODIFIED"
+    assert [getattr(getattr(value, part), seen)] == list(changed.values())
+    assert not getattr(getattr(known, part), seen)
+    assert value.spec is known.spec  # type: ignore[union-attr]
+
+
+async def test_a_spec_that_comes_in_other_bytes_is_decoded_whatever_its_generation(
+    following: Rig,
+) -> None:
+    """A definition that changes has the server convert objects, and fill defaults in."""
+
+    def convert(found: Any) -> None:
+        found["spec"]["deletionPolicy"] = "Retain"
+        found["spec"]["job"]["podTemplateSpec"]["spec"]["hostNetwork"] = True
+
+    known: Any
+    (known,) = await following.store.list(KIND)
+    ((_, new),) = await following.reported(event("MODIFIED", later(document(), convert)))
+    assert new.metadata.generation == known.metadata.generation
+    assert new.spec.deletion_policy == "Retain"
+    assert new.spec.job.pod_template_spec != known.spec.job.pod_template_spec
+
+
+async def test_the_next_object_of_a_name_has_its_own_spec_although_its_generation_is_the_same(
+    following: Rig,
+) -> None:
+    def replace(found: Any) -> None:
+        found["metadata"]["uid"] = "u-2"
+        found["spec"]["identity"]["model"] = "example/other"
+
+    new = later(document(), replace)
+    found = await following.reported(event("DELETED", document()), event("ADDED", new))
+    (_, before), (_, after) = found
+    assert [change for change, _ in found] == ["DELETED", "ADDED"]
+    assert after.spec.identity.model == "example/other"
+    assert identity_hash(after.spec.identity) != identity_hash(before.spec.identity)
+
+
+async def test_a_version_that_is_known_is_not_reported_again(following: Rig) -> None:
+    new = later(document(), lambda found: found["metadata"].update(labels={"nvidia.com/x": "y"}))
+    lines = [event("MODIFIED", each) for each in (document(), new, new, document())]
+    ((_, value),) = await following.reported(*lines)
+    assert value.metadata.labels == {"nvidia.com/x": "y"}
+
+
+async def test_what_cannot_be_decoded_is_left_out_and_the_rest_is_seen(following: Rig) -> None:
+    strange = document("strange", "u-2", 7)
+    strange["spec"]["identity"] = "none"
+    lines = [event("ADDED", each) for each in (strange, document("next", "u-3", 8))]
+    assert [value.metadata.name for _, value in await following.reported(*lines)] == ["next"]
+
+
+async def test_a_watch_goes_on_from_the_last_bookmark(following: Rig) -> None:
+    mark = {"kind": KIND, "metadata": {"creationTimestamp": None, "resourceVersion": "77"}}
+    following.server.lines.put_nowait(event("BOOKMARK", mark))
+    following.server.lines.put_nowait(b"")
+    following.server.has([document()], version=80)
+    assert await following.reported() == []
+    assert following.server.watched_from == ["10", "77"]
+
+
+async def test_an_expired_history_is_listed_again_and_what_is_not_there_is_gone(
+    following: Rig,
+) -> None:
+    status = {"kind": "Status", "metadata": {}, "status": "Failure", "code": 410}
+    following.server.lines.put_nowait(event("ERROR", status))
+    following.server.lines.put_nowait(b"")
+    following.server.has([document("new", "u-2", 90)], version=99)
+    found = await following.reported()
+    assert [(change, value.metadata.name) for change, value in found] == [
+        ("ADDED", "new"),
+        ("DELETED", "llm"),
+    ]
+    assert following.server.watched_from == ["10", "99"]
+
+
+async def test_a_list_is_that_of_all_its_pages(rig: Rig) -> None:
+    pages = [[document(f"c-{n}-{m}", f"u-{n}-{m}") for m in range(3)] for n in range(3)]
+    rig.server.has(*pages)
+    assert {value.metadata.uid for value in await rig.start()} == {
+        each["metadata"]["uid"] for page in pages for each in page
+    }
+
+
+async def test_what_a_list_that_failed_had_is_gone_if_the_next_one_has_it_no_more(
+    rig: Rig,
+) -> None:
+    rig.server.has([document("gone", "u-1")], [document("kept", "u-2")])
+    rig.server.pages[1] = "no page"
+    reading = asyncio.ensure_future(rig.start())
+    await until(lambda: rig.server.lists == 2, "the page that fails")
+    rig.server.has([document("kept", "u-2")], version=11)
+    assert [value.metadata.name for value in await reading] == ["kept"]
+
+
+async def test_an_object_that_is_nested_too_deep_to_be_decoded_hides_no_other(
+    following: Rig,
+) -> None:
+    nested = b'{"a":' * 5000 + b"1" + b"}" * 5000
+    deep = event("ADDED", document("deep", "u-2", 7))
+    lines = [
+        deep.replace(b'"spec": {"containers"', b'"spec": {"x":' + nested + b', "containers"'),
+        event("ADDED", document("next", "u-3", 8)),
+    ]
+    assert len(lines[0]) > len(deep)
+    found = await following.reported(*lines)
+    assert [value.metadata.name for _, value in found] == ["deep", "next"]
