@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,19 +15,6 @@ from snapshot_agent.domain.criu_log import failure
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 
 REPOSITORY = Path(__file__).parents[2]
-CRIU = REPOSITORY / ".tools" / "criu" / "criu"
-
-
-@pytest.fixture
-def criu() -> Path:
-    """The program of CRIU, where this machine can run it."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
-    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
-        pytest.skip(f"{' and '.join(missing)} missing: install iproute2 and util-linux")
-    if not CRIU.exists():
-        pytest.skip("CRIU is missing: run `make criu`")
-    return CRIU
 
 
 def on_stage(criu: Path, folder: Path, how: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from snapshot_agent.helper import observe
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.dumping import Node, dump, inspect
 from snapshot_agent.helper.restoring import restore
+from snapshot_agent.helper.self_test import self_test
 from snapshot_agent.helper.settling import Records
 from snapshot_shared.errors import Internal, InvalidMessage, SnapbackError
 from snapshot_shared.settings import Common, load
@@ -60,6 +61,7 @@ class Helper:
         records = Records(settings.state_dir / "dumps", settings.criu.with_name("nft"))
         records.settle_all()
         self._node = Node(settings.criu, settings.artifact_root, settings.cgroup_dir, records)
+        self._unfit = _unfit(settings.criu)
         settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.helper.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -106,7 +108,8 @@ class Helper:
         request, fds = caller.receive()
         match request:
             case Ping():
-                criu_gates.check_node(observe.node(self._node.criu))
+                if self._unfit is not None:
+                    raise self._unfit
                 return Done()
             case Inspect():
                 here = observe.node(self._node.criu)
@@ -122,6 +125,17 @@ class Helper:
                 return Done(pid=pid, start=start)
             case Settle():
                 return Done(ended=self._node.records.settle(request.pid, request.start))
+
+
+def _unfit(criu: Path) -> SnapbackError | None:
+    """Return why nothing can be dumped or restored on this node, or None."""
+    try:
+        criu_gates.check_node(observe.node(criu))
+        self_test(criu)
+    except SnapbackError as error:
+        log.warning("no worker of this node is dumped or restored: %s; %s", error, error.next_step)
+        return error
+    return None
 
 
 def main() -> None:
