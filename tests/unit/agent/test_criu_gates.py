@@ -20,6 +20,7 @@ from snapshot_agent.domain.criu_gates import (
     check_dump,
     check_restore,
     estimate,
+    extensions,
     resident,
     volumes_to_capture,
 )
@@ -328,6 +329,13 @@ PLACEHOLDER = SeenTree(
         ({}, {}, {"criu": (4, 1)}, ("4.1", "6.18.44")),
         ({"kernel": (6, 19)}, {}, {}, ("6.19", "6.18.44")),
         ({"kernel": (6, 18, 99)}, {}, {}, ()),
+        ({"processor": ["avx2", "sse2"]}, {}, {"processor": ("avx2", "fma", "sse2")}, ()),
+        (
+            {"processor": ["avx2", "avx512f"]},
+            {},
+            {"processor": ("avx2", "sse2")},
+            ("avx512f", "processor"),
+        ),
         ({}, {}, {"capabilities": SYS_ADMIN}, ("CAP_NET_RAW", "helper")),
         ({"capabilities": SYS_ADMIN}, {}, {}, ("CAP_SYS_ADMIN", "container")),
         (
@@ -391,6 +399,7 @@ def test_the_facts_of_a_source_can_be_read_again() -> None:
         {"stdio": ["/dev/null"]},
         {"stdio": ["a", "b", "c\x00"]},
         {"net": 0},
+        {"processor": ["a b"]},
         {"other": 1},
     ],
 )
@@ -398,3 +407,21 @@ def test_facts_that_no_dump_has_written_are_refused(field: dict[str, Any]) -> No
     document = {**msgspec.to_builtins(SOURCE), **field}
     with pytest.raises(InvalidMessage):
         decode_json(encode_json(document), SourceFacts)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "found"),
+    [
+        (
+            "flags\t\t: fpu vme lahf_lm avx512f sha_ni md_clear ibrs xsaves\n\nflags\t: fpu\n",
+            ["avx512f", "fpu", "lahf_lm", "sha_ni", "xsaves"],
+        ),
+        ("processor : 0\nFeatures : fp asimd sve2\n", ["asimd", "fp", "sve2"]),
+        ("processor : 0\n", []),
+    ],
+    ids=["x86-64", "arm64", "unknown"],
+)
+def test_a_processor_has_the_instructions_that_a_process_may_use(
+    cpuinfo: str, found: list[str]
+) -> None:
+    assert extensions(cpuinfo) == found

@@ -5,6 +5,7 @@ A check returns an error or None, as in `gate`. Nothing is touched before all ch
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import reduce
@@ -55,6 +56,28 @@ _SPARE = Fraction(11, 10)
 """What must be there for each byte of an estimate."""
 
 Version = tuple[int, ...]
+
+_EXTENSION = re.compile(
+    r"3dnow|abm|adx|aes|amx|apx|avx|bmi|cldemote|clflush|clwb|clzero|cmov|cx16|cx8|enqcmd|erms|"
+    r"f16c|fma|fpu|fsgsbase|fsrm|fxsr|gfni|kl\Z|lahf_lm|lwp|mmx|mov|pclmul|pku|pni|popcnt|prefetch|"
+    r"rdpid|rdrand|rdseed|rdtscp|rtm|serialize|sha|sm[34]\Z|sse|ssse3|tbm|user_shstk|vaes|vpclmul|"
+    r"waitpkg|xop|xsave"
+)
+"""How flags begin in /proc/cpuinfo that name instructions which a process may use."""
+
+
+def extensions(cpuinfo: str) -> list[str]:
+    """Return the instruction set extensions that a processor has, from the text of /proc/cpuinfo.
+
+    Other flags of an x86 come and go with kernels and microcode. On arm64 all are extensions.
+    """
+    for line in cpuinfo.splitlines():
+        name, _, words = line.partition(":")
+        if name.strip() == "Features":
+            return sorted(words.split())
+        if name.strip() == "flags":
+            return sorted(word for word in words.split() if _EXTENSION.match(word))
+    return []
 
 
 class Descriptor(NamedTuple):
@@ -162,7 +185,8 @@ class SeenNode(NamedTuple):
     """The node and the program that looks at it.
 
     `criu` is None when CRIU cannot be started. `capabilities` is the program's own effective mask.
-    `net` is None when no process that can be looked at is in the node's network namespace.
+    `processor` has the extensions of its instruction set, `net` the inode of the node's network
+    namespace, or None when no process in it can be looked at.
     """
 
     criu: Version | None
@@ -170,6 +194,7 @@ class SeenNode(NamedTuple):
     capabilities: int
     pid: int = 0
     net: int | None = None
+    processor: Sequence[str] = ()
 
     @property
     def has_sys_resource(self) -> bool:
@@ -597,6 +622,7 @@ class SourceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `resident` is in bytes, `capabilities` a mask, `stdio` has the texts of the links of
     descriptors 0, 1 and 2 (empty for a closed one), `net` is the inode of the network namespace.
+    `processor` are the extensions of its instruction set.
     """
 
     criu: _Version
@@ -610,6 +636,9 @@ class SourceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     capabilities: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     stdio: Annotated[list[_Link], Meta(min_length=3, max_length=3)]
     net: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    processor: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}\Z")]], Meta(max_length=512)
+    ] = []
     archives: Annotated[list[Archive], Meta(max_length=256)] = []
 
 
@@ -666,6 +695,19 @@ def _has_a_kernel_as_new(restore: _Restore) -> SnapbackError | None:
         next_step=f"restore on a node with Linux {_shown(there[:2])} or later",
         expected=_shown(there),
         found=_shown(here),
+    )
+
+
+def _has_the_instructions(restore: _Restore) -> SnapbackError | None:
+    missing = sorted({*restore.source.processor} - {*restore.node.processor})
+    if not missing:
+        return None
+    # The libraries of a process choose among them once, when it starts.
+    return Incompatible(
+        f"the source ran on a processor with {', '.join(missing)}, which this node's lacks",
+        next_step="restore on a node with a processor of the source's kind or a later one",
+        expected=missing,
+        found=sorted(restore.node.processor),
     )
 
 
@@ -727,6 +769,7 @@ _RESTORE_CHECKS: tuple[Check[_Restore], ...] = (
     _waits,
     _restores_with_criu,
     _has_a_kernel_as_new,
+    _has_the_instructions,
     _may_give_capabilities,
     _has_the_same_mounts,
     _has_the_memory,

@@ -142,6 +142,7 @@ def _facts(
         capabilities=criu_gates.all_capabilities(seen),
         stdio=[links.get(number, "") for number in range(3)],
         net=seen.root.namespaces["net"],
+        processor=list(node.processor),
         archives=archives,
     )
 

@@ -28,6 +28,7 @@ from snapshot_agent.domain.criu_gates import (
     SeenTree,
     UnixSocket,
     Version,
+    extensions,
 )
 from snapshot_agent.domain.mounts import mounts_in, unescaped
 from snapshot_shared.errors import SourceExited
@@ -62,6 +63,7 @@ def node(criu: Path) -> SeenNode:
         capabilities=int(status["CapEff"], 16),
         pid=_inode("/proc/self/ns/pid"),
         net=_net_of_node(),
+        processor=extensions(Path("/proc/cpuinfo").read_text()),
     )
 
 
