@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -210,12 +211,31 @@ def cgroup_of(folder: Path) -> str:
 
 
 def remove_cgroups(folder: Path) -> None:
-    """Remove the cgroups of a cluster, of which no process is left."""
+    """Remove the cgroups of a cluster, whose processes were killed."""
+    _thaw(CGROUPS / "freezer" / cgroup_of(folder))
+    limit = time.monotonic() + END_S
     for top in (CGROUPS, *(each for each in CGROUPS.iterdir() if each.is_dir())):
         found = top / cgroup_of(folder)
         for each in sorted((found, *found.glob("**/")), reverse=True):
+            _until_empty(each, limit)
             with contextlib.suppress(FileNotFoundError):
                 each.rmdir()
+
+
+def _thaw(cgroup: Path) -> None:
+    """Let the processes of a cgroup of version 1 end, and of those below it.
+
+    runc freezes a container before it kills its processes, and may be killed in between.
+    """
+    for state in cgroup.glob("**/freezer.state"):
+        with contextlib.suppress(FileNotFoundError):
+            state.write_text("THAWED")
+
+
+def _until_empty(cgroup: Path, limit: float) -> None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        while (cgroup / "cgroup.procs").read_text() and time.monotonic() < limit:
+            time.sleep(0.01)
 
 
 def marked(cluster: Path) -> list[tuple[int, str]]:
