@@ -196,8 +196,8 @@ bench-pause: $(STAMP) ## Measure a worker's pause and its restore (SIZES_MIB="25
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
-demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster made here (KEEP=1)
-	@KEEP=$(KEEP) $(BIN)/python -m tests.cluster.demo
+demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
+	@KEEP=$(KEEP) DRIVER=$(DRIVER) $(BIN)/python -m tests.cluster.demo
 
 docs: $(STAMP) ## Write what is made from the code: pages of docs/, deploy/crds, the chart
 	$(BIN)/python -m docs.generate

@@ -2,6 +2,7 @@
 
 `make demo-cluster` starts a cluster of two nodes on this machine, installs the chart with simulated
 GPUs, and then types what a person types. At the end it leaves nothing; KEEP=1 leaves the cluster.
+With DRIVER=criu the worker does not save its own state: its process itself goes on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ SAID = ("My name is Ada and I like amber.", "The harbour opens at seven.")
 ASKED = "What is my name?"
 SOURCE, TARGET = "node-1", "node-2"
 READY_S = 180
+SYS_RESOURCE = 24
+"""The number of a capability, without which CRIU dumps processes of root alone."""
+SUFFIXES = {"cooperative": "", "criu": "-criu"}
+"""By driver, how the names of the examples end."""
 LAST = ("--tail=4", "--prefix", "--all-containers")
 
 
@@ -72,7 +77,7 @@ class Shell:
         return self.kubectl(*inside, *options, words)
 
 
-def install(cluster: Cluster, shell: Shell) -> None:
+def install(cluster: Cluster, shell: Shell, driver: str) -> None:
     """Install the chart: what is not of a node is put where the power stays."""
     shell.step("the images of the services: built from this tree where they are not yet")
     cluster.load(service_images.archive())
@@ -88,6 +93,11 @@ def install(cluster: Cluster, shell: Shell) -> None:
         "storage.hostPath": str(artifacts),
         **stays,
     }
+    if driver == "criu":
+        values["node.helper.enabled"] = "true"
+        if not _capabilities() >> SYS_RESOURCE & 1:
+            # Then workers of root alone can be captured, as these are.
+            values["node.helper.extraCapabilities"] = "null"
     shell.step("helm install: operator, NATS, and an agent and a memory service on each node")
     words = ("install", "snapback", str(helm.CHART.relative_to(programs.REPOSITORY)))
     options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
@@ -100,11 +110,18 @@ def install(cluster: Cluster, shell: Shell) -> None:
     shell.kubectl("get", "resourceslices")
 
 
-def capture(shell: Shell) -> str:
+def _capabilities() -> int:
+    """Return the capabilities of this process, which the nodes of its cluster have."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    [line] = (line for line in status if line.startswith("CapEff:"))
+    return int(line.split()[1], 16)
+
+
+def capture(shell: Shell, suffix: str) -> str:
     """Capture a worker that has been talked to; return what it answers afterwards."""
     shell.step(f"capture a worker on {SOURCE}")
     shell.kubectl("cordon", TARGET)
-    shell.kubectl("apply", "--filename", f"{EXAMPLES}/checkpoint.yaml")
+    shell.kubectl("apply", "--filename", f"{EXAMPLES}/checkpoint{suffix}.yaml")
     shell.kubectl("wait", "job/demo-llm", "--for=create", f"--timeout={READY_S}s")
     is_running = "--for=jsonpath={.status.phase}=Running"
     worker = "--selector=job-name=demo-llm"
@@ -135,10 +152,10 @@ def lose(cluster: Cluster, shell: Shell) -> None:
     shell.kubectl("get", "nodes")
 
 
-def restore(shell: Shell) -> str:
+def restore(shell: Shell, suffix: str) -> str:
     """Restore the worker; return what it answers."""
     shell.step(f"restore it on {TARGET}")
-    shell.kubectl("apply", "--filename", f"{EXAMPLES}/restore.yaml")
+    shell.kubectl("apply", "--filename", f"{EXAMPLES}/restore{suffix}.yaml")
     pod = "pod/demo-llm-restored"
     shell.kubectl("wait", pod, "--for=condition=nvidia.com/Restored", f"--timeout={READY_S}s")
     shell.kubectl("wait", pod, "--for=condition=Ready", f"--timeout={READY_S}s")
@@ -168,12 +185,13 @@ def trace(cluster: Cluster, shell: Shell) -> None:
         subprocess.run([program, *config, "trace", what], env=environment, check=True, timeout=60)
 
 
-def play(cluster: Cluster, shell: Shell) -> None:
+def play(cluster: Cluster, shell: Shell, driver: str) -> None:
     """Play it all. DemoError unless the restored worker answers as it did before."""
-    install(cluster, shell)
-    before = capture(shell)
+    suffix = SUFFIXES[driver]
+    install(cluster, shell, driver)
+    before = capture(shell, suffix)
     lose(cluster, shell)
-    after = restore(shell)
+    after = restore(shell, suffix)
     trace(cluster, shell)
     shell.step("the answers")
     print(f"  before, on {SOURCE}: {before.strip()}\n  after,  on {TARGET}: {after.strip()}")
@@ -190,6 +208,10 @@ def main() -> int:
     if why:
         print(f"demo-cluster: {why}", file=sys.stderr)
         return 1
+    driver = os.environ.get("DRIVER") or "cooperative"
+    if driver not in SUFFIXES:
+        print(f"demo-cluster: DRIVER is {driver}; use {' or '.join(SUFFIXES)}", file=sys.stderr)
+        return 2
     os.chdir(programs.REPOSITORY)
     # As Ctrl-C: what was begun is ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -200,7 +222,7 @@ def main() -> int:
         shell.step("a cluster of two nodes on this machine")
         cluster.up(owned=not is_kept)
         try:
-            play(cluster, shell)
+            play(cluster, shell, driver)
         finally:
             if is_kept:
                 print(f"\nexport KUBECONFIG={cluster.kubectl.kubeconfig}")
