@@ -568,7 +568,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "CudaStuck": Reason(
             "The CUDA driver does not let processes of a worker run again.",
             "A restore ran out of device memory, or the driver has marked the process as failed.",
-            "End the worker: nothing else frees its memory on the device.",
+            "A worker that is captured was ended by its node, for nothing else frees its devices. "
+            "Capture another one: `snapshotctl checkpoint POD`.",
         ),
         "CudaUnavailable": Reason(
             "This machine, or this environment, cannot use CUDA.",
@@ -735,6 +736,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The container `helper` of the agent's pod starts, or ends again and again.",
             "`kubectl logs daemonset/snapback-node --container helper` says why. It is tried "
             "again.",
+        ),
+        "GpusUnknown": Reason(
+            "Which GPUs a container has is not known, so nothing was done to it.",
+            "The kubelet of the node does not answer at its socket of pod-resources.",
+            "See the kubelet's log on that node. It is tried again.",
         ),
         "HelperLost": Reason(
             "The helper of the node ended while it dumped or restored a process.",

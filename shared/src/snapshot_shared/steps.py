@@ -35,6 +35,8 @@ OWN_STEPS: dict[tuple[str, Driver], tuple[str, ...]] = {
     ("restore", "respawn"): ("check", "replace", "signal", "await-restored"),
     ("dump", "criu"): ("dump-process", "stage"),
     ("restore", "criu"): ("check", "restore-process", "signal", "await-restored"),
+    ("dump", "criu+cuda"): ("dump-process", "stage"),
+    ("restore", "criu+cuda"): ("check", "restore-process", "signal", "await-restored"),
 }
 """The steps of a verb that is carried out in another way by one driver."""
 

@@ -44,6 +44,14 @@ def test_devices_are_listed_by_nvidia_smi(nvidia_smi: Callable[[str], None]) -> 
     assert cuda_facts.gpus(10) == [Gpu("GPU-1", "NVIDIA H100", persistence=True, mig=False)]
 
 
+def test_the_memory_of_processes_is_asked_of_nvidia_smi(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi(
+        'case "$*" in *--query-compute-apps=pid,used_gpu_memory*--format=csv,noheader,nounits*) '
+        'echo "10, 3"; echo "11, 1";; esac'
+    )
+    assert cuda_facts.used_bytes([10], 10) == 3 * 1024 * 1024
+
+
 def test_an_nvidia_smi_that_hangs_or_fails_is_an_error(
     nvidia_smi: Callable[[str], None],
 ) -> None:

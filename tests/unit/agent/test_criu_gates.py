@@ -11,10 +11,13 @@ from snapshot_agent.domain.criu_gates import (
     Descriptor,
     MappedFile,
     Memory,
+    OnDevices,
     SeenNode,
     SeenProcess,
     SeenTree,
+    SourceCuda,
     SourceFacts,
+    SourceGpu,
     SourceMount,
     UnixSocket,
     check_dump,
@@ -194,10 +197,36 @@ def test_a_terminal_that_the_worker_has_made_itself_is_no_hindrance() -> None:
 
 
 def test_the_driver_with_cuda_takes_nvidias_devices_and_no_others() -> None:
-    nvidia = opened("/dev/nvidia0", "device", number_of_device="195:0")
-    assert dump_error(nvidia, cuda=True) is None
+    for nvidia in (
+        opened("/dev/nvidia0", "device", number_of_device="195:0"),
+        mapped("/dev/nvidia-uvm"),
+    ):
+        assert dump_error(nvidia, cuda=OnDevices()) is None
+        # A process that is checkpointed has given its devices back.
+        refused(dump_error(nvidia, cuda=OnDevices(checkpointed=True)), ("nvidia", "criu+cuda"))
     card = opened("/dev/dri/card0", "device", number_of_device="226:0")
-    refused(dump_error(card, cuda=True), ("/dev/dri/card0", "criu+cuda"))
+    refused(dump_error(card, cuda=OnDevices()), ("/dev/dri/card0", "criu+cuda"))
+
+
+def test_what_is_on_devices_has_to_fit_into_the_memory_of_the_container() -> None:
+    needed = int((resident(TREE) + 2048 * MIB) * 1.1)
+    for limit, fits in ((None, True), (needed, True), (needed - 1, False)):
+        seen = TREE._replace(memory=Memory(limit, 64 * MIB))
+        error = dump_error(seen, cuda=OnDevices(2048 * MIB))
+        if fits:
+            assert error is None
+        else:
+            refused(error, (str(needed), str(limit)))
+        # None of it comes into a worker that CRIU dumps alone, nor once more.
+        assert dump_error(seen) is None
+        assert dump_error(seen, cuda=OnDevices(checkpointed=True)) is None
+
+
+def test_a_dump_needs_room_for_what_is_on_devices() -> None:
+    needed = int((estimate(TREE) + 1024 * MIB) * 1.1)
+    assert dump_error(TREE, cuda=OnDevices(1024 * MIB), room=needed) is None
+    error = dump_error(TREE, cuda=OnDevices(1024 * MIB), room=needed - 1)
+    refused(error, (str(needed), str(needed - 1)), "NoSpace")
 
 
 def socket(inode: int) -> Descriptor:
@@ -373,7 +402,12 @@ def test_a_restore_needs_an_init_that_waits_alone(processes: tuple[SeenProcess, 
 
 
 def test_the_facts_of_a_source_can_be_read_again() -> None:
-    assert decode_json(encode_json(SOURCE), SourceFacts) == SOURCE
+    gpus = [SourceGpu(uuid="GPU-10000000-0000-4000-8000-000000000001", product="NVIDIA H100")]
+    on_cuda = replace(SOURCE, cuda=SourceCuda(processes=2, driver=(575, 57, 8), gpus=gpus))
+    for source in (SOURCE, on_cuda):
+        assert decode_json(encode_json(source), SourceFacts) == source
+    # Helpers that know nothing of CUDA read what was dumped without.
+    assert b"cuda" not in encode_json(SOURCE)
 
 
 @pytest.mark.parametrize(

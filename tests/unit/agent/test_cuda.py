@@ -23,11 +23,14 @@ from snapshot_agent.domain.cuda import (
     Placement,
     State,
     Verb,
+    device_bytes,
     driver_version,
     gpus_in,
+    gpus_of,
     is_cuda,
     next_steps,
     pairs_of,
+    placed,
     refusal,
     state_in,
     stuck,
@@ -128,6 +131,7 @@ def test_a_worker_that_can_be_checkpointed_passes() -> None:
     refuse(CAPTURE_CHECKS, capture(driver=SHARING, gpus=[gpu(), gpu(B)], shares=True))
     # What could not be read refuses nothing.
     refuse(CAPTURE_CHECKS, capture(gpus=[Gpu(A)]))
+    refuse(CAPTURE_CHECKS, capture(gpus=[], processes=[CudaProcess(11, is_cuda=False)]))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +149,7 @@ def test_a_worker_that_can_be_checkpointed_passes() -> None:
             "CUDA process",
             "devices without CUDA",
         ),
+        (capture(gpus=[]), "1 GPU or more", "no GPU"),
         (capture(processes=[CudaProcess(10, is_cuda=True, uvm_mappings=5)]), 1, 5),
         (capture(processes=[CudaProcess(10, is_cuda=True, stopped=True)]), "running", "stopped"),
     ],
@@ -249,6 +254,33 @@ def test_a_device_that_is_there_twice_is_refused() -> None:
 def test_a_map_names_uuids_of_whole_devices_only() -> None:
     with pytest.raises(InvalidInput, match="gpu-0"):
         uuid_map({0: A}, {0: "gpu-0"})
+
+
+def test_devices_that_were_given_weights_are_chosen_and_the_others_follow_in_order() -> None:
+    assert placed([A, B], [C, A], {}) == {A: C, B: A}
+    assert placed([A, B], [C, A], {A: A}) == {A: A, B: C}
+    assert placed([A, B], [C, A], {B: C, "of another pod": A}) == {A: A, B: C}
+    # What is chosen is not here: the memory server has other devices than the container.
+    assert placed([A], [B], {A: C}) == {A: B}
+    assert placed([], [], {A: B}) == {}
+    with pytest.raises(Incompatible):
+        placed([A, B], [C], {A: C})
+
+
+def test_a_pod_has_devices_that_its_node_lists() -> None:
+    assert gpus_of([B, A], [gpu(), gpu(B), gpu(C)]) == [gpu(B), gpu()]
+    with pytest.raises(NotEligible, match="was given gpu-0, and the devices of this node are"):
+        gpus_of(["gpu-0"], [gpu()])
+
+
+def test_memory_of_devices_is_summed_over_the_processes_of_a_worker() -> None:
+    text = "10, 512\n10, 100\n11, 1\n 99, 4096\n98, [N/A]\n"
+    assert device_bytes(text, [10, 11]) == 613 * 1024 * 1024
+    assert device_bytes("", [10]) == 0
+    with pytest.raises(NotEligible, match=r"process 98 has is not known: \[N/A\]"):
+        device_bytes(text, [98])
+    with pytest.raises(InvalidInput):
+        device_bytes("No devices were found", [10])
 
 
 def test_the_driver_gets_pairs_only_where_a_device_changes() -> None:

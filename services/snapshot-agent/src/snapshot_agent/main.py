@@ -16,6 +16,7 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.criu import Criu
+from snapshot_agent.adapters.criu_cuda import CriuCuda
 from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
 from snapshot_agent.adapters.kubelet import KubeletPods
@@ -64,7 +65,8 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
 
     `world` says what starts the workers: the agent itself, by orders, or the kubelet of its node,
     whose folder is `kubelet_dir`. `guard_starter` is the socket of what starts guards for it, and
-    `helper` that of what dumps and restores processes; without it there is no driver `criu`.
+    `helper` that of what dumps and restores processes; without it there are no drivers `criu` and
+    `criu+cuda`.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
@@ -121,7 +123,9 @@ class _Node:
             self.node_gpus = NodeGpus(self.gms, settings.kubelet_dir)
             kubelets = KubeletPods(self.launcher, settings.kubelet_dir, settings.state_dir)
             if settings.helper is not None:
-                self.drivers[Criu.name] = Criu(settings.helper, self.clocks.monotonic)
+                monotonic = self.clocks.monotonic
+                self.drivers[Criu.name] = Criu(settings.helper, monotonic)
+                self.drivers[CriuCuda.name] = CriuCuda(settings.helper, monotonic, self.node_gpus)
         else:
             # A container ends with its first process, so in a cluster none can be replaced.
             self.drivers[Respawn.name] = Respawn(self.launcher, self.control, self.clocks.monotonic)

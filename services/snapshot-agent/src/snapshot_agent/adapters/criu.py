@@ -65,6 +65,8 @@ class Criu:
     needs_help = False
     restore_step = "restore-process"
     replaces = False
+    settled_s = settling.ANSWER_S
+    """How long the helper may take to settle a worker, in seconds."""
 
     def __init__(self, helper: Path, monotonic: Callable[[], float]) -> None:
         """Ask the helper at the socket `helper`; `monotonic` is the clock of all deadlines."""
@@ -80,17 +82,13 @@ class Criu:
         )
 
     async def is_ready(self) -> bool:
-        try:
-            async with asyncio.timeout(READY_S):
-                await self._ask(Ping())
-        except (SnapbackError, TimeoutError):
-            return False
-        return True
+        return await self.ping(cuda=False, within_s=READY_S)
 
     async def inspect(self, worker: Worker, *, quiet: bool) -> int:
         pid, start = worker.process
         ours = await in_thread(_ours, worker)
-        request = Inspect(pid=pid, start=start, ours=ours, quiet=quiet)
+        gpus = await self.gpus(worker)
+        request = Inspect(pid=pid, start=start, ours=ours, quiet=quiet, gpus=gpus)
         async with asyncio.timeout(INSPECTED_S):
             return (await self._ask(request)).bytes
 
@@ -99,7 +97,8 @@ class Criu:
         pid, start = dump.worker.process
         within_s = dump.deadline - self._monotonic()
         ours = await in_thread(_ours, dump.worker)
-        request = DumpRequest(pid=pid, start=start, within_s=within_s, ours=ours)
+        gpus = await self.gpus(dump.worker)
+        request = DumpRequest(pid=pid, start=start, within_s=within_s, ours=ours, gpus=gpus)
         await self._ask(request, (dump.part,), dump.progress)
         counter = ByteCounter(dump.progress)
         names = await ROOT.run(listed, dump.part)
@@ -125,6 +124,8 @@ class Criu:
             within_s=source.deadline - self._monotonic(),
             folder=list(source.folder),
             init=str(folder),
+            gpus=await self.gpus(placeholder),
+            chosen=dict(source.devices),
         )
         done = await self._ask(request)
         return Process(done.pid, done.start)
@@ -133,8 +134,22 @@ class Criu:
         if phase is not Phase.BEGUN:
             return Release()
         pid, start = map(str, worker.process)
-        program = (sys.executable, "-m", settling.__name__, str(self._helper), pid, start)
-        return Release(program, settling.RETURN_S + settling.ANSWER_S)
+        module, within_s = settling.__name__, self.settled_s
+        words = (str(self._helper), pid, start, str(within_s))
+        return Release((sys.executable, "-m", module, *words), settling.RETURN_S + within_s)
+
+    async def gpus(self, worker: Worker) -> list[str] | None:
+        """Return the uuids of a container's GPUs for the helper; None where it has to use none."""
+        return None
+
+    async def ping(self, *, cuda: bool, within_s: float) -> bool:
+        """Return whether the helper says that this node is fit."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._ask(Ping(cuda=cuda))
+        except (SnapbackError, TimeoutError):
+            return False
+        return True
 
     async def _ask(
         self, request: Request, descriptors: Sequence[int] = (), report: Report | None = None

@@ -1,9 +1,10 @@
 """Has the helper settle a worker whose dump may be under way: it runs on, or it is ended.
 
-`python -m snapshot_agent.adapters.settling <socket> <pid> <start>`. It is the release program of a
-worker that CRIU dumps, so guards start it as well as agents. A helper that does not come back
-within RETURN_S has ended with its CRIU, which breaks the connections of the worker: it is ended.
-It imports nothing outside the standard library.
+`python -m snapshot_agent.adapters.settling <socket> <pid> <start> <answer_s>`, the last of which is
+how long a helper may take. It is the release program of a worker that CRIU dumps, so guards start
+it as well as agents. A helper that does not come back within RETURN_S has ended with its CRIU,
+which breaks the connections of the worker: it is ended. It imports nothing outside the standard
+library.
 """
 
 from __future__ import annotations
@@ -22,15 +23,24 @@ RETURN_S = 6.0
 ANSWER_S = 12.0
 """How long a helper may take to settle a worker, in seconds."""
 
+CUDA_ANSWER_S = 300.0
+"""The same where eight devices of 80 GB are to be given their memory, by a dump that ends or after
+one that was killed."""
+
 AGAIN_S = 0.1
 _ANSWER_BYTES = 128 * 1024
 
 
-def settle(path: str, process: tuple[int, int], return_s: float = RETURN_S) -> bool:
+def settle(
+    path: str,
+    process: tuple[int, int],
+    return_s: float = RETURN_S,
+    answer_s: float = ANSWER_S,
+) -> bool:
     """Settle a process; whether it was ended."""
     limit = time.monotonic() + return_s
     while True:
-        answer = _asked(path, process)
+        answer = _asked(path, process, answer_s)
         if answer.get("type") == "done":
             return bool(answer.get("ended"))
         if time.monotonic() > limit:
@@ -39,10 +49,10 @@ def settle(path: str, process: tuple[int, int], return_s: float = RETURN_S) -> b
         select.select([], [], [], AGAIN_S)
 
 
-def _asked(path: str, process: tuple[int, int]) -> dict[str, object]:
+def _asked(path: str, process: tuple[int, int], answer_s: float) -> dict[str, object]:
     """Return the answer of the helper, empty when there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
-        caller.settimeout(ANSWER_S)
+        caller.settimeout(answer_s)
         try:
             caller.connect(path)
             request = {"type": "settle", "pid": process[0], "start": process[1]}
@@ -55,8 +65,8 @@ def _asked(path: str, process: tuple[int, int]) -> dict[str, object]:
 
 def main(arguments: list[str]) -> int:
     """Settle the process that the arguments name."""
-    path, pid, start = arguments
-    if settle(path, (int(pid), int(start))):
+    path, pid, start, answer_s = arguments
+    if settle(path, (int(pid), int(start)), answer_s=float(answer_s)):
         sys.stderr.write(f"process {pid} was ended: its dump had been killed\n")
     return 0
 

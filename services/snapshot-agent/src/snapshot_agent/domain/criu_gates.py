@@ -312,6 +312,17 @@ def _shown(version: Version) -> str:
     return ".".join(map(str, version))
 
 
+class OnDevices(NamedTuple):
+    """What the driver `criu+cuda` knows of a worker.
+
+    `bytes` are on devices, and come into its memory for a dump. With `checkpointed` they have, and
+    no device may be open any more.
+    """
+
+    bytes: int = 0
+    checkpointed: bool = False
+
+
 class _Dump(NamedTuple):
     seen: SeenTree
     node: SeenNode
@@ -319,7 +330,11 @@ class _Dump(NamedTuple):
     quiet: bool
     room: int
     ours: Collection[str]
-    cuda: bool
+    cuda: OnDevices | None
+
+    @property
+    def bytes_on_devices(self) -> int:
+        return self.cuda.bytes if self.cuda else 0
 
 
 def check_dump(
@@ -330,13 +345,13 @@ def check_dump(
     quiet: bool,
     room: int,
     ours: Collection[str] = (),
-    cuda: bool = False,
+    cuda: OnDevices | None = None,
 ) -> None:
     """Raise the first reason for which CRIU cannot dump this worker, or nothing could restore it.
 
     `captured` are the paths of mounts whose files are archived with the dump, and `ours` those of
     Snapback's own. With `quiet` the worker has been quiesced and is connected to nothing outside.
-    `room` is in bytes. With `cuda` the driver takes care of NVIDIA's devices.
+    `room` is in bytes. With `cuda` the driver is `criu+cuda`, which takes care of NVIDIA's devices.
 
     Raise NotEligible, or NoSpace when the dump does not fit.
     """
@@ -481,14 +496,14 @@ def _has_no_devices(dump: _Dump) -> SnapbackError | None:
     for process in dump.seen.processes:
         for path, how in _devices(process):
             is_nvidia = path.startswith("/dev/nvidia")
-            if is_nvidia and dump.cuda:
+            if is_nvidia and dump.cuda and not dump.cuda.checkpointed:
                 continue
-            driver = "criu+cuda" if dump.cuda else "criu"
+            driver = "criu" if dump.cuda is None else "criu+cuda"
             return NotEligible(
                 f"process {process.pid} has the device {path} {how}, and the driver {driver} "
                 "cannot save a state of it",
                 next_step="capture with the driver criu+cuda, or let the worker close its devices"
-                if is_nvidia
+                if is_nvidia and dump.cuda is None
                 else "let the worker close it before it is quiet",
                 expected=driver,
                 found=path,
@@ -566,8 +581,24 @@ def _comes_again(use: _Use, mount: Mount) -> bool:
     )
 
 
+def _fits_in_memory(dump: _Dump) -> SnapbackError | None:
+    limit = dump.seen.memory.limit if dump.seen.memory else None
+    if dump.cuda is None or not dump.cuda.bytes or limit is None:
+        return None
+    needed = int((resident(dump.seen) + dump.cuda.bytes) * _SPARE)
+    if needed <= limit:
+        return None
+    return NotEligible(
+        f"the worker needs {needed} bytes of memory with the {dump.cuda.bytes} that it has on "
+        f"devices, the limit of its container is {limit}",
+        next_step=f"give the container a memory limit of {needed} bytes or more",
+        expected=needed,
+        found=limit,
+    )
+
+
 def _fits(dump: _Dump) -> SnapbackError | None:
-    needed = int(estimate(dump.seen) * _SPARE)
+    needed = int((estimate(dump.seen) + dump.bytes_on_devices) * _SPARE)
     if needed <= dump.room:
         return None
     return NoSpace(
@@ -588,6 +619,7 @@ _DUMP_CHECKS: tuple[Check[_Dump], ...] = (
     _has_no_devices,
     _is_connected_to_itself,
     _has_its_files_captured,
+    _fits_in_memory,
     _fits,
 )
 
@@ -617,12 +649,30 @@ class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     is_upper: bool = False
 
 
-class SourceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SourceGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device of the worker."""
+
+    uuid: Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,64}\Z")]
+    product: Annotated[str, Meta(max_length=256)] = ""
+
+
+class SourceCuda(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker on devices: how many of its processes use CUDA, the driver, the devices in order."""
+
+    processes: Annotated[int, Meta(ge=0, le=65536)]
+    driver: _Version
+    gpus: Annotated[list[SourceGpu], Meta(max_length=64)] = []
+
+
+class SourceFacts(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The worker as it was dumped, for its restore. Hostile when it is read, as all of a part.
 
     `resident` is in bytes, `capabilities` a mask, `stdio` has the texts of the links of
     descriptors 0, 1 and 2 (empty for a closed one), `net` is the inode of the network namespace.
-    `processor` are the extensions of its instruction set.
+    `processor` are the extensions of its instruction set. `cuda` is there where the driver was
+    `criu+cuda`.
     """
 
     criu: _Version
@@ -640,6 +690,7 @@ class SourceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         list[Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}\Z")]], Meta(max_length=512)
     ] = []
     archives: Annotated[list[Archive], Meta(max_length=256)] = []
+    cuda: SourceCuda | None = None
 
 
 class _Restore(NamedTuple):

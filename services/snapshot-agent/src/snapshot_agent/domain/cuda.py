@@ -7,7 +7,7 @@ into its own memory), restores it to devices, and unlocks it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -258,6 +258,48 @@ def gpus_in(text: str) -> list[Gpu]:
     return gpus
 
 
+def gpus_of(uuids: Sequence[str], listed: Iterable[Gpu]) -> list[Gpu]:
+    """Return the devices of a worker among those of its node. NotEligible: one is not listed."""
+    known = {gpu.uuid: gpu for gpu in listed}
+    for uuid in uuids:
+        if uuid not in known:
+            raise NotEligible(
+                f"the pod was given {uuid}, and the devices of this node are "
+                f"{', '.join(known) or 'none'}",
+                next_step="give the pod whole GPUs, and see that `nvidia-smi -L` lists them",
+                expected=uuid,
+                found=list(known),
+            )
+    return [known[uuid] for uuid in uuids]
+
+
+APPS_QUERY = "pid,used_gpu_memory"
+"""The fields that `device_bytes` reads."""
+
+
+def device_bytes(text: str, pids: Collection[int]) -> int:
+    """Return how much memory of devices some processes have, in bytes.
+
+    `text` is what `nvidia-smi --query-compute-apps=<APPS_QUERY> --format=csv,noheader,nounits`
+    says. InvalidInput. NotEligible: it does not say it of one that it lists.
+    """
+    total = 0
+    for line in text.splitlines():
+        found = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+|\[.*\])\s*", line)
+        if found is None:
+            raise InvalidInput(f"nvidia-smi says {line!r}, wanted {APPS_QUERY}", found=line)
+        if int(found[1]) not in pids:
+            continue
+        if not found[2].isdecimal():
+            raise NotEligible(
+                f"how much device memory process {found[1]} has is not known: {found[2]}",
+                next_step="see what `nvidia-smi --query-compute-apps=pid,used_gpu_memory` says",
+                found=found[2],
+            )
+        total += int(found[2]) * 1024 * 1024
+    return total
+
+
 def _at_least(version: Version | None, needed: Version, what: str) -> SnapbackError | None:
     if version is None or version >= needed:
         return None
@@ -315,6 +357,19 @@ def _fits_drivers(gpus: Iterable[Gpu]) -> SnapbackError | None:
     return None
 
 
+def _has_its_devices_known(seen: Capture) -> SnapbackError | None:
+    found = [process.pid for process in seen.processes if process.is_cuda]
+    if seen.gpus or not found:
+        return None
+    return NotEligible(
+        f"process {found[0]} uses CUDA, and the kubelet gave no GPU to its container",
+        next_step="give the container GPUs by a limit of nvidia.com/gpu, or by a claim",
+        expected="1 GPU or more",
+        found="no GPU",
+        pid=found[0],
+    )
+
+
 def _has_devices_for_it(seen: Capture) -> SnapbackError | None:
     return _fits_drivers(seen.gpus)
 
@@ -364,6 +419,7 @@ def _goes_on(seen: Capture) -> SnapbackError | None:
 CAPTURE_CHECKS: tuple[Check[Capture], ...] = (
     _has_driver,
     _has_driver_for_several,
+    _has_its_devices_known,
     _has_devices_for_it,
     _is_answered_for,
     _has_no_unified_memory,
@@ -446,6 +502,18 @@ def uuid_map(source: Mapping[int, str], here: Mapping[int, str]) -> dict[str, st
             shown = [devices[ordinal] for ordinal in sorted(devices)]
             raise InvalidInput(f"a device is there twice: {', '.join(shown)}", devices=shown)
     return {source[ordinal]: here[ordinal] for ordinal in sorted(source)}
+
+
+def placed(source: Sequence[str], here: Sequence[str], chosen: Mapping[str, str]) -> dict[str, str]:
+    """Return for each device of the source one here, by uuid: the chosen one, else by order.
+
+    `chosen` has the pairs by which weights were loaded, and may name other devices as well.
+    Incompatible, InvalidInput.
+    """
+    by_order = uuid_map(dict(enumerate(source)), dict(enumerate(here)))
+    found = {old: new for old, new in chosen.items() if old in by_order and new in here}
+    rest = (uuid for uuid in here if uuid not in found.values())
+    return {old: found.get(old) or next(rest) for old in source}
 
 
 def pairs_of(mapping: Mapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from snapshot_shared.errors import Failure
+from snapshot_shared.orders import ShortText
 
 MAX_MESSAGE_BYTES = 128 * 1024
 
@@ -22,10 +23,14 @@ Pid = Annotated[int, Meta(ge=2, le=2**22)]
 Start = Annotated[int, Meta(ge=0, le=2**62)]
 Within = Annotated[float, Meta(gt=0, le=86_400)]
 Path = Annotated[str, Meta(pattern=r"^/[^\x00]*\Z", max_length=4096)]
+Gpus = Annotated[list[ShortText], Meta(max_length=64)] | None
+"""The uuids of a container's GPUs in their order; None where the driver is not `criu+cuda`."""
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
-    """Whether this node can dump and restore; answered by `Done`."""
+    """Whether this node can dump and restore, and with `cuda` what uses CUDA; `Done` answers."""
+
+    cuda: bool = False
 
 
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
@@ -39,6 +44,7 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     start: Start
     ours: list[Path] = []
     quiet: bool = False
+    gpus: Gpus = None
 
 
 class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
@@ -48,12 +54,14 @@ class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
     start: Start
     within_s: Within
     ours: list[Path] = []
+    gpus: Gpus = None
 
 
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
     """Restore a process below a placeholder, from a folder below the artifact root.
 
     `folder` has the names of that path. `init` is the folder of the placeholder's first program.
+    `chosen` has devices of the source and the ones here that were given their weights, by uuid.
     """
 
     pid: Pid
@@ -61,6 +69,8 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
     within_s: Within
     folder: Annotated[list[str], Meta(min_length=1, max_length=8)]
     init: Path
+    gpus: Gpus = None
+    chosen: Annotated[dict[ShortText, ShortText], Meta(max_length=64)] = {}
 
 
 class Settle(msgspec.Struct, frozen=True, kw_only=True, tag="settle"):

@@ -25,7 +25,7 @@ from snapshot_agent.domain.helping import (
     RestoreRequest,
     Settle,
 )
-from snapshot_agent.helper import observe
+from snapshot_agent.helper import cuda_worker, observe
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.dumping import Node, dump, inspect
 from snapshot_agent.helper.restoring import restore
@@ -59,8 +59,8 @@ class Helper:
     def __init__(self, settings: HelperSettings) -> None:
         """Settle what an earlier helper has left, and listen."""
         records = Records(settings.state_dir / "dumps", settings.criu.with_name("nft"))
-        records.settle_all()
         self._node = Node(settings.criu, settings.artifact_root, settings.cgroup_dir, records)
+        self._settling = self._settle()
         self._unfit = _unfit(settings.criu)
         settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.helper.unlink(missing_ok=True)
@@ -70,7 +70,7 @@ class Helper:
 
     def serve(self) -> None:
         """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker."""
-        children: set[int] = set()
+        children = {self._settling}
         try:
             while True:
                 caller = let_in(self._listener)
@@ -86,6 +86,18 @@ class Helper:
                 os.kill(pid, signal.SIGTERM)
             for pid in children:
                 os.waitpid(pid, 0)
+
+    def _settle(self) -> int:
+        """Settle what an earlier helper has left, in a child: to let a worker go may take long."""
+        child = os.fork()
+        if child == 0:
+            try:
+                self._node.records.settle_all()
+            except Exception:
+                log.exception("what an earlier helper has left could not be settled")
+            finally:
+                os._exit(0)
+        return child
 
     def _child(self, sock: socket.socket) -> NoReturn:
         self._listener.close()
@@ -107,14 +119,15 @@ class Helper:
     def _done(self, caller: Caller) -> Done:
         request, fds = caller.receive()
         match request:
-            case Ping():
+            case Ping(cuda=cuda):
                 if self._unfit is not None:
                     raise self._unfit
+                if cuda:
+                    cuda_worker.check_node()
                 return Done()
             case Inspect():
                 here = observe.node(self._node.criu)
-                seen = inspect(request, self._node, here, quiet=request.quiet)
-                return Done(bytes=criu_gates.estimate(seen))
+                return Done(bytes=inspect(request, self._node, here, quiet=request.quiet).bytes)
             case DumpRequest():
                 if len(fds) != 1:
                     raise InvalidMessage("a dump has one descriptor, of the part's directory")

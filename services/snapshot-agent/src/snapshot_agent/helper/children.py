@@ -39,6 +39,11 @@ class Watch:
         self._within_s = within_s
         self._limit = time.monotonic() + within_s
 
+    @property
+    def left_s(self) -> float:
+        """How many seconds are left, never less than none."""
+        return max(0.0, self._limit - time.monotonic())
+
     def wait(self, *wanted: int, look: Callable[[], None] = lambda: None) -> set[int]:
         """Wait until one of these descriptors is readable; return those that are.
 

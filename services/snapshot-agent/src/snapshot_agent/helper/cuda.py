@@ -35,6 +35,9 @@ GRACE_S = 5.0
 UNDO_S = 10.0
 """How long processes may take to run again; add the bytes on their devices at 5 GB/s."""
 
+BYTES_A_SECOND = 5_000_000_000
+"""How fast a way back is at least."""
+
 ASK_S = 10.0
 """How long a question may take. One during a checkpoint is answered at its end."""
 
@@ -43,6 +46,11 @@ UNLOCK_S = 3.0
 
 _PROGRAM = (sys.executable, "-m", "snapshot_agent.helper.cuda_call")
 _REAP_S = 1.0
+
+
+def undo_s(device_bytes: int) -> float:
+    """Return how long processes with this much memory of devices may take to run again."""
+    return UNDO_S + device_bytes / BYTES_A_SECOND
 
 
 def processes(pids: Sequence[int], within_s: float = ASK_S) -> list[int]:

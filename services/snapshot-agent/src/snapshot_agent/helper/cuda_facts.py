@@ -9,11 +9,13 @@ from pathlib import Path
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain.cuda import (
+    APPS_QUERY,
     GPU_QUERY,
     CudaMissing,
     CudaProcess,
     Gpu,
     Version,
+    device_bytes,
     driver_version,
     gpus_in,
 )
@@ -33,7 +35,20 @@ def driver() -> Version | None:
 
 def gpus(within_s: float) -> list[Gpu]:
     """Return the devices of the node. CudaMissing, DeadlineExceeded."""
-    query = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"]
+    return gpus_in(_asked(within_s, f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"))
+
+
+def used_bytes(pids: Collection[int], within_s: float) -> int:
+    """Return how much memory of devices processes have, in bytes.
+
+    CudaMissing, DeadlineExceeded, NotEligible.
+    """
+    query = f"--query-compute-apps={APPS_QUERY}", "--format=csv,noheader,nounits"
+    return device_bytes(_asked(within_s, *query), pids)
+
+
+def _asked(within_s: float, *words: str) -> str:
+    query = ["nvidia-smi", *words]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=within_s, check=True)
     except subprocess.TimeoutExpired as error:
@@ -46,10 +61,10 @@ def gpus(within_s: float) -> list[Gpu]:
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stdout", "") or str(error)
         raise CudaMissing(
-            f"nvidia-smi does not list the devices: {said.splitlines()[0]}",
+            f"nvidia-smi does not answer: {said.strip().splitlines()[0]}",
             next_step="give the helper the driver's programs (the capability utility)",
         ) from error
-    return gpus_in(done.stdout)
+    return done.stdout
 
 
 def observe(pids: Sequence[int], uses: Collection[int], dev: Path = _DEV) -> list[CudaProcess]:

@@ -15,6 +15,7 @@ import resource
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
@@ -22,6 +23,7 @@ from typing import NamedTuple, Self
 from snapshot_agent.domain import criu_gates, criu_log
 from snapshot_agent.domain.criu_gates import (
     Archive,
+    OnDevices,
     SeenNode,
     SeenTree,
     SourceFacts,
@@ -30,9 +32,10 @@ from snapshot_agent.domain.criu_gates import (
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
 from snapshot_agent.domain.helping import DumpRequest, Inspect
 from snapshot_agent.domain.mounts import Mount, upper_of
-from snapshot_agent.helper import archive, observe, syscalls
+from snapshot_agent.helper import archive, cuda_worker, observe, syscalls
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import Watch, in_child
+from snapshot_agent.helper.cuda_worker import OnCuda
 from snapshot_agent.helper.settling import Records
 from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import CriuFailed, NotEligible, OutcomeUnknown
@@ -79,9 +82,39 @@ class Captured(NamedTuple):
     leave_out: Sequence[str]
 
 
-def inspect(request: Inspect | DumpRequest, node: Node, here: SeenNode, *, quiet: bool) -> SeenTree:
-    """Return what is seen of a worker. NotEligible when it cannot be dumped."""
+class Found(NamedTuple):
+    """A worker that can be dumped. `cuda` is None where the driver is not `criu+cuda`."""
+
+    seen: SeenTree
+    cuda: OnCuda | None
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes CRIU will write, about."""
+        return criu_gates.estimate(self.seen) + (self.cuda.bytes if self.cuda else 0)
+
+
+def inspect(request: Inspect | DumpRequest, node: Node, here: SeenNode, *, quiet: bool) -> Found:
+    """Return what is seen of a worker. NotEligible when it cannot be dumped, or as of CUDA."""
     seen = observe.tree(request.pid, request.start, cgroups=node.cgroups)
+    cuda = devices = None
+    if request.gpus is not None:
+        pids = [process.pid for process in seen.processes]
+        cuda = cuda_worker.look(pids, request.gpus, quiet=quiet)
+        devices = OnDevices(cuda.bytes)
+    _check(request, node, here, seen, devices, quiet=quiet)
+    return Found(seen, cuda)
+
+
+def _check(
+    request: Inspect | DumpRequest,
+    node: Node,
+    here: SeenNode,
+    seen: SeenTree,
+    devices: OnDevices | None,
+    *,
+    quiet: bool,
+) -> None:
     volumes = criu_gates.volumes_to_capture(seen, ours=request.ours)
     with opened(open_root(node.artifacts)) as root:
         room = free_bytes(root)
@@ -92,24 +125,48 @@ def inspect(request: Inspect | DumpRequest, node: Node, here: SeenNode, *, quiet
         captured=[mount.path for mount in volumes],
         ours=request.ours,
         quiet=quiet,
+        cuda=devices,
     )
-    return seen
 
 
 def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> None:
     """Dump a worker into the directory `part`. It goes on, unless CRIU had to be killed."""
     watch = Watch(caller, "dump-process", request.within_s)
     here = observe.node(node.criu)
-    seen = inspect(request, node, here, quiet=True)
+    found = inspect(request, node, here, quiet=True)
+    network = found.seen.root.namespaces["net"]
+    cuda = found.cuda if found.cuda and found.cuda.pids else None
+    locks, undo_s = (cuda.pids, cuda.undo_s) if cuda else ((), 0.0)
+    record = node.records.dumping(request.pid, request.start, network, locks, undo_s)
+    with record as criu_works, cuda_worker.held(cuda, watch) if cuda else nullcontext():
+        if cuda:
+            # Its memory has grown, and its devices are closed.
+            seen = observe.tree(request.pid, request.start, cgroups=node.cgroups)
+            _check(request, node, here, seen, OnDevices(checkpointed=True), quiet=True)
+            found = Found(seen, cuda._replace(bytes=0))
+        with criu_works():
+            facts = _dump(request, part, node, here, found, caller, watch)
+    write_new(part, SOURCE, encode_pretty(facts))
+
+
+def _dump(
+    request: DumpRequest,
+    part: int,
+    node: Node,
+    here: SeenNode,
+    found: Found,
+    caller: Caller,
+    watch: Watch,
+) -> SourceFacts:
+    """Run CRIU; return the facts of the worker as it was dumped."""
+    seen = found.seen
     trees = _captured(request, seen)
-    total = criu_gates.estimate(seen)
+    network = seen.root.namespaces["net"]
 
     def look() -> None:
-        caller.progress(_size(part), total)
+        caller.progress(_size(part), found.bytes)
 
-    network = seen.root.namespaces["net"]
-    record = node.records.dumping(request.pid, request.start, network)
-    with tempfile.TemporaryDirectory(prefix="dump-", dir="/run") as work, record:
+    with tempfile.TemporaryDirectory(prefix="dump-", dir="/run") as work:
         plan = DumpPlan(
             pid=request.pid,
             images=f"/proc/self/fd/{part}",
@@ -124,13 +181,13 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> None:
             for tree in trees:
                 in_child(partial(_pack, tree, part), watch)
             criu.until_ended(watch, look)
-    facts = _facts(request.pid, seen, here, [tree.archive for tree in trees])
-    write_new(part, SOURCE, encode_pretty(facts))
+    return _facts(request.pid, found, here, [tree.archive for tree in trees])
 
 
 def _facts(
-    pid: int, seen: SeenTree, node: SeenNode, archives: list[criu_gates.Archive]
+    pid: int, found: Found, node: SeenNode, archives: list[criu_gates.Archive]
 ) -> SourceFacts:
+    seen = found.seen
     links = {each.number: each.link for each in seen.root.descriptors}
     return SourceFacts(
         criu=node.criu or (),
@@ -144,6 +201,7 @@ def _facts(
         net=seen.root.namespaces["net"],
         processor=list(node.processor),
         archives=archives,
+        cuda=found.cuda.facts if found.cuda else None,
     )
 
 

@@ -27,7 +27,7 @@ from snapshot_agent.domain.criu_plan import (
     restore_arguments,
 )
 from snapshot_agent.domain.helping import RESTORED, RestoreRequest
-from snapshot_agent.helper import archive, observe, syscalls
+from snapshot_agent.helper import archive, cuda_worker, observe, syscalls
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import Watch, in_child
 from snapshot_agent.helper.dumping import SOURCE, Node, below, host_name
@@ -38,6 +38,7 @@ from snapshot_shared.errors import (
     ArtifactCorrupt,
     CriuFailed,
     DeadlineExceeded,
+    Incompatible,
     InvalidMessage,
     OutcomeUnknown,
     SourceExited,
@@ -58,7 +59,8 @@ MAX_SOURCE_BYTES = 1024 * 1024
 def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, int]:
     """Restore a process; return its pid and start time on the node.
 
-    What is half restored when it is given up is ended together with the placeholder.
+    What is half restored when it is given up is ended together with the placeholder. A process that
+    cannot have its devices is ended, and the placeholder waits on.
     """
     watch = Watch(caller, "restore-process", request.within_s)
     with (
@@ -69,6 +71,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
         source = _source(part)
         target = observe.tree(request.pid, request.start, cgroups=node.cgroups)
         criu_gates.check_restore(source, target, observe.node(node.criu))
+        devices = _devices(request, source)
         changed = _changed_images(part, request, source, target, Path(work))
         in_child(partial(_unpack, request, source, target, part), watch)
         doing = _Restore(
@@ -82,6 +85,13 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
             raise
         inside = int((Path(work) / "pid").read_text())
     found = _restored(request, inside)
+    if source.cuda is not None and source.cuda.processes:
+        try:
+            cuda_worker.bring_back(found, source.cuda.processes, devices, watch)
+        except BaseException:
+            # The first process of its namespace: all others end with it.
+            procfs.send(found, signal.SIGKILL)
+            raise
     with opened(open_root(request.init)) as folder:
         _announce(folder, inside)
     with procfs.opened(request.pid, request.start) as pidfd:
@@ -89,6 +99,22 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
             raise SourceExited("the placeholder has ended")
         signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
     return found.key
+
+
+def _devices(request: RestoreRequest, source: SourceFacts) -> dict[str, str]:
+    """Return the device here of each of the source. NotEligible or Incompatible: it does not go."""
+    if source.cuda is None and request.gpus is None:
+        return {}
+    if source.cuda is None or request.gpus is None:
+        with_cuda, without = "with its devices by criu+cuda", "by criu alone"
+        raise Incompatible(
+            f"the process was dumped {with_cuda if source.cuda else without}, the order wants it "
+            f"restored {without if source.cuda else with_cuda}",
+            next_step="restore with the driver of the artifact",
+            expected="criu+cuda" if source.cuda else "criu",
+            found="criu" if source.cuda else "criu+cuda",
+        )
+    return cuda_worker.placed(source.cuda, request.gpus, request.chosen)
 
 
 def _announce(folder: int, inside: int) -> None:

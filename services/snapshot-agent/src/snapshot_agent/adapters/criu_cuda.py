@@ -1,0 +1,62 @@
+"""The driver of workers that need not help and use CUDA: CRIU, once their devices are given back.
+
+The helper locks the processes that use CUDA and has the driver bring what they have on devices
+into their memory before it starts CRIU; afterwards it lets them go on their devices. A restore
+brings them to the devices of their new container.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from snapshot_agent.adapters import settling
+from snapshot_agent.adapters.criu import Criu
+from snapshot_agent.ports import PodDevices, Worker
+from snapshot_shared.errors import SnapbackError
+from snapshot_shared.orders import Driver
+
+FIT_S = 8.0
+"""How long the helper may take to say that the CUDA driver is there, in seconds."""
+
+AGAIN_S = 60.0
+"""How long that is believed, in seconds: to find it out takes a process that initialises CUDA."""
+
+
+class GpusUnknown(SnapbackError):
+    """The kubelet does not say which GPUs a container has, so nothing was done to it."""
+
+    retryable = True
+    default_next_step = "see why the kubelet's socket of pod-resources does not answer"
+
+
+class CriuCuda(Criu):
+    """The `ProcessDriver` port over the helper of a node, with its CUDA driver."""
+
+    name: Driver = "criu+cuda"
+    settled_s = settling.CUDA_ANSWER_S
+
+    def __init__(
+        self, helper: Path, monotonic: Callable[[], float], pod_devices: PodDevices
+    ) -> None:
+        """Ask the helper at the socket `helper`, and `pod_devices` for the GPUs of containers."""
+        super().__init__(helper, monotonic)
+        self._pod_devices = pod_devices
+        self._believed_until = 0.0
+
+    async def is_ready(self) -> bool:
+        now = self._monotonic()
+        if now < self._believed_until and await super().is_ready():
+            return True
+        fit = await self.ping(cuda=True, within_s=FIT_S)
+        self._believed_until = now + AGAIN_S if fit else 0.0
+        return fit
+
+    async def gpus(self, worker: Worker) -> list[str] | None:
+        found = await self._pod_devices.of(worker.pod)
+        if found is None:
+            raise GpusUnknown(
+                f"which GPUs container {worker.pod.container} of pod {worker.pod.name} has is not "
+                "known"
+            )
+        return [device.uuid for device in found]
