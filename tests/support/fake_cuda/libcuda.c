@@ -1,19 +1,22 @@
 /* A fake of libcuda.so.1: process checkpointing alone, with the rules of its documentation and the
    habits that were seen of drivers 580 and 595.
 
-   The state of every process lies in the file `state` of the folder FAKE_CUDA, so it outlives a
-   caller that is killed, as it does in the driver: a checkpoint or restore that has begun goes on
-   without its caller, and a query of the state waits for its end. A process that has called cuInit
+   The state of a process lies in a memory file that it has open, so it outlives a caller that is
+   killed, as it does in the driver, and CRIU carries it along: a checkpoint or restore that has
+   begun goes on without its caller, and a query of the state waits for its end. The folder FAKE_CUDA
+   is that of a node. A process that has called cuInit
    is a CUDA process. `devices` lists the uuids of the node. Calls are written to `calls`. `faults`
    has a line `VERB PID KIND VALUE` for each fault (PID may be 0 for all):
      error N  return N, with no effect        fail N  return N, and the process has failed
      hang     never return, with no effect    late    take effect, and never return
      slow MS  take effect after MS            busy    the device is at work for ever (lock)
      oom      the first restore runs out of memory, and no later one works
-   A process that was stopped by a signal lets its callers wait until it goes on. */
+   A process that is stopped lets its callers wait until it goes on, which `calls` has as `stopped`.
+   With FAKE_CUDA_DEVICE a process has that device file open, except while it is checkpointed. */
 #define _GNU_SOURCE
-#include <ctype.h>
+#include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -26,7 +29,7 @@
 #include <unistd.h>
 
 #define API __attribute__((visibility("default")))
-#define ENTRIES 256
+#define NAME "fake-cuda"
 #define GPUS 8
 
 enum { RUNNING, LOCKED, CHECKPOINTED, FAILED };
@@ -41,13 +44,15 @@ typedef struct { Uuid old, new; } Pair;
 typedef struct { Pair *pairs; unsigned count; char reserved[52]; } RestoreArgs;
 
 typedef struct {
-	int pid, state, next, gpus, broken;
-	uint64_t start, due;  /* ticks; nanoseconds of the monotonic clock, 0 when nothing is under way */
+	int state, next, gpus, broken;
+	volatile int holds, open;  /* whether it has the device file open, when it has the device */
+	uint64_t due;  /* nanoseconds of the monotonic clock, 0 when nothing is under way */
 	Uuid gpu[GPUS];
 } Entry;
 
-static Entry *table;
-static int table_fd = -1, initialized;
+/* The process whose state is mapped, and this process itself. */
+static struct { int pid, fd; uint64_t start; Entry *entry; } at = {.fd = -1}, own = {.fd = -1};
+static int initialized;
 
 static int opened(const char *name, int flags)
 {
@@ -56,18 +61,13 @@ static int opened(const char *name, int flags)
 	return open(path, flags | O_CLOEXEC, 0666);
 }
 
-static void load(void)
+static Entry *mapped(int fd)
 {
-	if (table)
-		return;
-	table_fd = opened("state", O_RDWR | O_CREAT);
-	if (table_fd < 0 || ftruncate(table_fd, sizeof(Entry) * ENTRIES))
+	Entry *found = mmap(0, sizeof(Entry), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (found == MAP_FAILED)
 		abort();
-	table = mmap(0, sizeof(Entry) * ENTRIES, PROT_READ | PROT_WRITE, MAP_SHARED, table_fd, 0);
+	return found;
 }
-
-static void take(void) { load(); flock(table_fd, LOCK_EX); }
-static void leave(void) { flock(table_fd, LOCK_UN); }
 
 static uint64_t now(void)
 {
@@ -100,37 +100,84 @@ static char kernel(int pid, uint64_t *start)
 	return letter;
 }
 
-/* The entry of a process, or NULL; with the lock. What has come to its end is noted. */
-static Entry *entry(int pid)
+/* Open the state of a process; -1 when it is none of CUDA. */
+static int state_of(int pid)
+{
+	char path[4096], link[64];
+	snprintf(path, sizeof path, "/proc/%d/fd", pid);
+	DIR *folder = opendir(path);
+	struct dirent *each;
+	int found = -1;
+	while (folder && found < 0 && (each = readdir(folder))) {
+		ssize_t size = readlinkat(dirfd(folder), each->d_name, link, sizeof link);
+		if (size > 0 && !strncmp(link, "/memfd:" NAME, strlen("/memfd:" NAME)))
+			found = openat(dirfd(folder), each->d_name, O_RDWR | O_CLOEXEC);
+	}
+	if (folder)
+		closedir(folder);
+	return found;
+}
+
+/* The state of a process, locked; or NULL. What has come to its end is noted. */
+static Entry *take(int pid)
 {
 	uint64_t start;
-	for (Entry *e = table; e < table + ENTRIES; e++) {
-		if (e->pid != pid)
-			continue;
-		char letter = kernel(pid, &start);
-		if (!letter || letter == 'Z' || start != e->start)
+	char letter = kernel(pid, &start);
+	if (!letter || letter == 'Z')
+		return NULL;
+	if (own.entry && pid == getpid()) {
+		at = own;
+	} else if (at.pid != pid || at.start != start) {
+		at.fd = state_of(pid);
+		at.pid = at.fd < 0 ? 0 : pid;
+		if (at.fd < 0)
 			return NULL;
-		if (e->due && e->due <= now()) {
-			e->state = e->next;
-			e->due = 0;
+		at.start = start;
+		at.entry = mapped(at.fd);
+	}
+	flock(at.fd, LOCK_EX);
+	if (at.entry->due && at.entry->due <= now()) {
+		at.entry->state = at.entry->next;
+		at.entry->due = 0;
+	}
+	return at.entry;
+}
+
+static void leave(void)
+{
+	if (at.fd >= 0)
+		flock(at.fd, LOCK_UN);
+}
+
+static void *hold_device(void *path)
+{
+	int fd = -1;
+	for (;; nap()) {
+		int wanted = own.entry->state != CHECKPOINTED;
+		if (wanted && fd < 0)
+			fd = open(path, O_WRONLY | O_CLOEXEC);
+		if (!wanted && fd >= 0) {
+			close(fd);
+			fd = -1;
 		}
-		return e;
+		own.entry->open = fd >= 0;
 	}
 	return NULL;
 }
 
-static Entry *enter(int pid)
+/* Be a process of CUDA from here on. */
+static void enter(void)
 {
-	uint64_t start;
-	Entry *e = entry(pid);
-	for (Entry *at = table; !e && at < table + ENTRIES; at++)
-		if (!at->pid || !kernel(at->pid, &start) || start != at->start) {
-			memset(at, 0, sizeof *at);
-			at->pid = pid;
-			kernel(pid, &at->start);
-			e = at;
-		}
-	return e;
+	pthread_t thread;
+	char *device = getenv("FAKE_CUDA_DEVICE");
+	if (own.entry)
+		return;
+	own.fd = memfd_create(NAME, MFD_CLOEXEC);
+	if (own.fd < 0 || ftruncate(own.fd, sizeof(Entry)))
+		abort();
+	own.entry = mapped(own.fd);
+	if (device && !access(device, W_OK) && !pthread_create(&thread, NULL, hold_device, device))
+		own.entry->holds = 1;
 }
 
 static void note(const char *format, const char *verb, int pid, int value)
@@ -189,36 +236,40 @@ static int has(const Uuid *list, int count, const Uuid *one)
 	return -1;
 }
 
-/* Which error keeps a call from having any effect; `e` is not NULL when there is none. */
+static int is_stopped(int pid)
+{
+	uint64_t start;
+	char letter = kernel(pid, &start);
+	return letter == 'T' || letter == 't';
+}
+
+/* Which error keeps a call from having any effect; `e` is not NULL, and locked, when none does. */
 static int known(int pid, Entry **e)
 {
 	uint64_t start;
 	char letter;
 	if (!initialized)
 		return NOT_INITIALIZED;
-	*e = entry(pid);
+	*e = take(pid);
 	if (*e)
 		return SUCCESS;
 	letter = kernel(pid, &start);
 	return letter && letter != 'Z' ? NOT_INITIALIZED : OPERATING_SYSTEM;
 }
 
-/* Wait until nothing is under way in a process; with the lock, which is given up meanwhile. */
-static int settled(int pid, Entry **e)
+/* Wait until nothing is under way in a process, and lock its state. */
+static int settled(const char *verb, int pid, Entry **e)
 {
 	int status;
-	for (;;) {
-		leave();
-		uint64_t start;
-		while (kernel(pid, &start) == 'T')
+	if (is_stopped(pid))
+		note("stopped %s %d %d\n", verb, pid, 0);
+	for (;; nap()) {
+		while (is_stopped(pid))
 			nap();
-		take();
 		status = known(pid, e);
-		if (status || !(*e)->due)
+		if (status || (!(*e)->due && (!(*e)->holds || (*e)->open == ((*e)->state != CHECKPOINTED))))
 			return status;
 		leave();
-		nap();
-		take();
 	}
 }
 
@@ -232,8 +283,7 @@ static int move(const char *verb, int pid, int from, int to, int value, Entry *(
 	note("begin %s %d %d\n", verb, pid, value);
 	if (!strcmp(kind, "hang"))
 		for_ever();
-	take();
-	status = settled(pid, &e);
+	status = settled(verb, pid, &e);
 	if (!status && !strcmp(kind, "error"))
 		status = number;
 	if (!status && !strcmp(kind, "fail")) {
@@ -253,7 +303,8 @@ static int move(const char *verb, int pid, int from, int to, int value, Entry *(
 	if (!status) {
 		e->next = to;
 		e->due = now() + (!strcmp(kind, "slow") ? number * 1000000ull : 0);
-		status = settled(pid, &e);
+		leave();
+		status = settled(verb, pid, &e);
 	}
 	leave();
 	if (!status && !strcmp(kind, "late"))
@@ -321,8 +372,7 @@ API int cuCheckpointProcessGetState(int pid, int *state)
 	int number = fault("state", pid, kind), status;
 	if (!strcmp(kind, "hang"))
 		for_ever();
-	take();
-	status = settled(pid, &e);
+	status = settled("state", pid, &e);
 	if (!status && !strcmp(kind, "error"))
 		status = number;
 	if (!status)
@@ -338,7 +388,8 @@ API int cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
 	int number = fault("thread", pid, kind), status;
 	if (!strcmp(kind, "hang"))
 		for_ever();
-	take();
+	if (is_stopped(pid))
+		note("stopped %s %d %d\n", "thread", pid, 0);
 	status = known(pid, &e);
 	leave();
 	if (!status && !strcmp(kind, "error"))
@@ -353,9 +404,7 @@ API int cuInit(unsigned flags)
 	Uuid here[GPUS];
 	if (!devices(here))
 		return 100;
-	take();
-	enter(getpid());
-	leave();
+	enter();
 	initialized = 1;
 	return SUCCESS;
 }
@@ -396,8 +445,7 @@ API int cuDevicePrimaryCtxRetain(void **context, int device)
 	Uuid here[GPUS];
 	if (device < 0 || device >= devices(here))
 		return INVALID_DEVICE;
-	take();
-	Entry *e = entry(getpid());
+	Entry *e = take(getpid());
 	if (has(e->gpu, e->gpus, here + device) < 0)
 		e->gpu[e->gpus++] = here[device];
 	leave();
@@ -409,8 +457,7 @@ API int cuDevicePrimaryCtxRetain(void **context, int device)
 API int cuCtxSynchronize(void)
 {
 	for (;;) {
-		take();
-		Entry *e = entry(getpid());
+		Entry *e = take(getpid());
 		int state = e->due ? LOCKED : e->state;
 		leave();
 		if (state == RUNNING || state == FAILED)
@@ -465,8 +512,7 @@ API int cuGetProcAddress(const char *name, void **found, int version, uint64_t f
 /* For tests: the state of a process now, or -1. */
 API int fakeState(int pid)
 {
-	take();
-	Entry *e = entry(pid);
+	Entry *e = take(pid);
 	int state = e ? e->state : -1;
 	leave();
 	return state;
@@ -475,16 +521,15 @@ API int fakeState(int pid)
 /* For tests: CUDA of one process is in another one now, which CRIU has restored from it. */
 API int fakeMove(int from, int to)
 {
-	take();
-	Entry *e = entry(from), *other = enter(to);
-	if (e && other) {
-		Entry copy = *e;
-		copy.pid = to;
-		copy.start = other->start;
-		*other = copy;
-	}
+	Entry copy, *e = take(from), *other;
+	if (e)
+		copy = *e;
 	leave();
-	return e && other ? SUCCESS : INVALID_VALUE;
+	other = e ? take(to) : NULL;
+	if (other)
+		*other = copy;
+	leave();
+	return other ? SUCCESS : INVALID_VALUE;
 }
 
 /* For tests: the number of a device of the node that a process is on first, or -1. */
@@ -492,9 +537,8 @@ API int fakeDevice(int pid)
 {
 	Uuid here[GPUS];
 	int count = devices(here);
-	take();
-	Entry *e = entry(pid);
-	int at = e && e->gpus ? has(here, count, e->gpu) : -1;
+	Entry *e = take(pid);
+	int found = e && e->gpus ? has(here, count, e->gpu) : -1;
 	leave();
-	return at;
+	return found;
 }

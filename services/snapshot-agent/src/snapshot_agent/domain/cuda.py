@@ -362,7 +362,8 @@ def _has_its_devices_known(seen: Capture) -> SnapbackError | None:
     if seen.gpus or not found:
         return None
     return NotEligible(
-        f"process {found[0]} uses CUDA, and the kubelet gave no GPU to its container",
+        f"process {found[0]} uses CUDA, for which its container needs 1 GPU or more; the kubelet gave "
+        "it no GPU",
         next_step="give the container GPUs by a limit of nvidia.com/gpu, or by a claim",
         expected="1 GPU or more",
         found="no GPU",
