@@ -1,4 +1,4 @@
-"""Be the first process of a container, as far as a dump can tell: `unshare` starts it.
+r"""Be the first process of a container, as far as a dump can tell: `unshare` starts it.
 
     unshare --mount --pid --net --uts --ipc --fork \\
         python -m tests.bench.contained FOLDER [--at SOURCE] PROGRAM ARGUMENTS

@@ -31,7 +31,16 @@ def library(folder: Path) -> Path:
     if compiler is None:
         pytest.skip("the fake CUDA driver is compiled, and there is no C compiler (cc)")
     made = folder / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", "-O1", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unused-parameter",
+        "-Werror",
+    ]
     subprocess.run([compiler, *flags, "-o", made, HERE / "libcuda.c"], check=True)
     return made
 
