@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.criu_cuda import CriuCuda
 from snapshot_agent.domain.control import ContainerPaths
+from snapshot_agent.domain.helping import RESTORED
 from snapshot_agent.ports import Dump, Process, RestoreSource, Worker
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef, PresenceDevice
@@ -120,11 +121,17 @@ class Container:
     def runs(self) -> bool:
         return procfs.is_alive(*self.worker.process)
 
+    def is_restored(self) -> bool:
+        folder = self.worker.paths.placeholder
+        return folder is not None and (folder / RESTORED).exists()
+
     def end(self) -> None:
         if self.starter.stdout.closed:
             return
-        for each in procfs.family_of(*self.worker.process):
-            procfs.send(each, signal.SIGKILL)
+        found = procfs.read(self._first())
+        if found is not None:
+            # The first process of its namespace: all others end with it.
+            procfs.send(found, signal.SIGKILL)
         self.starter.wait()
         # All of its processes have the other end.
         self.lines.join(10)

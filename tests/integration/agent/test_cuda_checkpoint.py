@@ -124,7 +124,7 @@ def test_a_checkpoint_that_fails_with_one_process_leaves_all_running(
     node.faults(f"checkpoint {tree.pids[1]} error 801")
     with pytest.raises(CudaRefused, match="NOT_SUPPORTED") as caught:
         cuda.checkpoint_all(tree.pids, 10)
-    assert caught.value.values["refused"] == {tree.pids[1]: "CUDA_ERROR_NOT_SUPPORTED"}
+    assert caught.value.values["refused"] == {str(tree.pids[1]): "CUDA_ERROR_NOT_SUPPORTED"}
     assert node.verbs()[-3:] == ["restore", "unlock", "unlock"]
     assert runs(node, tree)
 

@@ -38,7 +38,8 @@ from snapshot_agent.domain.cuda import (
     uuid_map,
 )
 from snapshot_agent.domain.gate import refuse
-from snapshot_shared.errors import Incompatible, InvalidInput, NotEligible
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import Failure, Incompatible, InvalidInput, NotEligible
 
 A, B, C = (f"GPU-{n}0000000-0000-4000-8000-000000000000" for n in "abc")
 FIRST, MOVING, SHARING = (575, 57, 8), (580, 65, 6), (610, 10)
@@ -113,7 +114,9 @@ def test_an_error_names_the_verb_the_process_and_every_refused_one() -> None:
     error = refusal("lock", {7: answer, 8: None}, 2)
     assert isinstance(error, CudaRefused)
     assert error.message == "lock of process 7: CUDA_ERROR_NOT_READY"
-    assert error.values["refused"] == {7: "CUDA_ERROR_NOT_READY", 8: "no answer"}
+    assert error.values["refused"] == {"7": "CUDA_ERROR_NOT_READY", "8": "no answer"}
+    # An agent gets it from its helper.
+    assert decode_json(encode_json(error.to_failure()), Failure).values == error.values
     late = refusal("lock", {8: None}, 2)
     assert isinstance(late, CudaTimedOut)
     assert late.values["budget_s"] == 2

@@ -155,7 +155,7 @@ class CudaStuck(DeviceError):
 def refusal(verb: str, answers: Mapping[int, Answer | None], within_s: float) -> SnapbackError:
     """Return the error of a verb; `answers` are those of the processes with which it failed."""
     refused = {
-        pid: "no answer" if answer is None else answer.name for pid, answer in answers.items()
+        str(pid): "no answer" if answer is None else answer.name for pid, answer in answers.items()
     }
     pid, found = next(iter(answers.items()))
     if found is None:
@@ -362,8 +362,8 @@ def _has_its_devices_known(seen: Capture) -> SnapbackError | None:
     if seen.gpus or not found:
         return None
     return NotEligible(
-        f"process {found[0]} uses CUDA, for which its container needs 1 GPU or more; the kubelet gave "
-        "it no GPU",
+        f"process {found[0]} uses CUDA, for which its container needs 1 GPU or more, and the "
+        "kubelet gave it no GPU",
         next_step="give the container GPUs by a limit of nvidia.com/gpu, or by a claim",
         expected="1 GPU or more",
         found="no GPU",

@@ -65,13 +65,17 @@ def look(pids: Sequence[int], uuids: Sequence[str], *, quiet: bool) -> OnCuda:
     What it has on devices is looked for with `quiet` alone, for other workers drop much of it.
     """
     driver = cuda_facts.driver()
-    gpus = rules.gpus_of(uuids, cuda_facts.gpus(NVIDIA_SMI_S)) if uuids else []
+    gpus = _gpus(uuids)
     refuse(rules.CAPTURE_CHECKS, Capture(driver, gpus))
     processes = _processes(cuda_facts.observe(pids, ()))
     refuse(rules.CAPTURE_CHECKS, Capture(driver, gpus, processes))
     uses = [process.pid for process in processes if process.is_cuda]
     on_devices = cuda_facts.used_bytes(uses, NVIDIA_SMI_S) if quiet and uses else 0
     return OnCuda(uses, driver or (), gpus, on_devices)
+
+
+def _gpus(uuids: Sequence[str]) -> list[Gpu]:
+    return rules.gpus_of(uuids, cuda_facts.gpus(NVIDIA_SMI_S)) if uuids else []
 
 
 def _processes(seen: Sequence[CudaProcess]) -> list[CudaProcess]:
@@ -104,15 +108,11 @@ def held(worker: OnCuda, watch: Watch) -> Iterator[None]:
 
 def placed(source: SourceCuda, uuids: Sequence[str], chosen: dict[str, str]) -> dict[str, str]:
     """Return the device here of each device of a source, by uuid. Incompatible, NotEligible."""
+    here = {gpu.uuid: gpu for gpu in _gpus(uuids)}
     found = rules.placed([gpu.uuid for gpu in source.gpus], uuids, chosen)
-    here = rules.gpus_of(list(found.values()), cuda_facts.gpus(NVIDIA_SMI_S)) if found else []
-    there = [Gpu(gpu.uuid, gpu.product) for gpu in source.gpus]
-    refuse(
-        rules.RESTORE_CHECKS,
-        Placement(
-            source.driver, cuda_facts.driver(), dict(enumerate(there)), dict(enumerate(here))
-        ),
-    )
+    there = {n: Gpu(gpu.uuid, gpu.product) for n, gpu in enumerate(source.gpus)}
+    places = {n: here[found[gpu.uuid]] for n, gpu in there.items()}
+    refuse(rules.RESTORE_CHECKS, Placement(source.driver, cuda_facts.driver(), there, places))
     return found
 
 
