@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.adapters import procfs, settling
+from snapshot_agent.domain.cuda import CudaStuck
+from snapshot_agent.helper import cuda
 from snapshot_agent.helper.settling import Records
 from snapshot_shared.errors import Aborted, OutcomeUnknown
+from tests.support.cuda_rig import CudaNode, cuda_node
+from tests.support.cuda_rig import library as compiled
 
 NETWORK = 1
 """The inode of no network namespace."""
@@ -138,6 +142,83 @@ def test_a_pid_that_another_process_has_now_is_not_ended(records: Records, worke
         raise OutcomeUnknown("CRIU was killed")
     assert records.settle(pid, start + 1)
     assert worker.runs()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def node(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaNode]:
+    yield from cuda_node(tmp_path, library, monkeypatch)
+
+
+def killed_dump(records: Records, pid: int, *, at: str) -> tuple[int, int]:
+    """Kill a dump of a CUDA process in its midst; return the process."""
+    found = procfs.read(pid)
+    assert found is not None
+    child = os.fork()
+    if child == 0:
+        with records.dumping(*found.key, NETWORK, [pid], 10.0) as criu_works:
+            cuda.lock_all([pid], 5)
+            cuda.checkpoint_all([pid], 10)
+            if at == "locked":
+                os._exit(0)
+            with criu_works():
+                if at == "dumped":
+                    os._exit(0)
+            os._exit(0)
+    os.waitpid(child, 0)
+    return found.key
+
+
+@pytest.mark.parametrize("at", ["locked", "thawed"])
+def test_a_worker_whose_dump_was_killed_before_or_after_criu_goes_on_on_its_devices(
+    records: Records, node: CudaNode, at: str
+) -> None:
+    user = node.worker()
+    assert not records.settle(*killed_dump(records, user.pids[0], at=at))
+    user.ping("still here")
+    assert user.answer() == "still here"
+    assert node.verbs() == ["lock", "checkpoint", "restore", "unlock"]
+
+
+def test_a_worker_whose_dump_was_killed_with_criu_is_ended_and_the_driver_is_not_asked(
+    records: Records, node: CudaNode
+) -> None:
+    user = node.worker()
+    assert records.settle(*killed_dump(records, user.pids[0], at="dumped"))
+    assert user.process.wait(5) == -signal.SIGKILL
+    assert node.verbs() == ["lock", "checkpoint"]
+
+
+def test_a_worker_that_the_driver_does_not_let_go_is_ended(
+    records: Records, node: CudaNode
+) -> None:
+    user = node.worker()
+    process = killed_dump(records, user.pids[0], at="locked")
+    node.faults("unlock 0 error 304")
+    assert records.settle(*process)
+    assert user.process.wait(5) == -signal.SIGKILL
+
+
+def test_a_worker_without_the_driver_in_reach_is_ended(
+    records: Records, node: CudaNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = node.worker()
+    process = killed_dump(records, user.pids[0], at="locked")
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert records.settle(*process)
+    assert user.process.wait(5) == -signal.SIGKILL
+
+
+def test_devices_that_could_not_be_unlocked_leave_the_record(
+    records: Records, worker: Worker, tmp_path: Path
+) -> None:
+    with pytest.raises(CudaStuck), records.dumping(*worker.key, NETWORK, [worker.key[0]], 1.0):
+        raise CudaStuck("it does not run")
+    assert len(list((tmp_path / "dumps").iterdir())) == 1
 
 
 @pytest.mark.parametrize("answer", [b'{"type":"done"}', b'{"type":"done","ended":true}'])

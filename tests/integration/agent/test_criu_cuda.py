@@ -1,0 +1,172 @@
+"""What the driver `criu+cuda` asks of the kubelet and of the helper of its node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from snapshot_agent.adapters import procfs
+from snapshot_agent.adapters.criu_cuda import AGAIN_S, CriuCuda, GpusUnknown
+from snapshot_agent.domain.control import ContainerPaths
+from snapshot_agent.domain.driving import Phase
+from snapshot_agent.domain.helping import (
+    Done,
+    Failed,
+    Inspect,
+    Ping,
+    Reply,
+    Request,
+    RestoreRequest,
+)
+from snapshot_agent.ports import Process, RestoreSource, Worker
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import NotEligible
+from snapshot_shared.orders import PodRef, PresenceDevice
+
+POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
+A, B = (f"GPU-{n}0000000-0000-4000-8000-000000000000" for n in "ab")
+
+
+class Kubelet:
+    """The port `PodDevices` with what a test has given to all pods."""
+
+    def __init__(self) -> None:
+        self.given: list[str] | None = [A, B]
+
+    async def of(self, _pod: PodRef) -> list[PresenceDevice] | None:
+        if self.given is None:
+            return None
+        return [
+            PresenceDevice(index=number, uuid=uuid, product="H100", capacity_bytes=1)
+            for number, uuid in enumerate(self.given)
+        ]
+
+
+class Helper:
+    """The other end of the helper's socket."""
+
+    def __init__(self, path: Path) -> None:
+        self.asked: list[Request] = []
+        self.answers: Reply = Done()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._serving = asyncio.ensure_future(self._serve())
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            caller, _ = await loop.sock_accept(self._listener)
+            with caller:
+                data = await loop.sock_recv(caller, 65536)
+                self.asked.append(decode_json(data, Request, limit=65536))  # type: ignore[arg-type]
+                await loop.sock_sendall(caller, encode_json(self.answers))
+
+    async def close(self) -> None:
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+        self._listener.close()
+
+
+@pytest.fixture
+def kubelet() -> Kubelet:
+    return Kubelet()
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    """The time; its last is now."""
+    return [1000.0]
+
+
+@pytest_asyncio.fixture
+async def helper(tmp_path: Path) -> AsyncIterator[Helper]:
+    made = Helper(tmp_path / "helper.sock")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def driver(tmp_path: Path, kubelet: Kubelet, clock: list[float]) -> CriuCuda:
+    return CriuCuda(tmp_path / "helper.sock", lambda: clock[-1], kubelet)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    found = procfs.read(os.getpid())
+    assert found is not None
+    paths = ContainerPaths(tmp_path, tmp_path, placeholder=tmp_path)
+    return Worker(POD, Process(*found.key), paths)
+
+
+async def test_the_helper_is_told_which_gpus_the_kubelet_gave_to_a_worker(
+    driver: CriuCuda, helper: Helper, worker: Worker
+) -> None:
+    helper.answers = Done(bytes=7)
+    assert await driver.inspect(worker, quiet=True) == 7
+    [asked] = helper.asked
+    assert isinstance(asked, Inspect)
+    assert asked.gpus == [A, B]
+
+
+async def test_nothing_is_asked_of_the_helper_while_the_kubelet_does_not_answer(
+    driver: CriuCuda, helper: Helper, worker: Worker, kubelet: Kubelet
+) -> None:
+    kubelet.given = None
+    with pytest.raises(GpusUnknown) as caught:
+        await driver.inspect(worker, quiet=False)
+    assert caught.value.retryable
+    assert helper.asked == []
+
+
+async def test_a_restore_names_the_gpus_here_and_those_that_have_the_weights(
+    driver: CriuCuda, helper: Helper, worker: Worker, kubelet: Kubelet, clock: list[float]
+) -> None:
+    kubelet.given = [B]
+    helper.answers = Done(pid=9, start=8)
+
+    async def ignored(_done: int) -> None:
+        pass
+
+    source = RestoreSource(-1, ["part"], [], {A: B}, clock[-1] + 10, ignored)
+    assert await driver.restore(worker, source) == Process(9, 8)
+    [asked] = helper.asked
+    assert isinstance(asked, RestoreRequest)
+    assert (asked.gpus, asked.chosen) == ([B], {A: B})
+
+
+async def test_the_cuda_driver_is_looked_for_once_a_minute_and_criu_each_time(
+    driver: CriuCuda, helper: Helper, clock: list[float]
+) -> None:
+    for _ in range(3):
+        assert await driver.is_ready()
+    assert helper.asked == [Ping(cuda=True), Ping(), Ping()]
+    clock.append(clock[-1] + AGAIN_S)
+    assert await driver.is_ready()
+    assert helper.asked[3:] == [Ping(cuda=True)]
+
+
+async def test_a_helper_that_is_not_fit_is_looked_at_again_at_once(
+    driver: CriuCuda, helper: Helper
+) -> None:
+    helper.answers = Failed(failure=NotEligible("no driver").to_failure())
+    assert not await driver.is_ready()
+    helper.answers = Done()
+    assert await driver.is_ready()
+    assert helper.asked == [Ping(cuda=True), Ping(cuda=True)]
+
+
+def test_a_worker_is_let_go_with_time_for_the_memory_of_its_devices(
+    driver: CriuCuda, worker: Worker
+) -> None:
+    release = driver.release(worker, Phase.BEGUN)
+    assert release.within_s > 10 + 2 * 640e9 / 5e9
+    assert release.program[-3:-1] == (str(worker.process.pid), str(worker.process.start))
+    assert driver.release(worker, Phase.SIGNAL).program == ()
