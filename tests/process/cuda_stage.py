@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -202,6 +203,18 @@ class Stage:
         )
         until(self.socket.exists, "a helper")
 
+    def uses(self, *bytes_of: tuple[int, int]) -> None:
+        """Let processes have so many MiB on devices, by pid."""
+        lines = [f"{pid}, {number}\n" for pid, number in bytes_of]
+        (self.folder / "apps").write_text("".join(lines))
+
+    def stop_helper(self) -> None:
+        """Ask the helper to stop, as an update of its pod does, and wait for its end."""
+        helper, self._helper = self._helper, None
+        assert helper is not None
+        helper.terminate()
+        helper.wait(30)
+
     def kill_helper(self) -> None:
         """Kill the helper with all that it has started, as the end of a container does."""
         helper, self._helper = self._helper, None
@@ -233,7 +246,8 @@ class Stage:
         shutil.copy(TOOLS / "snapback-init", init)
         made = self._kept(Container(self, "/snapback/snapback-init", init=init))
         device = os.makedev(1, 11)
-        os.mknod(f"/proc/{made.pid}/root/dev/nvidia0", 0o666 | 0o020000, device)
+        inside = Path("/proc", str(made.pid), "root", "dev", "nvidia0")
+        os.mknod(inside, 0o666 | stat.S_IFCHR, device)
         return made
 
     def _kept(self, container: Container) -> Container:

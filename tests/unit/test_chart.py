@@ -292,6 +292,14 @@ def test_the_helper_has_a_listed_set_of_capabilities_and_neither_keys_nor_a_toke
 
 
 @needs_helm
+def test_the_helper_is_shown_the_gpus_of_its_node_where_they_are_real() -> None:
+    name = "snapback-node/helper"
+    shown = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    assert shown.items() <= environment(helm.rendered(*HELPER), name).items()
+    assert not shown.keys() & environment(helm.rendered(*SIMULATED, *HELPER), name).keys()
+
+
+@needs_helm
 def test_the_agent_and_its_helper_meet_at_a_socket_that_no_other_container_has() -> None:
     words = ("--set", "node.runtimeDir=/data/containerd,node.cgroupDir=/cgroup", *HELPER)
     documents = helm.rendered(*words)
