@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,14 @@ from typing import NamedTuple
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain import cuda as rules
 from snapshot_agent.domain.criu_gates import SourceCuda, SourceGpu
-from snapshot_agent.domain.cuda import Capture, CudaProcess, CudaStuck, Gpu, Placement, Version
+from snapshot_agent.domain.cuda import (
+    Capture,
+    CudaProcess,
+    CudaStuck,
+    Gpu,
+    Placement,
+    Version,
+)
 from snapshot_agent.domain.gate import refuse
 from snapshot_agent.helper import cuda, cuda_facts
 from snapshot_agent.helper.children import Watch, in_child
@@ -117,12 +125,17 @@ def placed(source: SourceCuda, uuids: Sequence[str], chosen: dict[str, str]) -> 
 
 
 def bring_back(root: procfs.Stat, processes: int, devices: dict[str, str], watch: Watch) -> None:
-    """Bring the processes of a restored tree to their devices, and let them run.
+    """Bring the processes of a restored tree to their devices, and let them run; or end the tree.
 
-    `processes` is how many of them use CUDA. Raise what the driver says, or Incompatible.
+    `processes` is how many of them use CUDA.
     """
     tree = [process.pid for process in procfs.family_of(*root.key)]
-    in_child(partial(_bring_back, tree, processes, devices, watch.left_s), watch)
+    try:
+        in_child(partial(_bring_back, tree, processes, devices, watch.left_s), watch)
+    except BaseException:
+        # The first process of its namespace: all others end with it.
+        procfs.send(root, signal.SIGKILL)
+        raise
 
 
 def _bring_back(

@@ -86,12 +86,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
         inside = int((Path(work) / "pid").read_text())
     found = _restored(request, inside)
     if source.cuda is not None and source.cuda.processes:
-        try:
-            cuda_worker.bring_back(found, source.cuda.processes, devices, watch)
-        except BaseException:
-            # The first process of its namespace: all others end with it.
-            procfs.send(found, signal.SIGKILL)
-            raise
+        cuda_worker.bring_back(found, source.cuda.processes, devices, watch)
     with opened(open_root(request.init)) as folder:
         _announce(folder, inside)
     with procfs.opened(request.pid, request.start) as pidfd:

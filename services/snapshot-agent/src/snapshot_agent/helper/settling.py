@@ -132,11 +132,12 @@ class Records:
             if os.fstat(fd).st_nlink == 0:
                 return False
             record = _read(fd)
-            whole = record is not None and not record.criu and _is_let_go(record)
-            if not whole:
+            # CRIU is started after the record is whole.
+            ended = record is not None and (record.criu or not _is_let_go(record))
+            if record is not None and ended:
                 self._clean(record)
             path.unlink(missing_ok=True)
-            return not whole
+            return ended
         finally:
             os.close(fd)
 
@@ -148,9 +149,7 @@ class Records:
                 if not _is_locked(path) and self.settle(int(pid), int(start)):
                     log.warning("process %s was ended: its dump had been killed", pid)
 
-    def _clean(self, record: Dumping | None) -> None:
-        if record is None:
-            return
+    def _clean(self, record: Dumping) -> None:
         for member in procfs.family_of(record.pid, record.start):
             procfs.send(member, signal.SIGKILL)
         self.open_network(record.network)
