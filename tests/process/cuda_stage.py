@@ -32,6 +32,7 @@ POD = PodRef(namespace="default", name="worker", uid="00000000-0000-4000-8000-00
 WITHIN_S = 60.0
 
 _HELPER = """
+mount -t tmpfs none /run
 mount -t tmpfs none /proc/driver
 mkdir /proc/driver/nvidia
 ln -s "$FOLDER/version" /proc/driver/nvidia/version

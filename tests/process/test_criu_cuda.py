@@ -223,6 +223,7 @@ async def test_a_worker_is_ended_when_the_helper_was_killed_with_its_criu(node: 
     node.kill_helper()
     with pytest.raises(SnapbackError):
         await dump
+    node.criu_does("")
     node.start_helper()
     await node.settle(source)
     until(lambda: not source.runs(), "the end of the worker")
