@@ -152,7 +152,8 @@ class Dump:
 
     `part` is a descriptor of the directory to write into, -1 before the first stage that writes.
     `deadline` is in seconds of the monotonic clock. A stage that replaces the process sets
-    `worker`. `files` are those that were written.
+    `worker`. `files` are those that were written. `frozen_s` is for how many seconds the worker was
+    stopped, where the driver knows it better than from the time of its stages.
     """
 
     worker: Worker
@@ -161,6 +162,7 @@ class Dump:
     progress: Progress
     part: int = -1
     files: Sequence[FileEntry] = field(default_factory=list)
+    frozen_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Criu:
         ours = await in_thread(_ours, dump.worker)
         gpus = await self.gpus(dump.worker)
         request = DumpRequest(pid=pid, start=start, within_s=within_s, ours=ours, gpus=gpus)
-        await self._ask(request, (dump.part,), dump.progress)
+        dump.frozen_s = (await self._ask(request, (dump.part,), dump.progress)).frozen_s
         counter = ByteCounter(dump.progress)
         names = await ROOT.run(listed, dump.part)
         dump.files = [await digested(dump.part, name, counter) for name, _ in names]

@@ -1,5 +1,7 @@
 """What a restore changes in images of CRIU: the host name, addresses of the pod, and connections.
 
+Of a dump, how long its worker was stopped.
+
 An image is a magic number of all images and one of its kind, then entries: a size and a message of
 protocol buffers. Only the fields that are named here are read or changed; all others keep their
 bytes, so that an image of a later CRIU goes through. The fields are named as in CRIU's images/.
@@ -25,6 +27,8 @@ MAX_HOST_BYTES = 64
 _COMMON_MAGIC = 0x54564319
 _FILES_MAGIC = 0x56303138
 _UTSNS_MAGIC = 0x54473203
+_SERVICE_MAGIC = 0x55105940
+_STATS_MAGIC = 0x57093306
 
 # The message utsns_entry of utsns.proto.
 _NODENAME = 1
@@ -43,6 +47,11 @@ _SRC_PORT = 7
 _DST_PORT = 8
 _SRC_ADDR = 11
 _DST_ADDR = 12
+
+# The messages stats_entry and dump_stats_entry of stats.proto; times in microseconds.
+_DUMP_STATS = 1
+_FREEZING_TIME = 1
+_FROZEN_TIME = 2
 
 # What the kernel calls them.
 _AF_INET, _AF_INET6 = 2, 10
@@ -130,6 +139,18 @@ def renamed(image: bytes, host: str) -> bytes:
     fields = _fields(entries[0], "utsns")
     _bytes(fields, _NODENAME, "utsns")
     return _image(_UTSNS_MAGIC, [_rewritten(fields, {_NODENAME: [name]})])
+
+
+def frozen_s(image: bytes) -> float:
+    """Return for how many seconds a dump has stopped its processes, of its image `stats-dump`.
+
+    Raise ArtifactCorrupt if it is no such image.
+    """
+    entries = list(_entries(image, "stats", _STATS_MAGIC, _SERVICE_MAGIC))
+    if len(entries) != 1:
+        raise _corrupt("stats", f"it has {len(entries)} entries instead of one")
+    stats = _fields(_bytes(_fields(entries[0], "stats"), _DUMP_STATS, "stats"), "stats")
+    return sum(_number(stats, each, "stats") for each in (_FREEZING_TIME, _FROZEN_TIME)) / 1e6
 
 
 def readdressed(image: bytes, addresses: Mapping[str, str]) -> Readdressed:
@@ -252,11 +273,13 @@ def _socket(entry: bytes) -> _Socket | None:
     )
 
 
-def _entries(image: bytes, kind: str, magic: int) -> Iterator[bytes]:
+def _entries(
+    image: bytes, kind: str, magic: int, common: int = _COMMON_MAGIC
+) -> Iterator[bytes]:
     """Yield the messages of an image."""
     if len(image) > MAX_IMAGE_BYTES:
         raise _corrupt(kind, f"it has {len(image)} bytes, more than {MAX_IMAGE_BYTES}")
-    if image[: _HEAD.size] != _HEAD.pack(_COMMON_MAGIC, magic):
+    if image[: _HEAD.size] != _HEAD.pack(common, magic):
         raise _corrupt(kind, "it does not begin as one")
     at = _HEAD.size
     count = 0

@@ -93,11 +93,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The work is done. `bytes` is the estimate of an inspection.
 
-    `pid` and `start` are those of the restored process, as the node has them. `ended`: the process
-    that was settled was not whole, and was ended.
+    `frozen_s` is for how many seconds a dump has stopped the worker, where CRIU says so. `pid` and
+    `start` are those of the restored process, as the node has them. `ended`: the process that was
+    settled was not whole, and was ended.
     """
 
     bytes: int = 0
+    frozen_s: Annotated[float, Meta(ge=0)] | None = None
     pid: int = 0
     start: int = 0
     ended: bool = False

@@ -200,7 +200,7 @@ class _DumpSteps:
             self._holds.may_freeze(self._hold, budget + SLACK_S)
             await compensated(self._run(stage), self._let_go)
             if stage is stages[-1]:
-                self._holds.end_pause(self._hold)
+                self._holds.end_pause(self._hold, self._dump.frozen_s)
                 self._holds.may_freeze(self._hold)
 
         undo = self._let_go if stage is stages[0] else None

@@ -265,11 +265,12 @@ class Holds:
         """Record the time at which a worker is stopped."""
         hold.frozen_since = self._machine.clocks.monotonic()
 
-    def end_pause(self, hold: Hold) -> None:
-        """Measure how long a worker was stopped; later calls do nothing."""
+    def end_pause(self, hold: Hold, lasted: float | None = None) -> None:
+        """Measure how long a worker was stopped, unless it is known; later calls do nothing."""
         since, hold.frozen_since = hold.frozen_since, None
         if since is not None:
-            lasted = self._machine.clocks.monotonic() - since
+            if lasted is None:
+                lasted = self._machine.clocks.monotonic() - since
             self._machine.metrics.record(instruments.FREEZE_DURATION, lasted)
 
     async def let_go(self, hold: Hold) -> None:

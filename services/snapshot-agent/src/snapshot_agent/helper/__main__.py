@@ -131,8 +131,7 @@ class Helper:
             case DumpRequest():
                 if len(fds) != 1:
                     raise InvalidMessage("a dump has one descriptor, of the part's directory")
-                dump(request, fds[0], self._node, caller)
-                return Done()
+                return Done(frozen_s=dump(request, fds[0], self._node, caller))
             case RestoreRequest():
                 pid, start = restore(request, self._node, caller)
                 return Done(pid=pid, start=start)

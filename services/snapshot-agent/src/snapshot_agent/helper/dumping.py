@@ -9,6 +9,7 @@ which CRIU sets the worker free by itself; it is killed if that takes longer tha
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import resource
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
 
-from snapshot_agent.domain import criu_gates, criu_log
+from snapshot_agent.domain import criu_gates, criu_images, criu_log
 from snapshot_agent.domain.criu_gates import (
     Archive,
     OnDevices,
@@ -38,7 +39,7 @@ from snapshot_agent.helper.children import Watch, in_child
 from snapshot_agent.helper.cuda_worker import OnCuda
 from snapshot_agent.helper.settling import Records
 from snapshot_shared.codec import encode_pretty
-from snapshot_shared.errors import CriuFailed, NotEligible, OutcomeUnknown
+from snapshot_shared.errors import ArtifactCorrupt, CriuFailed, NotEligible, OutcomeUnknown
 from snapshot_shared.files import (
     create_file,
     free_bytes,
@@ -48,6 +49,8 @@ from snapshot_shared.files import (
     read_bounded,
     write_new,
 )
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """How long CRIU may take to free the worker when its dump has to end early, in seconds."""
@@ -129,8 +132,11 @@ def _check(
     )
 
 
-def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> None:
-    """Dump a worker into the directory `part`. It goes on, unless CRIU had to be killed."""
+def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float | None:
+    """Dump a worker into the directory `part`; return for how many seconds it was stopped.
+
+    It goes on, unless CRIU had to be killed. None where CRIU does not say how long.
+    """
     watch = Watch(caller, "dump-process", request.within_s)
     here = observe.node(node.criu)
     found = inspect(request, node, here, quiet=True)
@@ -145,8 +151,10 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> None:
             _check(request, node, here, seen, OnDevices(checkpointed=True), quiet=True)
             found = Found(seen, cuda._replace(bytes=0))
         with criu_works():
-            facts = _dump(request, part, node, here, found, caller, watch)
+            facts, frozen_s = _dump(request, part, node, here, found, caller, watch)
     write_new(part, SOURCE, encode_pretty(facts))
+    # CRIU does not know for how long CUDA was locked.
+    return None if cuda else frozen_s
 
 
 def _dump(
@@ -157,8 +165,8 @@ def _dump(
     found: Found,
     caller: Caller,
     watch: Watch,
-) -> SourceFacts:
-    """Run CRIU; return the facts of the worker as it was dumped."""
+) -> tuple[SourceFacts, float | None]:
+    """Run CRIU; return the facts of the worker as it was dumped, and how long it was stopped."""
     seen = found.seen
     trees = _captured(request, seen)
     network = seen.root.namespaces["net"]
@@ -181,7 +189,17 @@ def _dump(
             for tree in trees:
                 in_child(partial(_pack, tree, part), watch)
             criu.until_ended(watch, look)
-    return _facts(request.pid, found, here, [tree.archive for tree in trees])
+        frozen_s = _frozen_s(Path(work) / "stats-dump")
+    return _facts(request.pid, found, here, [tree.archive for tree in trees]), frozen_s
+
+
+def _frozen_s(stats: Path) -> float | None:
+    try:
+        return criu_images.frozen_s(stats.read_bytes())
+    except (OSError, ArtifactCorrupt) as error:
+        # What was dumped is whole.
+        log.warning("how long the worker was stopped is not known: %s", error)
+        return None
 
 
 def _facts(
