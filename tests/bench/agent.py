@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,15 +78,14 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Container(NamedTuple):
-    """A process in namespaces of its own; `starter` ends with it."""
+    """A process in namespaces of its own, with which all others in them end."""
 
     starter: subprocess.Popen[bytes]
     worker: Worker
 
     def end(self) -> None:
-        """End all processes of it, and wait for that."""
-        self.starter.kill()
-        # Its processes have the other end, and give back their memory before they close it.
+        """End it, and wait until its memory is given back."""
+        os.kill(self.worker.process.pid, signal.SIGKILL)
         self.starter.communicate()
 
 
@@ -104,6 +105,7 @@ class Bench:
         self.driver = Criu(self.socket, time.monotonic)
         self.staging = huge_pages()
         self.places = 0
+        self.size = 0
 
     async def run(self) -> Results:
         """Measure everything."""
@@ -114,6 +116,12 @@ class Bench:
             heap = str(ROOT / "tests" / "bench" / "heap.py")
             source = self._contained(sys.executable, heap, str(self.heap // MIB))
             try:
+                # The host of a virtual machine may never have given so much memory yet.
+                first = self._new_folder(self.artifacts)
+                _, made = await self._dump(source.worker, first)
+                shutil.rmtree(first)
+                written = sum(each.size for each in made.files)
+                self.size = written + -written % mmap.PAGESIZE
                 for number in range(1, self.rounds + 1):
                     _say(f"round {number} of {self.rounds}")
                     turns.append(await self._turn(source.worker, number))
@@ -154,7 +162,7 @@ class Bench:
             shutil.copy(TOOLS / "snapback-init", init)
             at = ["--at", str(init)]
         command = ["unshare", "--mount", "--pid", "--net", "--uts", "--ipc", "--fork"]
-        command += ["--kill-child", sys.executable, "-m", "tests.bench.contained"]
+        command += [sys.executable, "-m", "tests.bench.contained"]
         starter = subprocess.Popen(
             [*command, str(self._new_folder(self.layers)), *at, *argv],
             cwd=ROOT,
@@ -178,19 +186,17 @@ class Bench:
         return folder
 
     async def _turn(self, worker: Worker, number: int) -> Turn:
-        dump, frozen = {}, {}
-        size, files, part = 0, [], self._new_folder(self.artifacts)
+        dump: Seconds = {}
+        frozen: Seconds = {}
+        part = self._new_folder(self.artifacts)
+        files: Sequence[FileEntry] = ()
 
         async def snapback() -> None:
-            nonlocal files, size
-            begin = time.monotonic()
-            with opened(os.open(part, os.O_RDONLY | os.O_DIRECTORY)) as fd:
-                made = Dump(worker, number, begin + WITHIN_S, ignored, fd)
-                await self.driver.dump(made)
-            dump["snapback"] = time.monotonic() - begin
+            nonlocal files
+            dump["snapback"], made = await self._dump(worker, part)
             assert made.frozen_s is not None
             frozen["snapback"] = made.frozen_s
-            files, size = list(made.files), sum(each.size for each in made.files)
+            files = made.files
 
         async def criu() -> None:
             images = self._new_folder(self.folder)
@@ -201,7 +207,7 @@ class Bench:
         async def disk() -> None:
             path = self.folder / "raw"
             begin = time.monotonic()
-            raw_transfer(path, [self.staging], size or self.heap, os.pwritev)
+            raw_transfer(path, [self.staging], self.size, os.pwritev)
             dump["disk"] = time.monotonic() - begin
             path.unlink()
 
@@ -212,7 +218,14 @@ class Bench:
         cached = await self._restores(part, files, number, cold=False)
         cold = await self._restores(part, files, number, cold=True)
         shutil.rmtree(part)
-        return Turn(size=size, dump=dump, frozen=frozen, cached=cached, cold=cold)
+        return Turn(size=self.size, dump=dump, frozen=frozen, cached=cached, cold=cold)
+
+    async def _dump(self, worker: Worker, part: Path) -> tuple[float, Dump]:
+        begin = time.monotonic()
+        with opened(os.open(part, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+            made = Dump(worker, 1, begin + WITHIN_S, ignored, fd)
+            await self.driver.dump(made)
+        return time.monotonic() - begin, made
 
     def _bare_dump(self, pid: int, images: Path) -> tuple[float, float, float]:
         """Return the seconds of CRIU alone, those until its files are durable, those of its stop."""

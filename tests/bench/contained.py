@@ -1,6 +1,6 @@
 """Be the first process of a container, as far as a dump can tell: `unshare` starts it.
 
-    unshare --mount --pid --net --uts --ipc --fork --kill-child \\
+    unshare --mount --pid --net --uts --ipc --fork \\
         python -m tests.bench.contained FOLDER [--at SOURCE] PROGRAM ARGUMENTS
 
 It has the root of this machine with a layer of its own over it, which is in FOLDER, and the mounts
@@ -22,6 +22,7 @@ HOST = "bench-worker"
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 SNAPBACK = "snapback"
 """Where a placeholder has its first program."""
+PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -67,6 +68,8 @@ def main(folder: str, *argv: str) -> None:
     # That of the machine is on no mount of the container.
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.setsid()
+    # A restored process would have it as well, and CRIU, which has started it, ends.
+    _libc.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
     os.execv(command[0], command)
 
 

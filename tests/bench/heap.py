@@ -1,4 +1,4 @@
-"""A worker with a heap of so many MiB, which counts on its output."""
+"""A worker with a heap of so many MiB, which counts on its output while someone has the other end."""
 
 import hashlib
 import sys
