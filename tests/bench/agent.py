@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from snapshot_shared.artifact import FileEntry
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef
 from tests.bench.gms import huge_pages, raw_transfer
-from tests.bench.machine import Watch, describe
+from tests.bench.machine import Watch, describe, new_memory
 from tests.bench.results import NOISE, OTHERS, Judged, Verdict, spread, with_section
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,11 +112,9 @@ class Bench:
         machine, watch = describe(self.folder), Watch()
         turns = []
         with self._helper():
-            await self._until(self.driver.is_ready)
             heap = str(ROOT / "tests" / "bench" / "heap.py")
             source = self._contained(sys.executable, heap, str(self.heap // MIB))
             try:
-                # The host of a virtual machine may never have given so much memory yet.
                 first = self._new_folder(self.artifacts)
                 _, made = await self._dump(source.worker, first)
                 shutil.rmtree(first)
@@ -137,21 +135,21 @@ class Bench:
             "HELPER": self.socket,
             "ARTIFACT_ROOT": self.artifacts,
             "CRIU": self.criu,
-            "LOG_LEVEL": "WARNING",
+            "LOG_LEVEL": "INFO",
         }
         environment = {f"SNAPBACK_{name}": str(value) for name, value in settings.items()}
         command = [sys.executable, "-m", "snapshot_agent.helper"]
-        helper = subprocess.Popen(command, env={**os.environ, **environment})
+        helper = subprocess.Popen(
+            command, env={**os.environ, **environment}, stderr=subprocess.PIPE
+        )
         try:
+            assert helper.stderr is not None
+            # It says that it serves.
+            helper.stderr.readline()
             yield
         finally:
             helper.terminate()
             helper.wait()
-
-    async def _until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
-            while not await holds():  # type: ignore[misc]
-                await asyncio.sleep(0.05)
 
     def _contained(self, *argv: str) -> Container:
         """Start a container whose program is ready when it has written a line."""
@@ -214,11 +212,21 @@ class Bench:
         # Whoever is first finds another machine than who comes after it.
         contenders = [snapback, criu, disk]
         for each in contenders[number % 3 :] + contenders[: number % 3]:
+            self._recycle()
             await each()
         cached = await self._restores(part, files, number, cold=False)
         cold = await self._restores(part, files, number, cold=True)
         shutil.rmtree(part)
         return Turn(size=self.size, dump=dump, frozen=frozen, cached=cached, cold=cold)
+
+    def _recycle(self) -> None:
+        """Touch and release as much memory as a contender needs, and the cache of its files.
+
+        The host of a virtual machine may have taken it back, and gives it slowly.
+        """
+        size = 2 * self.size
+        with opened(new_memory(size, in_huge_pages=False)) as fd:
+            os.posix_fallocate(fd, 0, size)
 
     async def _dump(self, worker: Worker, part: Path) -> tuple[float, Dump]:
         begin = time.monotonic()
@@ -228,7 +236,7 @@ class Bench:
         return time.monotonic() - begin, made
 
     def _bare_dump(self, pid: int, images: Path) -> tuple[float, float, float]:
-        """Return the seconds of CRIU alone, those until its files are durable, those of its stop."""
+        """Return the seconds of CRIU, those until its files are durable, and those of its stop."""
         seen = observe.tree(*self._key(pid), cgroups=Path("/sys/fs/cgroup"))
         work = self._new_folder(self.folder)
         plan = DumpPlan(
@@ -265,6 +273,7 @@ class Bench:
         for name in names if number % 2 else reversed(names):
             placeholder = self._contained("/snapback/snapback-init")
             try:
+                self._recycle()
                 _cache(part, cold=cold)
                 if name == "criu":
                     found[name] = self._bare_restore(placeholder.worker.process.pid, part)
@@ -327,7 +336,9 @@ def judged(results: Results) -> list[Judged]:
         _Goal("dump", "raw write limit", 1 / OF_DISK, dump("snapback"), dump("disk"), True),
     ]
     for row, of in (("restore, cached", "cached"), ("restore, cold", "cold")):
-        ours, theirs = ([getattr(turn, of)[name] for turn in turns] for name in ("snapback", "criu"))
+        ours, theirs = (
+            [getattr(turn, of)[name] for turn in turns] for name in ("snapback", "criu")
+        )
         goals.append(_Goal(row, "criu", OVER_CRIU_RESTORE, ours, theirs))
     return [_judge(goal, results.others) for goal in goals]
 
@@ -354,13 +365,13 @@ def _lines(results: Results) -> Iterator[str]:
     turns = results.turns
     yield f"## {TITLE}\n"
     yield (
-        f"Written by `make bench-agent`: a worker with a heap of {results.heap // MIB} MiB, "
-        f"{len(turns)} rounds, contenders in\n"
-        "turn, medians. `snapback` is the driver `criu` with a real helper, from its request until\n"
-        "every file has its digests and is on the disk, or until the restored process runs.\n"
-        "`criu` is CRIU alone with the same options, which is not durable, checks nothing and\n"
-        "leaves out the files of the container; `criu, fsync` is durable, and `disk` the raw write\n"
-        "limit for as many bytes. All restores read the same dump.\n"
+        f"Written by `make bench-agent`: a worker with a heap of {results.heap // MIB} MiB in\n"
+        f"namespaces of its own, {len(turns)} rounds, contenders in turn, medians. `snapback` is\n"
+        "the driver `criu` with a real helper, from its request until every file has its digests and\n"
+        "is on the disk, or until the restored process runs. `criu` is CRIU alone with the same\n"
+        "options: it checks nothing, leaves out the files of the container, and its dump is not\n"
+        "durable; with `criu, fsync` it is. `disk` is the raw write limit for as many bytes: past\n"
+        "the page cache, which CRIU cannot do. All restores of a round read the same dump.\n"
         f"Others took {results.others:.0%} of the processors. The machine:\n"
     )
     yield from (f"- {key}: {value}" for key, value in results.machine.items())

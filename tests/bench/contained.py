@@ -1,7 +1,8 @@
 """Be the first process of a container, as far as a dump can tell: `unshare` starts it.
 
-    unshare --mount --pid --net --uts --ipc --fork \\
-        python -m tests.bench.contained FOLDER [--at SOURCE] PROGRAM ARGUMENTS
+    unshare --mount --pid --net --uts --ipc --fork python -m tests.bench.contained ARGUMENTS
+
+where the arguments are FOLDER [--at SOURCE] PROGRAM and those of the program.
 
 It has the root of this machine with a layer of its own over it, which is in FOLDER, and the mounts
 that a container has. Then it becomes the program. FOLDER must be on another file system than the

@@ -1,4 +1,4 @@
-"""A worker with a heap of so many MiB, which counts on its output while someone has the other end."""
+"""A worker with a heap of so many MiB. It counts on its output until no one can read it."""
 
 import hashlib
 import sys

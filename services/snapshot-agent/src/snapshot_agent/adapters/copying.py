@@ -6,9 +6,13 @@ after the caller has gone on.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ctypes
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -17,10 +21,22 @@ from snapshot_agent.adapters.control_dir import workers_own
 from snapshot_agent.ports import Progress
 from snapshot_shared.artifact import MAX_FILES, PART_MANIFEST, FileEntry, FileName
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
-from snapshot_shared.files import create_file, open_regular, translated, write_all
-from snapshot_shared.tasks import Threads
+from snapshot_shared.files import create_file, open_regular, opened, translated, write_all
+from snapshot_shared.tasks import Threads, over
 
 CHUNK_BYTES = 8 * 1024 * 1024
+
+PIECE_BYTES = 1024 * 1024
+"""How much of a chunk is read at a time where it is read for its digest alone: what stays in the
+cache of a processor."""
+
+SIDE_BY_SIDE = 4
+"""How many files of a part, and chunks of a file, are read at the same time."""
+
+WRITE_BACK_BYTES = 4 * 1024 * 1024
+"""How much of a file that grows is given to the disk at a time, at least."""
+
+T = TypeVar("T")
 
 ROOT = Threads(16, "artifact-root")
 """Threads for all calls below the artifact root, whose file system may hang. They are apart from
@@ -76,48 +92,140 @@ async def copy_in(source: int, target: int, name: str, counter: ByteCounter) -> 
         ROOT.opened(open_regular, source, name) as reading,
         ROOT.opened(create_file, target, name) as sink,
     ):
-        entry = await _digested(reading, name, counter, sink)
+        entry = await _copied(reading, sink, name, counter)
         await ROOT.run(_sync, sink, name)
     return entry
 
 
-async def digested(part: int, name: str, counter: ByteCounter) -> FileEntry:
-    """Read a file that was written into a part, and make it durable."""
-    async with ROOT.opened(open_regular, part, name) as reading:
-        entry = await _digested(reading, name, counter, None)
-        await ROOT.run(_sync, reading, name)
-    return entry
+async def digested(part: int, counter: ByteCounter) -> list[FileEntry]:
+    """Read the files that were written into a part, all of them, and make them durable."""
+    names = [name for name, _ in await ROOT.run(listed, part)]
+    found: dict[str, FileEntry] = {}
+
+    async def add(name: str) -> None:
+        async with ROOT.opened(open_regular, part, name) as reading:
+            # The disk writes while the bytes are read from memory.
+            syncing = ROOT.begin(_sync, reading, name)
+            try:
+                found[name] = await _entry(reading, name, counter)
+            finally:
+                await over(syncing)
+            syncing.result()
+
+    await _side_by_side(names, add)
+    return [found[name] for name in names]
 
 
-async def _digested(reading: int, name: str, counter: ByteCounter, sink: int | None) -> FileEntry:
+async def _entry(reading: int, name: str, counter: ByteCounter) -> FileEntry:
+    size = os.fstat(reading).st_size
+    chunks: dict[int, str] = {}
+
+    async def add(offset: int) -> None:
+        count = min(CHUNK_BYTES, size - offset)
+        chunks[offset] = await ROOT.run(_digest, reading, name, offset, count)
+        await counter.add(count)
+
+    offsets = range(0, size, CHUNK_BYTES)
+    await _side_by_side(offsets, add)
+    in_order = [chunks[offset] for offset in offsets]
+    return FileEntry(name=name, size=size, chunk_bytes=CHUNK_BYTES, chunks=in_order)
+
+
+async def _side_by_side(of: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
+    """Do work for each of some things, SIDE_BY_SIDE at a time. The first error ends all of it."""
+    left = iter(of)
+
+    async def some() -> None:
+        for each in left:
+            await work(each)
+
+    tasks = [asyncio.ensure_future(some()) for _ in range(SIDE_BY_SIDE)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await over(*tasks)
+
+
+class WriteBack:
+    """Has the disk write the files of a part while another process still makes them.
+
+    It is no more than a hint, so that little is left for the time when they are made durable.
+    """
+
+    def __init__(self, part: int) -> None:
+        """Begin with nothing. `part` is a descriptor of the directory."""
+        self._part = part
+        self._begun: dict[str, int] = {}
+        self._under_way: asyncio.Future[None] | None = None
+
+    def go_on(self) -> None:
+        """Begin to write what was added since the last call, if that has been given to the disk."""
+        if self._under_way is None or self._under_way.done():
+            self._under_way = ROOT.begin(_write_back, self._part, self._begun)
+
+    async def over(self) -> None:
+        """Wait until nothing uses the directory."""
+        if self._under_way is not None:
+            await over(self._under_way)
+
+
+_libc = ctypes.CDLL(None)
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _write_back(part: int, begun: dict[str, int]) -> None:
+    """Begin to write what files of a directory have beyond `begun`, which is then set."""
+    with contextlib.suppress(OSError, ArtifactCorrupt):
+        for name in os.listdir(part):
+            size = os.stat(name, dir_fd=part, follow_symlinks=False).st_size
+            since = begun.get(name, 0)
+            if size - since >= WRITE_BACK_BYTES:
+                with opened(open_regular(part, name)) as fd:
+                    offset, count = ctypes.c_int64(since), ctypes.c_int64(size - since)
+                    _libc.sync_file_range(fd, offset, count, _SYNC_FILE_RANGE_WRITE)
+                begun[name] = size
+
+
+async def _copied(reading: int, sink: int, name: str, counter: ByteCounter) -> FileEntry:
     size = os.fstat(reading).st_size
     chunks: list[str] = []
     for offset in range(0, size, CHUNK_BYTES):
         count = min(CHUNK_BYTES, size - offset)
-        chunks.append(await ROOT.run(_take_chunk, reading, sink, name, offset, count))
+        chunks.append(await ROOT.run(_copy_chunk, reading, sink, name, offset, count))
         await counter.add(count)
     return FileEntry(name=name, size=size, chunk_bytes=CHUNK_BYTES, chunks=chunks)
 
 
-def _take_chunk(reading: int, sink: int | None, name: str, offset: int, count: int) -> str:
-    data = _read(reading, name, offset, count)
-    if sink is not None:
-        write_all(sink, memoryview(data))
+def _copy_chunk(reading: int, sink: int, name: str, offset: int, count: int) -> str:
+    data = bytearray(count)
+    _read(reading, name, offset, memoryview(data))
+    write_all(sink, memoryview(data))
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def _read(fd: int, name: str, offset: int, count: int) -> bytearray:
-    data = bytearray(count)
-    view = memoryview(data)
+def _digest(reading: int, name: str, offset: int, count: int) -> str:
+    piece = memoryview(bytearray(min(count, PIECE_BYTES)))
+    state = xxhash.xxh3_128()
+    end = offset + count
+    while offset < end:
+        part = piece[: end - offset]
+        _read(reading, name, offset, part)
+        state.update(part)
+        offset += len(part)
+    return state.hexdigest()
+
+
+def _read(fd: int, name: str, offset: int, into: memoryview) -> None:
     done = 0
-    while done < count:
-        got = os.preadv(fd, [view[done:]], offset + done)
+    while done < len(into):
+        got = os.preadv(fd, [into[done:]], offset + done)
         if got == 0:
             raise ArtifactCorrupt(
                 f"{name} ends at {offset + done} bytes", file=name, found=offset + done
             )
         done += got
-    return data
 
 
 def _sync(fd: int, name: str) -> None:
@@ -159,18 +267,31 @@ def _create_workers(target: int, name: str) -> int:
 async def _read_entry(
     reading: int, entry: FileEntry, counter: ByteCounter, sink: int | None
 ) -> None:
-    for index, digest in enumerate(entry.chunks):
+    async def check(index: int) -> None:
         offset = index * entry.chunk_bytes
         count = min(entry.chunk_bytes, entry.size - offset)
-        await ROOT.run(_check_chunk, reading, entry.name, index, offset, count, digest, sink)
+        await ROOT.run(_check_chunk, reading, entry, index, offset, count, sink)
         await counter.add(count)
+
+    indices = range(len(entry.chunks))
+    if sink is None:
+        await _side_by_side(indices, check)
+    else:
+        for index in indices:
+            await check(index)
 
 
 def _check_chunk(
-    reading: int, name: str, index: int, offset: int, count: int, digest: str, sink: int | None
+    reading: int, entry: FileEntry, index: int, offset: int, count: int, sink: int | None
 ) -> None:
-    data = _read(reading, name, offset, count)
-    found = xxhash.xxh3_128_hexdigest(data)
+    name, digest = entry.name, entry.chunks[index]
+    data = bytearray()
+    if sink is None:
+        found = _digest(reading, name, offset, count)
+    else:
+        data = bytearray(count)
+        _read(reading, name, offset, memoryview(data))
+        found = xxhash.xxh3_128_hexdigest(data)
     if found != digest:
         raise ArtifactCorrupt(
             f"{name}: chunk {index} has digest {found}, the manifest says {digest}",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from snapback_client.frames import error_of
 from snapshot_agent.adapters import settling
-from snapshot_agent.adapters.copying import ROOT, ByteCounter, digested, listed, read_checked
+from snapshot_agent.adapters.copying import ByteCounter, WriteBack, digested, read_checked
 from snapshot_agent.domain.driving import Phase, Phases, Release
 from snapshot_agent.domain.helping import (
     MAX_MESSAGE_BYTES,
@@ -99,10 +99,17 @@ class Criu:
         ours = await in_thread(_ours, dump.worker)
         gpus = await self.gpus(dump.worker)
         request = DumpRequest(pid=pid, start=start, within_s=within_s, ours=ours, gpus=gpus)
-        dump.frozen_s = (await self._ask(request, (dump.part,), dump.progress)).frozen_s
-        counter = ByteCounter(dump.progress)
-        names = await ROOT.run(listed, dump.part)
-        dump.files = [await digested(dump.part, name, counter) for name, _ in names]
+        write_back = WriteBack(dump.part)
+
+        async def grown(done: int) -> None:
+            write_back.go_on()
+            await dump.progress(done)
+
+        try:
+            dump.frozen_s = (await self._ask(request, (dump.part,), grown)).frozen_s
+        finally:
+            await write_back.over()
+        dump.files = await digested(dump.part, ByteCounter(dump.progress))
 
     async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
         folder = placeholder.paths.placeholder

@@ -273,9 +273,7 @@ def _socket(entry: bytes) -> _Socket | None:
     )
 
 
-def _entries(
-    image: bytes, kind: str, magic: int, common: int = _COMMON_MAGIC
-) -> Iterator[bytes]:
+def _entries(image: bytes, kind: str, magic: int, common: int = _COMMON_MAGIC) -> Iterator[bytes]:
     """Yield the messages of an image."""
     if len(image) > MAX_IMAGE_BYTES:
         raise _corrupt(kind, f"it has {len(image)} bytes, more than {MAX_IMAGE_BYTES}")

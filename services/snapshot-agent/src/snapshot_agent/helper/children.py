@@ -23,8 +23,8 @@ from snapshot_shared.errors import (
     SnapbackError,
 )
 
-LOOK_S = 0.5
-"""How often progress is reported, in seconds."""
+LOOK_S = 0.02
+"""How often progress is reported, in seconds: the agent has the disk write what was added."""
 
 MAX_FAILURE_BYTES = 64 * 1024
 
