@@ -34,7 +34,7 @@ REPEAT ?= 1
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -192,6 +192,10 @@ bench-object: $(STAMP) ## Save and load through an S3 server here, memory and di
 bench-pause: $(STAMP) ## Measure a worker's pause and its restore (SIZES_MIB="256 4096", ROUNDS=5)
 	$(BIN)/python -m tests.bench.pause --size-mib $(or $(SIZES_MIB),64 512) \
 		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md
+
+bench-agent: $(STAMP) .tools/snapback-init ## Measure dumps and restores of a process beside CRIU alone, as root (SIZE_MIB=1024, ROUNDS=5, JSON=file)
+	$(BIN)/python -m tests.bench.agent --size-mib $(or $(SIZE_MIB),1024) \
+		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md $(if $(JSON),--json $(JSON))
 
 demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)

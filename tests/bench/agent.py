@@ -367,8 +367,8 @@ def _lines(results: Results) -> Iterator[str]:
     yield (
         f"Written by `make bench-agent`: a worker with a heap of {results.heap // MIB} MiB in\n"
         f"namespaces of its own, {len(turns)} rounds, contenders in turn, medians. `snapback` is\n"
-        "the driver `criu` with a real helper, from its request until every file has its digests and\n"
-        "is on the disk, or until the restored process runs. `criu` is CRIU alone with the same\n"
+        "the driver `criu` with a real helper, from its request until every file has its digests\n"
+        "and is on the disk, or until the restored process runs. `criu` is CRIU alone with its\n"
         "options: it checks nothing, leaves out the files of the container, and its dump is not\n"
         "durable; with `criu, fsync` it is. `disk` is the raw write limit for as many bytes: past\n"
         "the page cache, which CRIU cannot do. All restores of a round read the same dump.\n"
