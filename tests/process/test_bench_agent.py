@@ -1,0 +1,38 @@
+"""What a dump and a restore by a real helper report, in the benchmark of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.bench.agent import MIB, ROOT, TOOLS, Results
+
+pytestmark = [pytest.mark.process, pytest.mark.waits]
+
+
+def test_a_dump_is_whole_and_says_for_how_long_its_worker_was_stopped(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
+        pytest.skip(f"{' and '.join(missing)} missing: install iproute2 and util-linux")
+    if not (TOOLS / "criu").exists() or not (TOOLS / "snapback-init").exists():
+        pytest.skip("CRIU or the first process is missing: run `make criu init`")
+    command = [sys.executable, "-m", "tests.bench.agent", "--size-mib", "4", "--rounds", "1"]
+    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "found")]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=100, check=False)
+    # So small a process says nothing of goals.
+    assert done.returncode in (0, 1)
+    found = msgspec.json.decode((tmp_path / "found").read_bytes(), type=Results)
+    (turn,) = found.turns
+    assert turn.size > 4 * MIB
+    for name in ("snapback", "criu"):
+        assert 0 < turn.frozen[name] < turn.dump[name]
+        assert turn.cached[name] > 0
+        assert turn.cold[name] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["found"]
