@@ -23,7 +23,7 @@ from snapshot_shared.errors import (
     SnapbackError,
 )
 
-LOOK_S = 0.02
+LOOK_S = 0.1
 """How often progress is reported, in seconds: the agent has the disk write what was added."""
 
 MAX_FAILURE_BYTES = 64 * 1024
