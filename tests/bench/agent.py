@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from snapshot_agent.adapters import procfs
+from snapshot_agent.adapters.copying import SIDE_BY_SIDE
 from snapshot_agent.adapters.criu import Criu
 from snapshot_agent.domain.control import ContainerPaths
 from snapshot_agent.domain.criu_images import frozen_s
@@ -253,9 +255,8 @@ class Bench:
         begin = time.monotonic()
         subprocess.run([self.criu, *arguments], cwd=work, check=True, stdin=subprocess.DEVNULL)
         ended = time.monotonic()
-        for path in (*images.iterdir(), images):
-            with opened(os.open(path, os.O_RDONLY)) as fd:
-                os.fsync(fd)
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            list(pool.map(_sync, (*images.iterdir(), images)))
         durable = time.monotonic()
         stopped = frozen_s((work / "stats-dump").read_bytes())
         return ended - begin, durable - begin, stopped
@@ -297,6 +298,11 @@ class Bench:
         command += [str(self.criu), str(pid), str(part), str(work)]
         done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
         return float(done.stdout)
+
+
+def _sync(path: Path) -> None:
+    with opened(os.open(path, os.O_RDONLY)) as fd:
+        os.fsync(fd)
 
 
 def _cache(part: Path, *, cold: bool) -> None:
