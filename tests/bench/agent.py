@@ -111,7 +111,8 @@ class Bench:
 
     async def run(self) -> Results:
         """Measure everything."""
-        machine, watch = describe(self.folder), Watch()
+        machine = {"day": time.strftime("%Y-%m-%d", time.gmtime()), **describe(self.folder)}
+        watch = Watch()
         turns = []
         with self._helper():
             heap = str(ROOT / "tests" / "bench" / "heap.py")
