@@ -230,7 +230,22 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         try:
             view = view[os.write(fd, view) :]
         except OSError as error:
-            raise translated(error, f"fd {fd}") from error
+            raise _write_failed(error, fd, len(view)) from error
+
+
+def _write_failed(error: OSError, fd: int, left: int) -> Exception:
+    name = f"fd {fd}"
+    with contextlib.suppress(OSError):
+        name = os.readlink(f"/proc/self/fd/{fd}")
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return translated(error, name)
+    free = free_bytes(fd)
+    return NoSpace(
+        f"no space left while writing {name}: {left} more bytes are needed, {free} are free",
+        needed=left,
+        free=free,
+        path=name,
+    )
 
 
 def write_new(directory: int, name: str, data: bytes) -> None:

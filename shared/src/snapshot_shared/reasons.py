@@ -742,6 +742,14 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The kubelet of the node does not answer at its socket of pod-resources.",
             "See the kubelet's log on that node. It is tried again.",
         ),
+        "ChildKilled": Reason(
+            "A process of the node's helper was killed while it packed or unpacked files or ran "
+            "CRIU. A worker goes on; a placeholder in which CRIU had begun is ended.",
+            "The node or the pod has run out of memory, most often.",
+            "See the kernel's log of the node, raise the memory limit of the container `helper` "
+            "or, for a restore, of the pod, and take a new snapshot or create the pod again: "
+            "`snapshotctl checkpoint POD`.",
+        ),
         "HelperLost": Reason(
             "The helper of the node ended while it dumped or restored a process.",
             "It was killed, or its pod was replaced.",

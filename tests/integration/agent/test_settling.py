@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -134,6 +135,97 @@ def test_a_helper_that_starts_settles_what_no_one_works_on(
     os.kill(child, signal.SIGTERM)
     os.waitpid(child, 0)
     other.end()
+
+
+def test_a_record_that_was_never_written_whole_is_of_a_worker_that_goes_on(
+    records: Records, worker: Worker, tmp_path: Path
+) -> None:
+    pid, start = worker.key
+    (tmp_path / "dumps" / f"{pid}-{start}").touch()
+    assert not records.settle(pid, start)
+    assert worker.runs()
+    assert list((tmp_path / "dumps").iterdir()) == []
+
+
+def test_a_dump_does_not_begin_with_a_record_that_was_settled_meanwhile(
+    records: Records, worker: Worker, tmp_path: Path
+) -> None:
+    pid, start = worker.key
+    path = tmp_path / "dumps" / f"{pid}-{start}"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        begun: list[BaseException] = []
+
+        def dump() -> None:
+            try:
+                with records.dumping(pid, start, NETWORK):
+                    pass
+            except Aborted as error:
+                begun.append(error)
+
+        dumping = threading.Thread(target=dump)
+        dumping.start()
+        # Until it waits for the lock, which it has opened.
+        while not any(opened(path)):
+            time.sleep(0.01)
+        path.unlink()
+    dumping.join(5)
+    assert len(begun) == 1
+    assert list((tmp_path / "dumps").iterdir()) == []
+
+
+def opened(path: Path) -> Iterator[str]:
+    """Yield the descriptors of this process that wait for a lock of a file."""
+    inode = path.stat().st_ino
+    for line in Path("/proc/locks").read_text().splitlines():
+        if "->" in line and line.split()[-3].endswith(f":{inode}"):
+            yield line
+
+
+def test_a_placeholder_whose_restore_was_killed_is_ended(records: Records, worker: Worker) -> None:
+    child = os.fork()
+    if child == 0:
+        with records.restoring(*worker.key, ()):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    records.settle_all(child)
+    assert worker.ended_by() == signal.SIGKILL
+
+
+@pytest.mark.parametrize("error", [OutcomeUnknown("CRIU was killed"), ValueError("a defect")])
+def test_a_restore_that_is_given_up_ends_its_placeholder_and_the_files_without_a_name(
+    records: Records, worker: Worker, tmp_path: Path, error: Exception
+) -> None:
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    for name in ("ghost", "a.cr.1.ghost", "deep/b.cr.2f.ghost"):
+        (tmp_path / "data" / name).touch()
+    volumes = [str(tmp_path / "data"), str(tmp_path / "nowhere")]
+    with (
+        contextlib.suppress(OutcomeUnknown, ValueError),
+        records.restoring(*worker.key, volumes),
+    ):
+        raise error
+    assert list((tmp_path / "dumps").iterdir()) == []
+    assert worker.ended_by() == signal.SIGKILL
+    assert sorted(path.name for path in (tmp_path / "data").rglob("*")) == ["deep", "ghost"]
+
+
+def test_a_restore_that_is_undone_leaves_its_placeholder(
+    records: Records, worker: Worker, tmp_path: Path
+) -> None:
+    with pytest.raises(Aborted), records.restoring(*worker.key, ()) as undone:
+        undone()
+        raise Aborted("CRIU has taken back what it made")
+    assert list((tmp_path / "dumps").iterdir()) == []
+    assert worker.runs()
+
+
+def test_the_record_of_another_child_is_left_alone(records: Records, worker: Worker) -> None:
+    child = dumping_child(records, worker, heeds=True)
+    records.settle_all(child + 1)
+    assert worker.runs()
+    os.kill(child, signal.SIGTERM)
+    os.waitpid(child, 0)
 
 
 def test_a_pid_that_another_process_has_now_is_not_ended(records: Records, worker: Worker) -> None:

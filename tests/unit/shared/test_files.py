@@ -151,3 +151,11 @@ def test_a_tree_of_which_something_vanishes_while_it_is_removed_is_not_called_re
     with files.opened(files.open_root(tmp_path)) as root, pytest.raises(FileNotFoundError):
         files.remove_tree(root, "tree")
     assert (tmp_path / "tree" / "file").exists()
+
+
+def test_the_error_of_a_full_disk_says_which_file_and_how_many_bytes() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as file, pytest.raises(NoSpace) as raised:
+        files.write_all(file.fileno(), b"twelve bytes")
+    assert raised.value.values["path"] == "/dev/full"
+    assert raised.value.values["needed"] == 12
+    assert "/dev/full: 12 more bytes are needed" in raised.value.message

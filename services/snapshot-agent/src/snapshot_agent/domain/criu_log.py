@@ -45,6 +45,8 @@ _ADDRESS = (
 _GHOST = "delete this pod and restore into a new one: an earlier restore was ended in its midst"
 _UNKNOWN = "look for this error in the issues of CRIU, or capture the worker with another driver"
 _SILENT = "try again; if it lasts, look at the kernel's log of this node"
+FULL = "No space left"
+
 _ROOM = "free room where the artifact or the files of the container are written, and try again"
 
 # CRIU itself kills what it has restored after an error, so this is a cause only as the first one.
@@ -76,7 +78,7 @@ NEXT_STEPS: dict[str, str] = {
         "the same volumes with the same mountPropagation"
     ),
     _KILLED: "raise the memory limit of the container to that of the source or more",
-    "No space left": _ROOM,
+    FULL: _ROOM,
     "File too large": "the dump was ended at its deadline: give it more time, and try again",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 from pathlib import Path
@@ -27,6 +28,7 @@ from snapshot_agent.domain.helping import (
 )
 from snapshot_agent.helper import cuda_worker, observe
 from snapshot_agent.helper.caller import Caller
+from snapshot_agent.helper.children import remove_work_folders
 from snapshot_agent.helper.dumping import Node, dump, inspect
 from snapshot_agent.helper.restoring import restore
 from snapshot_agent.helper.self_test import self_test
@@ -70,39 +72,66 @@ class Helper:
 
     def serve(self) -> None:
         """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker."""
-        children = {self._settling}
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        children: dict[int, int] = {}
+        pid: int | None = self._settling
         try:
             while True:
-                caller = let_in(self._listener)
-                if caller is not None:
-                    with caller:
-                        child = os.fork()
-                        if child == 0:
-                            self._child(caller)
-                    children.add(child)
-                children = {pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+                if pid is not None:
+                    pidfd = os.pidfd_open(pid)
+                    children[pidfd] = pid
+                    poll.register(pidfd, select.POLLIN)
+                # One at a time: another may have ended when this one is dealt with.
+                fd = poll.poll()[0][0]
+                if fd == self._listener.fileno():
+                    pid = self._welcome()
+                else:
+                    poll.unregister(fd)
+                    os.close(fd)
+                    pid = self._reap(children.pop(fd))
         except KeyboardInterrupt:
-            for pid in children:
-                os.kill(pid, signal.SIGTERM)
-            for pid in children:
-                os.waitpid(pid, 0)
+            for child in children.values():
+                os.kill(child, signal.SIGTERM)
+            for child in children.values():
+                os.waitpid(child, 0)
 
-    def _settle(self) -> int:
-        """Settle what an earlier helper has left, in a child: to let a worker go may take long."""
+    def _welcome(self) -> int | None:
+        """Return the pid of a child that carries out a request."""
+        caller = let_in(self._listener)
+        if caller is None:
+            return None
+        with caller:
+            child = os.fork()
+            if child == 0:
+                self._child(caller)
+        return child
+
+    def _reap(self, pid: int) -> int | None:
+        """Wait for a child that has ended; return that of another one if it was killed."""
+        _, status = os.waitpid(pid, 0)
+        return self._settle(pid) if status else None
+
+    def _settle(self, of: int | None = None) -> int:
+        """Settle what an earlier helper has left, or a child that was killed.
+
+        In a child: to let a worker go may take long.
+        """
         child = os.fork()
         if child == 0:
             try:
-                self._node.records.settle_all()
+                self._node.records.settle_all(of)
+                remove_work_folders()
             except Exception:
-                log.exception("what an earlier helper has left could not be settled")
+                log.exception("what was left could not be settled")
             finally:
                 os._exit(0)
         return child
 
     def _child(self, sock: socket.socket) -> NoReturn:
-        self._listener.close()
-        caller = Caller(sock)
         try:
+            self._listener.close()
+            caller = Caller(sock)
             caller.send(self._answer(caller))
         finally:
             os._exit(0)

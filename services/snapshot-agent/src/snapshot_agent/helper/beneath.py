@@ -13,9 +13,10 @@ import itertools
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from snapshot_shared.files import opened
+from snapshot_shared.files import open_dir, opened
 
 LIMIT_ENTRIES = 1_000_000
 """How many names a walk may find, as many of which are in memory at once."""
@@ -82,6 +83,12 @@ def open_beneath(folder: int, path: str, flags: int) -> int:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number), path)
+
+
+def open_inside(pid: int, path: str) -> int:
+    """Open a folder as a process has it, with no link on its way."""
+    with opened(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_CLOEXEC)) as root:
+        return open_dir(root, PurePosixPath(path).parts[1:])
 
 
 def open_folder(folder: int, path: str) -> int:

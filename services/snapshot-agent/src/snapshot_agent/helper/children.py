@@ -1,16 +1,23 @@
-"""Children that do one part of a request, which their parent can end at any moment."""
+"""Children that do one part of a request, which their parent can end at any moment.
+
+A child that carries out a request has a folder for what CRIU writes meanwhile, named by its pid.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from snapback_client.frames import error_of
+from snapshot_agent.adapters import procfs
 from snapshot_agent.helper import syscalls
 from snapshot_agent.helper.caller import Caller
 from snapshot_shared.codec import decode_json, encode_json
@@ -19,7 +26,6 @@ from snapshot_shared.errors import (
     DeadlineExceeded,
     Failure,
     Internal,
-    OutcomeUnknown,
     SnapbackError,
 )
 
@@ -27,6 +33,36 @@ LOOK_S = 0.1
 """How often progress is reported, in seconds: the agent has the disk write what was added."""
 
 MAX_FAILURE_BYTES = 64 * 1024
+
+KDAT = Path("/run/criu.kdat.tmp")
+"""CRIU does not write its cache of the kernel's features while this is there."""
+
+_FOLDERS = KDAT.parent
+_FOLDER = "criu-"
+
+
+class ChildKilled(SnapbackError):
+    """A process of the helper was killed while it worked, for example for lack of memory."""
+
+    default_next_step = "look at the kernel's log of this node, and raise the limits of memory"
+
+
+@contextlib.contextmanager
+def work_folder() -> Iterator[Path]:
+    """Make a folder for a block, in which a child of the helper has CRIU work."""
+    prefix = f"{_FOLDER}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=_FOLDERS) as folder:
+        yield Path(folder)
+
+
+def remove_work_folders() -> None:
+    """Remove the folders of children that were killed, and the rest of CRIU's cache."""
+    KDAT.unlink(missing_ok=True)
+    for folder in _FOLDERS.glob(f"{_FOLDER}*-*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        found = procfs.read(int(pid)) if pid.isdigit() else None
+        if found is None or not found.is_running:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Watch:
@@ -88,7 +124,7 @@ def in_child(work: Callable[[], None], watch: Watch) -> None:
     if said:
         raise error_of(decode_json(said, Failure, limit=MAX_FAILURE_BYTES))
     if status:
-        raise OutcomeUnknown(f"a child ended with {os.waitstatus_to_exitcode(status)}")
+        raise ChildKilled(f"a child of the helper ended with {os.waitstatus_to_exitcode(status)}")
 
 
 def _end(work: Callable[[], None], result: int) -> NoReturn:

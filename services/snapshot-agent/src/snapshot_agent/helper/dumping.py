@@ -14,8 +14,7 @@ import os
 import re
 import resource
 import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -34,16 +33,16 @@ from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_m
 from snapshot_agent.domain.helping import DumpRequest, Inspect
 from snapshot_agent.domain.mounts import Mount, upper_of
 from snapshot_agent.helper import archive, cuda_worker, observe, syscalls
+from snapshot_agent.helper.beneath import open_inside
 from snapshot_agent.helper.caller import Caller
-from snapshot_agent.helper.children import Watch, in_child
+from snapshot_agent.helper.children import KDAT, Watch, in_child, work_folder
 from snapshot_agent.helper.cuda_worker import OnCuda
 from snapshot_agent.helper.settling import Records
 from snapshot_shared.codec import encode_pretty
-from snapshot_shared.errors import ArtifactCorrupt, CriuFailed, NotEligible, OutcomeUnknown
+from snapshot_shared.errors import ArtifactCorrupt, CriuFailed, NoSpace, NotEligible, OutcomeUnknown
 from snapshot_shared.files import (
     create_file,
     free_bytes,
-    open_dir,
     open_root,
     opened,
     read_bounded,
@@ -150,9 +149,10 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
             seen = observe.tree(request.pid, request.start, cgroups=node.cgroups)
             _check(request, node, here, seen, OnDevices(checkpointed=True), quiet=True)
             found = Found(seen, cuda._replace(bytes=0))
-        with criu_works():
+        with criu_works(), _naming_the_disk(part, node, found.bytes):
             facts, frozen_s = _dump(request, part, node, here, found, caller, watch)
-    write_new(part, SOURCE, encode_pretty(facts))
+    with _naming_the_disk(part, node, found.bytes):
+        write_new(part, SOURCE, encode_pretty(facts))
     # CRIU does not know for how long CUDA was locked.
     return None if cuda else frozen_s
 
@@ -174,23 +174,41 @@ def _dump(
     def look() -> None:
         caller.progress(_size(part), found.bytes)
 
-    with tempfile.TemporaryDirectory(prefix="dump-", dir="/run") as work:
+    with work_folder() as work:
         plan = DumpPlan(
             pid=request.pid,
             images=f"/proc/self/fd/{part}",
-            work=work,
+            work=str(work),
             script=f"{work}/script",
             network=network,
             external=external_mounts(seen.mounts),
             watched=[*request.ours, *(mount.path for mount in _volumes(request, seen))],
         )
-        with _Criu([str(node.criu), *dump_arguments(plan)], part, Path(work)) as criu:
+        with _Criu([str(node.criu), *dump_arguments(plan)], part, work) as criu:
             criu.until_written(watch, look)
             for tree in trees:
                 in_child(partial(_pack, tree, part), watch)
             criu.until_ended(watch, look)
-        frozen_s = _frozen_s(Path(work) / "stats-dump")
+        frozen_s = _frozen_s(work / "stats-dump")
     return _facts(request.pid, found, here, [tree.archive for tree in trees]), frozen_s
+
+
+@contextlib.contextmanager
+def _naming_the_disk(part: int, node: Node, total: int) -> Iterator[None]:
+    """Have the error of a full disk say which and how much; `total` is the estimate in bytes."""
+    try:
+        yield
+    except (CriuFailed, NoSpace) as error:
+        if isinstance(error, CriuFailed) and criu_log.FULL not in error.message:
+            raise
+        free = free_bytes(part)
+        raise NoSpace(
+            f"the disk of {node.artifacts} is full: of about {total} bytes of the dump "
+            f"{_size(part)} are written, and {free} are free ({error.message})",
+            needed=total,
+            free=free,
+            path=str(node.artifacts),
+        ) from error
 
 
 def _frozen_s(stats: Path) -> float | None:
@@ -277,9 +295,7 @@ class _Criu:
 
     def _require_success(self) -> None:
         if self._criu.wait() > 0:
-            said = (self._work / "dump.log").read_text(errors="replace")
-            message, next_step = criu_log.failure(said, "dump")
-            raise CriuFailed(message, next_step=next_step)
+            raise criu_failed(self._work, "dump")
 
     def _end(self) -> None:
         """Have the dump fail. CRIU is killed when that takes too long."""
@@ -291,6 +307,7 @@ class _Criu:
         except subprocess.TimeoutExpired:
             self._criu.kill()
             self._criu.wait()
+        KDAT.unlink(missing_ok=True)
 
 
 def _pack(tree: Captured, part: int) -> None:
@@ -328,12 +345,6 @@ def below(path: str, mounts: Sequence[str]) -> list[str]:
     ]
 
 
-def open_inside(pid: int, path: str) -> int:
-    """Open a folder as a process has it, with no link on its way."""
-    with opened(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_CLOEXEC)) as root:
-        return open_dir(root, PurePosixPath(path).parts[1:])
-
-
 def host_name(pid: int) -> str:
     """Return the name of a pod's host, as the kubelet has written it into its /etc/hostname."""
     with opened(open_inside(pid, "/etc")) as folder:
@@ -341,6 +352,14 @@ def host_name(pid: int) -> str:
     if not _HOST_NAME.match(found):
         raise NotEligible(f"{found!r} in the container's /etc/hostname is no name of a host")
     return found
+
+
+def criu_failed(work: Path, verb: criu_log.Verb) -> CriuFailed:
+    """Return the error of a CRIU that has failed and left its log in the folder `work`."""
+    log = work / f"{verb}.log"
+    said = log.read_text(errors="replace") if log.exists() else ""
+    message, next_step = criu_log.failure(said, verb)
+    return CriuFailed(message, next_step=next_step)
 
 
 def _size(directory: int) -> int:

@@ -12,13 +12,12 @@ import ipaddress
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 from snapshot_agent.adapters import procfs
-from snapshot_agent.domain import criu_gates, criu_images, criu_log
+from snapshot_agent.domain import criu_gates, criu_images
 from snapshot_agent.domain.criu_gates import SeenTree, SourceFacts
 from snapshot_agent.domain.criu_plan import (
     RestorePlan,
@@ -29,15 +28,13 @@ from snapshot_agent.domain.criu_plan import (
 from snapshot_agent.domain.helping import RESTORED, RestoreRequest
 from snapshot_agent.helper import archive, cuda_worker, observe, syscalls
 from snapshot_agent.helper.caller import Caller
-from snapshot_agent.helper.children import Watch, in_child
-from snapshot_agent.helper.dumping import SOURCE, Node, below, host_name
+from snapshot_agent.helper.children import Watch, in_child, work_folder
+from snapshot_agent.helper.dumping import SOURCE, Node, below, criu_failed, host_name
 from snapshot_shared.artifact import MAX_FILES
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import (
-    Aborted,
     ArtifactCorrupt,
     CriuFailed,
-    DeadlineExceeded,
     Incompatible,
     InvalidMessage,
     OutcomeUnknown,
@@ -66,34 +63,43 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
     with (
         opened(open_root(node.artifacts)) as top,
         opened(open_artifact(top, request.folder)) as part,
-        tempfile.TemporaryDirectory(prefix="restore-", dir="/run") as work,
+        work_folder() as work,
     ):
         source = _source(part)
         target = observe.tree(request.pid, request.start, cgroups=node.cgroups)
         criu_gates.check_restore(source, target, observe.node(node.criu))
         devices = _devices(request, source)
-        changed = _changed_images(part, request, source, target, Path(work))
+        changed = _changed_images(part, request, source, target, work)
         in_child(partial(_unpack, request, source, target, part), watch)
-        doing = _Restore(
-            request, source, target, Path(node.artifacts, *request.folder), Path(work), changed
-        )
-        try:
-            in_child(partial(doing.run, node), watch)
-        except (Aborted, DeadlineExceeded, OutcomeUnknown):
-            # What a CRIU that was killed has made is the placeholder's now.
-            _kill(request)
-            raise
-        inside = int((Path(work) / "pid").read_text())
-    found = _restored(request, inside)
-    if source.cuda is not None and source.cuda.processes:
-        cuda_worker.bring_back(found, source.cuda.processes, devices, watch)
+        images = Path(node.artifacts, *request.folder)
+        doing = _Restore(request, source, target, images, work, changed)
+        volumes = [row.path for row in source.archives if not row.is_upper]
+        with node.records.restoring(request.pid, request.start, volumes) as undone:
+            try:
+                in_child(partial(doing.run, node), watch)
+            except CriuFailed:
+                undone()
+                raise
+            inside = int((work / "pid").read_text())
+            found = _restored(request, inside)
+            if source.cuda is not None and source.cuda.processes:
+                try:
+                    cuda_worker.bring_back(found, source.cuda.processes, devices, watch)
+                except BaseException:
+                    undone()
+                    raise
+            _hand_over(request, inside)
+            return found.key
+
+
+def _hand_over(request: RestoreRequest, inside: int) -> None:
+    """Tell the placeholder of its process, which has the pid `inside` in its namespace."""
     with opened(open_root(request.init)) as folder:
         _announce(folder, inside)
     with procfs.opened(request.pid, request.start) as pidfd:
         if pidfd is None:
             raise SourceExited("the placeholder has ended")
         signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
-    return found.key
 
 
 def _devices(request: RestoreRequest, source: SourceFacts) -> dict[str, str]:
@@ -240,9 +246,7 @@ class _Restore:
         if child.returncode < 0:
             raise OutcomeUnknown(f"CRIU was ended by signal {-child.returncode} while it restored")
         if child.returncode:
-            said = (self._work / "restore.log").read_text(errors="replace")
-            message, next_step = criu_log.failure(said, "restore")
-            raise CriuFailed(message, next_step=next_step)
+            raise criu_failed(self._work, "restore")
 
     @property
     def _root(self) -> Path:
@@ -285,13 +289,6 @@ def _namespace(pid: int, name: str) -> int:
 def _restored(request: RestoreRequest, inside: int) -> procfs.Stat:
     """Return the process that has this pid in the namespace of the placeholder."""
     found = procfs.child_in(request.pid, inside)
-    if found is not None:
-        return found
-    _kill(request)
-    raise OutcomeUnknown(f"process {inside} was restored and is not there")
-
-
-def _kill(request: RestoreRequest) -> None:
-    placeholder = procfs.read(request.pid)
-    if placeholder is not None and placeholder.start == request.start:
-        procfs.send(placeholder, signal.SIGKILL)
+    if found is None:
+        raise OutcomeUnknown(f"process {inside} was restored and is not there")
+    return found

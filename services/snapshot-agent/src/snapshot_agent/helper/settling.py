@@ -1,9 +1,10 @@
-"""What is left of a dump that was killed, and how a worker is freed of it.
+"""What is left of a dump or a restore that was killed, and how a worker is freed of it.
 
 While a process is dumped, a record of it is locked in the state directory. A record that is there
 and not locked is of a dump that was killed. Where CRIU was at work, connections of the process are
 broken then, and its network may be cut off, so it is ended and the network is opened again. Before
-and after that only its devices are locked, and it is let go.
+and after that only its devices are locked, and it is let go. A placeholder has a record while a
+process is restored below it, and is ended with what is half restored.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import select
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +27,10 @@ import msgspec
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain import cuda as rules
 from snapshot_agent.domain.cuda import CudaMissing, CudaStuck
-from snapshot_agent.helper import cuda, syscalls
-from snapshot_shared.errors import OutcomeUnknown
+from snapshot_agent.helper import beneath, cuda, syscalls
+from snapshot_agent.helper.beneath import open_inside
+from snapshot_shared.errors import Aborted, OutcomeUnknown, SnapbackError
+from snapshot_shared.files import opened
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +41,7 @@ NFT_S = 5.0
 """How long one call of nft may take, in seconds."""
 
 _TABLE = "CRIU-"
+_GHOST = re.compile(r"\.cr\.[0-9a-f]+\.ghost\Z")
 _RECORD_BYTES = 1024 * 1024
 
 
@@ -44,6 +50,9 @@ class Dumping(msgspec.Struct, frozen=True, kw_only=True):
 
     `cuda` are the processes whose devices are locked, by pid and start time, and `undo_s` is how
     long it may take to let them go. `criu` is whether CRIU is at work.
+
+    `network` is 0 for a placeholder, whose network CRIU does not lock. `volumes` are the paths
+    there in which CRIU makes files anew that have no name, under names of its own.
     """
 
     pid: int
@@ -54,10 +63,14 @@ class Dumping(msgspec.Struct, frozen=True, kw_only=True):
     cuda: Sequence[tuple[int, int]] = ()
     undo_s: float = 0.0
     criu: bool = True
+    volumes: Sequence[str] = ()
 
 
 CriuWorks = Callable[[], contextlib.AbstractContextManager[None]]
 """Has the record of a dump say that CRIU is at work for a block. OutcomeUnknown: it is not over."""
+
+
+Undone = Callable[[], None]
 
 
 class Records:
@@ -71,7 +84,13 @@ class Records:
 
     @contextlib.contextmanager
     def dumping(
-        self, pid: int, start: int, network: int, locks: Sequence[int] = (), undo_s: float = 0.0
+        self,
+        pid: int,
+        start: int,
+        network: int,
+        locks: Sequence[int] = (),
+        undo_s: float = 0.0,
+        volumes: Sequence[str] = (),
     ) -> Iterator[CriuWorks]:
         """Keep the record of a dump for a block, in which the devices of `locks` may be locked.
 
@@ -88,6 +107,7 @@ class Records:
             cuda=[found.key for each in locks if (found := procfs.read(each)) is not None],
             undo_s=undo_s,
             criu=not locks,
+            volumes=volumes,
         )
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -105,6 +125,8 @@ class Records:
 
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink == 0:
+                raise Aborted(f"process {pid} was settled before CRIU began")
             os.ftruncate(fd, 0)
             _write(fd, record)
             os.fsync(fd)
@@ -113,11 +135,39 @@ class Records:
             except (OutcomeUnknown, CudaStuck):
                 raise
             except BaseException:
+                self.open_network(network)
                 path.unlink()
                 raise
+            # CRIU enters the network by the process to open it, which may have ended.
+            if not procfs.is_alive(pid, start):
+                self.open_network(network)
             path.unlink()
         finally:
             os.close(fd)
+
+    @contextlib.contextmanager
+    def restoring(self, pid: int, start: int, volumes: Sequence[str]) -> Iterator[Undone]:
+        """Keep the record of a placeholder for a block; one that fails ends the placeholder.
+
+        It waits on when the block has called what this yields: nothing is left of the restore.
+        """
+        undone = False
+
+        def set_undone() -> None:
+            nonlocal undone
+            undone = True
+
+        try:
+            with self.dumping(pid, start, network=0, volumes=volumes):
+                try:
+                    yield set_undone
+                except BaseException:
+                    if not undone:
+                        _end(pid, start, volumes)
+                    raise
+        except (OutcomeUnknown, CudaStuck):
+            self._path(pid, start).unlink()
+            raise
 
     def settle(self, pid: int, start: int) -> bool:
         """End the dump of a process; whether the process had to be ended with it."""
@@ -141,34 +191,37 @@ class Records:
         finally:
             os.close(fd)
 
-    def settle_all(self) -> None:
-        """Settle every process whose dump was killed before this program started."""
+    def settle_all(self, child: int | None = None) -> None:
+        """Settle every process whose dump or restore was killed, or those that a child had."""
         for path in sorted(self._folder.iterdir()):
             pid, _, start = path.name.partition("-")
-            with contextlib.suppress(ValueError):
-                if not _is_locked(path) and self.settle(int(pid), int(start)):
-                    log.warning("process %s was ended: its dump had been killed", pid)
+            # The child of an earlier helper may be at work, and remove its record.
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                if _is_left(path, child) and self.settle(int(pid), int(start)):
+                    log.warning("process %s was ended: CRIU had been killed", pid)
 
     def _clean(self, record: Dumping) -> None:
-        for member in procfs.family_of(record.pid, record.start):
-            procfs.send(member, signal.SIGKILL)
-        self.open_network(record.network)
+        # Before the end of what is in it, after which another network may have the inode.
+        network = _network(record.network)
+        _end(record.pid, record.start, record.volumes)
+        self._open(network)
 
     def open_network(self, inode: int) -> None:
-        """Remove the tables by which a CRIU that was killed has locked a network namespace."""
-        with contextlib.suppress(OSError):
-            fd = _network(inode)
-            if fd is None:
-                return
-            child = os.fork()
-            if child == 0:
-                with contextlib.suppress(BaseException):
-                    syscalls.setns(fd, syscalls.CLONE_NEWNET)
-                    self._remove_tables()
-                    os._exit(0)
-                os._exit(1)
-            os.close(fd)
-            os.waitpid(child, 0)
+        """Remove the tables by which CRIU has locked a network namespace. 0 is none."""
+        self._open(_network(inode))
+
+    def _open(self, network: int | None) -> None:
+        if network is None:
+            return
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                syscalls.setns(network, syscalls.CLONE_NEWNET)
+                self._remove_tables()
+                os._exit(0)
+            os._exit(1)
+        os.close(network)
+        os.waitpid(child, 0)
 
     def _remove_tables(self) -> None:
         words = [str(self._nft), "list", "tables"]
@@ -196,6 +249,23 @@ def _is_let_go(record: Dumping) -> bool:
     return left is None
 
 
+def _end(pid: int, start: int, volumes: Sequence[str]) -> None:
+    """Kill a process with all that descends from it, and remove what CRIU has left in volumes."""
+    with contextlib.ExitStack() as closing:
+        folders = []
+        for path in volumes if procfs.is_alive(pid, start) else ():
+            # It may have ended by now, and its volumes with it.
+            with contextlib.suppress(OSError, SnapbackError):
+                folders.append(closing.enter_context(opened(open_inside(pid, path))))
+        for member in procfs.family_of(pid, start):
+            procfs.send(member, signal.SIGKILL)
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                for found in beneath.walk(folder, ()):
+                    if _GHOST.search(found.name) and stat.S_ISREG(found.status.st_mode):
+                        os.unlink(found.name, dir_fd=found.folder)
+
+
 def _wait_for(fd: int) -> None:
     """Wait for the end of the child that has the record; it is killed when that takes long."""
     began = time.monotonic()
@@ -218,10 +288,13 @@ def _locks(fd: int) -> bool:
     return True
 
 
-def _is_locked(path: Path) -> bool:
+def _is_left(path: Path, child: int | None) -> bool:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return not _locks(fd)
+        if child is None:
+            return _locks(fd)
+        record = _read(fd)
+        return record is not None and record.child == child
     finally:
         os.close(fd)
 
@@ -240,6 +313,8 @@ def _read(fd: int) -> Dumping | None:
 
 def _network(inode: int) -> int | None:
     """Return a descriptor of a network namespace, found by the processes that are in it."""
+    if not inode:
+        return None
     for process in procfs.running():
         with contextlib.suppress(OSError):
             path = Path(f"/proc/{process.pid}/ns/net")
