@@ -232,8 +232,8 @@ init: .tools/snapback-init ## The first process of containers that wait to be re
 	@mkdir -p $(@D)
 	$(CC) -std=c11 -Wall -Wextra -Werror -O2 -static -s -Wl,--build-id=none -o $@ $<
 
-test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root
-	@$(BIN)/pytest -m process tests/process
+test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (FAULTS_EVERY=3, REPEAT=3)
+	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
 
 cluster-tools: ## The same for the programs of a cluster (built with Go: 7 minutes)
 	@tests/support/tools/install $(TOOLS) $(CLUSTER_TOOLS)

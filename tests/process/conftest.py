@@ -1,12 +1,17 @@
-"""The CRIU of these tests."""
+"""The CRIU of these tests, and a node on which it is run."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+
+from tests.process import node as nodes
+from tests.process.node import Node
 
 CRIU = Path(__file__).parents[2] / ".tools" / "criu" / "criu"
 
@@ -21,3 +26,25 @@ def criu() -> Path:
     if not CRIU.exists():
         pytest.skip("CRIU is missing: run `make criu`")
     return CRIU
+
+
+@pytest_asyncio.fixture
+async def node(criu: Path, nats_url_session: str) -> AsyncIterator[Node]:
+    """A node of its own with a helper and an agent, on the nats-server of the whole run."""
+    if why := nodes.lacking():
+        pytest.skip(why)
+    async with nodes.opened(nats_url_session) as made:
+        await made.process()
+        yield made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the logs of the node when a test fails."""
+    report = yield
+    node = getattr(item, "funcargs", {}).get("node")
+    if report.failed and node is not None and report.when == "call":
+        report.sections += [(path.name, path.read_text()[-4000:]) for path in node.logs()]
+    return report

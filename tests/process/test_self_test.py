@@ -13,7 +13,12 @@ from snapshot_agent.adapters import procfs
 from snapshot_agent.helper.self_test import self_test
 from snapshot_shared.errors import NotEligible
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.waits,
+    # They look for what others leave in /run.
+    pytest.mark.xdist_group("self-test"),
+]
 
 
 @pytest.fixture(autouse=True)

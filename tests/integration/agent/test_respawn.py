@@ -178,8 +178,8 @@ async def crashed(rig: Rig, process: asyncio.subprocess.Process, order: Order) -
 
 
 def test_every_table_of_a_driver_has_its_crash_points_here() -> None:
-    # Those of `criu` need pods, and are in tests/cluster/test_criu.py. `criu+cuda` has the same; it
-    # crashes in the midst of a dump in tests/process/test_criu_cuda.py.
+    # Those of `criu` need root, and are in tests/process/test_crashes.py. `criu+cuda` has the same;
+    # it crashes in the midst of a dump in tests/process/test_criu_cuda.py.
     own = {of for of in steps.OWN_STEPS if of[1] not in ("criu", "criu+cuda")}
     assert own == {("dump", "respawn"), ("restore", "respawn")}
 

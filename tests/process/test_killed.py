@@ -1,0 +1,154 @@
+"""SIGKILL of each part at each step of a dump and of a restore by the real CRIU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import NamedTuple
+
+import pytest
+
+from snapshot_agent.adapters.guard import RETURN_S
+from tests.process.killing import (
+    COMPENSATED_S,
+    DUMP_STEPS,
+    RESTORE_STEPS,
+    dump_in,
+    restore_in,
+    thinned,
+)
+from tests.process.node import Node
+from tests.support.agent_rig import until
+
+pytestmark = [pytest.mark.process, pytest.mark.waits]
+
+
+class Outcome(NamedTuple):
+    """What becomes of the worker or of the placeholder, and how the order ends."""
+
+    container: str
+    report: str
+    reasons: tuple[str, ...] = ()
+
+
+STAGED = Outcome("goes on", "staged")
+UNDONE = Outcome("goes on", "failed", ("OutcomeUnknown", "ChildKilled"))
+# The end of the worker may be seen before the answer of the helper is.
+ENDED = Outcome("ended", "failed", ("HelperLost", "OutcomeUnknown", "SourceExited"))
+RESTORED = Outcome("goes on", "restored")
+WAITS = Outcome("waits", "failed", ("HelperLost", "ChildKilled"))
+
+# A CRIU that was killed has broken the connections of its worker.
+DUMPS = {
+    "agent": UNDONE,
+    "helper": STAGED,
+    "container": ENDED,
+    "child": ENDED,
+    "criu": ENDED,
+    "archiver": UNDONE,
+    "guard": STAGED,
+}
+RESTORES = {
+    "agent": ENDED,
+    "helper": RESTORED,
+    "container": ENDED,
+    "child": ENDED,
+    "criu": ENDED,
+    "archiver": WAITS,
+}
+# What was only unpacked is unpacked anew; what is complete is handed over.
+OTHERWISE = {
+    ("unpacking", "agent"): RESTORED,
+    ("unpacking", "container"): WAITS,
+    ("unpacking", "child"): WAITS,
+    ("over", "agent"): RESTORED,
+}
+
+ONLY_IN = {"archiver": ("archiving", "unpacking")}
+NOT_IN = {"criu": ("over", "unpacking")}
+
+
+def cases(steps: dict[str, str], targets: dict[str, Outcome]) -> list[tuple[str, str]]:
+    """Return every step with each target that is there then, thinned out and repeated."""
+    found = [
+        (step, target)
+        for step in steps
+        for target in targets
+        if step in ONLY_IN.get(target, steps) and step not in NOT_IN.get(target, ())
+    ]
+    return thinned(found)
+
+
+@pytest.mark.parametrize(("step", "target"), cases(DUMP_STEPS, DUMPS))
+async def test_a_part_that_is_killed_within_a_dump_leaves_a_worker_that_is_whole_or_ended(
+    node: Node, step: str, target: str
+) -> None:
+    halted = await dump_in(node, step)
+    expected = DUMPS[target]
+    worker = halted.container
+    is_locked = step not in ("begun", "frozen", "over")
+    assert ("CRIU-" in worker.tables()) == is_locked
+    began = time.monotonic()
+    await halted.kill(target)
+    report = await halted.answered()
+    await worker.becomes(expected.container)
+    await halted.rests()
+    assert time.monotonic() - began < COMPENSATED_S
+    assert report.kind == expected.report, report
+    assert halted.is_staged == (report.kind == "staged")
+    if report.failure is not None:
+        assert report.failure.reason in expected.reasons
+    await halted.end(report)
+    if expected.container == "goes on":
+        said = "snapshot-complete" if report.kind == "staged" else "snapshot-aborted"
+        await until(lambda: said in worker.did(), "the worker's release")
+
+
+@pytest.mark.parametrize(("step", "target"), cases(RESTORE_STEPS, RESTORES))
+async def test_a_part_that_is_killed_within_a_restore_leaves_no_process_half_restored(
+    node: Node, step: str, target: str
+) -> None:
+    halted = await restore_in(node, step)
+    expected = OTHERWISE.get((step, target), RESTORES[target])
+    began = time.monotonic()
+    await halted.kill(target)
+    report = await halted.answered()
+    assert report.kind == expected.report, report
+    await halted.container.becomes(expected.container)
+    await halted.rests()
+    assert time.monotonic() - began < COMPENSATED_S
+    if report.failure is not None:
+        assert report.failure.reason in expected.reasons
+
+
+@pytest.mark.parametrize("step", ["pages", "archiving"])
+async def test_a_guard_alone_lets_a_worker_go_on_whose_agent_was_killed(
+    node: Node, step: str
+) -> None:
+    halted = await dump_in(node, step)
+    began = time.monotonic()
+    await node.kill_agent()
+    halted.go_on()
+    await halted.container.goes_on()
+    assert time.monotonic() - began < RETURN_S
+    await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
+    assert time.monotonic() - began < COMPENSATED_S
+    await halted.container.goes_on()
+    assert node.left() == []
+
+
+async def test_a_guard_alone_ends_a_worker_whose_agent_and_helper_were_killed_with_criu(
+    node: Node,
+) -> None:
+    halted = await dump_in(node, "pages")
+    await node.kill_agent()
+    assert node.helper is not None
+    members = [node.helper.pid, halted.child.pid, halted.criu.pid]
+    for pid in members:
+        os.kill(pid, signal.SIGKILL)
+    await node.helper.wait()
+    # CRIU had stopped it, and what CRIU does as it ends leaves it running.
+    await until(halted.container.has_ended, "the end of the worker", 30.0)
+    await node.start_helper()
+    await until(lambda: node.left() == [], "the removal of what was left")
