@@ -118,7 +118,7 @@ async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_los
         for way in ("child", "tcp", "named", "anonymous", "watched"):
             assert line[way] == count, way
         assert line["heap"] in (True, None)
-        assert (line["ghost"], line["host"]) == ("still here", "again")
+        assert (line["ghost"], line["host"], line["renamed"]) == ("still here", "again", True)
     assert last["threads"] > quiet["threads"]
     assert last["alarms"] > quiet["alarms"]
 

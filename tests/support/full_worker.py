@@ -131,6 +131,14 @@ def serve(listener: socket.socket) -> None:
         caller.sendall(data)
 
 
+def is_reached(listener: socket.socket, path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        if client.connect_ex(path):
+            return False
+        listener.accept()[0].close()
+        return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--heap-mib", type=int, default=16)
@@ -154,6 +162,11 @@ def main() -> None:
     threading.Thread(target=serve, args=(listener,), daemon=True).start()
     tcp = socket.create_connection(listener.getsockname())
     public = socket.create_server(("0.0.0.0", 8080))
+    local = socket.socket(socket.AF_UNIX)
+    local.bind(str(arguments.folder / ".local.sock"))
+    local.listen()
+    # As servers do whose clients wait for the name.
+    name = (arguments.folder / ".local.sock").rename(arguments.folder / "local.sock")
     kept: list[object] = [public]
     if arguments.seqpacket:
         outside = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -201,6 +214,7 @@ def main() -> None:
                     "threads": held.threads,
                     "alarms": held.alarms,
                     "host": socket.gethostname(),
+                    "renamed": is_reached(local, str(name)),
                     "did": protocol.look(),
                 }
             ),

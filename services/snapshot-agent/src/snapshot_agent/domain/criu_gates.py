@@ -145,7 +145,8 @@ class UnixSocket(NamedTuple):
     """A unix socket of a network namespace. `peer` is the inode of the connected one, or 0.
 
     It is that of the listener until the listener has accepted the connection.
-    `path` is the name that it is bound to, with @ in front of an abstract one, or empty.
+    `path` is the name that it is bound to, with @ in front of an abstract one, or empty; `file` is
+    the lower half of the inode of its file there, or 0.
     """
 
     inode: int
@@ -153,6 +154,7 @@ class UnixSocket(NamedTuple):
     state: int
     peer: int
     path: str
+    file: int = 0
 
 
 class Memory(NamedTuple):
@@ -641,6 +643,13 @@ class SourceMount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     fs_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 
 
+class RenamedSocket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A socket that was bound to `path` and has the name `name` in the same folder."""
+
+    path: _Path
+    name: Annotated[str, Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f]{1,255}\Z")]
+
+
 class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file of the part with the files below `path`, or those written in the container's root."""
 
@@ -690,6 +699,7 @@ class SourceFacts(
         list[Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}\Z")]], Meta(max_length=512)
     ] = []
     archives: Annotated[list[Archive], Meta(max_length=256)] = []
+    sockets: Annotated[list[RenamedSocket], Meta(max_length=4096)] = []
     cuda: SourceCuda | None = None
 
 

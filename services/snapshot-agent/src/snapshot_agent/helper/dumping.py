@@ -24,6 +24,7 @@ from snapshot_agent.domain import criu_gates, criu_images, criu_log
 from snapshot_agent.domain.criu_gates import (
     Archive,
     OnDevices,
+    RenamedSocket,
     SeenNode,
     SeenTree,
     SourceFacts,
@@ -32,7 +33,7 @@ from snapshot_agent.domain.criu_gates import (
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
 from snapshot_agent.domain.helping import DumpRequest, Inspect
 from snapshot_agent.domain.mounts import Mount, upper_of
-from snapshot_agent.helper import archive, cuda_worker, observe, syscalls
+from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
 from snapshot_agent.helper.beneath import open_inside
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import KDAT, Watch, in_child, work_folder
@@ -186,11 +187,12 @@ def _dump(
         )
         with _Criu([str(node.criu), *dump_arguments(plan)], part, work) as criu:
             criu.until_written(watch, look)
+            sockets = socket_names.renamed(request.pid, seen)
             for tree in trees:
                 in_child(partial(_pack, tree, part), watch)
             criu.until_ended(watch, look)
         frozen_s = _frozen_s(work / "stats-dump")
-    return _facts(request.pid, found, here, [tree.archive for tree in trees]), frozen_s
+    return _facts(request.pid, found, here, [tree.archive for tree in trees], sockets), frozen_s
 
 
 @contextlib.contextmanager
@@ -221,7 +223,11 @@ def _frozen_s(stats: Path) -> float | None:
 
 
 def _facts(
-    pid: int, found: Found, node: SeenNode, archives: list[criu_gates.Archive]
+    pid: int,
+    found: Found,
+    node: SeenNode,
+    archives: list[Archive],
+    sockets: list[RenamedSocket],
 ) -> SourceFacts:
     seen = found.seen
     links = {each.number: each.link for each in seen.root.descriptors}
@@ -237,6 +243,7 @@ def _facts(
         net=seen.root.namespaces["net"],
         processor=list(node.processor),
         archives=archives,
+        sockets=sockets,
         cuda=found.cuda.facts if found.cuda else None,
     )
 

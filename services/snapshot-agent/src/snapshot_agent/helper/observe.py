@@ -44,8 +44,9 @@ _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _NLM_F_DUMP = 0x301  # With NLM_F_REQUEST.
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
-_UDIAG_SHOW = 0x1 | 0x4 | 0x8  # Names, peers, and connections that are not accepted yet.
-_UNIX_DIAG_NAME, _UNIX_DIAG_PEER, _UNIX_DIAG_ICONS = 0, 2, 3
+# Names, their files, peers, and connections that are not accepted yet.
+_UDIAG_SHOW = 0x1 | 0x2 | 0x4 | 0x8
+_UNIX_DIAG_NAME, _UNIX_DIAG_VFS, _UNIX_DIAG_PEER, _UNIX_DIAG_ICONS = range(4)
 _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBHIIIII")
 _ANSWER = struct.Struct("=BBBxIII")
@@ -302,18 +303,20 @@ def _answers(diag: socket.socket) -> Iterator[bytes]:
 def _unix_socket(answer: bytes) -> tuple[UnixSocket, tuple[int, ...]]:
     """Return a socket, and the sockets whose connections it has still to accept."""
     _, kind, state, inode, *_ = _ANSWER.unpack_from(answer)
-    peer, path, clients, rest = 0, "", (), answer[_ANSWER.size :]
+    peer, path, file, clients, rest = 0, "", 0, (), answer[_ANSWER.size :]
     while len(rest) >= _ATTRIBUTE.size:
         size, name = _ATTRIBUTE.unpack_from(rest)
         value, rest = rest[_ATTRIBUTE.size : size], rest[_aligned(size) :]
         if name == _UNIX_DIAG_PEER:
             (peer,) = struct.unpack("=I", value)
+        elif name == _UNIX_DIAG_VFS:
+            file, _device = struct.unpack("=II", value)
         elif name == _UNIX_DIAG_ICONS:
             clients = struct.unpack(f"={len(value) // 4}I", value)
         elif name == _UNIX_DIAG_NAME:
             # An abstract name begins with a zero; the one of a file may end with it.
             path = os.fsdecode(b"@" + value[1:] if value[:1] == b"\0" else value.rstrip(b"\0"))
-    return UnixSocket(inode, kind, state, peer, path), clients
+    return UnixSocket(inode, kind, state, peer, path, file), clients
 
 
 def _aligned(size: int) -> int:

@@ -26,7 +26,7 @@ from snapshot_agent.domain.criu_plan import (
     restore_arguments,
 )
 from snapshot_agent.domain.helping import RESTORED, RestoreRequest
-from snapshot_agent.helper import archive, cuda_worker, observe, syscalls
+from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import Watch, in_child, work_folder
 from snapshot_agent.helper.dumping import SOURCE, Node, below, criu_failed, host_name
@@ -247,6 +247,8 @@ class _Restore:
             raise OutcomeUnknown(f"CRIU was ended by signal {-child.returncode} while it restored")
         if child.returncode:
             raise criu_failed(self._work, "restore")
+        with opened(open_root(self._root)) as root:
+            socket_names.rename(root, self._source.sockets)
 
     @property
     def _root(self) -> Path:
