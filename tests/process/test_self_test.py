@@ -21,13 +21,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def left_nothing() -> Iterator[None]:
-    """No process of a test is left, and none of its folders."""
-    yield
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A folder in place of /run, in which nothing is left, as no process of a test is."""
+    found = tmp_path / "run"
+    found.mkdir()
+    yield found
     running = {each.pid for each in procfs.running()} - {os.getpid()}
     assert not [pid for pid in running if os.environ["PYTEST_CURRENT_TEST"].split()[0] in of(pid)]
-    assert not list(Path("/run").glob("self-test-*"))
+    assert not [*found.iterdir()]
 
 
 def of(pid: int) -> str:
@@ -36,13 +38,13 @@ def of(pid: int) -> str:
     return ""
 
 
-def test_a_criu_that_dumps_and_restores_is_fit(criu: Path) -> None:
-    self_test(criu)
+def test_a_criu_that_dumps_and_restores_is_fit(criu: Path, run: Path) -> None:
+    self_test(criu, run)
 
 
 @pytest.mark.parametrize("verb", ["dump", "restore"])
 def test_a_criu_that_fails_is_unfit_for_the_reason_in_its_log(
-    criu: Path, tmp_path: Path, verb: str
+    criu: Path, tmp_path: Path, run: Path, verb: str
 ) -> None:
     failing = tmp_path / "criu"
     failing.write_text(
@@ -55,5 +57,5 @@ def test_a_criu_that_fails_is_unfit_for_the_reason_in_its_log(
     )
     failing.chmod(0o755)
     with pytest.raises(NotEligible, match=f"CRIU did not {verb}: Can't get 1:16 opt") as caught:
-        self_test(failing)
+        self_test(failing, run)
     assert "use CRIU 4.2 or later" in caught.value.next_step

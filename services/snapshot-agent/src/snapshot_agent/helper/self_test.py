@@ -27,9 +27,12 @@ _APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc
 _OPTIONS = ("-v4", "--manage-cgroups=ignore", "--network-lock", "skip")
 
 
-def self_test(criu: Path) -> None:
-    """Dump a process and restore it. NotEligible when this CRIU cannot, on this node."""
-    with tempfile.TemporaryDirectory(prefix="self-test-", dir="/run") as folder:
+def self_test(criu: Path, run: Path = Path("/run")) -> None:
+    """Dump a process and restore it. NotEligible when this CRIU cannot, on this node.
+
+    `run` is a folder in memory for a file or two.
+    """
+    with tempfile.TemporaryDirectory(prefix="self-test-", dir=run) as folder:
         program = [*_APART, sys.executable, "-P", "-m", __name__, str(criu), folder]
         said = f"CRIU did not end within {WITHIN_S:g} s"
         with contextlib.suppress(subprocess.TimeoutExpired):
