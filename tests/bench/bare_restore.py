@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from snapshot_agent.domain.criu_gates import SourceFacts
 from snapshot_agent.domain.criu_plan import (
     RestorePlan,
     external_mounts,
     inherited,
     restore_arguments,
 )
+from snapshot_agent.domain.criu_source import SourceFacts
 from snapshot_agent.helper import syscalls
 
 

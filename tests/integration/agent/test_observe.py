@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.adapters import procfs
-from snapshot_agent.domain.criu_gates import (
+from snapshot_agent.domain.criu_gates import check_dump
+from snapshot_agent.domain.criu_seen import (
     Descriptor,
     MappedFile,
     Memory,
     SeenTree,
     UnixSocket,
-    check_dump,
     estimate,
     resident,
 )

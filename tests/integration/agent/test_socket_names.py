@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.adapters import procfs
-from snapshot_agent.domain.criu_gates import RenamedSocket
+from snapshot_agent.domain.criu_source import RenamedSocket
 from snapshot_agent.helper import observe, socket_names
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.files import open_root, opened

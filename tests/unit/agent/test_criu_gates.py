@@ -6,26 +6,26 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_agent.domain.criu_gates import (
-    Archive,
+from snapshot_agent.domain.criu_gates import OnDevices, check_dump, check_restore
+from snapshot_agent.domain.criu_seen import (
     Descriptor,
     MappedFile,
     Memory,
-    OnDevices,
     SeenNode,
     SeenProcess,
     SeenTree,
-    SourceCuda,
-    SourceFacts,
-    SourceGpu,
-    SourceMount,
     UnixSocket,
-    check_dump,
-    check_restore,
     estimate,
     extensions,
     resident,
     volumes_to_capture,
+)
+from snapshot_agent.domain.criu_source import (
+    Archive,
+    SourceCuda,
+    SourceFacts,
+    SourceGpu,
+    SourceMount,
 )
 from snapshot_agent.domain.mounts import Mount
 from snapshot_shared.codec import decode_json, encode_json

@@ -5,309 +5,44 @@ A check returns an error or None, as in `gate`. Nothing is touched before all ch
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from fractions import Fraction
-from functools import reduce
-from operator import or_
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-from msgspec import Meta
-
+from snapshot_agent.domain.criu_seen import (
+    SeenNode,
+    SeenProcess,
+    SeenTree,
+    Use,
+    Version,
+    all_capabilities,
+    estimate,
+    is_below,
+    is_memory,
+    is_read_only,
+    names_of,
+    resident,
+    uses,
+)
+from snapshot_agent.domain.criu_source import SourceFacts
 from snapshot_agent.domain.gate import Check, refuse
-from snapshot_agent.domain.mounts import Mount, visible
-from snapshot_shared.artifact import FileName
+from snapshot_agent.domain.mounts import Mount
 from snapshot_shared.errors import Incompatible, NoSpace, NotEligible, SnapbackError
-from snapshot_shared.orders import Bytes
 
 INIT = "snapback-init"
 """The program of a container that waits for a restore."""
-
-_SYS_RESOURCE = 24
-_CAPABILITIES = (
-    "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID",
-    "SETPCAP", "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW",
-    "IPC_LOCK", "IPC_OWNER", "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT",
-    "SYS_ADMIN", "SYS_BOOT", "SYS_NICE", "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD",
-    "LEASE", "AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP", "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG",
-    "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ", "PERFMON", "BPF", "CHECKPOINT_RESTORE",
-)  # fmt: skip
-"""The names of capabilities by number, without `CAP_`."""
 
 _IO_URING = "[io_uring]"
 _PTMX = "5:2"
 _PLAIN_DEVICES = {"1:3", "1:5", "1:7", "1:8", "1:9", _PTMX, "10:200"}
 """Devices that CRIU opens anew: null, zero, full, random, urandom, ptmx, tun."""
 
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a mount of every container
-MEMORY_PATHS = (_SHARED_MEMORY, "/memfd:", "/SYSV", "/dev/zero")
-"""How paths of shared memory begin; a mapping that is anonymous has that of /dev/zero."""
-
 _KERNEL_TYPES = {
     "binfmt_misc", "bpf", "cgroup", "cgroup2", "debugfs", "devpts", "devtmpfs", "fusectl",
     "mqueue", "proc", "securityfs", "sysfs", "tracefs",
 }  # fmt: skip
-_VOLUME_TYPES = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs"}
-"""File systems of a node that a volume may be a folder of; those of a network are none."""
-
-_RUNTIMES_FILES = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"}
 _SPARE = Fraction(11, 10)
 """What must be there for each byte of an estimate."""
-
-Version = tuple[int, ...]
-
-_EXTENSION = re.compile(
-    r"3dnow|abm|adx|aes|amx|apx|avx|bmi|cldemote|clflush|clwb|clzero|cmov|cx16|cx8|enqcmd|erms|"
-    r"f16c|fma|fpu|fsgsbase|fsrm|fxsr|gfni|kl\Z|lahf_lm|lwp|mmx|mov|pclmul|pku|pni|popcnt|prefetch|"
-    r"rdpid|rdrand|rdseed|rdtscp|rtm|serialize|sha|sm[34]\Z|sse|ssse3|tbm|user_shstk|vaes|vpclmul|"
-    r"waitpkg|xop|xsave"
-)
-"""How flags begin in /proc/cpuinfo that name instructions which a process may use."""
-
-
-def extensions(cpuinfo: str) -> list[str]:
-    """Return the instruction set extensions that a processor has, from the text of /proc/cpuinfo.
-
-    Other flags of an x86 come and go with kernels and microcode. On arm64 all are extensions.
-    """
-    for line in cpuinfo.splitlines():
-        name, _, words = line.partition(":")
-        if name.strip() == "Features":
-            return sorted(words.split())
-        if name.strip() == "flags":
-            return sorted(word for word in words.split() if _EXTENSION.match(word))
-    return []
-
-
-class Descriptor(NamedTuple):
-    """An open descriptor: `link` is the text of its link in /proc.
-
-    `kind` is file, folder, pipe, socket, tty, device, memfd or `anon:<name>`, such as
-    `anon:[io_uring]`. `device` is that of the file system which has the inode, `number_of_device`
-    that of an opened device; both as `major:minor`. `mount` is the id of the mount by which the
-    file was opened. `bytes` are allocated, and given for shared memory and deleted files alone.
-    """
-
-    number: int
-    link: str
-    kind: str
-    inode: int = 0
-    device: str = ""
-    number_of_device: str = ""
-    mount: int = 0
-    writes: bool = False
-    deleted: bool = False
-    bytes: int = 0
-
-
-class MappedFile(NamedTuple):
-    """A file that is mapped, in one piece or many. `bytes` and `device` as of a `Descriptor`."""
-
-    path: str
-    inode: int = 0
-    device: str = ""
-    deleted: bool = False
-    bytes: int = 0
-
-
-class SeenProcess(NamedTuple):
-    """A process of a worker. `pids` are its pids from the outermost namespace to its own.
-
-    `uids` and `gids` are the real, effective and saved ones. `bounding` and `permitted` are masks
-    of capabilities, `seccomp` the mode, `tty` the number of the controlling terminal or 0.
-    `private` is the memory that a dump writes, `share` that of it which is left when pages that
-    processes share after a fork are counted once, `resident` with the pages of files; bytes.
-    `namespaces` has their inodes by name: user, pid, mnt, net, uts, ipc, time, cgroup.
-    """
-
-    pid: int
-    start: int
-    pids: Sequence[int]
-    exe: str = ""
-    cwd: str = "/"
-    uids: Sequence[int] = (0, 0, 0)
-    gids: Sequence[int] = (0, 0, 0)
-    bounding: int = 0
-    permitted: int = 0
-    seccomp: int = 0
-    session: int = 0
-    tty: int = 0
-    private: int = 0
-    share: int = 0
-    resident: int = 0
-    descriptors: Sequence[Descriptor] = ()
-    mapped: Sequence[MappedFile] = ()
-    namespaces: Mapping[str, int] = {}
-
-
-class UnixSocket(NamedTuple):
-    """A unix socket of a network namespace. `peer` is the inode of the connected one, or 0.
-
-    It is that of the listener until the listener has accepted the connection.
-    `path` is the name that it is bound to, with @ in front of an abstract one, or empty; `file` is
-    the lower half of the inode of its file there, or 0.
-    """
-
-    inode: int
-    type: int
-    state: int
-    peer: int
-    path: str
-    file: int = 0
-
-
-class Memory(NamedTuple):
-    """Bytes of a memory cgroup: the lowest limit on its way to the root, None without one."""
-
-    limit: int | None
-    used: int
-
-
-class SeenTree(NamedTuple):
-    """A worker, or a container that waits for one: its processes, its root process first.
-
-    `memory` is None when its cgroup is not found. `addresses` are those of its network namespace,
-    without those of loopback and of a link alone.
-    """
-
-    processes: Sequence[SeenProcess]
-    mounts: Sequence[Mount] = ()
-    sockets: Sequence[UnixSocket] = ()
-    addresses: Sequence[str] = ()
-    memory: Memory | None = None
-
-    @property
-    def root(self) -> SeenProcess:
-        """The process from which all others descend."""
-        return self.processes[0]
-
-
-class SeenNode(NamedTuple):
-    """The node and the program that looks at it.
-
-    `criu` is None when CRIU cannot be started. `capabilities` is the program's own effective mask.
-    `processor` has the extensions of its instruction set, `net` the inode of the node's network
-    namespace, or None when no process in it can be looked at.
-    """
-
-    criu: Version | None
-    kernel: Version
-    capabilities: int
-    pid: int = 0
-    net: int | None = None
-    processor: Sequence[str] = ()
-
-    @property
-    def has_sys_resource(self) -> bool:
-        """Whether limits of processes of other users may be read."""
-        return bool(self.capabilities >> _SYS_RESOURCE & 1)
-
-
-def all_capabilities(seen: SeenTree) -> int:
-    """Return the mask of what any process of a tree may ever have."""
-    return reduce(or_, (each.bounding | each.permitted for each in seen.processes), 0)
-
-
-def estimate(seen: SeenTree) -> int:
-    """Return how many bytes CRIU will write: private pages of each process, shared memory once.
-
-    Pages that processes share after a fork are written for each of them.
-    """
-    return sum(each.private for each in seen.processes) + _shared(seen)
-
-
-def resident(seen: SeenTree) -> int:
-    """Return how many bytes of memory a tree needs to live, without pages of files."""
-    return sum(each.share for each in seen.processes) + _shared(seen)
-
-
-def _shared(seen: SeenTree) -> int:
-    by_file: dict[tuple[str, int], int] = {}
-    for process in seen.processes:
-        files: list[Descriptor | MappedFile] = [*process.descriptors, *process.mapped]
-        for file in files:
-            key = file.device, file.inode
-            by_file[key] = max(by_file.get(key, 0), file.bytes)
-    return sum(by_file.values())
-
-
-class _Use(NamedTuple):
-    """A file that a process needs. `mount` is None when it is not one of the container."""
-
-    pid: int
-    path: str
-    mount: Mount | None
-    writes: bool = False
-    is_folder: bool = False
-
-
-def _uses(seen: SeenTree) -> Iterator[_Use]:
-    """Yield the files that processes have open or mapped, or are in."""
-    by_id = {mount.id: mount for mount in seen.mounts}
-    by_path = visible(seen.mounts)
-    for process in seen.processes:
-        for each in process.descriptors:
-            if each.kind in ("file", "folder"):
-                mount, is_folder = by_id.get(each.mount), each.kind == "folder"
-                yield _Use(process.pid, each.link, mount, each.writes, is_folder)
-        for file in process.mapped:
-            if not _is_memory(file.path):
-                yield _Use(process.pid, file.path, _mount_of(file.path, by_path))
-        mount = _mount_of(process.cwd, by_path)
-        yield _Use(process.pid, process.cwd, mount, is_folder=True)
-
-
-def _is_memory(path: str) -> bool:
-    return path.startswith(MEMORY_PATHS) or not path.startswith("/")
-
-
-def _mount_of(path: str, by_path: Mapping[str, Mount]) -> Mount | None:
-    while path not in by_path and path not in ("", "/"):
-        path = path.rpartition("/")[0] or "/"
-    return by_path.get(path)
-
-
-def volumes_to_capture(seen: SeenTree, *, ours: Collection[str] = ()) -> list[Mount]:
-    """Return the mounts whose files have to be archived with a dump, by path.
-
-    They are folders of the node, such as an emptyDir, in which the tree has files open, and
-    /dev/shm. `ours` are paths of mounts that belong to Snapback and are left out.
-    """
-    used = {use.mount.path for use in _uses(seen) if use.mount and use.path != use.mount.path}
-    return [
-        mount
-        for path, mount in sorted(visible(seen.mounts).items())
-        if path == _SHARED_MEMORY or (path in used and path not in ours and _is_volume(mount))
-    ]
-
-
-def _is_volume(mount: Mount) -> bool:
-    return (
-        mount.fs_type in _VOLUME_TYPES
-        # A whole disk is a volume that outlives the pod, and too large to be copied.
-        and (mount.root != "/" or mount.fs_type == "tmpfs")
-        and not _is_read_only(mount)
-        and mount.path not in ("/", *_RUNTIMES_FILES)
-        and not _is_below(mount.path, "/dev")
-    )
-
-
-def _is_read_only(mount: Mount) -> bool:
-    return "ro" in mount.options or "ro" in mount.super_options
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(f"{folder}/")
-
-
-def names_of(capabilities: int) -> list[str]:
-    """Return the names in a mask of capabilities, such as CAP_SYS_ADMIN."""
-    return [
-        f"CAP_{_CAPABILITIES[number] if number < len(_CAPABILITIES) else number}"
-        for number in range(capabilities.bit_length())
-        if capabilities >> number & 1
-    ]
 
 
 def _shown(version: Version) -> str:
@@ -518,7 +253,7 @@ def _devices(process: SeenProcess) -> Iterator[tuple[str, str]]:
         if each.kind == "device" and each.number_of_device not in _PLAIN_DEVICES:
             yield each.link, "open"
     for file in process.mapped:
-        if file.path.startswith(("/dev/", "/dmabuf:")) and not _is_memory(file.path):
+        if file.path.startswith(("/dev/", "/dmabuf:")) and not is_memory(file.path):
             yield file.path, "mapped"
 
 
@@ -552,7 +287,7 @@ def _is_connected_to_itself(dump: _Dump) -> SnapbackError | None:
 
 def _has_its_files_captured(dump: _Dump) -> SnapbackError | None:
     captured = sorted({"/", *dump.captured, *dump.ours})
-    for use in _uses(dump.seen):
+    for use in uses(dump.seen):
         if use.mount is None:
             return NotEligible(
                 f"process {use.pid} uses {use.path}, which is on no mount of its container",
@@ -573,12 +308,12 @@ def _has_its_files_captured(dump: _Dump) -> SnapbackError | None:
     return None
 
 
-def _comes_again(use: _Use, mount: Mount) -> bool:
+def _comes_again(use: Use, mount: Mount) -> bool:
     """Whether another container has the file as well, in the same state."""
     return (
         mount.fs_type in _KERNEL_TYPES
-        or _is_below(mount.path, "/dev")
-        or (_is_read_only(mount) and not use.writes)
+        or is_below(mount.path, "/dev")
+        or (is_read_only(mount) and not use.writes)
         or (use.is_folder and use.path == mount.path)
     )
 
@@ -624,83 +359,6 @@ _DUMP_CHECKS: tuple[Check[_Dump], ...] = (
     _fits_in_memory,
     _fits,
 )
-
-
-_Path = Annotated[
-    str, Meta(pattern=r"^(?:/|(?:/(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f]+)+)\Z", max_length=4096)
-]
-"""An absolute path without `.`, `..` and what is not printed."""
-
-_Number = Annotated[int, Meta(ge=0, le=65535)]
-_Version = Annotated[tuple[_Number, ...], Meta(min_length=2, max_length=4)]
-_Link = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]*\Z", max_length=4096)]
-
-
-class SourceMount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mount of the container that was dumped."""
-
-    path: _Path
-    fs_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
-
-
-class RenamedSocket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A socket that was bound to `path` and has the name `name` in the same folder."""
-
-    path: _Path
-    name: Annotated[str, Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f]{1,255}\Z")]
-
-
-class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of the part with the files below `path`, or those written in the container's root."""
-
-    name: FileName
-    path: _Path
-    is_upper: bool = False
-
-
-class SourceGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device of the worker."""
-
-    uuid: Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,64}\Z")]
-    product: Annotated[str, Meta(max_length=256)] = ""
-
-
-class SourceCuda(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker on devices: how many of its processes use CUDA, the driver, the devices in order."""
-
-    processes: Annotated[int, Meta(ge=0, le=65536)]
-    driver: _Version
-    gpus: Annotated[list[SourceGpu], Meta(max_length=64)] = []
-
-
-class SourceFacts(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """The worker as it was dumped, for its restore. Hostile when it is read, as all of a part.
-
-    `resident` is in bytes, `capabilities` a mask, `stdio` has the texts of the links of
-    descriptors 0, 1 and 2 (empty for a closed one), `net` is the inode of the network namespace.
-    `processor` are the extensions of its instruction set. `cuda` is there where the driver was
-    `criu+cuda`.
-    """
-
-    criu: _Version
-    kernel: _Version
-    host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
-    addresses: Annotated[
-        list[Annotated[str, Meta(pattern=r"^[0-9A-Fa-f.:]{2,45}\Z")]], Meta(max_length=256)
-    ] = []
-    mounts: Annotated[list[SourceMount], Meta(min_length=1, max_length=4096)]
-    resident: Bytes
-    capabilities: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    stdio: Annotated[list[_Link], Meta(min_length=3, max_length=3)]
-    net: Annotated[int, Meta(ge=1, le=2**63 - 1)]
-    processor: Annotated[
-        list[Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}\Z")]], Meta(max_length=512)
-    ] = []
-    archives: Annotated[list[Archive], Meta(max_length=256)] = []
-    sockets: Annotated[list[RenamedSocket], Meta(max_length=4096)] = []
-    cuda: SourceCuda | None = None
 
 
 class _Restore(NamedTuple):

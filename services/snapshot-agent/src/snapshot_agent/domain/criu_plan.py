@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from snapshot_agent.domain.criu_gates import SourceMount
+from snapshot_agent.domain.criu_source import SourceMount
 from snapshot_agent.domain.mounts import Mount
 
 NETWORK = "extNetNs"

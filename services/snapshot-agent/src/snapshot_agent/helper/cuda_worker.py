@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain import cuda as rules
-from snapshot_agent.domain.criu_gates import SourceCuda, SourceGpu
+from snapshot_agent.domain.criu_source import SourceCuda, SourceGpu
 from snapshot_agent.domain.cuda import (
     Capture,
     CudaProcess,

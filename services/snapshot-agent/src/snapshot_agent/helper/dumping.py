@@ -20,17 +20,11 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
 
-from snapshot_agent.domain import criu_gates, criu_images, criu_log
-from snapshot_agent.domain.criu_gates import (
-    Archive,
-    OnDevices,
-    RenamedSocket,
-    SeenNode,
-    SeenTree,
-    SourceFacts,
-    SourceMount,
-)
+from snapshot_agent.domain import criu_gates, criu_images, criu_log, criu_seen
+from snapshot_agent.domain.criu_gates import OnDevices
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
+from snapshot_agent.domain.criu_seen import SeenNode, SeenTree
+from snapshot_agent.domain.criu_source import Archive, RenamedSocket, SourceFacts, SourceMount
 from snapshot_agent.domain.helping import DumpRequest, Inspect
 from snapshot_agent.domain.mounts import Mount, upper_of
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
@@ -94,7 +88,7 @@ class Found(NamedTuple):
     @property
     def bytes(self) -> int:
         """How many bytes CRIU will write, about."""
-        return criu_gates.estimate(self.seen) + (self.cuda.bytes if self.cuda else 0)
+        return criu_seen.estimate(self.seen) + (self.cuda.bytes if self.cuda else 0)
 
 
 def inspect(request: Inspect | DumpRequest, node: Node, here: SeenNode, *, quiet: bool) -> Found:
@@ -118,7 +112,7 @@ def _check(
     *,
     quiet: bool,
 ) -> None:
-    volumes = criu_gates.volumes_to_capture(seen, ours=request.ours)
+    volumes = criu_seen.volumes_to_capture(seen, ours=request.ours)
     with opened(open_root(node.artifacts)) as root:
         room = free_bytes(root)
     criu_gates.check_dump(
@@ -237,8 +231,8 @@ def _facts(
         host=host_name(pid),
         addresses=list(seen.addresses),
         mounts=[SourceMount(path=each.path, fs_type=each.fs_type) for each in seen.mounts],
-        resident=criu_gates.resident(seen),
-        capabilities=criu_gates.all_capabilities(seen),
+        resident=criu_seen.resident(seen),
+        capabilities=criu_seen.all_capabilities(seen),
         stdio=[links.get(number, "") for number in range(3)],
         net=seen.root.namespaces["net"],
         processor=list(node.processor),
@@ -323,7 +317,7 @@ def _pack(tree: Captured, part: int) -> None:
 
 
 def _volumes(request: DumpRequest, seen: SeenTree) -> list[Mount]:
-    return criu_gates.volumes_to_capture(seen, ours=request.ours)
+    return criu_seen.volumes_to_capture(seen, ours=request.ours)
 
 
 def _captured(request: DumpRequest, seen: SeenTree) -> list[Captured]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from snapshot_agent.adapters import procfs
-from snapshot_agent.domain.criu_gates import (
+from snapshot_agent.domain.criu_seen import (
     MEMORY_PATHS,
     Descriptor,
     MappedFile,

@@ -18,13 +18,14 @@ from pathlib import Path, PurePosixPath
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain import criu_gates, criu_images
-from snapshot_agent.domain.criu_gates import SeenTree, SourceFacts
 from snapshot_agent.domain.criu_plan import (
     RestorePlan,
     external_mounts,
     inherited,
     restore_arguments,
 )
+from snapshot_agent.domain.criu_seen import SeenTree
+from snapshot_agent.domain.criu_source import SourceFacts
 from snapshot_agent.domain.helping import RESTORED, RestoreRequest
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
 from snapshot_agent.helper.caller import Caller

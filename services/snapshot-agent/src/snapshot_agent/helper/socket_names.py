@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import PurePosixPath
 
-from snapshot_agent.domain.criu_gates import RenamedSocket, SeenTree
+from snapshot_agent.domain.criu_seen import SeenTree
+from snapshot_agent.domain.criu_source import RenamedSocket
 from snapshot_agent.helper.beneath import open_inside
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.files import open_dir, opened

@@ -1,0 +1,87 @@
+"""The record of a worker that was dumped, which its restore needs: `criu.json` of its part."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from snapshot_shared.artifact import FileName
+from snapshot_shared.orders import Bytes
+
+_Path = Annotated[
+    str, Meta(pattern=r"^(?:/|(?:/(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f]+)+)\Z", max_length=4096)
+]
+"""An absolute path without `.`, `..` and what is not printed."""
+
+_Number = Annotated[int, Meta(ge=0, le=65535)]
+_Version = Annotated[tuple[_Number, ...], Meta(min_length=2, max_length=4)]
+_Link = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]*\Z", max_length=4096)]
+
+
+class SourceMount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mount of the container that was dumped."""
+
+    path: _Path
+    fs_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+
+
+class RenamedSocket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A socket that was bound to `path` and has the name `name` in the same folder."""
+
+    path: _Path
+    name: Annotated[str, Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f]{1,255}\Z")]
+
+
+class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of the part with the files below `path`, or those written in the container's root."""
+
+    name: FileName
+    path: _Path
+    is_upper: bool = False
+
+
+class SourceGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device of the worker."""
+
+    uuid: Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,64}\Z")]
+    product: Annotated[str, Meta(max_length=256)] = ""
+
+
+class SourceCuda(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker on devices: how many of its processes use CUDA, the driver, the devices in order."""
+
+    processes: Annotated[int, Meta(ge=0, le=65536)]
+    driver: _Version
+    gpus: Annotated[list[SourceGpu], Meta(max_length=64)] = []
+
+
+class SourceFacts(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The worker as it was dumped, for its restore. Hostile when it is read, as all of a part.
+
+    `resident` is in bytes, `capabilities` a mask, `stdio` has the texts of the links of
+    descriptors 0, 1 and 2 (empty for a closed one), `net` is the inode of the network namespace.
+    `processor` are the extensions of its instruction set. `cuda` is there where the driver was
+    `criu+cuda`.
+    """
+
+    criu: _Version
+    kernel: _Version
+    host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+    addresses: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[0-9A-Fa-f.:]{2,45}\Z")]], Meta(max_length=256)
+    ] = []
+    mounts: Annotated[list[SourceMount], Meta(min_length=1, max_length=4096)]
+    resident: Bytes
+    capabilities: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    stdio: Annotated[list[_Link], Meta(min_length=3, max_length=3)]
+    net: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    processor: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}\Z")]], Meta(max_length=512)
+    ] = []
+    archives: Annotated[list[Archive], Meta(max_length=256)] = []
+    sockets: Annotated[list[RenamedSocket], Meta(max_length=4096)] = []
+    cuda: SourceCuda | None = None
