@@ -243,7 +243,7 @@ class _Gathering:
             self._wake_from(1)
 
     def _wake_from(self, size: int) -> None:
-        # Closed meanwhile, as the reader is told in a moment.
+        # Closed meanwhile, which the reader sees in a moment.
         with contextlib.suppress(OSError):
             if self._socket is not None:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)

@@ -94,7 +94,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
 
 
 def _hand_over(request: RestoreRequest, inside: int) -> None:
-    """Tell the placeholder of its process, which has the pid `inside` in its namespace."""
+    """Announce to the placeholder its process, which has the pid `inside` in its namespace."""
     with opened(open_root(request.init)) as folder:
         _announce(folder, inside)
     with procfs.opened(request.pid, request.start) as pidfd:

@@ -1,4 +1,4 @@
-"""A dump and a restore of a small process, which tell whether CRIU works on this node.
+"""A dump and a restore of a small process, which show whether CRIU works on this node.
 
 CRIU needs more of a kernel, of its capabilities and of what confines it than `criu check` looks at.
 As a program, `python -m snapshot_agent.helper.self_test CRIU FOLDER`, this is the first process of
