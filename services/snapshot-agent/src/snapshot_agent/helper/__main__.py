@@ -63,12 +63,13 @@ class Helper:
         records = Records(settings.state_dir / "dumps", settings.criu.with_name("nft"))
         self._node = Node(settings.criu, settings.artifact_root, settings.cgroup_dir, records)
         self._settling = self._settle()
-        self._unfit = _unfit(settings.criu)
         settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.helper.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(settings.helper))
         self._listener.listen(16)
+        # Guards that ask meanwhile are connected, and answered within the time that they wait.
+        self._unfit = _unfit(settings.criu)
 
     def serve(self) -> None:
         """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker."""
