@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Generator
+import tempfile
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from tests.process import node as nodes
+from tests.process.cuda_stage import Stage, staged
 from tests.process.node import Node
+from tests.support.cuda_rig import CudaNode, cuda_node
+from tests.support.cuda_rig import library as compiled
 
 CRIU = Path(__file__).parents[2] / ".tools" / "criu" / "criu"
 
@@ -26,6 +30,29 @@ def criu() -> Path:
     if not CRIU.exists():
         pytest.skip("CRIU is missing: run `make criu`")
     return CRIU
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake of the CUDA driver."""
+    return compiled(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def cuda(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaNode]:
+    """The CUDA driver of a node."""
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    yield from cuda_node(folder, library, monkeypatch)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, criu: Path, cuda: CudaNode) -> Iterator[Stage]:
+    """A node of its own with a helper and a CUDA driver, without an agent."""
+    if why := nodes.lacking():
+        pytest.skip(why)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as layers:
+        yield from staged(tmp_path, Path(layers), cuda)
 
 
 @pytest_asyncio.fixture

@@ -269,6 +269,41 @@ class Stage:
             source = RestoreSource(fd, names, [], chosen, deadline, _ignored)
             return await self.driver.restore(placeholder.worker, source)
 
+    async def reached(self, step: str, *, since: int = 0) -> None:
+        """Wait until the driver has begun to do something, after so many calls."""
+
+        def has_begun() -> bool:
+            calls = self.cuda.calls()[since:]
+            return any((call.what, call.verb) == ("begin", step) for call in calls)
+
+        await asyncio.to_thread(until, has_begun, step)
+
+    def kill(self, target: str) -> None:
+        """Kill a part of the helper: `call` and `criu` are programs that its `child` has started.
+
+        `helper` is its first process alone, `container` all of its container, as a runtime ends it.
+        """
+        if target == "container":
+            self.kill_helper()
+            return
+        assert self._helper is not None
+        if target == "helper":
+            helper, self._helper = self._helper, None
+            helper.kill()
+            helper.wait()
+            return
+        found = procfs.read(self._helper.pid)
+        assert found is not None
+        [child] = [each for each in procfs.family_of(*found.key) if each.parent == found.pid]
+        program = {"call": b"cuda_call", "criu": b"sleep"}.get(target)
+        for each in procfs.family_of(*child.key) if program else [child]:
+            if program is None or program in Path(f"/proc/{each.pid}/cmdline").read_bytes():
+                procfs.send(each, signal.SIGKILL)
+
+    def left(self) -> list[str]:
+        """What is left of dumps and restores on the node; nothing when all is well."""
+        return [path.name for path in (self.folder / "helper" / "dumps").iterdir()]
+
     async def settle(self, container: Container) -> None:
         """Do what a guard does for a worker whose dump has not ended."""
         release = self.driver.release(container.worker, self.driver.stages[0].phases.during)

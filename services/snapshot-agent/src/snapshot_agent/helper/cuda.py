@@ -119,11 +119,8 @@ def unlock_all(pids: Sequence[int], within_s: float = UNDO_S) -> None:
     """Let restored or locked processes run; one that runs already is none that failed."""
     until = time.monotonic() + within_s
     failed = _failures(_for_each("unlock", pids, within_s))
-    if failed:
-        found = states(list(failed), max(0.0, until - time.monotonic()))
-        failed = {pid: failed[pid] for pid, state in found.items() if state is not State.RUNNING}
-    if failed:
-        raise rules.refusal("unlock", failed, within_s)
+    if failed and (left := let_go(list(failed), max(0.0, until - time.monotonic())).stuck):
+        raise rules.refusal("unlock", {pid: failed[pid] for pid in left}, within_s)
 
 
 def let_go(pids: Sequence[int], within_s: float = UNDO_S) -> LetGo:
@@ -166,6 +163,7 @@ class _WayBack:
     def __init__(self, pids: Sequence[int]) -> None:
         self._seen: dict[int, State | None] = dict.fromkeys(pids)
         self._refused: dict[int, tuple[Verb, str]] = {}
+        self._killed: set[tuple[int, Verb]] = set()
         self._stuck: dict[int, str] = {}
 
     def must_ask(self, call: _Call) -> bool:
@@ -177,7 +175,11 @@ class _WayBack:
                 self._seen[call.pid] = rules.MOVES[verb][1]
                 return False
             self._seen[call.pid] = None
-            self._refused[call.pid] = verb, name
+            # A call that was killed says nothing of the driver, and is made once more.
+            if call.answer is not None or (call.pid, verb) in self._killed:
+                self._refused[call.pid] = verb, name
+            else:
+                self._killed.add((call.pid, verb))
             return True
         if call.answer is None:
             state = State.UNKNOWN
