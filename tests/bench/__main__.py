@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.bench import sessions
+from tests.bench import output, sessions
 from tests.bench.gms import SMALL, Bench
 from tests.bench.machine import describe
 from tests.bench.results import Results, Transfers, judged, renewed
@@ -45,8 +45,7 @@ def main() -> int:
         return report(results)
     check_request(parser, arguments)
     results = measured(arguments)
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    output.write(arguments.json, None, results)
     if arguments.command == "gms" and arguments.page:
         old = arguments.page.read_text() if arguments.page.exists() else ""
         arguments.page.write_text(renewed(old, results))
@@ -76,7 +75,7 @@ def measured(arguments: argparse.Namespace) -> Results:
     """Measure what is asked for."""
     is_alone = arguments.command == "sessions"
     machine = describe(Path() if is_alone else arguments.folder)
-    calls = sessions.measure(arguments.rounds, arguments.calls, _say)
+    calls = sessions.measure(arguments.rounds, arguments.calls, output.say)
     if is_alone:
         return Results(machine=machine, calls=calls)
     if arguments.peers:
@@ -89,7 +88,7 @@ def measured(arguments: argparse.Namespace) -> Results:
 def transferred(arguments: argparse.Namespace, size: int) -> Transfers:
     """Measure saves and loads of one size. Its memory is given back before the next."""
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder:
-        bench = Bench(Path(folder), size, arguments.rounds, _say)
+        bench = Bench(Path(folder), size, arguments.rounds, output.say)
         with contextlib.closing(bench.memory):
             return bench.run()
 
@@ -103,12 +102,5 @@ def report(results: Results) -> int:
     return 1 if any(line.verdict == "missed" for line in found) else 0
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    output.run(main)

@@ -37,9 +37,10 @@ from snapshot_agent.ports import Dump, Process, RestoreSource, Worker
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef
+from tests.bench import output
 from tests.bench.gms import huge_pages, raw_transfer
 from tests.bench.machine import Watch, describe, new_memory
-from tests.bench.results import NOISE, OTHERS, Judged, Verdict, spread, with_section
+from tests.bench.results import NOISE, OTHERS, Judged, Verdict, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / ".tools"
@@ -124,7 +125,7 @@ class Bench:
                 written = sum(each.size for each in made.files)
                 self.size = written + -written % mmap.PAGESIZE
                 for number in range(1, self.rounds + 1):
-                    _say(f"round {number} of {self.rounds}")
+                    output.say(f"round {number} of {self.rounds}")
                     turns.append(await self._turn(source.worker, number))
             finally:
                 source.end()
@@ -429,20 +430,11 @@ def main() -> int:
     ):
         bench = Bench(Path(folder), Path(layers), arguments.size_mib * MIB, arguments.rounds)
         results = asyncio.run(bench.run())
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    if arguments.page:
-        page = arguments.page.read_text() if arguments.page.exists() else "# Benchmarks\n"
-        arguments.page.write_text(with_section(page, section(results)))
-    print(section(results))
+    text = section(results)
+    output.write(arguments.json, arguments.page, results, text)
+    print(text)
     return 1 if any(line.verdict == "missed" for line in judged(results)) else 0
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    output.run(main)

@@ -33,9 +33,10 @@ from snapshot_shared.files import opened
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.orders import ArtifactRef, Report, VerifyOrder
 from snapshot_shared.tasks import end_all
+from tests.bench import output
 from tests.bench.bus_server import CONTENDERS, ECHO, SERVICE, TOGETHER, node_of, stamp
 from tests.bench.machine import Watch, describe
-from tests.bench.results import NOISE, OTHERS, Judged, Rows, Verdict, spread, with_section
+from tests.bench.results import NOISE, OTHERS, Judged, Rows, Verdict, spread
 from tests.support.nats_server import running_nats_server
 
 TITLE = "Orders and reports"
@@ -125,7 +126,7 @@ async def measure(
             ]
             await _warm_up(client, servers, made)
             for number in range(rounds):
-                _say(f"round {number + 1} of {rounds}")
+                output.say(f"round {number + 1} of {rounds}")
                 # To and fro, so that none always follows the one that uses the processors most.
                 turns = servers[:: -1 if number % 2 else 1]
                 await _latencies(
@@ -427,20 +428,11 @@ def main() -> int:
                 Path(path), arguments.peers, arguments.rounds, arguments.calls, arguments.orders
             )
         )
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    if arguments.page:
-        page = arguments.page.read_text() if arguments.page.exists() else "# Benchmarks\n"
-        arguments.page.write_text(with_section(page, section(results)))
-    print(section(results))
+    text = section(results)
+    output.write(arguments.json, arguments.page, results, text)
+    print(text)
     return 1 if any(line.verdict == "missed" for line in judged(results)) else 0
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    output.run(main)

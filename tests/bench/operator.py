@@ -35,8 +35,8 @@ from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.orders import DeviceRef
 from snapshot_shared.telemetry import Telemetry
+from tests.bench import output
 from tests.bench.machine import Watch, describe
-from tests.bench.results import with_section
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import MemoryOrders, World
 
@@ -95,14 +95,9 @@ def told(
     """Print what was found, and write it where that was asked for; give the status of the end."""
     for row in rows:
         print(f"{row.verdict:7} {row.what:58} {row.wanted:22} {row.found}")
-    if options.json:
-        found = {"machine": describe(Path()), "others": others, "count": options.count, **more}
-        options.json.write_bytes(
-            msgspec.json.format(encode_json({**found, "rows": [r._asdict() for r in rows]})) + b"\n"
-        )
-    if options.page and options.count == FULL:
-        old = options.page.read_text() if options.page.exists() else "# Benchmarks\n"
-        options.page.write_text(with_section(old, text))
+    found = {"machine": describe(Path()), "others": others, "count": options.count, **more}
+    page = options.page if options.count == FULL else None
+    output.write(options.json, page, {**found, "rows": [row._asdict() for row in rows]}, text)
     return 1 if any(row.verdict == "missed" for row in rows) else 0
 
 
@@ -115,9 +110,9 @@ def read_costs(count: int) -> list[Row]:
     pods = max(count // 10, 1)
     with tempfile.TemporaryDirectory(prefix=".bench-") as folder:
         path = Path(folder) / "objects.sqlite"
-        say(f"filling a store with {count:,} checkpoints, {pods:,} pods and contents")
+        output.say(f"filling a store with {count:,} checkpoints, {pods:,} pods and contents")
         asyncio.run(fill(path, count, pods))
-        say("reading it")
+        output.say("reading it")
         command = [sys.executable, "-m", "tests.bench.operator", "--store", str(path)]
         found = [
             json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -136,7 +131,7 @@ def read_costs(count: int) -> list[Row]:
 async def work_costs(count: int) -> list[Row]:
     """Measure captures, checkpoints that wait, and failures that repeat."""
     rows: list[Row] = []
-    say(f"{', '.join(map(str, AT_ONCE))} captures at once")
+    output.say(f"{', '.join(map(str, AT_ONCE))} captures at once")
     # In turns: the speed of a machine that is shared changes from one minute to the next.
     turns = [[await capture_cost(number) for number in AT_ONCE] for _ in range(ROUNDS)]
     captures = dict(zip(AT_ONCE, map(min, zip(*turns, strict=True)), strict=True))
@@ -144,14 +139,14 @@ async def work_costs(count: int) -> list[Row]:
         rows.append(Row(f"a capture, {number} at once", "", ms(cost), "met"))
     flat = max(captures.values()) / min(captures.values())
     rows.append(goal("most over least of these", f"≤ {FLAT} x", flat, FLAT, "{:.2f} x"))
-    say(f"one more checkpoint beside 10, and beside {count:,} that wait")
+    output.say(f"one more checkpoint beside 10, and beside {count:,} that wait")
     beside = await one_more(10, count)
     for waiting, cost in beside.items():
         rows.append(Row(f"one more beside {waiting:,} that wait", "", ms(cost), "met"))
     ratio = beside[count] / beside[10]
     rows.append(goal("of these, many over few", f"≤ {FLAT} x", ratio, FLAT, "{:.2f} x"))
     for verb in ("delete", "stop", "verify"):
-        say(f"{FAILURES:,} times a {verb} that fails")
+        output.say(f"{FAILURES:,} times a {verb} that fails")
         ten, many = await status_sizes(verb)
         what = f"status after {FAILURES:,} failures of {verb}, over that after 10"
         rows.append(goal(what, "≤ 1.02 x", many / ten, 1.02, "{:.3f} x"))
@@ -379,12 +374,5 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    output.run(main)

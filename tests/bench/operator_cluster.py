@@ -33,8 +33,9 @@ from snapshot_operator.kube.store import RESOURCES, KubeStore
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
+from tests.bench import output
 from tests.bench.machine import Watch
-from tests.bench.operator import FULL, ROUNDS, Row, goal, parsed, parser, say, table, told
+from tests.bench.operator import FULL, ROUNDS, Row, goal, parsed, parser, table, told
 from tests.bench.operator_watchers import CONTENDERS, deciding
 from tests.cluster import cluster as machines
 from tests.cluster import programs
@@ -86,7 +87,7 @@ def main() -> int:
         print(f"skipped, as no cluster can be started here: {why}")
         return 0
     watch = Watch()
-    cluster = machines.Cluster(f"bench-{os.getpid()}", say)
+    cluster = machines.Cluster(f"bench-{os.getpid()}", output.say)
     cluster.up(0, owned=True)
     try:
         prepare(cluster)
@@ -116,11 +117,11 @@ async def measured(kubeconfig: str, options: argparse.Namespace) -> tuple[Sample
         for number in range(options.rounds):
             # To and fro, so that none always follows the one that uses the processors most.
             for name in contenders[:: -1 if number % 2 else 1]:
-                say(f"round {number + 1} of {options.rounds}: {name}")
+                output.say(f"round {number + 1} of {options.rounds}: {name}")
                 async with running_contender(name, kubeconfig, objects, options.peers) as one:
                     async for what, value in turn(one, client, objects):
                         samples[name].setdefault(what, []).append(value)
-        say("calls of the API server")
+        output.say("calls of the API server")
         return samples, await counted(kubeconfig, client)
 
 
@@ -133,7 +134,7 @@ def has_peer(peers: Path | None) -> bool:
 
 async def fill(client: KubeClient, count: int, pods: int) -> Objects:
     """Create checkpoints as an operator leaves them, and pods as a kubelet does."""
-    say(f"creating {count:,} checkpoints and {pods:,} pods")
+    output.say(f"creating {count:,} checkpoints and {pods:,} pods")
     world = World()
     await world.join(presence("node-0"))
     await world.apply(checkpoint_document())
@@ -457,7 +458,4 @@ def lines(
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    output.run(main)

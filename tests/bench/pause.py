@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import ctypes
 import json
 import mmap
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -35,9 +33,10 @@ from snapshot_shared.objects.meta import is_true
 from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters import worker_socket
+from tests.bench import output
 from tests.bench.gms import huge_pages, raw_transfer
 from tests.bench.machine import describe, huge_bytes_free, new_memory
-from tests.bench.results import NOISE, Judged, Verdict, spread, with_section
+from tests.bench.results import NOISE, Judged, Verdict, spread
 from tests.support.live_cluster import LiveCluster, Session, find, pod, worker_pod
 
 MIB = 2**20
@@ -125,7 +124,7 @@ class Bench:
             async with self.cluster.session() as session:
                 workers = [await self._worker(session, size) for size in self.sizes]
                 for number in range(1, self.rounds + 1):
-                    _say(f"round {number} of {self.rounds}")
+                    output.say(f"round {number} of {self.rounds}")
                     # Whoever is first finds another machine than who comes after it.
                     for worker in workers if number % 2 else reversed(workers):
                         turns[worker.size].append(await self._turn(session, worker, number))
@@ -136,7 +135,7 @@ class Bench:
 
     async def _worker(self, session: Session, size: int) -> Worker:
         name = f"worker-{size // MIB}"
-        _say(f"starting a worker with {size // MIB} MiB")
+        output.say(f"starting a worker with {size // MIB} MiB")
         await session.apply(_pod(name, SOURCE, size))
         await _until(session, "Pod", name, _is_ready)
         found = find(await session.objects(), "Pod", name)
@@ -458,20 +457,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as folder:
         sizes = sorted({size * MIB for size in arguments.size_mib})
         results = asyncio.run(Bench(Path(folder), sizes, arguments.rounds).run())
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    if arguments.page:
-        page = arguments.page.read_text() if arguments.page.exists() else "# Benchmarks\n"
-        arguments.page.write_text(with_section(page, section(results)))
-    print(section(results))
+    text = section(results)
+    output.write(arguments.json, arguments.page, results, text)
+    print(text)
     return 1 if any(line.verdict == "missed" for line in judged(results)) else 0
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    output.run(main)

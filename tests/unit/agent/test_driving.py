@@ -32,7 +32,6 @@ def dump(**notes: object) -> Entry:
     [
         (None, Phase.SIGNAL),
         (dump(), Phase.SIGNAL),
-        (dump(**{PHASE_NOTE: "locked"}), Phase.LOCKED),
         (dump(**{PHASE_NOTE: "begun"}), Phase.BEGUN),
     ],
 )

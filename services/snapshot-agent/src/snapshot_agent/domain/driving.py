@@ -14,12 +14,11 @@ from snapshot_shared.orders import DeviceRef
 class Phase(StrEnum):
     """What a driver has done to a worker, which decides how the worker is let go.
 
-    SIGNAL: it was sent signals at most, and runs again after SIGCONT. LOCKED: its devices are
-    locked and must be unlocked first. BEGUN: it can only be ended.
+    SIGNAL: it was sent signals at most, and runs again after SIGCONT. BEGUN: it is let go by the
+    driver's program.
     """
 
     SIGNAL = "signal"
-    LOCKED = "locked"
     BEGUN = "begun"
 
 
