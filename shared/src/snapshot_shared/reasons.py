@@ -695,7 +695,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "NodeCordoned": Reason(
             "The capture waits because nothing new may begin on its node.",
-            "A user cordoned the node: `snapshotctl nodes` says SchedulingDisabled.",
+            "A user cordoned the node: `snapshotctl nodes` says SchedulingDisabled. Only pods with "
+            'the label `nvidia.com/capture-on-drain: "true"` are captured there.',
             "`snapshotctl uncordon NODE`, or `snapshotctl abort NAME` if it should not wait.",
         ),
         "NodeLost": Reason(

@@ -55,6 +55,7 @@ def _both(cli: Cli, *words: str, stdin: str = "") -> tuple[Ended, Ended]:
         ("checkpoint nothing", "", 3),
         ("delete pod nothing", "", 3),
         ("cordon nothing", "", 3),
+        ("drain nothing --capture", "", 3),
         ("artifacts ls", "", 0),
         ("artifacts gc --dry-run -o json", "", 0),
         ("orders", "", 0),

@@ -22,7 +22,7 @@ from snapshot_shared.api import (
 from snapshot_shared.codec import encode_json
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import condition, is_true
-from snapshot_shared.objects.snapback import ABORT
+from snapshot_shared.objects.snapback import ABORT, CAPTURE_ON_DRAIN
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
@@ -156,6 +156,18 @@ async def test_a_capture_that_has_not_begun_waits_with_a_reason(world: World) ->
     snapshot = await world.get("Snapshot", "llm")
     assert condition(snapshot.status.conditions, "Ready").reason == "NodeCordoned"  # type: ignore[union-attr]
     await cordon(world, "node-1", unschedulable=False)
+    assert world.open("prepare")
+
+
+async def test_a_pod_that_is_captured_on_drain_is_captured_on_a_cordoned_node(
+    world: World,
+) -> None:
+    document = checkpoint_document()
+    template = document["spec"]["job"]["podTemplateSpec"]
+    template["metadata"] = {"labels": {CAPTURE_ON_DRAIN: "true"}}
+    await world.apply(document)
+    await cordon(world, "node-1")
+    await world.answer_well(world.open("run")[0])
     assert world.open("prepare")
 
 

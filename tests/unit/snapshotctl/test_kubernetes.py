@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from snapshot_shared.objects.kinds import KINDS
 from snapshotctl.domain.kubernetes import (
     NatsService,
+    api_path,
     nats_services,
     operator_variables,
     problem_in,
 )
+from snapshotctl.domain.targets import Target
 
 FORBIDDEN = (
     'Error from server (Forbidden): secrets "snapback-nats-snapshotctl" is forbidden: User "ada"'
@@ -82,3 +85,17 @@ def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> N
     items = [deployment("a-operator", **kept, **of_pod), deployment("b-operator", SNAPBACK_X="1")]
     assert operator_variables({"items": items}, "a-operator") == kept
     assert operator_variables({"items": []}, "a-operator") == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "namespace", "path"),
+    [
+        ("Pod", "team", "/api/v1/namespaces/team/pods/x"),
+        ("Job", "team", "/apis/batch/v1/namespaces/team/jobs/x"),
+        ("Node", None, "/api/v1/nodes/x"),
+    ],
+)
+def test_an_object_is_found_where_the_api_server_has_it(
+    kind: str, namespace: str | None, path: str
+) -> None:
+    assert api_path(Target(KINDS[kind], namespace, "x")) == path

@@ -38,6 +38,7 @@ COMMANDS = {
     "nodes": "Show the nodes, their GPUs, and when each was last seen.",
     "cordon": "Let nothing new begin on a node; what runs there goes on.",
     "uncordon": "Let new work begin on a node again.",
+    "drain": "Capture the pods of a node that are labelled for it, and restore them elsewhere.",
     "orders": "Show the orders under way, and the state of each.",
     "dead": "Look at messages that no service could take as an order.",
     "trace": "Show what was done for an object as a waterfall of spans.",

@@ -55,6 +55,9 @@ class Operator(Protocol):
     async def all_of(self, kind: Kind, namespace: str | None) -> list[AnyObject]:
         """Read all objects of a kind, in all namespaces when None."""
 
+    async def manifest(self, target: Target) -> dict[str, Any] | None:
+        """Read the whole of an object, of which `get` has less in a cluster."""
+
     async def delete(self, target: Target, uid: str) -> bool:
         """Mark the incarnation with this uid for deletion. True when it is gone already.
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ class Tools:
             return None
         from snapshotctl.adapters.kubectl import Kubernetes
 
-        return Kubernetes(self.kubeconfig, self.context)
+        return Kubernetes(self.kubeconfig, self.context, are_shaped_here=self.own_operator)
 
     def close(self) -> None:
         """End what outlives a command otherwise."""
@@ -142,10 +142,7 @@ class Tools:
         from snapshot_shared.tasks import end_all
         from snapshotctl.adapters.operator_client import connected
 
-        store = None
-        if self.kubernetes is not None:
-            store = partial(self.kubernetes.apply, are_shaped_here=self.own_operator)
-        async with connected(server, patiently=patiently, store=store) as client:
+        async with connected(server, patiently=patiently, store=self.kubernetes) as client:
             publishing = asyncio.create_task(self.telemetry.publish_to(client.bus))
             try:
                 yield client

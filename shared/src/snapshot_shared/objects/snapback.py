@@ -69,6 +69,9 @@ WAIT, IMMEDIATE = "WaitForCheckpoint", "Immediate"
 STANDBY_VARIABLES = ("SNAPSHOT_RESTORE_STANDBY", "DYN_SNAPSHOT_RESTORE_STANDBY")
 """Either is 1 for a worker that waits to be restored; images for Dynamo read the second."""
 
+CAPTURE_ON_DRAIN = "nvidia.com/capture-on-drain"
+"""Label of a Pod: `true` where it is captured, and restored elsewhere, when its node is drained."""
+
 SNAPSHOT_UID = "nvidia.com/snapshot-uid"
 """Label of a SnapshotContent, which is in no namespace and so has no owner: whose it is."""
 

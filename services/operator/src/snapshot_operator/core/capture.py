@@ -20,6 +20,7 @@ from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus, time_of
 from snapshot_shared.objects.snapback import (
     ABORT,
+    CAPTURE_ON_DRAIN,
     Committed,
     SnapshotContent,
     SnapshotContentStatus,
@@ -234,8 +235,15 @@ def deadline_of(content: SnapshotContent) -> float:
 def _cordoned(view: ContentView) -> Wait | None:
     if view.home is None or not view.home.spec.unschedulable:
         return None
+    if view.source is not None and is_drained(view.source):
+        return None
     name = view.home.metadata.name
     return Wait(CORDONED, f"node {name} is cordoned: no capture begins there")
+
+
+def is_drained(pod: Pod) -> bool:
+    """Whether a pod is captured from a cordoned node as well: a drain cordons the node first."""
+    return pod.metadata.labels.get(CAPTURE_ON_DRAIN) == "true"
 
 
 def _behind_another(view: ContentView) -> Wait | None:

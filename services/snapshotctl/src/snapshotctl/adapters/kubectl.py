@@ -28,11 +28,13 @@ from snapshotctl.adapters.processes import ending_with_us
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.kubernetes import (
     NatsService,
+    api_path,
     nats_services,
     operator_variables,
     problem_in,
 )
 from snapshotctl.domain.servers import Server
+from snapshotctl.domain.targets import Target
 
 COMMAND_S = 60.0
 # -P: the working directory is the user's and may hold modules of any name.
@@ -52,8 +54,14 @@ _ERRORS = {
 class Kubernetes:
     """A cluster that kubectl reaches; `close` ends what was begun for it."""
 
-    def __init__(self, kubeconfig: str | None, context: str | None) -> None:
-        """Use a context of a kubeconfig; the current one, and that of kubectl, where not named."""
+    def __init__(
+        self, kubeconfig: str | None, context: str | None, *, are_shaped_here: bool = False
+    ) -> None:
+        """Use a context of a kubeconfig; the current one, and that of kubectl, where not named.
+
+        With `are_shaped_here` restored pods are made to wait here, and not by the operator.
+        """
+        self._are_shaped_here = are_shaped_here
         named = {"--kubeconfig": kubeconfig, "--context": context}
         self._options = [word for key, value in named.items() if value for word in (key, value)]
         self.name = f"context {context}" if context else f"kubeconfig {kubeconfig}"
@@ -88,14 +96,9 @@ class Kubernetes:
             "SNAPBACK_NATS_CREDENTIALS": self._kept(self._seed(self._service, "operator")),
         }
 
-    def apply(
-        self, documents: Sequence[msgspec.Raw], traceparent: str, *, are_shaped_here: bool = False
-    ) -> list[Applied]:
-        """Apply manifests, all or none, as this user. InvalidManifest, NotPermitted.
-
-        Restored pods are made to wait by the webhook of the operator, or else here.
-        """
-        if are_shaped_here:
+    def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
+        """Apply manifests, all or none, as this user. InvalidManifest, NotPermitted."""
+        if self._are_shaped_here:
             documents = [self._standing_by(document) for document in documents]
         items = [msgspec.json.decode(document) for document in documents]
         for item in items:
@@ -117,6 +120,31 @@ class Kubernetes:
             )
             for found, line in zip(stored.get("items", [stored]), said, strict=True)
         ]
+
+    def cordon(self, node: str, *, unschedulable: bool) -> bool:
+        """Cordon a node, or uncordon it; return whether it was not so already."""
+        said = self._run("cordon" if unschedulable else "uncordon", node)
+        return " already " not in said
+
+    def delete(self, target: Target, uid: str) -> bool:
+        """Mark the incarnation with this uid for deletion. True when it is gone already."""
+        condition = {"uid": uid} if uid else {}
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": condition}
+        # The only form of `kubectl delete` that takes a uid.
+        words = ("delete", "--raw", api_path(target), "--filename", "-")
+        try:
+            self._run(*words, given=json.dumps(options))
+        except NotFound:
+            return True
+        return False
+
+    def manifest(self, target: Target) -> dict[str, Any] | None:
+        """Return the whole of an object as the API server has it; None when it does not exist."""
+        try:
+            found: dict[str, Any] = json.loads(self._run("get", "--raw", api_path(target)))
+        except NotFound:
+            return None
+        return found
 
     def _standing_by(self, document: msgspec.Raw) -> msgspec.Raw:
         """Return a manifest as the operator's webhook has it stored. InvalidManifest."""

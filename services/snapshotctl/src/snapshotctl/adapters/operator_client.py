@@ -7,7 +7,8 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -27,9 +28,10 @@ from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of, t
 from snapshot_shared.objects.kinds import KINDS, AnyObject, Kind, find_kind
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import ObjectMeta, is_true
+from snapshot_shared.objects.snapback import GROUP
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
-from snapshot_shared.tasks import heeding
+from snapshot_shared.tasks import heeding, in_thread
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import NodeSpec
 from snapshotctl.domain.servers import Server, shown
@@ -65,8 +67,22 @@ Reply = TypeVar(
     api.RetentionReply,
 )
 Message = TypeVar("Message", Progress, Report, SpanRecord)
-Store = Callable[[Sequence[msgspec.Raw], str], list[api.Applied]]
-"""Applies manifests, given the traceparent that they are to have."""
+
+
+class Store(Protocol):
+    """The API server of a cluster, as the user may read and change it. Each call blocks."""
+
+    def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[api.Applied]:
+        """Apply manifests, which are to have the traceparent."""
+
+    def cordon(self, node: str, *, unschedulable: bool) -> bool:
+        """Cordon or uncordon a node; return whether that changed it."""
+
+    def delete(self, target: Target, uid: str) -> bool:
+        """Mark an incarnation for deletion; return whether it is gone."""
+
+    def manifest(self, target: Target) -> dict[str, Any] | None:
+        """Return the whole of an object; None when it does not exist."""
 
 
 class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +105,7 @@ class OperatorClient:
     ) -> None:
         """Use a connected `bus`. `wall` returns seconds since the epoch.
 
-        With `store` objects are applied by it: in a cluster the operator stores none for others.
+        With `store` people's objects are changed by it: the operator of a cluster changes none.
         """
         self.bus = bus
         self._store = store
@@ -98,7 +114,7 @@ class OperatorClient:
 
     async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[api.Applied]:
         if self._store is not None:
-            return self._store(documents, traceparent)
+            return await in_thread(self._store.apply, documents, traceparent)
         request = api.ApplyRequest(documents=list(documents), traceparent=traceparent)
         return (await self._ask("apply", request, api.ApplyReply)).results
 
@@ -126,7 +142,15 @@ class OperatorClient:
                 break
         return found
 
+    async def manifest(self, target: Target) -> dict[str, Any] | None:
+        if self._store is not None:
+            return await in_thread(self._store.manifest, target)
+        found = await self.get(target)
+        return None if found is None else formats.data(found)
+
     async def delete(self, target: Target, uid: str = "") -> bool:
+        if self._store is not None and target.kind.api_version != GROUP:
+            return await in_thread(self._store.delete, target, uid)
         request = api.DeleteRequest(**_about(target), uid=uid)
         return (await self._ask("delete", request, api.DeleteReply)).gone
 
@@ -137,6 +161,9 @@ class OperatorClient:
     async def cordon(
         self, node: NodeName, resource_version: str = "", *, unschedulable: bool
     ) -> api.CordonReply:
+        if self._store is not None:
+            cordon = partial(self._store.cordon, node, unschedulable=unschedulable)
+            return api.CordonReply(node=node, changed=await in_thread(cordon))
         request = api.CordonRequest(
             node=node, unschedulable=unschedulable, resource_version=resource_version
         )

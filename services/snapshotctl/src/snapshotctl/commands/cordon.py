@@ -18,7 +18,8 @@ app = new_app()
 async def cordon(tools: Tools, node: Node) -> None:
     """Let nothing new begin on a node; what runs there goes on.
 
-    No pod is placed there, no capture and no verification begins, until it is uncordoned.
+    No pod is placed there, no capture and no verification begins, until it is uncordoned. What the
+    command drain captures is captured all the same.
     """
     name = targets.node_named(node)
     async with tools.operator() as operator:
@@ -29,12 +30,18 @@ async def set_unschedulable(
     operator: Operator, screen: Screen, node: NodeName, *, unschedulable: bool
 ) -> None:
     """Let nothing new begin on a node, or let it again. NotFound, Conflict."""
+    changed = await mark(operator, node, unschedulable=unschedulable)
+    if not screen.wants_table:
+        screen.value({"node": node, "unschedulable": unschedulable, "changed": changed})
+        return
+    word = "cordoned" if unschedulable else "uncordoned"
+    screen.line(f"node/{node} {word if changed else f'already {word}'}")
+
+
+async def mark(operator: Operator, node: NodeName, *, unschedulable: bool) -> bool:
+    """Cordon a node or uncordon it; return whether that changed it. NotFound, Conflict."""
     target = Target(KINDS["Node"], None, node)
     version = (await objects.existing(operator, target)).metadata.resource_version
     with objects.unchanged(target):
         reply = await operator.cordon(node, version, unschedulable=unschedulable)
-    if not screen.wants_table:
-        screen.value({"node": node, "unschedulable": unschedulable, "changed": reply.changed})
-        return
-    word = "cordoned" if unschedulable else "uncordoned"
-    screen.line(f"node/{node} {word if reply.changed else f'already {word}'}")
+    return reply.changed

@@ -83,8 +83,7 @@ async def _watch(
     try:
         async with asyncio.timeout(within_s):
             with tools.screen.parts() as parts:
-                display = _Display(tools, parts, phase)
-                ended = await _until_ended(operator, display, target)
+                ended = await until_ended(operator, Display(tools, parts, phase), target)
     except TimeoutError:
         raise DeadlineExceeded(
             f"{target} is not over within {within_s:g} s",
@@ -108,15 +107,21 @@ def _show_end(screen: Screen, target: Target, ended: ObjectState, now: float) ->
         screen.entry({"object": str(target), "state": ended.word, "message": ended.message})
 
 
-class _Display:
+class Display:
     """One object on the screen: what was shown of it already."""
 
-    def __init__(self, tools: Tools, parts: Parts, phase: str) -> None:
+    def __init__(self, tools: Tools, parts: Parts, phase: str, subject: str = "") -> None:
+        """Show the phase `capture` or `restore`; each line names the `subject` if it is given."""
+        self._subject = subject
         self._screen = tools.screen
         self._now = tools.now
         self._shown: set[Any] = set()
         self._is_begun = False
-        self.progress = ProgressDisplay(phase, parts.show, tools.monotonic)
+        self.progress = ProgressDisplay(
+            phase,
+            lambda part: parts.show(part._replace(part=f"{subject} {part.part}".lstrip())),
+            tools.monotonic,
+        )
 
     def show(self, found: RelatedObjects, current: ObjectState) -> None:
         """Show what is new."""
@@ -132,9 +137,15 @@ class _Display:
         why = ": ".join(filter(None, (current.reason, current.message)))
         if self._screen.wants_table:
             at = formats.clock(self._now())
-            self._screen.line(f"  {at:<12}  waits: {formats.plain(why)}")
+            self._line(f"{at:<12}  waits: {formats.plain(why)}")
         else:
-            self._screen.entry({"waits": current.reason, "message": current.message})
+            self._entry({"waits": current.reason, "message": current.message})
+
+    def _line(self, text: str) -> None:
+        self._screen.line(f"  {self._subject} {text}" if self._subject else f"  {text}")
+
+    def _entry(self, value: dict[str, Any]) -> None:
+        self._screen.entry({"of": self._subject, **value} if self._subject else value)
 
     def _show_parts(self, found: RelatedObjects) -> None:
         plan = state.planned_parts(found)
@@ -159,15 +170,15 @@ class _Display:
         # One that was first seen at its end has no line of its beginning.
         self._shown |= {(phase.key, is_over), (phase.key, False)}
         if self._screen.wants_table:
-            self._screen.line(f"  {phase.line()}")
+            self._line(phase.line())
             return
         ended = formats.stamp(phase.ended) if is_over else None
         times = {"began": formats.stamp(phase.began), "ended": ended}
         about = {"phase": phase.name, "where": phase.where, "failure": phase.failure}
-        self._screen.entry({**about, **times})
+        self._entry({**about, **times})
 
 
-async def _until_ended(operator: Operator, display: _Display, target: Target) -> ObjectState:
+async def until_ended(operator: Operator, display: Display, target: Target) -> ObjectState:
     """Show an object until it is ready or has failed; return its state then. NeverTrue."""
     changed = asyncio.Event()
     known: set[str] = set()

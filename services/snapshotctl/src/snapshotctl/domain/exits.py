@@ -60,6 +60,10 @@ class NeverTrue(SnapbackError):
     """The condition that was waited for cannot come true any more."""
 
 
+class NotDrained(SnapbackError):
+    """Pods are left on a node that was to be drained; `values['lines']` says which, and why."""
+
+
 class Unsound(SnapbackError):
     """An artifact is damaged; `values` has the content and the reason."""
 

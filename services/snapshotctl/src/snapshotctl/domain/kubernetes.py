@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from snapshotctl.domain.targets import Target
+
 Kind = Literal["arguments", "forbidden", "missing", "refused", "unreachable"]
 
 
@@ -78,6 +80,14 @@ def operator_variables(deployments: dict[str, Any], name: str) -> dict[str, str]
             row["name"] == "SNAPBACK_NAMESPACE_SELECTOR" or not row["name"].startswith(_OF_ITS_POD)
         )
     }
+
+
+def api_path(target: Target) -> str:
+    """Return where the API server has an object."""
+    version, plural = target.kind.api_version, target.kind.plural
+    base = f"/api/{version}" if "/" not in version else f"/apis/{version}"
+    space = f"/namespaces/{target.namespace}" if target.namespace else ""
+    return f"{base}{space}/{plural}/{target.name}"
 
 
 def problem_in(said: str) -> Problem:
