@@ -58,7 +58,8 @@ COMMANDS = {
 WHERE = (
     "Where the server is: --server, --context or --kubeconfig (the Snapback of a Kubernetes "
     "cluster, by kubectl), --cluster, NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the "
-    "selected nats context, the local cluster 'default'; the first that is set counts."
+    "selected nats context, the local cluster 'default'; the first that is set counts. With "
+    "--server beside --context or --kubeconfig NATS is there, and kubectl changes the cluster."
 )
 """How a command finds its server."""
 

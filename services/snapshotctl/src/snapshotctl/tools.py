@@ -55,8 +55,8 @@ class Tools:
 
     @cached_property
     def kubernetes(self) -> Kubernetes | None:
-        """The cluster of kubectl that was named; None where none was, or a server."""
-        if self.server or not (self.kubeconfig or self.context):
+        """The cluster of kubectl that was named; None where none was."""
+        if not (self.kubeconfig or self.context):
             return None
         from snapshotctl.adapters.kubectl import Kubernetes
 
@@ -69,7 +69,7 @@ class Tools:
 
     def find_server(self) -> Server:
         """Return the server of the command. WrongArguments, BusUnavailable, NotFound."""
-        if self.kubernetes is not None:
+        if self.kubernetes is not None and not self.server:
             return self.kubernetes.server()
         return self.folders.find_server(self.server, self.cluster)
 
@@ -118,10 +118,10 @@ class Tools:
         With `patiently` a connection that is lost is built again until the block ends. With
         `own_operator` the operator runs here for as long, where the cluster has none.
         """
-        if self.own_operator and self.kubernetes is None:
+        if self.own_operator and (self.kubernetes is None or self.server):
             raise WrongArguments(
                 "--own-operator is for a Kubernetes cluster",
-                next_step="name one with --context or --kubeconfig",
+                next_step="name one with --context or --kubeconfig, and no --server",
             )
         server = self.find_server()
         async with self._operator_at(server, patiently=patiently) as client:
