@@ -358,6 +358,38 @@ async def test_the_drain_of_a_node_ends_a_capture_with_its_reason_and_work_goes_
         await asyncio.to_thread(nodes.run, "uncordon", "node-1")
 
 
+FAILS = "import os, time\nwhile not os.path.exists('/fail'): time.sleep(0.1)\nraise SystemExit(3)"
+
+
+@pytest.mark.parametrize(("policy", "phase"), [("Terminate", "Failed"), ("Resume", "Running")])
+async def test_a_worker_beside_a_failed_container_is_ended_if_it_is_there_to_be_captured_alone(
+    rig: Rig, nodes: Kubectl, policy: str, phase: str
+) -> None:
+    await arm(rig, "node-1", "facts", "stall")
+    side = container("side", sys.executable, "-c", FAILS)
+    source = pod("source", worker("--answer", "42"), side, nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]}, sourcePolicy=policy)
+
+    async def is_quiet() -> bool:
+        with contextlib.suppress(KubectlError, ValueError):
+            words = ("exec", await running(nodes, "llm"), "--container=main", "--", "cat")
+            return "quiesced 1" in await asyncio.to_thread(nodes.run, *words, "/events")
+        return False
+
+    await polled(is_quiet)
+    name = await running(nodes, "llm")
+    words = ("exec", name, "--container=side", "--", "touch", "/fail")
+    await asyncio.to_thread(nodes.run, *words)
+    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
+    assert failed["reason"] == "CheckpointContainerFailed"
+    assert "container side" in failed["message"]
+    await rig.phase("llm", phase)
+    if phase == "Running":
+        inside = ("exec", name, "--container=main", "--", "cat", "/events")
+        said = await asyncio.to_thread(nodes.run, *inside)
+        assert said.splitlines()[-1] == "snapshot-aborted 1"
+
+
 async def test_agents_that_are_replaced_in_the_middle_of_a_capture_lose_none(
     rig: Rig, nodes: Kubectl
 ) -> None:

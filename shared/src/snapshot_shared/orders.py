@@ -47,6 +47,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=256)]
 
 SourcePolicy = Literal["Resume", "Terminate"]
+OnFailure = Literal["Resume", "Kill"]
 """What becomes of the source worker after a capture that succeeded."""
 
 Driver = Literal["cooperative", "respawn", "criu", "criu+cuda"]
@@ -170,7 +171,7 @@ class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prep
     hold_s: Seconds = 600.0
     quiesce_s: Seconds = 60.0
     ready_s: Seconds = 60.0
-    on_failure: Literal["Resume", "Kill"] = "Resume"
+    on_failure: OnFailure = "Resume"
 
 
 class DumpOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.dump_order"):
@@ -259,7 +260,8 @@ class RestoreOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.rest
 class AbortOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.abort_order"):
     """Tombstone attempts up to `attempt` of a capture, or of the restore of a pod, and compensate.
 
-    The worker that waits for the restore is given `restore-failed` with the reason `why`.
+    The worker that waits for the restore is given `restore-failed` with the reason `why`. With
+    `on_failure` Kill all containers of the pod of a capture are ended.
     """
 
     pod: PodRef | None = None
@@ -267,6 +269,7 @@ class AbortOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.abort_
     fence_token: ShortText | None = None
     devices: list[ShortText] = []
     why: Text = ""
+    on_failure: OnFailure = "Resume"
 
 
 class DeleteOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.delete_order"):

@@ -205,6 +205,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "It is tried again by itself where nothing was frozen; else take a new snapshot: "
             "`snapshotctl checkpoint POD`.",
         ),
+        "CheckpointContainerFailed": Reason(
+            "A container of the pod failed while others ran, before its worker was captured.",
+            "It ended with the exit code that the message has, and is not started again. The other "
+            "containers of a pod that was started for a checkpoint with `sourcePolicy: Terminate` "
+            "are ended; those of any other pod go on.",
+            "Read its log: `kubectl logs POD --container NAME`; correct it, and apply it again.",
+        ),
         "ControlFolderBroken": Reason(
             "The control directory of the worker is not as the agent made it.",
             "The worker, or another process of its container, replaced or removed the directory.",
@@ -917,6 +924,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "What was waited for cannot come true any more.",
             "The object failed or was deleted meanwhile.",
             "See why: `snapshotctl explain NAME`.",
+        ),
+        "NotDrained": Reason(
+            "Pods are left on a node that was to be drained.",
+            "They have no label `nvidia.com/capture-on-drain`, belong to a controller, or could "
+            "not be captured or restored: each line says which.",
+            "Do what the line of each pod says; then again: `snapshotctl drain NODE --capture`.",
         ),
         "NotFound": Reason(
             "The named object does not exist.",

@@ -184,6 +184,27 @@ async def test_a_worker_that_never_becomes_quiet_is_killed_where_the_policy_says
         assert is_gone(pod.pid(rig.journal))
 
 
+async def test_an_abort_that_says_so_ends_all_containers_of_the_pod_and_another_none(
+    rig: Rig,
+) -> None:
+    async with rig.agent():
+        stuck, other = await rig.running(), await rig.running()
+        for pod, on_failure in ((stuck, "Kill"), (other, "Resume")):
+            content = fresh_uid()
+            assert (await rig.carry_out(rig.prepare_order(pod, content))).kind == "prepared"
+            abort = AbortOrder(
+                pod=pod.ref,
+                content_uid=content,
+                on_failure=on_failure,  # type: ignore[arg-type]
+                **rig.common("abort", content),
+            )
+            assert (await rig.carry_out(abort)).kind == "aborted"
+        assert (await rig.answer(rig.run_order(stuck), "exited")).exit_code == 128 + signal.SIGKILL
+        assert is_gone(stuck.pid(rig.journal))
+        assert not is_gone(other.pid(rig.journal))
+        assert guards(rig) == []
+
+
 async def test_a_worker_that_exits_instead_of_becoming_quiet_is_named_with_its_code(
     rig: Rig,
 ) -> None:

@@ -13,9 +13,10 @@ from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.plan import SetStatus
 from snapshot_operator.core.restore import RestoreView, restore_for
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
 from snapshot_shared.objects.meta import ObjectMeta, OrderStatus
 from snapshot_shared.objects.snapback import (
+    CHECKPOINT_ID,
     ContentSource,
     PodSource,
     SnapshotContent,
@@ -24,7 +25,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotRef,
     SnapshotRestore,
 )
-from snapshot_shared.orders import PartResult, Report
+from snapshot_shared.orders import AbortOrder, PartResult, Report, order_in
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import restore_document
 from tests.support.operator_world import DIGEST
@@ -91,6 +92,62 @@ def test_a_capture_ends_with_its_worker_while_the_process_is_needed(
     state: Capture, source: Pod | None, expected: str
 ) -> None:
     assert reason(state, source) == expected
+
+
+def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
+    """A pod whose worker runs, beside a container that has ended with a code, if it has."""
+    state: Any = "running" if code is None else "terminated"
+    rows = [
+        ContainerStatus(name="main", state="running"),
+        ContainerStatus(name="side", state=state, exit_code=code),
+    ]
+    found = pod(phase, container_statuses=rows)
+    return msgspec.structs.replace(
+        found, metadata=msgspec.structs.replace(found.metadata, labels=labels)
+    )
+
+
+@pytest.mark.parametrize("state", [Capture.PENDING, Capture.PREPARING, Capture.STAGING])
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (beside(None), ""),
+        (beside(0), ""),
+        (beside(3), "CheckpointContainerFailed"),
+        (beside(3, "Failed"), "SourceExited"),
+        (beside(3, "Unknown"), ""),
+    ],
+)
+def test_a_capture_ends_when_a_container_beside_the_worker_fails(
+    state: Capture, source: Pod, expected: str
+) -> None:
+    assert reason(state, source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source_policy", "labels", "expected"),
+    [
+        ("Terminate", {CHECKPOINT_ID: "abc"}, "Kill"),
+        ("Resume", {CHECKPOINT_ID: "abc"}, "Resume"),
+        ("Terminate", {}, "Resume"),
+    ],
+)
+def test_the_neighbours_of_a_failed_container_are_ended_where_they_are_there_to_be_captured_alone(
+    source_policy: Any, labels: dict[str, str], expected: str
+) -> None:
+    value = content(Capture.STAGING)
+    value = msgspec.structs.replace(
+        value, spec=msgspec.structs.replace(value.spec, source_policy=source_policy)
+    )
+    view = ContentView(value, None, source=beside(3, **labels))
+    (write,) = capture.step(view, NOW).writes
+    assert isinstance(write, SetStatus)
+    assert isinstance(write.new, SnapshotContent)
+    (abort,) = write.new.status.orders
+    order = order_in(abort.payload)
+    assert isinstance(order, AbortOrder)
+    assert order.on_failure == expected
+    assert "container side of pod" in order.why
 
 
 def test_a_worker_may_end_once_its_process_is_staged() -> None:

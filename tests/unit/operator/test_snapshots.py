@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.plan import Create, Plan, SetStatus
 from snapshot_operator.core.snapshot import SnapshotView, reconcile
-from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import (
     ArtifactSource,
@@ -84,6 +84,45 @@ async def test_a_pod_that_has_ended_is_not_captured(world: World, phase: str) ->
     reason, message = await said(world)
     assert reason == "SourcePodGone"
     assert phase in message
+
+
+def beside_a_failed_one(pod: Pod) -> Pod:
+    """A pod of which a container has failed, as a kubelet says it, while the worker runs."""
+    rows = [
+        ContainerStatus(name="main", state="running"),
+        ContainerStatus(name="side", state="terminated", exit_code=3),
+    ]
+    return replace(pod, status=replace(pod.status, phase="Running", container_statuses=rows))
+
+
+async def test_a_pod_beside_whose_worker_a_container_has_failed_is_not_waited_for(
+    world: World,
+) -> None:
+    await world.apply(snapshot("later"))
+    asked: Any = await world.get("Snapshot", "s")
+    view = SnapshotView(asked, beside_a_failed_one(running(world)), None)
+    (write,) = reconcile(view, world.now).writes
+    assert isinstance(write, SetStatus)
+    found = condition(write.new.status.conditions, "Failed")
+    assert found is not None
+    assert found.reason == "CheckpointContainerFailed"
+    assert "container side of pod llm" in found.message
+    assert "exit code 3" in found.message
+
+
+async def test_a_checkpoint_whose_pod_never_gets_ready_without_a_failed_container_ends_it() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    (run,) = world.open("run")
+    await world.report(run)
+    await world.cluster.update_status(beside_a_failed_one(running(world)))
+    await world.settle()
+    rows = (await world.get("DynamoCheckpoint", "llm")).status.conditions
+    found = condition(rows, "Failed")
+    assert found is not None
+    assert (found.status, found.reason) == ("True", "CheckpointContainerFailed")
+    assert [order.verb for order in world.open("stop")] == ["stop"]
 
 
 async def test_a_container_that_the_pod_has_not_is_named_with_those_that_it_has(

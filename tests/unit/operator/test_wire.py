@@ -33,10 +33,10 @@ def encoded(**document: Any) -> bytes:
     return json.dumps({"metadata": META, **document}).encode()
 
 
-def pod(**status: Any) -> Any:
+def pod(restarts: str = "Never", **status: Any) -> Any:
     resources = {"limits": {"cpu": "500m", "nvidia.com/gpu": "2"}}
     container = {"name": "main", "image": "i", "resources": resources, "env": [{"name": "A"}]}
-    spec = {"containers": [container], "nodeName": "node-1", "restartPolicy": "Always"}
+    spec = {"containers": [container], "nodeName": "node-1", "restartPolicy": restarts}
     return POD(encoded(spec=spec, status=status))
 
 
@@ -88,6 +88,24 @@ def test_a_pod_has_a_memory_server_from_the_start_of_its_init_container(
 def test_the_state_of_a_container_is_one_of_three(state: Any, known: Any) -> None:
     (found,) = pod(containerStatuses=[{"name": "main", "state": state}]).status.container_statuses
     assert (found.state, found.exit_code, found.started_at) == known
+
+
+@pytest.mark.parametrize(
+    ("restarts", "code", "phase", "state"),
+    [
+        ("Never", 1, "Running", "terminated"),
+        ("OnFailure", 1, "Running", "waiting"),
+        ("OnFailure", 0, "Running", "terminated"),
+        ("Always", 0, "Running", "waiting"),
+        ("Always", 1, "Failed", "terminated"),
+    ],
+)
+def test_a_container_that_its_kubelet_starts_again_has_not_ended_for_good(
+    restarts: str, code: int, phase: str, state: str
+) -> None:
+    rows = [{"name": "main", "state": {"terminated": {"exitCode": code}}}]
+    (found,) = pod(restarts, phase=phase, containerStatuses=rows).status.container_statuses
+    assert found.state == state
 
 
 @pytest.mark.parametrize("rows", ["containerStatuses", "initContainerStatuses"])

@@ -43,7 +43,7 @@ NO_REASONS = frozenset(KINDS) | {
     *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
     *("FieldValueForbidden", "FieldValueInvalid", "WaitForCheckpoint"),
     *("AdmissionReview", "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"),
-    *("IfNeeded", "NotIn", "RuntimeDefault"),
+    *("IfNeeded", "NotIn", "OnFailure", "RuntimeDefault"),
     *("CreateContainerConfigError", "CreateContainerError", "InvalidImageName"),
     *("ErrImagePull", "RunContainerError"),
     *("CapBnd", "CapEff", "CapPrm", "HugetlbPages", "RssAnon", "SwapPss", "VmSwap", "NSpid"),

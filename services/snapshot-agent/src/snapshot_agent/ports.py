@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_agent.domain.driving import AS_BEFORE, Phase, Phases, Release
@@ -19,7 +19,14 @@ from snapshot_shared.errors import NotEligible, StalePodReference
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.orders import ArtifactRef, Driver, LayoutRef, PodRef, PresenceDevice
+from snapshot_shared.orders import (
+    ArtifactRef,
+    Driver,
+    LayoutRef,
+    OnFailure,
+    PodRef,
+    PresenceDevice,
+)
 
 Progress = Callable[[int], Awaitable[None]]
 """Receives how many bytes are done."""
@@ -291,7 +298,7 @@ class GuardSpec(NamedTuple):
     attempt: int
     deadline: float
     boot_id: str
-    on_failure: Literal["Resume", "Kill"]
+    on_failure: OnFailure
     release: Release = Release()
     unfence: tuple[str, ...] = ()
     access: Access = Access()

@@ -21,12 +21,13 @@ from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus, time_of
 from snapshot_shared.objects.snapback import (
     ABORT,
     CAPTURE_ON_DRAIN,
+    CHECKPOINT_ID,
     Committed,
     SnapshotContent,
     SnapshotContentStatus,
     SnapshotRestore,
 )
-from snapshot_shared.orders import ArtifactRef, PartResult, VectorEntry, version_gap
+from snapshot_shared.orders import ArtifactRef, OnFailure, PartResult, VectorEntry, version_gap
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
 from snapshot_shared.views import is_answered
@@ -35,6 +36,7 @@ MAX_RETRIES = 2
 MAX_BYTES = 2**50
 UNDER_WAY = (Capture.PREPARING, Capture.STAGING, Capture.SEALING)
 CORDONED = "NodeCordoned"
+CONTAINER_FAILED = "CheckpointContainerFailed"
 _SETTLED = (Capture.READY, Capture.FAILED)
 _FINISHED = ("Succeeded", "Failed")
 
@@ -117,11 +119,14 @@ def moved(
     return replace(status, capture=CAPTURE.next(status.capture, event), **changes)
 
 
-def failed(content: SnapshotContent, failure: Failure, now: float) -> Plan:
+def failed(
+    content: SnapshotContent, failure: Failure, now: float, on_failure: OnFailure = "Resume"
+) -> Plan:
     """End the attempt: tombstone it wherever it may have begun."""
+    trace = content.status.traceparent
     orders = [
         *content.status.orders,
-        *ordering.abort_capture(content, str(failure), content.status.traceparent, now),
+        *ordering.abort_capture(content, str(failure), trace, now, on_failure),
     ]
     return content_plan(
         content, moved(content, CaptureEvent.FAILED, failure=failure, orders=orders), now
@@ -140,7 +145,7 @@ def step(view: ContentView, now: float) -> Plan:
         case Capture.ABORTING:
             return aborting(view, end, now)
         case _ if end:
-            return failed(content, end, now)
+            return failed(content, end, now, on_failure=_on_failure(view, end))
         case Capture.PREPARING:
             return _preparing(view, now)
         case Capture.STAGING:
@@ -185,12 +190,49 @@ def _too_late(view: ContentView, now: float) -> Failure | None:
     )
 
 
+def container_failure(pod: Pod | None) -> Failure | None:
+    """Return that a container of a pod has failed, for good, while others of it run."""
+    if pod is None or pod.status.phase != "Running":
+        return None
+    ended = [each for each in pod.status.container_statuses if each.state == "terminated"]
+    found = next((each for each in ended if each.exit_code), None)
+    if found is None:
+        return None
+    return Failure(
+        reason=CONTAINER_FAILED,
+        message=f"container {found.name} of pod {pod.metadata.name} ended with exit code "
+        f"{found.exit_code}",
+        values={"container": found.name, "exit_code": found.exit_code},
+        next_step="read its log, correct it and start the pod again",
+    )
+
+
+def _container_failed(view: ContentView, _now: float) -> Failure | None:
+    """A pod that lacks a container is not the worker that was to be captured."""
+    return container_failure(view.source) if _needs_process(view.content) else None
+
+
+def _on_failure(view: ContentView, end: Failure) -> OnFailure:
+    """Return what becomes of a worker whose capture ends: it goes on.
+
+    One that was started to be captured alone would wait for what never comes.
+    """
+    is_made = view.source is not None and CHECKPOINT_ID in view.source.metadata.labels
+    ends = is_made and view.content.spec.source_policy == "Terminate"
+    return "Kill" if ends and end.reason == CONTAINER_FAILED else "Resume"
+
+
+def _needs_process(content: SnapshotContent) -> bool:
+    """Whether the process of the worker is still to be staged."""
+    needed = (Capture.PENDING, Capture.PREPARING, Capture.STAGING)
+    is_staged = any(fold.succeeded(item) for item in current(content, "dump"))
+    return content.status.capture in needed and not is_staged
+
+
 def _source_ended(view: ContentView, _now: float) -> Failure | None:
     """Without its process there is nothing to dump; once that is staged, the worker may end."""
     content, pod = view.content, view.source
-    needed = (Capture.PENDING, Capture.PREPARING, Capture.STAGING)
-    is_staged = any(fold.succeeded(item) for item in current(content, "dump"))
-    if content.status.capture not in needed or is_staged:
+    if not _needs_process(content):
         return None
     source = content.spec.source.pod_ref
     if source is None:
@@ -214,6 +256,7 @@ def _source_ended(view: ContentView, _now: float) -> Failure | None:
 _ENDS: tuple[Callable[[ContentView, float], Failure | None], ...] = (
     _deleted,
     _aborted,
+    _container_failed,
     _source_ended,
     _too_late,
 )

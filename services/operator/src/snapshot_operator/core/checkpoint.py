@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from snapshot_operator.core import conditions, nodes
+from snapshot_operator.core.capture import CONTAINER_FAILED, container_failure
 from snapshot_operator.core.owning import child_meta, delete_children, gone, owned_by, taken
 from snapshot_operator.core.plan import (
     NOTHING,
@@ -256,6 +257,11 @@ def _job_failed(view: CheckpointView, _now: float) -> Failure | None:
     )
 
 
+def _container_failed(view: CheckpointView, _now: float) -> Failure | None:
+    """A pod that lacks a container never gets ready, and its Job waits for the others."""
+    return container_failure(view.pod)
+
+
 def _too_late(view: CheckpointView, now: float) -> Failure | None:
     if view.job is None or now < deadline_of(view.checkpoint, view.job):
         return None
@@ -273,6 +279,7 @@ _ENDS: tuple[Callable[[CheckpointView, float], Failure | None], ...] = (
     _job_gone,
     _job_taken,
     _job_failed,
+    _container_failed,
     _too_late,
 )
 
@@ -286,8 +293,8 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         base = replace(base, job_name=job.metadata.name)
     if failure := next((found for check in _ENDS if (found := check(view, now))), None):
         going = [Delete(job)] if job is not None and _is_running(job, checkpoint) else []
-        is_late = failure.reason == "DeadlineExceeded"
-        plan = _failed(checkpoint, base, failure, now, *(going if is_late else []))
+        is_stuck = failure.reason in ("DeadlineExceeded", CONTAINER_FAILED)
+        plan = _failed(checkpoint, base, failure, now, *(going if is_stuck else []))
         if job is not None and not owned_by(job, checkpoint):
             return plan._replace(relies_on=(job,))
         return plan

@@ -30,6 +30,7 @@ from snapshot_shared.orders import (
     DropOrder,
     DumpOrder,
     LoadOrder,
+    OnFailure,
     Order,
     PartResult,
     PodRef,
@@ -307,7 +308,9 @@ def release(content: SnapshotContent, trace: str, now: float) -> OrderStatus:
     return status_of(order, "agent", now)
 
 
-def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) -> list[OrderStatus]:
+def abort_capture(
+    content: SnapshotContent, why: str, trace: str, now: float, on_failure: OnFailure
+) -> list[OrderStatus]:
     """Tombstone a capture attempt at the agent and, when it has devices, at GMS."""
     source, attempt, uid = content.spec.source, content.status.attempt, content.metadata.uid
     details: dict[str, Any] = {
@@ -317,6 +320,7 @@ def abort_capture(content: SnapshotContent, why: str, trace: str, now: float) ->
         "fence_token": fence_token(content, attempt),
         "devices": [device.uuid for device in source.devices],
         "why": why[:4096],
+        "on_failure": on_failure,
     }
     common = _common("abort", uid, attempt, source_node(content), trace)
     found = [status_of(AbortOrder(**common, **details), "agent", now)]

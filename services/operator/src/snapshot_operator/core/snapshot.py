@@ -8,6 +8,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from snapshot_operator.core import conditions
+from snapshot_operator.core.capture import container_failure
 from snapshot_operator.core.content import content_name
 from snapshot_operator.core.owning import delete_children, gone, owned_by, taken, traced
 from snapshot_operator.core.plan import (
@@ -124,6 +125,10 @@ def _ended(view: SnapshotView, _now: float) -> Failure | None:
     )
 
 
+def _container_failed(view: SnapshotView, _now: float) -> Failure | None:
+    return container_failure(view.pod)
+
+
 def _no_such_container(view: SnapshotView, _now: float) -> Failure | None:
     if view.pod is None:
         return None
@@ -160,6 +165,7 @@ def _too_late(view: SnapshotView, now: float) -> Failure | None:
 
 _ENDS: tuple[Callable[[SnapshotView, float], Failure | None], ...] = (
     _other_incarnation,
+    _container_failed,
     _ended,
     _no_such_container,
     _too_late,

@@ -185,6 +185,7 @@ class WirePodSpec(_Wire, frozen=True):
     containers: list[WireContainer] = []
     volumes: list[WireVolume] = []
     node_name: str | None = None
+    restart_policy: Literal["Always", "OnFailure", "Never"] = "Always"
 
 
 class WirePodStatus(_Wire, frozen=True):
@@ -261,7 +262,10 @@ def pod_in(sent: Sent, _same: AnyObject | None) -> Pod:
             memory_server=_memory_server(spec, status),
             message=message,
             reason=reason,
-            container_statuses=[_container_status(found) for found in status.container_statuses],
+            container_statuses=[
+                _container_status(found, restarts=_restarts(spec, status, found))
+                for found in status.container_statuses
+            ],
             cold_containers=_not(_waits, sent.metadata, spec),
             worker_containers=_not(_is_placeholder, sent.metadata, spec),
             conditions=_conditions(status.conditions),
@@ -413,8 +417,19 @@ def _is_placeholder(container: WireContainer) -> bool:
     return bool(msgspec.json.decode(container.command)[:1] == [INIT_PROGRAM])
 
 
-def _container_status(wire: WireContainerStatus) -> ContainerStatus:
+def _restarts(spec: WirePodSpec, status: WirePodStatus, wire: WireContainerStatus) -> bool:
+    """Whether the kubelet will start a container again that has ended."""
     ended = wire.state.terminated
+    if ended is None or status.phase in ("Succeeded", "Failed"):
+        return False
+    policy = spec.restart_policy
+    return policy == "Always" or (policy == "OnFailure" and ended.exit_code != 0)
+
+
+def _container_status(wire: WireContainerStatus, *, restarts: bool) -> ContainerStatus:
+    ended = wire.state.terminated
+    if restarts:
+        return ContainerStatus(name=wire.name)
     if ended is not None:
         return ContainerStatus(name=wire.name, state="terminated", exit_code=ended.exit_code)
     running = wire.state.running

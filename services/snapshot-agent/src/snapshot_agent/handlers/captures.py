@@ -130,6 +130,9 @@ class Captures:
             names = [order_id(verb, content) for verb in ("prepare", "dump", "seal")]
             await self._cancel_all(names, order.attempt)
             await self._give_up(content, order)
+            if order.on_failure == "Kill" and order.pod is not None:
+                # They wait for a container that has failed, and nothing else would end them.
+                await self._workers.end_pod(order.pod.uid, 0.0)
 
         # `undo`: on a full disk the tombstone fails, and the worker must be let go all the same.
         table = [
