@@ -100,8 +100,7 @@ async def drain(
         if not dry_run:
             changed = await mark(operator, name, unschedulable=True)
             _say(tools, f"node/{name} {'cordoned' if changed else 'already cordoned'}")
-        pods = [pod for pod in await operator.all_of(KINDS["Pod"], None) if isinstance(pod, Pod)]
-        found = draining.candidates(pods, name)
+        found = await _candidates(operator, name)
         if dry_run:
             for each in found:
                 _show_plan(tools, each)
@@ -117,18 +116,27 @@ async def drain(
                     f"or let it take work again: snapshotctl uncordon {name}"
                 )
                 raise
-    _end(tools, name, _outcomes(ended), deadline or timeout)
+    outcomes = []
+    for became in ended:
+        if isinstance(became, BaseException):
+            raise became
+        outcomes.append(became)
+    _end(tools, name, outcomes, deadline or timeout)
 
 
-def _outcomes(ended: list[Outcome | BaseException | None]) -> list[Outcome]:
-    """Return what became of the pods. Raise what is no failure of one of them."""
-    found = []
-    for each in ended:
-        if isinstance(each, BaseException):
-            raise each
-        if each is not None:
-            found.append(each)
-    return found
+async def _candidates(operator: Operator, node: str) -> list[Candidate]:
+    """Return the pods of a node; of those that have ended, the ones that a drain has captured."""
+    pods = [pod for pod in await operator.all_of(KINDS["Pod"], None) if isinstance(pod, Pod)]
+    found = draining.candidates(pods, node)
+    return [
+        each
+        for each in found
+        if not each.is_over or await operator.get(_snapshot(each)) is not None
+    ]
+
+
+def _snapshot(pod: Candidate) -> Target:
+    return Target(KINDS["Snapshot"], pod.pod.metadata.namespace, draining.name_of(pod.pod))
 
 
 def _say(tools: Tools, text: str, *, strong: bool = False) -> None:
@@ -196,15 +204,13 @@ class _Drain:
         self._over_by = over_by
         self._slots = asyncio.Semaphore(parallel)
 
-    async def outcome(self, pod: Candidate) -> Outcome | None:
-        """Move one pod and say what became of it; None for one that ended before any drain."""
+    async def outcome(self, pod: Candidate) -> Outcome:
+        """Move one pod and say what became of it."""
         try:
             found = await self._moved(pod)
         except SnapbackError as error:
             failure = error.to_failure()
             found = Outcome(pod, "failed", failure.message, failure.next_step)
-        if found is None:
-            return None
         if not self._tools.screen.wants_table:
             self._tools.screen.entry(
                 _entry(pod, found.state, found.why, found.next_step, found.node)
@@ -216,49 +222,44 @@ class _Drain:
             self._tools.screen.line(f"{pod.name}: {found.state}: {found.why}")
         return found
 
-    async def _moved(self, pod: Candidate) -> Outcome | None:
+    async def _moved(self, pod: Candidate) -> Outcome:
         if pod.why:
             return Outcome(pod, "left", pod.why, pod.next_step)
         meta = pod.pod.metadata
-        space, name = meta.namespace, draining.name_of(pod.pod)
-        source = Target(KINDS["Pod"], space, meta.name)
-        snapshot, again = Target(KINDS["Snapshot"], space, name), source._replace(name=name)
+        source, snapshot = Target(KINDS["Pod"], meta.namespace, meta.name), _snapshot(pod)
         # Read before the capture, which ends it.
         manifest = await self._operator.manifest(source)
         if manifest is None:
-            return None
+            return Outcome(pod, "failed", "it was deleted meanwhile")
         async with self._slots:
             captured = await self._captured(pod, snapshot)
-        if captured is None or isinstance(captured, Outcome):
+        if isinstance(captured, Outcome):
             return captured
         if captured.word == "failed":
             state: State = "late" if captured.reason == "DeadlineExceeded" else "failed"
             why = f"{captured.reason}: {captured.message}"
             return Outcome(pod, state, why, f"snapshotctl explain {snapshot.typed}")
+        again = source._replace(name=snapshot.name)
         try:
             return await self._restored(pod, draining.restored(pod.pod, manifest), source, again)
         except asyncio.CancelledError:
             self._tools.screen.note(f"{pod.name} is captured; go on with it by another drain")
             raise
 
-    async def _captured(self, pod: Candidate, snapshot: Target) -> ObjectState | Outcome | None:
+    async def _captured(self, pod: Candidate, snapshot: Target) -> ObjectState | Outcome:
         found = await self._operator.get(snapshot)
-        if found is None and pod.is_over:
-            return None
         if found is not None and failure_of(found) and not pod.is_over:
             # Of an earlier drain, after which the pod went on.
             await self._deleted(snapshot, found.metadata.uid)
             found = None
-        if found is None:
-            left_s = int(self._captured_by - self._tools.monotonic())
-            if left_s < 1:
-                why = "its capture did not begin before the deadline"
-                return Outcome(
-                    pod, "late", why, "more time, or more captures at a time: --parallel"
-                )
-            within_s = min(left_s, LONGEST_S)
-            await self._stored(pod, draining.snapshot_of(pod.pod, within_s))
+        left_s = int(self._captured_by - self._tools.monotonic())
+        if found is None and left_s < 1:
+            why = "its capture did not begin before the deadline"
+            return Outcome(pod, "late", why, "more time, or more captures at a time: --parallel")
         try:
+            if found is None:
+                within_s = min(left_s, LONGEST_S)
+                await self._stored(pod, draining.snapshot_of(pod.pod, within_s))
             return await self._ended("capture", pod, snapshot, self._captured_by + SETTLES_S)
         except asyncio.CancelledError:
             # Nothing would restore a worker that its capture ends.
