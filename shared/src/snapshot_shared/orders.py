@@ -47,8 +47,10 @@ Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=256)]
 
 SourcePolicy = Literal["Resume", "Terminate"]
-OnFailure = Literal["Resume", "Kill"]
 """What becomes of the source worker after a capture that succeeded."""
+
+OnFailure = Literal["Resume", "Kill"]
+"""What becomes of it after one that failed."""
 
 Driver = Literal["cooperative", "respawn", "criu", "criu+cuda"]
 """How the state of a process is captured and given back."""
