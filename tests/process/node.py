@@ -382,11 +382,13 @@ def zombies_of(pid: int) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str) -> AsyncIterator[Node]:
+async def opened(
+    url: str, kind: type[Node] = Node, parent: str | None = "/dev/shm"
+) -> AsyncIterator[Node]:
     """A node with a helper; its files are in memory, apart from the root of its containers."""
-    folder = Path(tempfile.mkdtemp(prefix="snapback-node-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="snapback-node-", dir=parent))
     sockets = Path(tempfile.mkdtemp(prefix="sb-"))
-    node = Node(folder, url, sockets)
+    node = kind(folder, url, sockets)
     try:
         await node.open()
         await node.start_helper()

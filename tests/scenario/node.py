@@ -285,7 +285,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         clocks=clocks,
         facts=Facts(arch="x86_64", kernel="sim", python="3"),
     )
-    around = NodeEnvironment(node.name, "sim", Path("/run"), Path("/"), "/bin", "/")
+    around = NodeEnvironment(node.name, "sim", Path("/run"), Path("/"), "/bin", "/", Path("/"))
     agent = Agent(machine, book, around, node.state, SLOTS)
     courier = Courier(
         book,

@@ -142,8 +142,12 @@ class DrivenOrder(Order, frozen=True, kw_only=True):
     driver: Driver = "cooperative"
 
 
-class RunOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.run_order"):
-    """Start a pod's containers as local processes. The spec is asked for by uid and digest."""
+class RunOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.run_order"):
+    """Start a pod's containers as local processes. The spec is asked for by uid and digest.
+
+    With a driver of `PLACEHOLDER_DRIVERS` they get namespaces of their own; with `standby` as well
+    the container of `pod` is a placeholder, and the others start cold.
+    """
 
     pod: PodRef
     template_digest: Digest

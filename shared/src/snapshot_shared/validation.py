@@ -19,6 +19,7 @@ from snapshot_shared.ids import check_name
 from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.objects.kubernetes import GPU_RESOURCE
 from snapshot_shared.objects.snapback import (
+    CAPTURE_DRIVER,
     GROUP,
     IMMEDIATE,
     LOADER_REFUSED,
@@ -157,9 +158,17 @@ def warnings(document: Any) -> list[Problem]:
 
 
 def restore_problems(pod: Any) -> Iterator[Problem]:
-    """Yield why a pod cannot be restored as its annotations ask for it."""
+    """Yield why a pod cannot be captured or restored as its annotations ask for it."""
     annotations = _at(pod, "metadata.annotations")
-    if not isinstance(annotations, dict) or RESTORE_FROM not in annotations:
+    if not isinstance(annotations, dict):
+        return
+    drivers = get_args(Driver)
+    for mark in (CAPTURE_DRIVER, RESTORE_DRIVER):
+        if (driver := annotations.get(mark)) and driver not in drivers:
+            yield Problem(
+                f"metadata.annotations[{mark}]", f"{driver!r} is not one of {', '.join(drivers)}"
+            )
+    if RESTORE_FROM not in annotations:
         return
     try:
         # It becomes part of a path of the API server.
@@ -177,12 +186,6 @@ def restore_problems(pod: Any) -> Iterator[Problem]:
         yield Problem(
             f"metadata.annotations[{RESTORE_POLICY}]",
             f"{policy!r} is not one of {WAIT}, {IMMEDIATE}",
-        )
-    driver, drivers = annotations.get(RESTORE_DRIVER), get_args(Driver)
-    if driver and driver not in drivers:
-        yield Problem(
-            f"metadata.annotations[{RESTORE_DRIVER}]",
-            f"{driver!r} is not one of {', '.join(drivers)}",
         )
     for index, volume in _rows(pod, "spec.volumes"):
         if (name := volume.get("name")) in _OWN_VOLUMES and "emptyDir" not in volume:

@@ -49,6 +49,12 @@ def test_a_dump_leaves_the_worker_running_and_locks_its_network() -> None:
     ]
 
 
+def test_a_network_that_others_use_is_not_locked() -> None:
+    plan = DumpPlan(pid=1, images="i", work="w", script="s", network=2, external=[], locks=False)
+    words = dump_arguments(plan)
+    assert words[words.index("--network-lock") + 1] == "skip"
+
+
 def test_a_restore_is_over_a_copy_of_the_targets_mounts_in_its_namespaces() -> None:
     plan = RestorePlan(
         images="/artifacts/ns/uid/gen-1/process",

@@ -4,19 +4,24 @@ from pathlib import Path, PurePath
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from snapshot_agent.domain.control import container_paths
+from snapshot_agent.domain.control import ContainerPaths, container_paths
+from snapshot_agent.domain.mounts import mounts_in
 from snapshot_agent.domain.spec import (
     NodeEnvironment,
     ProcessSpec,
     expand,
+    is_apart,
+    nodes_mounts,
     process_spec,
     resumed,
     shared_out,
+    waits,
 )
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.objects.kubernetes import Container
-from snapshot_shared.orders import DeviceRef, PodRef
+from snapshot_shared.orders import DeviceRef, Driver, PodRef, RunOrder
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
 NODE = NodeEnvironment(
@@ -26,6 +31,7 @@ NODE = NodeEnvironment(
     workdir=Path("/srv"),
     path="/venv/bin:/usr/bin",
     home="/somewhere",
+    init=Path("/opt/init"),
 )
 WHERE = container_paths(Path("/state"), Path("/run/sb"), POD.uid, "main")
 DEVICES = [DeviceRef(ordinal=1, uuid="GPU-b"), DeviceRef(ordinal=0, uuid="GPU-a")]
@@ -36,9 +42,37 @@ def container(**fields: object) -> Container:
     return msgspec.convert(given, Container)
 
 
-def launched(*, standby: bool = False, traceparent: str = "", **fields: object) -> ProcessSpec:
+def launched(
+    *,
+    standby: bool = False,
+    traceparent: str = "",
+    apart: bool = False,
+    where: ContainerPaths = WHERE,
+    **fields: object,
+) -> ProcessSpec:
     return process_spec(
-        container(**fields), POD, DEVICES, NODE, WHERE, standby=standby, traceparent=traceparent
+        container(**fields),
+        POD,
+        DEVICES,
+        NODE,
+        where,
+        standby=standby,
+        traceparent=traceparent,
+        apart=apart,
+    )
+
+
+def run_order(driver: Driver, *, standby: bool) -> RunOrder:
+    return RunOrder(
+        order=f"run-{POD.uid}",
+        attempt=1,
+        node="node-1",
+        owner=POD.uid,
+        deadline_s=60.0,
+        pod=replace(POD, container="main"),
+        template_digest="sha256:" + "0" * 64,
+        driver=driver,
+        standby=standby,
     )
 
 
@@ -114,6 +148,55 @@ def test_a_manifest_changes_the_path_but_not_what_processes_are_recognised_by() 
     assert env["SNAPBACK_RUN"] == "r1"
     assert env["SNAPSHOT_CONTROL_DIR"].startswith("/state/")
     assert "SNAPSHOT_RESTORE_STANDBY" not in env
+
+
+def test_a_worker_with_namespaces_has_its_folders_where_every_other_one_has_them() -> None:
+    made = launched(apart=True, args=["$(POD_SOCKET_DIR)/x", "$(SNAPSHOT_CONTROL_DIR)"])
+    assert made.argv == ["run", "/dev/shm/snapback/sockets/x", "/dev/shm/snapback/control"]
+    assert made.env["GMS_SOCKET_DIR"] == "/dev/shm/snapback/gms"
+    words = list(made.before)
+    assert words[0] == "unshare"
+    assert words[words.index("control") :] == [
+        *("control", str(WHERE.control), "sockets", str(WHERE.sockets), "gms", "/run/sb"),
+        *("log", str(WHERE.log), "--"),
+    ]
+
+
+def test_a_program_that_starts_another_in_namespaces_is_found_as_any_worker_is() -> None:
+    made = launched(apart=True)
+    assert f"SNAPSHOT_CONTROL_DIR={made.env['SNAPSHOT_CONTROL_DIR']}" == WHERE.marker
+
+
+def test_in_a_placeholder_the_first_program_waits_before_the_command() -> None:
+    where = WHERE._replace(placeholder=Path("/state/init"))
+    made = launched(apart=True, where=where)
+    assert list(made.before[-7:]) == [
+        *("init", "/state/init", "init/snapback-init", "/opt/init", "--"),
+        *("/dev/shm/snapback/init/snapback-init", "--"),
+    ]
+    assert made.argv == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "standby", "expected"),
+    [
+        ("cooperative", True, (False, True, True)),
+        ("respawn", False, (False, False, False)),
+        ("criu", False, (True, False, False)),
+        ("criu", True, (True, True, False)),
+    ],
+)
+def test_only_the_container_that_a_process_is_brought_to_waits_for_it(
+    driver: Driver, standby: bool, expected: tuple[bool, bool, bool]
+) -> None:
+    order = run_order(driver, standby=standby)
+    assert (is_apart(order), waits(order, "main"), waits(order, "sidecar")) == expected
+
+
+def test_a_dump_has_neither_the_file_systems_of_the_node_nor_our_folders() -> None:
+    paths = ["/", "/proc", "/home", "/dev", "/dev/shm", "/dev/shm/snapback/control"]
+    mounts = mounts_in("\n".join(f"1 1 8:1 / {path} rw - ext4 /dev/sda1 rw" for path in paths))
+    assert nodes_mounts(mounts) == ["/proc", "/home", "/dev", "/dev/shm/snapback/control"]
 
 
 def test_a_working_directory_is_taken_from_that_of_the_agent() -> None:

@@ -52,9 +52,18 @@ async def test_the_driver_of_a_checkpoint_is_that_of_every_order_of_its_capture_
     assert (await world.restore("restored")).status.state is Restore.RESTORED
     orders = [payload(order) for order in world.orders.history[before:]]
     driven = [order for order in orders if "driver" in order]
-    verbs = {"prepare", "dump", "release", "restore"}
+    verbs = {"run", "prepare", "dump", "release", "restore"}
     assert {found["order"].partition("-")[0] for found in driven} == verbs
     assert {found["driver"] for found in driven} == {"respawn"}
+
+
+async def test_a_pod_says_the_driver_that_it_is_captured_with(world: World) -> None:
+    document = restore_document(name="plain")
+    document["metadata"]["annotations"] = {"nvidia.com/capture-driver": "criu"}
+    await world.join(presence("node-3"))
+    await world.apply(document)
+    (run,) = world.open("run")
+    assert (payload(run)["driver"], payload(run)["standby"]) == ("criu", False)
 
 
 async def test_the_driver_of_a_capture_is_that_of_its_abort(world: World) -> None:

@@ -209,10 +209,13 @@ def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> 
             "spec.volumes[0]",
             "snapback-init is the name of the volume of the first process; rename this volume",
         ),
-        (
-            pod(restore_driver="podman"),
-            "metadata.annotations[nvidia.com/restore-driver]",
-            "'podman' is not one of cooperative, respawn, criu, criu+cuda",
+        *(
+            (
+                pod(**{f"{verb}_driver": "podman"}),
+                f"metadata.annotations[nvidia.com/{verb}-driver]",
+                "'podman' is not one of cooperative, respawn, criu, criu+cuda",
+            )
+            for verb in ("restore", "capture")
         ),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Literal
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
-from snapshot_agent.adapters.criu import Criu
+from snapshot_agent.adapters.criu import Criu, PlainCriu
 from snapshot_agent.adapters.criu_cuda import CriuCuda
 from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
@@ -66,7 +66,8 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     `world` says what starts the workers: the agent itself, by orders, or the kubelet of its node,
     whose folder is `kubelet_dir`. `guard_starter` is the socket of what starts guards for it, and
     `helper` that of what dumps and restores processes; without it there are no drivers `criu` and
-    `criu+cuda`.
+    `criu+cuda`. Workers that the agent starts itself have `criu` alone, for which `init` is the
+    program that waits for their restore.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
@@ -75,6 +76,7 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     slots: int = 2
     guard_starter: Path | None = None
     helper: Path | None = None
+    init: Path = Path("/opt/snapback/snapback-init")
 
 
 class _Node:
@@ -129,6 +131,8 @@ class _Node:
         else:
             # A container ends with its first process, so in a cluster none can be replaced.
             self.drivers[Respawn.name] = Respawn(self.launcher, self.control, self.clocks.monotonic)
+            if settings.helper is not None:
+                self.drivers[PlainCriu.name] = PlainCriu(settings.helper, self.clocks.monotonic)
         self.faults = FaultPlan("agent", settings.node) if settings.sim else None
         self.book = OrderBook(
             node=self.name,
@@ -201,6 +205,7 @@ class _Node:
             workdir=self.settings.workdir or Path.cwd(),
             path=f"{own}:{os.environ.get('PATH', os.defpath)}",
             home=os.environ.get("HOME", "/"),
+            init=self.settings.init,
         )
 
     async def presence(self, devices: list[PresenceDevice]) -> Presence:

@@ -60,6 +60,12 @@ RESTORE_DIGEST = "nvidia.com/restore-digest"
 RESTORE_DRIVER = "nvidia.com/restore-driver"
 """Annotation of a Pod: the driver that its source is captured with, where that is not there yet."""
 
+CAPTURE_DRIVER = "nvidia.com/capture-driver"
+"""Annotation of a Pod in standalone mode: the driver that it will be captured with.
+
+The Job of a checkpoint has it and gives it to its pods.
+"""
+
 RESTORE_POLICY = "nvidia.com/restore-policy"
 """Annotation of a Pod: what it does in a cluster when its source is not captured yet."""
 

@@ -36,6 +36,7 @@ from snapshot_shared.ids import MAX_LABEL, short_hash
 from snapshot_shared.objects.kubernetes import Job, JobSpec, Pod
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import (
+    CAPTURE_DRIVER,
     CHECKPOINT_ID,
     DynamoCheckpoint,
     DynamoCheckpointStatus,
@@ -433,6 +434,7 @@ def _job(checkpoint: DynamoCheckpoint) -> Job:
             checkpoint,
             job_name(checkpoint),
             labels={CHECKPOINT_ID: identity_hash(checkpoint)},
+            annotations={CAPTURE_DRIVER: spec.driver},
         ),
         spec=JobSpec(
             template=spec.pod_template_spec,

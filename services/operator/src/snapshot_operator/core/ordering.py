@@ -27,6 +27,7 @@ from snapshot_shared.orders import (
     CommitOrder,
     DeleteOrder,
     DeviceRef,
+    Driver,
     DropOrder,
     DumpOrder,
     LoadOrder,
@@ -183,14 +184,16 @@ def template_digest(pod: Pod) -> str:
     return digest(encode_json(msgspec.to_builtins(pod.spec)))
 
 
-def run(pod: Pod, *, standby: bool, trace: str, now: float) -> OrderStatus:
-    """Start the pod's containers."""
+def run(pod: Pod, restore: SnapshotRestore | None, driver: Driver, now: float) -> OrderStatus:
+    """Start the pod's containers; one that is restored waits for what the driver brings."""
+    container = restore.spec.pod_ref.container if restore else pod.spec.containers[0].name
     order = RunOrder(
-        pod=pod_ref(pod, pod.spec.containers[0].name),
+        pod=pod_ref(pod, container),
         template_digest=template_digest(pod),
         devices=pod.status.devices,
-        standby=standby,
-        **_common("run", pod.metadata.uid, 1, pod.status.node_name, trace),
+        standby=restore is not None,
+        driver=driver,
+        **_common("run", pod.metadata.uid, 1, pod.status.node_name, pod.status.traceparent),
     )
     return status_of(order, "agent", now)
 

@@ -22,6 +22,7 @@ from snapshot_operator.core.plan import (
 from snapshot_shared.ids import short_hash
 from snapshot_shared.objects.kubernetes import Job, Pod
 from snapshot_shared.objects.meta import is_true
+from snapshot_shared.objects.snapback import CAPTURE_DRIVER
 
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 
@@ -74,13 +75,14 @@ def reconcile(view: JobView, now: float) -> Plan:
 
 
 def _pod(job: Job) -> Pod:
-    template = job.spec.template
+    template, driver = job.spec.template, job.metadata.annotations.get(CAPTURE_DRIVER)
+    marks = {CAPTURE_DRIVER: driver} if driver else {}
     return Pod(
         metadata=child_meta(
             job,
             pod_name(job),
             labels={**template.metadata.labels, JOB_NAME_LABEL: job.metadata.name},
-            annotations=template.metadata.annotations,
+            annotations={**template.metadata.annotations, **marks},
         ),
         spec=template.spec,
     )

@@ -8,7 +8,7 @@ a SnapshotRestore and starts in standby; what becomes of that is decided in `cor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from msgspec.structs import replace
 
@@ -40,8 +40,8 @@ from snapshot_operator.local.scheduler import Placement, Waiting, admits, place,
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import ContainerStatus, Node, Pod, PodStatus
 from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
-from snapshot_shared.orders import DeviceRef, DropOrder, VectorEntry, order_in
+from snapshot_shared.objects.snapback import CAPTURE_DRIVER, SnapshotContent, SnapshotRestore
+from snapshot_shared.orders import DeviceRef, Driver, DropOrder, VectorEntry, order_in
 from snapshot_shared.transitions import Restore
 from snapshot_shared.views import is_answered
 
@@ -302,9 +302,16 @@ def _placed(view: PodView, placement: Placement, now: float) -> Plan:
         ),
     )
     placed = replace(pod, status=status)
-    is_standby = bool(source_of(pod))
-    run = ordering.run(placed, standby=is_standby, trace=status.traceparent, now=now)
+    run = ordering.run(placed, view.restore, _driver(view), now)
     return _plan(pod, replace(status, orders=[run]), now)
+
+
+def _driver(view: PodView) -> Driver:
+    """Return the driver with which a pod is restored, or else captured."""
+    if view.content is not None and view.content.status.committed is not None:
+        return view.content.status.committed.driver
+    named = view.pod.metadata.annotations.get(CAPTURE_DRIVER)
+    return next((each for each in get_args(Driver) if each == named), "cooperative")
 
 
 # Running.

@@ -12,10 +12,12 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from snapback_client.frames import error_of
-from snapshot_agent.adapters import settling
+from snapshot_agent.adapters import procfs, settling
 from snapshot_agent.adapters.copying import ByteCounter, WriteBack, digested, read_checked
+from snapshot_agent.adapters.kubelet import restored_below
 from snapshot_agent.domain.driving import Phase, Phases, Release
 from snapshot_agent.domain.helping import (
     MAX_MESSAGE_BYTES,
@@ -30,7 +32,8 @@ from snapshot_agent.domain.helping import (
     RestoreRequest,
 )
 from snapshot_agent.domain.kubelet import own_mounts
-from snapshot_agent.domain.mounts import mounts_in
+from snapshot_agent.domain.mounts import Mount, mounts_in
+from snapshot_agent.domain.spec import INSIDE, nodes_mounts
 from snapshot_agent.ports import Dump, Process, RestoreSource, Stage, Worker
 from snapshot_agent.ports import Progress as Report
 from snapshot_shared.codec import decode_json, encode_json
@@ -56,6 +59,14 @@ class HelperUnavailable(SnapbackError):
 
 class HelperLost(SnapbackError):
     """The helper of this node has ended while it worked on a worker."""
+
+
+class Target(NamedTuple):
+    """A process to dump, and mounts that need not be captured; of those, the ones it watches."""
+
+    process: Process
+    ours: list[str]
+    watched: list[str]
 
 
 class Criu:
@@ -85,20 +96,25 @@ class Criu:
         return await self.ping(cuda=False, within_s=READY_S)
 
     async def inspect(self, worker: Worker, *, quiet: bool) -> int:
-        pid, start = worker.process
-        ours = await in_thread(_ours, worker)
+        target = await in_thread(self.target, worker)
+        pid, start = target.process
         gpus = await self.gpus(worker)
-        request = Inspect(pid=pid, start=start, ours=ours, quiet=quiet, gpus=gpus)
+        request = Inspect(pid=pid, start=start, ours=target.ours, quiet=quiet, gpus=gpus)
         async with asyncio.timeout(INSPECTED_S):
             return (await self._ask(request)).bytes
 
     async def dump(self, dump: Dump) -> None:
         """Dump the worker, which goes on, and read what was written for its digests."""
-        pid, start = dump.worker.process
-        within_s = dump.deadline - self._monotonic()
-        ours = await in_thread(_ours, dump.worker)
-        gpus = await self.gpus(dump.worker)
-        request = DumpRequest(pid=pid, start=start, within_s=within_s, ours=ours, gpus=gpus)
+        target = await in_thread(self.target, dump.worker)
+        pid, start = target.process
+        request = DumpRequest(
+            pid=pid,
+            start=start,
+            within_s=dump.deadline - self._monotonic(),
+            ours=target.ours,
+            watched=target.watched,
+            gpus=await self.gpus(dump.worker),
+        )
         write_back = WriteBack(dump.part)
 
         async def grown(done: int) -> None:
@@ -124,7 +140,7 @@ class Criu:
         if await in_thread((folder / RESTORED).exists):
             return placeholder.process
         await read_checked(source.part, source.files, ByteCounter(source.progress))
-        pid, start = placeholder.process
+        pid, start = self.process(placeholder)
         request = RestoreRequest(
             pid=pid,
             start=start,
@@ -140,10 +156,20 @@ class Criu:
     def release(self, worker: Worker, phase: Phase) -> Release:
         if phase is not Phase.BEGUN:
             return Release()
-        pid, start = map(str, worker.process)
+        pid, start = map(str, self.process(worker))
         module, within_s = settling.__name__, self.settled_s
         words = (str(self._helper), pid, start, str(within_s))
         return Release((sys.executable, "-m", module, *words), settling.RETURN_S + within_s)
+
+    def process(self, worker: Worker) -> Process:
+        """Return the process that is dumped, or below which one is restored. SourceExited."""
+        return worker.process
+
+    def target(self, worker: Worker) -> Target:
+        """Return what of a worker is dumped. SourceExited."""
+        process = self.process(worker)
+        ours = own_mounts(_mounts_of(process), worker.pod.uid)
+        return Target(process, ours, ours)
 
     async def gpus(self, worker: Worker) -> list[str] | None:
         """Return the uuids of a container's GPUs for the helper; None where it has to use none."""
@@ -186,10 +212,32 @@ class Criu:
                     await report(reply.done)
 
 
-def _ours(worker: Worker) -> list[str]:
-    """Return the mounts of a container by which it meets the services of its node."""
+class PlainCriu(Criu):
+    """The `ProcessDriver` port for workers that the agent has started, each in its namespaces.
+
+    The agent follows the process that has started them, for that one ends as they do.
+    """
+
+    def process(self, worker: Worker) -> Process:
+        found = procfs.child_of(worker.process.pid)
+        if found is None:
+            raise SourceExited("the worker has ended")
+        first = Process(*found.key)
+        placeholder = worker.paths.placeholder
+        return (placeholder and restored_below(first, placeholder)) or first
+
+    def target(self, worker: Worker) -> Target:
+        process = self.process(worker)
+        return Target(process, nodes_mounts(_mounts_of(process)), [str(INSIDE / "control")])
+
+    async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
+        await super().restore(placeholder, source)
+        return placeholder.process
+
+
+def _mounts_of(process: Process) -> list[Mount]:
     try:
-        with open(f"/proc/{worker.process.pid}/mountinfo", encoding="utf-8") as file:  # noqa: PTH123
-            return own_mounts(mounts_in(file.read()), worker.pod.uid)
+        with open(f"/proc/{process.pid}/mountinfo", encoding="utf-8") as file:  # noqa: PTH123
+            return mounts_in(file.read())
     except (FileNotFoundError, ProcessLookupError) as error:
         raise SourceExited("the worker has ended") from error

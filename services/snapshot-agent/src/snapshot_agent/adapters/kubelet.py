@@ -89,7 +89,7 @@ class KubeletPods:
             )
         process = found.process
         if paths.placeholder is not None:
-            process = _restored_below(process, paths.placeholder) or process
+            process = restored_below(process, paths.placeholder) or process
         return ResolvedContainer(seen, Worker(pod, process, paths), command=found.command)
 
     def _placeholder(self, uid: Uid, name: str) -> Path | None:
@@ -157,7 +157,7 @@ def _containers(uid: Uid) -> dict[str, _Container]:
     return found
 
 
-def _restored_below(first: Process, folder: Path) -> Process | None:
+def restored_below(first: Process, folder: Path) -> Process | None:
     """Return the restored process that the first one of a placeholder has adopted, or None."""
     with contextlib.suppress(*_GONE, SnapbackError), opened(open_root(folder)) as opening:
         inside = restored_pid(read_bounded(opening, RESTORED, 64))

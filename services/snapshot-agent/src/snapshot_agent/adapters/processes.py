@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
-from snapshot_agent.domain.spec import ProcessSpec
+from snapshot_agent.domain.spec import INSIDE, ProcessSpec
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import DeadlineExceeded, InvalidInput, NotFound
 from snapshot_shared.files import open_root, opened, remove_tree
@@ -34,6 +34,8 @@ KILLED_WITHIN_S = 10.0
 
 _STARTS = Threads(8, "start")
 """Threads that start processes: a working directory may be on a file system that hangs."""
+
+_MARKER_INSIDE = f"{CONTROL_DIR}={INSIDE}/control"
 
 LOOK_AGAIN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 """Seconds between two reads of the state of a process that was sent SIGSTOP."""
@@ -91,8 +93,11 @@ class LocalProcesses:
         self, process: Process | None, where: ContainerPaths, grace_s: float
     ) -> None:
         if grace_s > 0 and process is not None and procfs.is_alive(*process):
-            for member in procfs.family_of(*process):
+            family = procfs.family_of(*process)
+            for member in family:
                 procfs.send(member, signal.SIGCONT)
+            # In a container the first process alone is asked, and ends the others in its way.
+            for member in procfs.firsts_of(family) or family:
                 procfs.send(member, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
@@ -140,7 +145,7 @@ def _start(spec: ProcessSpec) -> tuple[Process, int]:
     with opened(_open_log(spec.paths.log)) as output:
         try:
             child = subprocess.Popen(
-                spec.argv,
+                [*spec.before, *spec.argv],
                 env=spec.env,
                 cwd=spec.cwd,
                 stdin=subprocess.DEVNULL,
@@ -206,6 +211,8 @@ def _open_log(log: Path) -> int:
 def _make_folders(where: ContainerPaths) -> None:
     where.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     where.sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if where.placeholder is not None:
+        where.placeholder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _not_startable(spec: ProcessSpec, error: OSError) -> InvalidInput:
@@ -224,10 +231,21 @@ def _reap(pidfd: int) -> int | None:
 
 
 def _everything_of(process: Process | None, where: ContainerPaths) -> list[procfs.Stat]:
-    """Return the processes of the session, and those that left it but keep its environment."""
+    """Return the processes of the session, and those that left it but keep its environment.
+
+    A worker in namespaces of its own is found by its control directory when nothing else is left.
+    """
     members: Iterable[procfs.Stat] = procfs.family_of(*process) if process else ()
-    found = {member.pid: member for member in (*members, *procfs.carrying(where.marker))}
+    apart = (each for each in procfs.carrying(_MARKER_INSIDE) if _has_control(each.pid, where))
+    found = {member.pid: member for member in (*members, *procfs.carrying(where.marker), *apart)}
     return list(found.values())
+
+
+def _has_control(pid: int, where: ContainerPaths) -> bool:
+    try:
+        return Path(f"/proc/{pid}/root{INSIDE}/control").samefile(where.control)
+    except OSError:
+        return False
 
 
 async def ended(process: procfs.Stat) -> None:

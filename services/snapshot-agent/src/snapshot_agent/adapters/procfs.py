@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class Stat:
@@ -91,6 +91,17 @@ def family_of(leader: int, start: int) -> list[Stat]:
                 family[child.pid] = child
                 unseen.append(child.pid)
     return list(family.values())
+
+
+def firsts_of(family: Iterable[Stat]) -> list[Stat]:
+    """Return those that are the first process of a namespace within that of this program."""
+    return [each for each in family if _namespace_pids(each.pid)[1:] == [1]]
+
+
+def child_of(parent: int) -> Stat | None:
+    """Return a child of a process, of several the first; None when it has none."""
+    children = [process for process in running() if process.parent == parent]
+    return min(children, key=lambda child: child.start, default=None)
 
 
 def child_in(parent: int, inside: int) -> Stat | None:

@@ -149,14 +149,6 @@ def _is_of_its_own(dump: _Dump) -> SnapbackError | None:
             expected=1,
             found=root.pids[-1],
         )
-    if root.namespaces.get("net") == dump.node.net:
-        return NotEligible(
-            f"process {root.pid} is in the network namespace {dump.node.net}, which is the node's "
-            "and would be locked while CRIU dumps",
-            next_step="run the pod without hostNetwork",
-            expected="a network namespace of its own",
-            found=dump.node.net,
-        )
     return None
 
 

@@ -42,6 +42,7 @@ class DumpPlan(NamedTuple):
 
     `images` is the folder of the images and `work` that of the log. `script` is run before and
     after each part of the dump. `watched` are folders in which watches of inotify are looked for.
+    With `locks` the whole network is locked meanwhile, which is right for one of its own alone.
     """
 
     pid: int
@@ -51,12 +52,14 @@ class DumpPlan(NamedTuple):
     network: int
     external: Sequence[str]
     watched: Sequence[str] = ()
+    locks: bool = True
 
 
 def dump_arguments(plan: DumpPlan) -> list[str]:
     """Return the arguments of `criu dump`. The process goes on afterwards."""
     found = ["dump", "--tree", str(plan.pid), "--leave-running", *_places(plan.images, plan.work)]
-    found += ["--log-file", "dump.log", *_COMMON, "--network-lock", "nftables"]
+    found += ["--log-file", "dump.log", *_COMMON]
+    found += ["--network-lock", "nftables" if plan.locks else "skip"]
     found += ["--external", f"net[{plan.network}]:{NETWORK}", "--action-script", plan.script]
     for path in plan.external:
         found += ["--external", f"mnt[{path}]:{path}"]

@@ -48,12 +48,16 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
 
 
 class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
-    """Write the process and its files into the directory whose descriptor comes with this."""
+    """Write the process and its files into the directory whose descriptor comes with this.
+
+    `watched` are those of `ours` in which the worker may follow what changes.
+    """
 
     pid: Pid
     start: Start
     within_s: Within
     ours: list[Path] = []
+    watched: list[Path] = []
     gpus: Gpus = None
 
 

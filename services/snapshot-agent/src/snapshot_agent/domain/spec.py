@@ -7,15 +7,16 @@ NAME is known by then, stays as it is when not, and `$$` is one `$`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
+from snapshot_agent.domain.mounts import Mount
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.objects.kubernetes import GPU_RESOURCE, Container
-from snapshot_shared.orders import DeviceRef, PodRef
+from snapshot_shared.orders import PLACEHOLDER_DRIVERS, DeviceRef, PodRef, RunOrder
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 
@@ -27,8 +28,39 @@ RESUME_FROM = "--resume-from"
 """The argument of a program that is started from its state, followed by the folder of the state."""
 
 
+INSIDE = PurePath("/dev/shm/snapback")  # noqa: S108 - a mount of the worker's own
+"""Where a worker with namespaces of its own has its folders, sockets and log.
+
+Its process remembers these paths, so that they are the same wherever it is restored.
+"""
+
+_INIT = "snapback-init"
+_APART = ("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork")
+_PROGRAM = f"""set -eu
+umount --lazy --recursive /proc
+mount -t proc proc /proc
+mount -t tmpfs -o mode=1777 tmpfs {INSIDE.parent}
+mkdir {INSIDE}
+while [ "$1" != -- ]; do
+    if [ -d "$2" ]; then mkdir "{INSIDE}/$1"; else touch "{INSIDE}/$1"; fi
+    mount --bind "$2" "{INSIDE}/$1"
+    shift 2
+done
+shift
+export {CONTROL_DIR}={INSIDE}/control
+# What was opened before is on a mount that CRIU does not find here.
+exec </dev/null >>{INSIDE}/log 2>&1
+exec setsid "$@"
+"""
+"""Becomes the first process of new namespaces: its arguments are names below `INSIDE`, each with
+the path that is seen there, then `--` and a command."""
+
+
 class NodeEnvironment(NamedTuple):
-    """What the node adds to a process. `path` and `home` are those of the agent."""
+    """What the node adds to a process. `path` and `home` are those of the agent.
+
+    `init` is the program that waits in a placeholder.
+    """
 
     node: str
     run: str
@@ -36,15 +68,20 @@ class NodeEnvironment(NamedTuple):
     workdir: Path
     path: str
     home: str
+    init: Path
 
 
 class ProcessSpec(NamedTuple):
-    """A process to start: its arguments, its whole environment, and where."""
+    """A process to start: its arguments, its whole environment, and where.
+
+    `before` are the words of the program that starts it in namespaces of its own, or none.
+    """
 
     argv: list[str]
     env: dict[str, str]
     cwd: Path
     paths: ContainerPaths
+    before: Sequence[str] = ()
 
 
 def expand(text: str, known: Mapping[str, str]) -> str:
@@ -66,15 +103,28 @@ def process_spec(
     *,
     standby: bool,
     traceparent: str,
+    apart: bool = False,
 ) -> ProcessSpec:
-    """Build the process of one container. InvalidInput when it has no command."""
+    """Build the process of one container. InvalidInput when it has no command.
+
+    With `apart` it gets namespaces of its own, but for that of the network. Its file systems are
+    the node's but for /dev/shm. A placeholder waits there for a process.
+    """
     if not container.command:
         raise InvalidInput(
             f"container {container.name} has no command, and images are not pulled here",
             next_step="give it a command",
             container=container.name,
         )
-    env = _own_env(pod, devices, environment, where, standby=standby, traceparent=traceparent)
+    folders = _Folders(where.control, where.sockets, environment.socket_dir)
+    env = _own_env(
+        pod,
+        devices,
+        environment,
+        _Folders(*(INSIDE / name for name in _Folders._fields)) if apart else folders,
+        standby=standby,
+        traceparent=traceparent,
+    )
     for variable in container.env:
         if variable.name not in OURS:
             env[variable.name] = expand(variable.value, env)
@@ -84,7 +134,29 @@ def process_spec(
         if container.working_dir
         else environment.workdir
     )
-    return ProcessSpec(argv, env, cwd, where)
+    if not apart:
+        return ProcessSpec(argv, env, cwd, where)
+    # By this the process that starts it is found.
+    env[CONTROL_DIR] = str(where.control)
+    return ProcessSpec(argv, env, cwd, where, _before(folders, environment, where))
+
+
+class _Folders(NamedTuple):
+    """The folders by which a worker meets the services of its node."""
+
+    control: PurePath
+    sockets: PurePath
+    gms: PurePath
+
+
+def _before(folders: _Folders, environment: NodeEnvironment, where: ContainerPaths) -> list[str]:
+    seen = {**folders._asdict(), "log": where.log}
+    command: list[str] = []
+    if where.placeholder is not None:
+        seen |= {"init": where.placeholder, f"init/{_INIT}": environment.init}
+        command = [str(INSIDE / "init" / _INIT), "--"]
+    pairs = [str(word) for pair in seen.items() for word in pair]
+    return [*_APART, "sh", "-c", _PROGRAM, "sh", *pairs, "--", *command]
 
 
 def resumed(spec: ProcessSpec, *, is_standby: bool) -> ProcessSpec:
@@ -107,7 +179,7 @@ def _own_env(
     pod: PodRef,
     devices: Sequence[DeviceRef],
     environment: NodeEnvironment,
-    where: ContainerPaths,
+    folders: _Folders,
     *,
     standby: bool,
     traceparent: str,
@@ -116,13 +188,13 @@ def _own_env(
     env = {
         "PATH": environment.path,
         "HOME": environment.home,
-        CONTROL_DIR: str(where.control),
-        "GMS_SOCKET_DIR": str(environment.socket_dir),
+        CONTROL_DIR: str(folders.control),
+        "GMS_SOCKET_DIR": str(folders.gms),
         "NVIDIA_VISIBLE_DEVICES": ",".join(device.uuid for device in ordered),
         "POD_NAME": pod.name,
         "POD_NAMESPACE": pod.namespace,
         "POD_UID": pod.uid,
-        "POD_SOCKET_DIR": str(where.sockets),
+        "POD_SOCKET_DIR": str(folders.sockets),
         "NODE_NAME": environment.node,
         "SNAPBACK_RUN": environment.run,
     }
@@ -131,6 +203,24 @@ def _own_env(
     if traceparent:
         env["TRACEPARENT"] = traceparent
     return env
+
+
+def is_apart(order: RunOrder) -> bool:
+    """Whether the workers of a pod get namespaces of their own, as CRIU needs them."""
+    return order.driver in PLACEHOLDER_DRIVERS
+
+
+def waits(order: RunOrder, container: str) -> bool:
+    """Whether a container of a pod waits for a restore."""
+    return order.standby and (not is_apart(order) or container == order.pod.container)
+
+
+def nodes_mounts(mounts: Iterable[Mount]) -> list[str]:
+    """Return those of the mounts of a worker in its namespaces that a dump does not have.
+
+    They are the node's, as its root is, or those below `INSIDE`.
+    """
+    return [each.path for each in mounts if each.path not in ("/", str(INSIDE.parent))]
 
 
 def shared_out(

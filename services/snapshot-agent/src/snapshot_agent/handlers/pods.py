@@ -17,8 +17,10 @@ from snapshot_agent.domain.gate import ObservedPod
 from snapshot_agent.domain.recovery import PodRecovery, run_row
 from snapshot_agent.domain.spec import (
     NodeEnvironment,
+    is_apart,
     process_spec,
     shared_out,
+    waits,
 )
 from snapshot_agent.handlers.background import Background, first
 from snapshot_agent.ports import Machine, Orders, Process, ResolvedContainer, SetProcess, Worker
@@ -113,8 +115,15 @@ class Pods:
             self._state_dir, Path(self.environment.socket_dir), pod_uid, container
         )
 
+    def paths_in(self, order: RunOrder, container: str) -> ContainerPaths:
+        """Return the paths of a container as its pod is run."""
+        where = self.paths(order.pod.uid, container)
+        is_placeholder = is_apart(order) and waits(order, container)
+        return where._replace(placeholder=where.home / "init") if is_placeholder else where
+
     async def run(self, order: RunOrder, ctx: OrderContext) -> Result:
         """Start a pod's containers."""
+        self._machine.driver(order.driver)
         if order_id("stop", Uid(order.pod.uid)) in self._orders.journal.ledger.entries:
             raise Superseded(f"pod {order.pod.name} was stopped already")
         pod = RunningPod(order, ctx.entry)
@@ -323,7 +332,7 @@ class Pods:
         pod = RunningPod(order, entry)
         for name in entry.notes.get("containers", []):
             if started := await self._find(entry, name):
-                pod.add(name, started, self.paths(order.pod.uid, name))
+                pod.add(name, started, self.paths_in(order, name))
         if recovery is PodRecovery.FOLLOW or await self._finish_start(pod):
             self._follow(pod)
 
@@ -401,10 +410,11 @@ class _RunSteps:
                 order.pod,
                 devices[container.name],
                 self._pods.environment,
-                self._pods.paths(order.pod.uid, container.name),
-                standby=order.standby,
+                self._pods.paths_in(order, container.name),
+                standby=waits(order, container.name),
                 # The trace of the worker goes on in the span of this step.
                 traceparent=current_traceparent(),
+                apart=is_apart(order),
             )
             self._machine.control.create(spec.paths)
             process = await self._machine.launcher.spawn(spec)

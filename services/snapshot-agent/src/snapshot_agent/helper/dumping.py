@@ -134,7 +134,10 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
     watch = Watch(caller, "dump-process", request.within_s)
     here = observe.node(node.criu)
     found = inspect(request, node, here, quiet=True)
-    network = found.seen.root.namespaces["net"]
+    # Nothing of another one's is locked. The worker goes on with its connections to the outside,
+    # which are closed where it is restored, and those within it rest while it is stopped.
+    locks_network = not criu_seen.is_on_network_of_node(found.seen, here)
+    network = found.seen.root.namespaces["net"] if locks_network else 0
     cuda = found.cuda if found.cuda and found.cuda.pids else None
     locks, undo_s = (cuda.pids, cuda.undo_s) if cuda else ((), 0.0)
     record = node.records.dumping(request.pid, request.start, network, locks, undo_s)
@@ -177,7 +180,8 @@ def _dump(
             script=f"{work}/script",
             network=network,
             external=external_mounts(seen.mounts),
-            watched=[*request.ours, *(mount.path for mount in _volumes(request, seen))],
+            watched=[*request.watched, *(mount.path for mount in _volumes(request, seen))],
+            locks=not criu_seen.is_on_network_of_node(seen, here),
         )
         with _Criu([str(node.criu), *dump_arguments(plan)], part, work) as criu:
             criu.until_written(watch, look)

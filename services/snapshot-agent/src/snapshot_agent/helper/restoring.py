@@ -169,9 +169,14 @@ def _moved(before: Sequence[str], after: Sequence[str]) -> Mapping[str, str]:
     found: dict[str, str] = {}
     try:
         for version in (4, 6):
+            # What both have stays, as where both are on the network of one node.
             old, new = (
-                [each for each in addresses if ipaddress.ip_address(each).version == version]
-                for addresses in (before, after)
+                [
+                    each
+                    for each in addresses
+                    if each not in others and ipaddress.ip_address(each).version == version
+                ]
+                for addresses, others in ((before, after), (after, before))
             )
             found.update(zip(old, new, strict=False))
     except ValueError as error:

@@ -1,0 +1,157 @@
+"""Plain processes that the agent starts in namespaces, dumped and restored by the real CRIU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from snapshot_agent.adapters import procfs
+from snapshot_shared.orders import RestoreOrder
+from tests.process import node as nodes
+from tests.process.killing import CRIU
+from tests.process.node import INIT, PYTHON, WORKER, Node, Pause
+from tests.support.agent_rig import Pod, fresh_uid, is_gone, until
+
+pytestmark = [pytest.mark.process, pytest.mark.waits]
+
+
+class PlainNode(Node):
+    """A node whose agent starts the workers."""
+
+    def __init__(self, folder: Path, url: str, sockets: Path) -> None:
+        super().__init__(folder, url, sockets)
+        # In memory, as /run is; the rest is where the workers see it.
+        self.run = Path(tempfile.mkdtemp(prefix="snapback-run-", dir="/dev/shm"))
+
+    async def close(self) -> None:
+        for pod in self.pods.values():
+            if (first := procfs.child_of(pod.pid(self.journal))) is not None:
+                procfs.send(first, signal.SIGKILL)
+        await super().close()
+        shutil.rmtree(self.run)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return super().environment | {"SNAPBACK_WORLD": "standalone", "SNAPBACK_INIT": str(INIT)}
+
+    async def worker(self, name: str, *, waits: bool = False) -> Pod:
+        """Run a pod that CRIU may dump, or one that waits for a process."""
+        words = [PYTHON, str(WORKER), "--heap-mib", "8", "--folder", "/dev/shm/data", "--port", "0"]
+        pod = self.pod(name=name, command=words)
+        order = replace(self.run_order(pod, standby=waits), driver="criu")
+        report = await self.carry_out(order)
+        assert report.kind == "started", report
+        wanted = "waiting for a restore" if waits else "count"
+        await until(lambda: wanted in log_of(pod), f"the start of {name}")
+        return pod
+
+    async def restored(self, pod: Pod, artifact: Any) -> RestoreOrder:
+        order = self.restore_order(pod, artifact, **CRIU)
+        report = await self.carry_out(order)
+        assert report.kind == "restored", report
+        return order
+
+
+@pytest_asyncio.fixture
+async def node(criu: Path, nats_url_session: str) -> AsyncIterator[Node]:
+    if why := nodes.lacking():
+        pytest.skip(why)
+    async with nodes.opened(nats_url_session, PlainNode, parent=None) as made:
+        await made.process()
+        yield made
+
+
+def log_of(pod: Pod) -> str:
+    try:
+        return (pod.home / "log").read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def lines_of(pod: Pod) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log_of(pod).splitlines() if line.startswith("{")]
+
+
+async def goes_on(pod: Pod) -> list[dict[str, Any]]:
+    """Wait for more counts of a worker, whose connections, memory and files have to be whole."""
+    before = len(lines_of(pod))
+    await until(lambda: len(lines_of(pod)) > before + 2, f"another count of {pod.ref.name}")
+    for line in lines_of(pod)[before:]:
+        for way in ("child", "tcp", "named", "anonymous"):
+            assert line[way] == line["count"], line
+        assert line["ghost"] == "still here"
+        assert line["heap"] in (True, None)
+    return lines_of(pod)[before:]
+
+
+async def test_a_plain_process_goes_on_in_another_pod_and_ends_with_its_code(
+    node: PlainNode,
+) -> None:
+    source = await node.worker("source")
+    content = fresh_uid()
+    artifact = await node.captured(source, content, **CRIU)
+    counted = (await goes_on(source))[-1]["count"]
+    assert (await node.carry_out(node.stop_order(source))).kind == "stopped"
+
+    target = await node.worker("target", waits=True)
+    await node.restored(target, artifact)
+    assert (await goes_on(target))[0]["count"] < counted
+    os.kill(target.pid(node.journal), 0)
+
+    run = node.run_order(target)
+    assert (await node.carry_out(node.stop_order(target))).kind == "stopped"
+    exited = await node.answer(run, "exited")
+    assert exited.exit_codes == {"main": 7}
+    assert node.left() == []
+
+
+async def test_a_restored_plain_process_is_captured_and_restored_again(node: PlainNode) -> None:
+    artifact = None
+    pod = await node.worker("first")
+    for name in ("second", "third"):
+        artifact = await node.captured(pod, fresh_uid(), **CRIU)
+        assert (await node.carry_out(node.stop_order(pod))).kind == "stopped"
+        pod = await node.worker(name, waits=True)
+        await node.restored(pod, artifact)
+        await goes_on(pod)
+
+
+async def test_a_plain_process_goes_on_when_its_agent_is_killed_while_it_is_dumped(
+    node: PlainNode,
+) -> None:
+    worker = await node.worker("worker")
+    content = fresh_uid()
+    prepared = await node.carry_out(node.prepare_order(worker, content, **CRIU))
+    assert prepared.kind == "prepared", prepared
+    pause = Pause(node.programs, "post-dump")
+    dump = node.dump_order(worker, content, prepared.vector, **CRIU)
+    await node.send(dump)
+    await pause.reached()
+    await node.kill_agent()
+    pause.end()
+    await until(lambda: "snapshot-aborted" in log_of(worker), "the worker's release")
+    await goes_on(worker)
+    assert node.left() == []
+    await node.process()
+    assert (await node.answer(dump)).kind == "failed"
+    await goes_on(worker)
+
+
+async def test_a_plain_process_ends_with_the_program_that_started_it(node: PlainNode) -> None:
+    worker = await node.worker("worker")
+    outer = worker.pid(node.journal)
+    first = procfs.child_of(outer)
+    assert first is not None
+    os.kill(outer, signal.SIGKILL)
+    assert (await node.answer(node.run_order(worker), "exited")).exit_code == 137
+    await until(lambda: is_gone(first.pid), "the end of the worker")
