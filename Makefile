@@ -32,7 +32,8 @@ IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
 REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
-DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep)
+DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
+	$(if $(DRIVER),--driver $(DRIVER))
 
 .PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
 
@@ -197,7 +198,7 @@ bench-agent: $(STAMP) .tools/snapback-init ## Measure dumps and restores of a pr
 	$(BIN)/python -m tests.bench.agent --size-mib $(or $(SIZE_MIB),1024) \
 		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md $(if $(JSON),--json $(JSON))
 
-demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1)
+demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; DRIVER=criu as root, after `make criu init`)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
 demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)

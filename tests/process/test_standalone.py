@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
 from snapshot_shared.orders import RestoreOrder
+from tests.integration.snapshotctl.conftest import Cli
 from tests.process import node as nodes
 from tests.process.killing import CRIU
 from tests.process.node import INIT, PYTHON, WORKER, Node, Pause
@@ -92,6 +94,19 @@ async def goes_on(pod: Pod) -> list[dict[str, Any]]:
         assert line["ghost"] == "still here"
         assert line["heap"] in (True, None)
     return lines_of(pod)[before:]
+
+
+def test_a_demo_loses_a_node_and_its_worker_goes_on_as_the_process_that_it_was(
+    criu: Path, tmp_path: Path
+) -> None:
+    if why := nodes.lacking():
+        pytest.skip(why)
+    cli = Cli(tmp_path)
+    out = cli.ok("demo", "--size-mib", "16", "--driver", "criu").out
+    assert "all 4 answers are the same, byte for byte" in out
+    run = re.search(r"logs: .*/demo-([0-9a-f]{8})/logs", out)
+    assert run is not None
+    assert cli.left(run[1]) == []
 
 
 async def test_a_plain_process_goes_on_in_another_pod_and_ends_with_its_code(

@@ -113,8 +113,23 @@ def test_every_service_gets_the_seed_of_its_own_user() -> None:
     ]
 
 
+def test_a_node_has_a_helper_where_the_cluster_has_the_tools() -> None:
+    assert plans.helper_program(SETTING, NODE) is None
+    setting = SETTING._replace(tools=Path("/t"))
+    helper = plans.helper_program(setting, NODE)
+    _, agent = plans.node_programs(setting, NODE)
+    assert helper is not None
+    assert helper.environment["SNAPBACK_RUN"] == "run1"
+    assert helper.environment["SNAPBACK_CRIU"] == "/t/criu/criu"
+    assert agent.environment["SNAPBACK_INIT"] == "/t/snapback-init"
+    socket = helper.environment["SNAPBACK_HELPER"]
+    assert socket == agent.environment["SNAPBACK_HELPER"] == "/k/node-1/helper.sock"
+    assert not {"SNAPBACK_NATS_URL", "SNAPBACK_NATS_CREDENTIALS"} & helper.environment.keys()
+
+
 def test_the_operator_ends_first_and_the_bus_last() -> None:
     names = ["nats-server", "operator", "node-1-gms", "node-1-agent", "node-2-gms", "node-2-agent"]
+    names.append("node-2-helper")
     record = _record("x", "r")
     processes = [_process(name, pid) for pid, name in enumerate(names, 1)]
     record = ClusterRecord(
@@ -124,7 +139,7 @@ def test_the_operator_ends_first_and_the_bus_last() -> None:
     assert [[p.name for p in group] for group in plans.stop_order(record)] == [
         ["operator"],
         ["node-1-agent", "node-2-agent"],
-        ["node-1-gms", "node-2-gms"],
+        ["node-1-gms", "node-2-gms", "node-2-helper"],
         ["nats-server"],
     ]
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from snapshot_shared.manifests import parse
-from snapshotctl.domain import demo_script
+from snapshotctl.domain import criu_host, demo_script
 from snapshotctl.domain.cluster import ClusterAccess
+from snapshotctl.domain.criu_host import CriuHost
 from snapshotctl.domain.demo_script import MIB, Answer, Machine, checks
 from snapshotctl.domain.documents import load
-from snapshotctl.domain.exits import DemoFailed, WrongArguments
+from snapshotctl.domain.exits import DemoFailed, Unready, WrongArguments
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "deploy" / "examples"
 
@@ -124,6 +125,47 @@ def test_nodes_that_the_demo_cannot_use_are_named(
 ) -> None:
     problems = demo_script.too_small(demo_script.nodes(512), found)
     assert [problem.partition(";")[0] for problem in problems] == says
+
+
+def test_the_driver_of_the_demo_is_that_of_its_checkpoint_alone() -> None:
+    checkpoint = {"kind": "DynamoCheckpoint", "spec": {"job": {"sourcePolicy": "Resume"}}}
+    pod = {"kind": "Pod", "spec": {}}
+    assert demo_script.driven(checkpoint, "criu")["spec"]["job"]["driver"] == "criu"
+    assert demo_script.driven(pod, "criu") == pod
+
+
+CRIU_HOST = CriuHost(
+    system="Linux", is_root=True, missing=[], tools="/t", has_criu=True, has_init=True
+)
+
+
+def test_a_machine_with_all_that_criu_needs_passes() -> None:
+    criu_host.require(criu_host.checks(CRIU_HOST), "the demo")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"system": "Darwin"}, ("Darwin", "use Linux")),
+        ({"is_root": False}, ("root", "sudo")),
+        ({"missing": ["unshare", "setsid"]}, ("unshare, setsid", "install util-linux")),
+        ({"has_criu": False}, ("/t", "make criu")),
+        ({"has_init": False}, ("/t", "make init")),
+    ],
+)
+def test_what_criu_lacks_on_a_machine_is_named_with_its_fix(
+    change: dict[str, object], says: tuple[str, str]
+) -> None:
+    with pytest.raises(Unready) as raised:
+        criu_host.require(criu_host.checks(CRIU_HOST._replace(**change)), "the demo")  # type: ignore[arg-type]
+    [problem] = raised.value.values["problems"]
+    assert all(word in problem for word in says)
+
+
+def test_a_driver_that_no_cluster_is_started_for_is_refused_with_those_that_there_are() -> None:
+    assert (criu_host.check_driver("cooperative"), criu_host.check_driver("criu")) == (False, True)
+    with pytest.raises(WrongArguments, match="--driver podman is not one of cooperative, criu"):
+        criu_host.check_driver("podman")
 
 
 GOOD = Machine(

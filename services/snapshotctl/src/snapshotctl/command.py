@@ -205,6 +205,9 @@ AllNamespaces = Annotated[bool, typer.Option("--all-namespaces", "-A", help="Of 
 Timeout = Annotated[
     str, typer.Option("--timeout", metavar="TIME", help="How long at most: 90s, 5m, 1h30m.")
 ]
+WorkerDriver = Annotated[
+    str, typer.Option("--driver", metavar="DRIVER", help="cooperative, or criu, as root.")
+]
 ClusterName = Annotated[
     str | None, typer.Option("--name", help="Name of the local cluster.", show_default="default")
 ]

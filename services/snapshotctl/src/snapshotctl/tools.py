@@ -167,9 +167,13 @@ class Tools:
 
         return await observe(self.folders, self.find_server)
 
-    def local_cluster(self, name: str | None) -> LocalCluster:
-        """Return the local cluster of a name, or of the options and the environment."""
-        return self._cluster(self._cluster_name(name), Path.cwd(), secrets.token_hex(4))
+    def local_cluster(self, name: str | None, criu: str | None = None) -> LocalCluster:
+        """Return the local cluster of a name, or of the options and the environment.
+
+        When it is started, its nodes have the driver `criu` if `criu` is the folder of that.
+        """
+        chosen, run = self._cluster_name(name), secrets.token_hex(4)
+        return self._cluster(chosen, Path.cwd(), run, criu=criu)
 
     def local_record(self, name: str) -> ClusterRecord | None:
         """Return the record of a local cluster; without a name, of the one in use.
@@ -187,7 +191,13 @@ class Tools:
         return cluster_name(chosen)
 
     def _cluster(
-        self, name: str, workdir: Path, run: str, *, is_demo: bool = False
+        self,
+        name: str,
+        workdir: Path,
+        run: str,
+        *,
+        is_demo: bool = False,
+        criu: str | None = None,
     ) -> LocalCluster:
         from snapshotctl.adapters.local_cluster import LocalCluster
 
@@ -199,14 +209,18 @@ class Tools:
             say=lambda text: self.screen.line(f"  {text}"),
             run=run,
             is_demo=is_demo,
+            tools=Path(criu) if criu else None,
         )
 
-    def demo_cluster(self, workdir: Path) -> tuple[DemoCluster, Connect]:
-        """Return a new cluster for a demo, and what connects to its operator once it runs."""
+    def demo_cluster(self, workdir: Path, criu: str | None) -> tuple[DemoCluster, Connect]:
+        """Return a new cluster for a demo, and what connects to its operator once it runs.
+
+        `criu` as for `local_cluster`.
+        """
         from snapshotctl.domain.cluster import DEMO_PREFIX, server_of
 
         run = secrets.token_hex(4)
-        cluster = self._cluster(DEMO_PREFIX + run, workdir, run, is_demo=True)
+        cluster = self._cluster(DEMO_PREFIX + run, workdir, run, is_demo=True, criu=criu)
         return cluster, lambda: self._operator_at(server_of(cluster.record), patiently=True)
 
     def running_cluster(self, sockets: Path, via: str) -> tuple[DemoCluster, Connect]:

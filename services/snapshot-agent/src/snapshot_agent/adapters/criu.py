@@ -54,7 +54,10 @@ class HelperUnavailable(SnapbackError):
     """The helper of this node does not answer, so nothing was done to the worker."""
 
     retryable = True
-    default_next_step = "see why the container helper of the agent's pod does not run"
+    default_next_step = (
+        "see why the helper of this node does not run; in a cluster it is a container of the "
+        "agent's pod"
+    )
 
 
 class HelperLost(SnapbackError):

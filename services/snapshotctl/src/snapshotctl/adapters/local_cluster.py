@@ -61,8 +61,12 @@ class LocalCluster:
         say: Say,
         run: str,
         is_demo: bool = False,
+        tools: Path | None = None,
     ) -> None:
-        """Start and read nothing yet. The processes of a first start get the id `run`."""
+        """Start and read nothing yet. The processes of a first start get the id `run`.
+
+        With `tools` each node has a helper, which uses the CRIU there.
+        """
         self._where = where
         self._name = name
         self._environment = environment
@@ -70,6 +74,7 @@ class LocalCluster:
         self._say = say
         self._run = run
         self._is_demo = is_demo
+        self._tools = tools
         self._record: ClusterRecord | None = None
 
     @property
@@ -131,6 +136,7 @@ class LocalCluster:
                 state_dir=str(state),
                 socket_dir=str(sockets),
                 workdir=str(self._workdir),
+                tools=str(self._tools or ""),
                 owner=processes.this_process("snapshotctl") if self._is_demo else None,
             )
         )
@@ -262,6 +268,11 @@ class LocalCluster:
         self._start(gms)
 
     async def _start_agent(self, node: NodeSpec) -> None:
+        if helper := plans.helper_program(self._settings(), node):
+            listening = self._paths.helper(node.name)
+            listening.unlink(missing_ok=True)
+            self._start(helper)
+            await self._ready(helper.name, inotify.appears(listening), SERVICE_S)
         socket = self._paths.node_sockets(node.name) / _LEASE_SOCKET
         await self._ready(plans.gms_of(node.name), inotify.appears(socket), SERVICE_S)
         _, agent = plans.node_programs(self._settings(), node)
@@ -277,6 +288,7 @@ class LocalCluster:
             Path(self.record.workdir or self._workdir),
             self._environment,
             self._name,
+            Path(self.record.tools) if self.record.tools else None,
         )
 
     def _start(self, program: Program) -> None:
@@ -350,12 +362,12 @@ class LocalCluster:
 
     async def kill_node(self, node: str) -> list[str]:
         """End a node as a power cut does."""
-        names = {plans.agent_of(node), plans.gms_of(node)}
+        names = {plans.agent_of(node), plans.gms_of(node), plans.helper_of(node)}
         mine = [record for record in self.record.processes if record.name in names]
         recorded = {record.pid: record.name for record in mine}
         found = [(recorded[r.pid], processes.opened(r)) for r in mine]
         found += [
-            (pod or "a helper", processes.opened_member(member))
+            (pod or "a child", processes.opened_member(member))
             for pod, member in processes.members_on(node, self.record.run)
             if member.pid not in recorded
         ]

@@ -14,8 +14,11 @@ from importlib import metadata
 from pathlib import Path
 
 from snapshot_shared.errors import NotFound
+from snapshotctl.domain.cluster import CRIU, INIT
+from snapshotctl.domain.criu_host import CriuHost
 from snapshotctl.domain.demo_script import Machine
 
+_CHECKOUT = Path(__file__).resolve().parents[5]
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -48,9 +51,21 @@ def look(state_dir: Path, examples: Path) -> Machine:
 
 def examples_folder() -> Path:
     """Return `deploy/examples` below the working directory, else in the checkout we run from."""
-    checkout = Path(__file__).resolve().parents[5]
-    folders = [base / "deploy" / "examples" for base in (Path.cwd(), checkout)]
+    folders = [base / "deploy" / "examples" for base in (Path.cwd(), _CHECKOUT)]
     return next((folder for folder in folders if folder.is_dir()), folders[0])
+
+
+def look_for_criu() -> CriuHost:
+    """Return what the driver `criu` needs of this machine."""
+    tools = _CHECKOUT / ".tools"
+    return CriuHost(
+        system=platform.system(),
+        is_root=os.geteuid() == 0,
+        missing=[name for name in ("unshare", "mount", "setsid") if shutil.which(name) is None],
+        tools=str(tools),
+        has_criu=(tools / CRIU).is_file(),
+        has_init=(tools / INIT).is_file(),
+    )
 
 
 def _opens_pidfds() -> bool:

@@ -22,12 +22,13 @@ from snapshot_shared.tasks import end_all
 from snapshotctl import objects
 from snapshotctl.adapters import machine, worker_socket
 from snapshotctl.adapters.worker_socket import WorkerClient
-from snapshotctl.command import command, new_app
+from snapshotctl.command import WorkerDriver, command, new_app
 from snapshotctl.commands.trace import show
-from snapshotctl.domain import demo_script, formats
+from snapshotctl.domain import criu_host, demo_script, formats
+from snapshotctl.domain.criu_host import DRIVERS, CriuHost
 from snapshotctl.domain.demo_script import Answer
 from snapshotctl.domain.documents import Document
-from snapshotctl.domain.exits import DemoFailed, Unready
+from snapshotctl.domain.exits import DemoFailed
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import DemoCluster, Operator, Screen
 from snapshotctl.tools import Connect, Tools
@@ -56,6 +57,7 @@ class Setup:
     cluster: DemoCluster
     connect: Connect
     examples: Path
+    driver: str
 
     @property
     def screen(self) -> Screen:
@@ -89,7 +91,12 @@ class Worker(NamedTuple):
     applied_at: float
 
 
-@command(app, "snapshotctl demo", "snapshotctl demo --size-mib 2048 --keep")
+@command(
+    app,
+    "snapshotctl demo",
+    "snapshotctl demo --size-mib 2048 --keep",
+    "sudo .venv/bin/snapshotctl demo --driver criu",
+)
 async def demo(
     tools: Tools,
     size_mib: Annotated[
@@ -108,6 +115,7 @@ async def demo(
     via: Annotated[
         str, typer.Option("--via", metavar="WORDS", help="With --on: what you type first.")
     ] = "",
+    driver: WorkerDriver = DRIVERS[0],
 ) -> None:
     """Capture a worker, lose its node, restore it on another.
 
@@ -117,17 +125,20 @@ async def demo(
     With --on nothing is started. The cluster is that of --server or NATS_URL; FOLDER/node-1 and
     FOLDER/node-2 are the folders of the sockets of its nodes, and the processes of node-1, which
     the demo kills, have to be visible here.
+
+    With --driver criu the worker does not save its own state: its process goes on in another pod.
     """
     size_mib = demo_script.check_size(size_mib)
     examples = machine.examples_folder()
+    host = machine.look_for_criu() if criu_host.check_driver(driver) else None
     if on is None:
-        cluster, connect = tools.demo_cluster(examples.parent.parent)
+        cluster, connect = tools.demo_cluster(examples.parent.parent, host and host.tools)
     else:
         cluster, connect = tools.running_cluster(on, via)
-    setup = Setup(tools=tools, cluster=cluster, connect=connect, examples=examples)
+    setup = Setup(tools=tools, cluster=cluster, connect=connect, examples=examples, driver=driver)
     _title(tools.screen, 1, "Preflight")
     if on is None:
-        _check_machine(tools, examples, size_mib)
+        _check_machine(tools, examples, size_mib, host)
     else:
         tools.screen.line("  nothing is started here: the cluster runs already")
     try:
@@ -180,18 +191,13 @@ def _title(screen: Screen, number: int, text: str) -> None:
     screen.line(f"{number}/6 {text}", strong=True)
 
 
-def _check_machine(tools: Tools, examples: Path, size_mib: int) -> None:
+def _check_machine(tools: Tools, examples: Path, size_mib: int, host: CriuHost | None) -> None:
     """Raise Unready with everything that is missing, each with its fix."""
     found = demo_script.checks(machine.look(tools.folders.states, examples), size_mib)
+    found += criu_host.checks(host) if host else []
     for check in found:
         tools.screen.line(f"  {'ok     ' if check.ok else 'MISSING'} {check.what}")
-    missing = [f"{check.what}: {check.fix}" for check in found if not check.ok]
-    if missing:
-        raise Unready(
-            f"this machine lacks {len(missing)} of the things that the demo needs",
-            next_step="; ".join(check.fix for check in found if not check.ok),
-            problems=missing,
-        )
+    criu_host.require(found, "the demo")
 
 
 class _Demo:
@@ -211,7 +217,8 @@ class _Demo:
         if len(documents) != 1:
             raise DemoFailed(f"{name} holds {len(documents)} documents, one was expected")
         [found] = documents
-        return Document(found.where, demo_script.sized(found.value, self._size_mib))
+        sized = demo_script.sized(found.value, self._size_mib)
+        return Document(found.where, demo_script.driven(sized, self._setup.driver))
 
     async def run(self) -> None:
         """Capture, lose the node, restore, see one restore refused, print the summary."""

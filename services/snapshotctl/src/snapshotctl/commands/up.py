@@ -7,9 +7,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from snapshotctl.command import ClusterName, command, new_app
-from snapshotctl.domain import formats
+from snapshotctl.adapters import machine
+from snapshotctl.command import ClusterName, WorkerDriver, command, new_app
+from snapshotctl.domain import criu_host, formats
 from snapshotctl.domain.cluster import CONTEXT_PREFIX, NodeSpec
+from snapshotctl.domain.criu_host import DRIVERS
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER
 from snapshotctl.tools import Tools
@@ -31,14 +33,21 @@ async def up(
         str, typer.Option("--gpu-memory", metavar="SIZE", help="Memory a GPU.")
     ] = "4GiB",
     name: ClusterName = None,
+    driver: WorkerDriver = DRIVERS[0],
 ) -> None:
     """Start a local cluster whose nodes have simulated GPUs.
 
     Its nats-server, its operator, and the agent and GPU memory service of each node are processes
-    of their own; they go on when this command has ended.
+    of their own; they go on when this command has ended. With --driver criu each node has a helper
+    as well, which captures processes that do not save their own state; it needs root.
     """
     nodes = _nodes(count, gpus, formats.parse_size(gpu_memory))
-    cluster = tools.local_cluster(name)
+    criu = None
+    if criu_host.check_driver(driver):
+        host = machine.look_for_criu()
+        criu_host.require(criu_host.checks(host), "the driver criu")
+        criu = host.tools
+    cluster = tools.local_cluster(name, criu)
     await cluster.start(nodes)
     screen, record = tools.screen, cluster.record
     if not screen.wants_table:

@@ -26,6 +26,10 @@ NATS_CONFIGURATION = "nats.conf"
 OPERATOR = "operator"
 PAGE = "page"
 
+CRIU = "criu/criu"
+INIT = "snapback-init"
+"""Where they are in the folder of the tools."""
+
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A process that was started, `started` ticks after boot. A pid alone may be used again."""
@@ -49,7 +53,8 @@ class ClusterRecord(
 ):
     """The contents of `cluster.json`. `owner` is the demo that will end this cluster, if one will.
 
-    `workdir` is the working directory of its workers, and `page` the address of its page.
+    `workdir` is the working directory of its workers, and `page` the address of its page. `tools`
+    is the folder of CRIU and the first program of placeholders, where its nodes have helpers.
     """
 
     name: str
@@ -58,6 +63,7 @@ class ClusterRecord(
     state_dir: str
     socket_dir: str
     workdir: str = ""
+    tools: str = ""
     url: str = ""
     page: str = ""
     nodes: list[NodeSpec] = []
@@ -158,6 +164,10 @@ class ClusterPaths(NamedTuple):
         """The sockets of a node and of the pods on it."""
         return self.sockets / node
 
+    def helper(self, node: str) -> Path:
+        """The socket of the helper of a node."""
+        return self.node_sockets(node) / "helper.sock"
+
 
 class ClusterSettings(NamedTuple):
     """What the arguments and environments of the processes of a cluster are made of."""
@@ -169,6 +179,7 @@ class ClusterSettings(NamedTuple):
     workdir: Path
     inherited: Mapping[str, str]
     name: str = ""
+    tools: Path | None = None
 
 
 def agent_of(node: str) -> str:
@@ -179,6 +190,11 @@ def agent_of(node: str) -> str:
 def gms_of(node: str) -> str:
     """Return the name of the GPU memory service of a node."""
     return f"{node}-gms"
+
+
+def helper_of(node: str) -> str:
+    """Return the name of the helper of a node."""
+    return f"{node}-helper"
 
 
 def program_of(node: str, service: str) -> str:
@@ -241,12 +257,35 @@ def node_programs(settings: ClusterSettings, node: NodeSpec) -> tuple[Program, P
         (settings.python, "-P", "-m", "gms.main"),
         _service(settings, User("gms", name), paths.node(node.name, "gms")) | shared,
     )
+    criu = {}
+    if settings.tools is not None:
+        criu = {
+            "SNAPBACK_HELPER": str(paths.helper(node.name)),
+            "SNAPBACK_INIT": str(settings.tools / INIT),
+        }
     agent = Program(
         agent_of(node.name),
         (settings.python, "-P", "-m", "snapshot_agent.main"),
-        _service(settings, User("agent", name), paths.node(node.name, "agent")) | shared,
+        _service(settings, User("agent", name), paths.node(node.name, "agent")) | shared | criu,
     )
     return gms, agent
+
+
+def helper_program(settings: ClusterSettings, node: NodeSpec) -> Program | None:
+    """Return the helper of a node, whose /run no other has; None where the cluster has none."""
+    paths, tools = settings.paths, settings.tools
+    if tools is None:
+        return None
+    apart = 'exec unshare --mount -- sh -c "mount -t tmpfs tmpfs /run && exec \\"\\$@\\"" sh "$@"'
+    environment = base_environment(settings.inherited, settings.run) | {
+        "SNAPBACK_NODE": node.name,
+        "SNAPBACK_HELPER": str(paths.helper(node.name)),
+        "SNAPBACK_STATE_DIR": str(paths.node(node.name, "helper")),
+        "SNAPBACK_ARTIFACT_ROOT": str(paths.artifacts),
+        "SNAPBACK_CRIU": str(tools / CRIU),
+    }
+    words = ("/bin/sh", "-c", apart, "sh", settings.python, "-P", "-m", "snapshot_agent.helper")
+    return Program(helper_of(node.name), words, environment)
 
 
 def _service(settings: ClusterSettings, user: User, state: Path) -> dict[str, str]:

@@ -169,6 +169,14 @@ def _set_size(value: Any, text: str) -> int:
     return sum(_set_size(item, text) for item in value.values())
 
 
+def driven(document: Any, driver: str) -> Any:
+    """Return a checkpoint with the driver of its capture; any other document as it is."""
+    changed = copy.deepcopy(document)
+    if changed["kind"] == "DynamoCheckpoint":
+        changed["spec"]["job"]["driver"] = driver
+    return changed
+
+
 def moved_to(document: Any, name: str, node: str) -> Any:
     """Return a restore pod under another name on another node."""
     changed = copy.deepcopy(document)
