@@ -170,3 +170,25 @@ async def test_a_plain_process_ends_with_the_program_that_started_it(node: Plain
     os.kill(outer, signal.SIGKILL)
     assert (await node.answer(node.run_order(worker), "exited")).exit_code == 137
     await until(lambda: is_gone(first.pid), "the end of the worker")
+
+
+async def test_a_plain_process_that_ends_while_it_is_dumped_leaves_nothing(
+    node: PlainNode,
+) -> None:
+    worker = await node.worker("worker")
+    content = fresh_uid()
+    prepared = await node.carry_out(node.prepare_order(worker, content, **CRIU))
+    pause = Pause(node.programs, "post-dump")
+    dump = node.dump_order(worker, content, prepared.vector, **CRIU)
+    await node.send(dump)
+    await pause.reached()
+    first = procfs.child_of(worker.pid(node.journal))
+    assert first is not None
+    procfs.send(first, signal.SIGKILL)
+    pause.end()
+    report = await node.answer(dump)
+    assert report.failure is not None
+    assert report.failure.reason in ("SourceExited", "CriuFailed")
+    assert (await node.answer(node.run_order(worker), "exited")).exit_code == 137
+    await until(lambda: node.left() == [], "the removal of what was left")
+    assert "Traceback" not in (node.folder / "agent.log").read_text()

@@ -143,7 +143,7 @@ class Criu:
         if await in_thread((folder / RESTORED).exists):
             return placeholder.process
         await read_checked(source.part, source.files, ByteCounter(source.progress))
-        pid, start = self.process(placeholder)
+        pid, start = await in_thread(self.process, placeholder)
         request = RestoreRequest(
             pid=pid,
             start=start,
@@ -236,6 +236,12 @@ class PlainCriu(Criu):
     async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
         await super().restore(placeholder, source)
         return placeholder.process
+
+    def release(self, worker: Worker, phase: Phase) -> Release:
+        try:
+            return super().release(worker, phase)
+        except SourceExited:
+            return Release()
 
 
 def _mounts_of(process: Process) -> list[Mount]:

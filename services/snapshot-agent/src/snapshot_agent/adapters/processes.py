@@ -96,8 +96,10 @@ class LocalProcesses:
             family = procfs.family_of(*process)
             for member in family:
                 procfs.send(member, signal.SIGCONT)
-            # In a container the first process alone is asked, and ends the others in its way.
-            for member in procfs.firsts_of(family) or family:
+            # As in a container, where the first process alone is asked, and ends the others.
+            marked = procfs.carrying(_MARKER_INSIDE)
+            apart = [each for each in marked if each.parent == process.pid]
+            for member in apart or family:
                 procfs.send(member, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 
 class Stat:
@@ -91,11 +91,6 @@ def family_of(leader: int, start: int) -> list[Stat]:
                 family[child.pid] = child
                 unseen.append(child.pid)
     return list(family.values())
-
-
-def firsts_of(family: Iterable[Stat]) -> list[Stat]:
-    """Return those that are the first process of a namespace within that of this program."""
-    return [each for each in family if _namespace_pids(each.pid)[1:] == [1]]
 
 
 def child_of(parent: int) -> Stat | None:

@@ -35,7 +35,8 @@ Its process remembers these paths, so that they are the same wherever it is rest
 """
 
 _INIT = "snapback-init"
-_APART = ("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork")
+# `unshare --fork` itself exits with 1 after a child that was killed.
+_APART = ("unshare", "--mount", "--pid", "--uts", "--ipc", "sh", "-c", '"$@"; exit "$?"', "sh")
 _PROGRAM = f"""set -eu
 umount --lazy --recursive /proc
 mount -t proc proc /proc

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from snapshot_shared.errors import SourceExited
 from snapshot_shared.files import open_dir, opened
 
 LIMIT_ENTRIES = 1_000_000
@@ -86,8 +87,12 @@ def open_beneath(folder: int, path: str, flags: int) -> int:
 
 
 def open_inside(pid: int, path: str) -> int:
-    """Open a folder as a process has it, with no link on its way."""
-    with opened(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_CLOEXEC)) as root:
+    """Open a folder as a process has it, with no link on its way. SourceExited."""
+    try:
+        found = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise SourceExited(f"process {pid} has ended", pid=pid) from error
+    with opened(found) as root:
         return open_dir(root, PurePosixPath(path).parts[1:])
 
 
