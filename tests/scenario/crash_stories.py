@@ -16,7 +16,7 @@ from gms.domain.tasks import SaveTask
 from gms.transfer_child.save import saved_before, write_part
 from snapback_client.frames import AllocationInfo, MetadataItem
 from snapshot_agent.adapters.artifacts import ArtifactRoot
-from snapshot_agent.adapters.copying import ByteCounter, copy_in, listed
+from snapshot_agent.adapters.copying import ByteCounter, copied
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.domain.sealing import check_part, check_plan, root_manifest
 from snapshot_agent.handlers.artifacts import proven_parts
@@ -104,8 +104,7 @@ class Capture(Story):
 
     async def _staged_from(self, state: int) -> tuple[PartManifest, str]:
         async with self.root.new_part(self.place, "process") as part:
-            counter = ByteCounter(_nobody_asks)
-            entries = [await copy_in(state, part, name, counter) for name, _ in listed(state)]
+            entries = await copied(state, part, ByteCounter(_nobody_asks))
             manifest = PartManifest(
                 kind="process",
                 part="process",

@@ -34,11 +34,15 @@ from snapshot_shared.orders import (
 FORMAT_VERSION = 1
 PART_MANIFEST = "part.json"
 ROOT_MANIFEST = "root.json"
+SIGNATURE = "root.sig"
+"""The signature of the root manifest, beside it, where the node that sealed it has a key."""
 QUARANTINE = ".quarantine"
 """Where an artifact root keeps what was found in it and has no owner."""
 MAX_FILES = 10_000
 MAX_ALLOCATIONS = 100_000
 MAX_CHUNKS = 1_000_000
+MAX_WRAPPED_BYTES = 8192
+"""The longest data key, as it was encrypted by whatever a KMS is."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 """The longest chunk that is read: a few of them are in memory at once."""
 
@@ -121,6 +125,26 @@ class SavedObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix: Annotated[str, Meta(max_length=512)]
 
 
+class Encryption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The files of a part are encrypted; sizes and digests are those of what is on disk.
+
+    `key` is the name of the key that has encrypted `data_key`, the one of this part.
+    """
+
+    algorithm: Literal["AES-256-GCM"] = "AES-256-GCM"
+    key: ShortText
+    data_key: Annotated[bytes, Meta(max_length=MAX_WRAPPED_BYTES)]
+
+
+class Signature(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.signature"
+):
+    """An Ed25519 signature over the digest of a root manifest, and the name of the public key."""
+
+    key: ShortText
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
 class PartManifest(
     msgspec.Struct,
     frozen=True,
@@ -144,6 +168,7 @@ class PartManifest(
     layout: SavedLayout | None = None
     facts: Facts | None = None
     objects: SavedObjects | UnsetType = UNSET
+    encryption: Encryption | UnsetType = UNSET
 
 
 class RootPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

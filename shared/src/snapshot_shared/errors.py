@@ -22,8 +22,9 @@ SnapbackError
 │   ├── StaleLayout / GenerationMismatch / LayoutConflict / LoadLost / Fenced
 │   ├── InvalidTransition
 ├── ArtifactError
-│   ├── ArtifactCorrupt / ArtifactMissing / ArtifactExists / Incompatible
+│   ├── ArtifactCorrupt / ArtifactMissing / ArtifactExists / Incompatible / NotTrusted
 ├── ArtifactRootEmpty         nothing at all lies below the artifact root of a node
+├── KeyUnavailable            a key of an artifact is not on this node, or its KMS does not answer
 ├── TransferKilled            a process that moved bytes was killed from outside
 ├── NoSpace                   needed and free bytes
 ├── StorageFailed             the disk does not read or write any more
@@ -170,6 +171,14 @@ class ArtifactExists(ArtifactError):
     """Something else already stands where this artifact has to go."""
 
 
+class NotTrusted(ArtifactError):
+    """An artifact is not signed as this node wants it; `values`: expected, found."""
+
+
+class KeyUnavailable(SnapbackError):
+    """A key of an artifact is not on this node, or its KMS does not answer; nothing was done."""
+
+
 class TransferKilled(SnapbackError):
     """The process that moved bytes was killed; `values` has the signal."""
 
@@ -181,7 +190,7 @@ class ContainerFailed(SnapbackError):
 class NoSpace(SnapbackError):
     """The disk has too little room; `values`: needed, free (bytes), path."""
 
-    default_next_step = "free space below the artifact root or delete old snapshots"
+    default_next_step = "free space where the message says, or delete old snapshots"
 
 
 class StorageFailed(SnapbackError):

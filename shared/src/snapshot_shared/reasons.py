@@ -330,6 +330,14 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Choose a target that is like the source: `snapshotctl artifacts show NAME` says what "
             "the source was.",
         ),
+        "KeyUnavailable": Reason(
+            "A key that encrypts the artifact is not on the node, or its KMS does not give it; "
+            "nothing was touched.",
+            "The folder of `SNAPBACK_ARTIFACT_KEYS` lacks the key that the message names, or the "
+            "command of `SNAPBACK_KMS_COMMAND` has failed.",
+            "Add the key as `NAME.key` to the keys of the agents and start them again, or see in "
+            "the log of the agent what the command says.",
+        ),
         "NotInStandby": Reason(
             "Nothing is restored into the pod, for its worker was started to begin by itself.",
             "The operator's webhook did not answer when the pod was created, or the pod has "
@@ -341,6 +349,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Let it serve as it is; or see that the operator is ready and create the pod again: "
             "`kubectl delete pod NAME`. A pod that is created before its source names the driver: "
             "`nvidia.com/restore-driver: criu`.",
+        ),
+        "NotTrusted": Reason(
+            "The artifact is not signed as the node wants it; nothing was touched.",
+            "The node restores signed artifacts alone, and this one has no signature, one by "
+            "another key, or one of another artifact; both names stand in the message.",
+            "Restore one that was captured by nodes whose keys are trusted; or add the public key "
+            "of the node that captured it, as `NAME.pub`, to the keys of the agents.",
         ),
         "Quarantined": Reason(
             "The artifact was found damaged; no restore begins from it.",

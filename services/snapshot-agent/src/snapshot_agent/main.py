@@ -19,6 +19,7 @@ from snapshot_agent.adapters.criu import Criu, PlainCriu
 from snapshot_agent.adapters.criu_cuda import CriuCuda
 from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
+from snapshot_agent.adapters.keys import ArtifactKeys
 from snapshot_agent.adapters.kubelet import KubeletPods
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.adapters.node_gpus import NodeGpus
@@ -26,6 +27,7 @@ from snapshot_agent.adapters.operator import OperatorClient
 from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.respawn import Respawn
+from snapshot_agent.adapters.scratch import Scratch
 from snapshot_agent.domain.spec import NodeEnvironment
 from snapshot_agent.handlers.agent import Agent, routes
 from snapshot_agent.handlers.inventory import Inventory, PodInventory
@@ -35,7 +37,7 @@ from snapshot_shared.artifact import Facts
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
-from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.errors import BusUnavailable, InvalidInput
 from snapshot_shared.faults import FaultPlan
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
@@ -68,6 +70,12 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     `helper` that of what dumps and restores processes; without it there are no drivers `criu` and
     `criu+cuda`. Workers that the agent starts itself have `criu` alone, for which `init` is the
     program that waits for their restore.
+
+    `artifact_keys` is a folder with the keys that encrypt, decrypt and sign artifacts and with
+    those that are trusted; `kms_command` encrypts in place of the first. With `require_signature`
+    no artifact is restored that no trusted key has signed. CRIU works in `scratch_dir`, a folder
+    that the helper has as well, where artifacts are encrypted or on NFS; `scratch=always` has it
+    work there in any case.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
@@ -77,6 +85,11 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     guard_starter: Path | None = None
     helper: Path | None = None
     init: Path = Path("/opt/snapback/snapback-init")
+    artifact_keys: Path | None = None
+    kms_command: str = ""
+    require_signature: bool = False
+    scratch_dir: Path | None = None
+    scratch: Literal["auto", "always"] = "auto"
 
 
 class _Node:
@@ -108,10 +121,16 @@ class _Node:
             inbox=User("agent", self.name).inbox,
             metrics=self.metrics,
         )
+        self.keys = ArtifactKeys(
+            settings.artifact_keys,
+            settings.kms_command,
+            require_signature=settings.require_signature,
+        )
         self.root = ArtifactRoot(
             settings.artifact_root,
             settings.object_storage,
             weights_in_objects=settings.transfer_backend == "object",
+            signing=self.keys.signing,
         )
         self.operator = OperatorClient(self.bus, settings.node)
         self.launcher = LocalProcesses()
@@ -125,14 +144,16 @@ class _Node:
             self.node_gpus = NodeGpus(self.gms, settings.kubelet_dir)
             kubelets = KubeletPods(self.launcher, settings.kubelet_dir, settings.state_dir)
             if settings.helper is not None:
-                monotonic = self.clocks.monotonic
-                self.drivers[Criu.name] = Criu(settings.helper, monotonic)
-                self.drivers[CriuCuda.name] = CriuCuda(settings.helper, monotonic, self.node_gpus)
+                helper, monotonic, scratch = settings.helper, self.clocks.monotonic, self._scratch()
+                self.drivers[Criu.name] = Criu(helper, monotonic, scratch)
+                self.drivers[CriuCuda.name] = CriuCuda(helper, monotonic, self.node_gpus, scratch)
         else:
             # A container ends with its first process, so in a cluster none can be replaced.
             self.drivers[Respawn.name] = Respawn(self.launcher, self.control, self.clocks.monotonic)
             if settings.helper is not None:
-                self.drivers[PlainCriu.name] = PlainCriu(settings.helper, self.clocks.monotonic)
+                self.drivers[PlainCriu.name] = PlainCriu(
+                    settings.helper, self.clocks.monotonic, self._scratch()
+                )
         self.faults = FaultPlan("agent", settings.node) if settings.sim else None
         self.book = OrderBook(
             node=self.name,
@@ -171,6 +192,20 @@ class _Node:
             # In a cluster the kubelet ends the pods that have no object any more.
             self.may_offer.set()
 
+    def _scratch(self) -> Scratch | None:
+        """Return the scratch folder, if the node has one. InvalidInput when it has to have one."""
+        settings = self.settings
+        always = settings.scratch == "always" or self.keys.encrypts
+        if settings.scratch_dir is not None:
+            return Scratch(settings.scratch_dir, settings.artifact_root, always=always)
+        if always:
+            raise InvalidInput(
+                "SNAPBACK_SCRATCH_DIR is not set, and CRIU needs it where artifacts are encrypted "
+                "or SNAPBACK_SCRATCH=always",
+                next_step="set it, for the helper too, to a folder that both have, best in memory",
+            )
+        return None
+
     def _machine(self) -> Machine:
         return Machine(
             launcher=self.launcher,
@@ -184,6 +219,7 @@ class _Node:
                 starter=self.settings.guard_starter,
             ),
             artifacts=self.root,
+            keys=self.keys,
             operator=self.operator,
             locks=FileLocks(),
             clocks=self.clocks,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_agent.domain.driving import AS_BEFORE, Phase, Phases, Release
+from snapshot_agent.domain.encrypting import PartCipher
 from snapshot_agent.domain.gate import ObservedPod
 from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.api import FoundGeneration, InventoryReply
@@ -157,7 +158,8 @@ class ControlDirectory(Protocol):
 class Dump:
     """The state of a dump, shared by the stages of a driver.
 
-    `part` is a descriptor of the directory to write into, -1 before the first stage that writes.
+    `part` is a descriptor of the directory to write into, -1 before the first stage that writes;
+    what is written there is encrypted by `cipher`, if there is one.
     `deadline` is in seconds of the monotonic clock. A stage that replaces the process sets
     `worker`. `files` are those that were written. `frozen_s` is for how many seconds the worker was
     stopped, where the driver knows it better than from the time of its stages.
@@ -168,6 +170,7 @@ class Dump:
     deadline: float
     progress: Progress
     part: int = -1
+    cipher: PartCipher | None = None
     files: Sequence[FileEntry] = field(default_factory=list)
     frozen_s: float | None = None
 
@@ -192,8 +195,9 @@ class RestoreSource(NamedTuple):
     """The saved state that a process is restored from.
 
     `part` is a descriptor of the directory with `files`, and `folder` the names of the path to it
-    below the artifact root. `devices` has the UUID of the device here
-    by that of the source. `deadline` is in seconds of the monotonic clock.
+    below the artifact root. `cipher` decrypts the files, where they are encrypted. `devices` has
+    the UUID of the device here by that of the source. `deadline` is in seconds of the monotonic
+    clock.
     """
 
     part: int
@@ -202,6 +206,7 @@ class RestoreSource(NamedTuple):
     devices: Mapping[str, str]
     deadline: float
     progress: Progress
+    cipher: PartCipher | None = None
 
 
 class ProcessDriver(Protocol):
@@ -380,13 +385,29 @@ class Artifacts(Protocol):
         """Return the names of the parts of a generation on disk."""
 
     async def seal(self, manifest: RootManifest) -> str:
-        """Put the root manifest in place, never over another one; return its digest."""
+        """Put the root manifest in place, never over another one; return its digest.
+
+        Where this node has a key to sign with, its signature is there before.
+        """
 
     async def read_root(self, ref: ArtifactRef) -> RootManifest:
         """Return the root manifest. ArtifactCorrupt when its digest is another one."""
 
+    async def check_signature(self, ref: ArtifactRef) -> None:
+        """Raise NotTrusted unless an artifact is signed as this node wants it."""
+
     async def remove(self, place: GenerationRef) -> None:
         """Remove a generation, its root manifest first. Absent is success."""
+
+
+class PartKeys(Protocol):
+    """The keys by which the process parts of artifacts are encrypted."""
+
+    async def new_cipher(self, place: GenerationRef, part: str) -> PartCipher | None:
+        """Return a cipher for a new part; None where parts are not encrypted. KeyUnavailable."""
+
+    async def cipher_of(self, manifest: PartManifest) -> PartCipher | None:
+        """Return the cipher of a part, None where it is not encrypted. KeyUnavailable."""
 
 
 class Stray(NamedTuple):
@@ -477,6 +498,7 @@ class Machine:
     gpu_memory: GpuMemory
     guards: Guard
     artifacts: Artifacts
+    keys: PartKeys
     operator: Operator
     locks: Locks
     clocks: Clocks

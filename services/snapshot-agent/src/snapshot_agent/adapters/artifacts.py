@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from snapshot_agent.adapters.copying import ROOT, ByteCounter, read_checked
+from snapshot_agent.domain.signing import NO_SIGNATURES, Signing
 from snapshot_agent.ports import GenerationRef, Progress
 from snapshot_shared.artifact import (
     PART_MANIFEST,
     ROOT_MANIFEST,
+    SIGNATURE,
     PartManifest,
     RootManifest,
+    Signature,
     check_part_manifest,
     generation_path,
     part_path,
@@ -43,6 +46,7 @@ from snapshot_shared.files import (
     remove_tree,
     secure,
     write_new,
+    write_replacing,
 )
 from snapshot_shared.ids import check_part
 from snapshot_shared.object_storage import (
@@ -58,6 +62,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_SIGNATURE_BYTES = 4096
+
 MEASURED_WITHIN_S = 1.0
 """How long to wait for a measurement of the free space before the last one is used, in seconds."""
 
@@ -66,16 +72,23 @@ class ArtifactRoot:
     """The `Artifacts` port over one directory."""
 
     def __init__(
-        self, root: Path, object_storage: str = "", *, weights_in_objects: bool = False
+        self,
+        root: Path,
+        object_storage: str = "",
+        *,
+        weights_in_objects: bool = False,
+        signing: Signing = NO_SIGNATURES,
     ) -> None:
         """Use the directory `root`, which is created when it is missing.
 
         `object_storage` is the URL below which parts keep bytes as objects, and
-        `weights_in_objects` whether the weights of the next capture go there.
+        `weights_in_objects` whether the weights of the next capture go there. `signing` has the
+        keys that sign and those that are trusted.
         """
         self._root = root
         self._object_storage = object_storage
         self._weights_in_objects = weights_in_objects
+        self._signing = signing
         self._measuring: asyncio.Future[int] | None = None
         self._free = 0
 
@@ -188,7 +201,22 @@ class ArtifactRoot:
 
     def _write_root(self, place: GenerationRef, data: bytes) -> None:
         with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
+            if signature := self._signing.sign(digest(data)):
+                # Of a seal that was killed there may be one by another key.
+                write_replacing(fd, SIGNATURE, encode_pretty(signature))
             write_new(fd, ROOT_MANIFEST, data)
+
+    async def check_signature(self, ref: ArtifactRef) -> None:
+        self._signing.check(await ROOT.run(self._read_signature, ref), ref.root_digest)
+
+    def _read_signature(self, ref: ArtifactRef) -> Signature | None:
+        path = generation_path(ref.namespace, ref.content_uid, ref.generation)
+        with opened(self._open()) as root, opened(open_artifact(root, path)) as directory:
+            try:
+                data = read_bounded(directory, SIGNATURE, MAX_SIGNATURE_BYTES)
+            except ArtifactMissing:
+                return None
+        return _decoded(data, Signature, SIGNATURE)
 
     async def read_root(self, ref: ArtifactRef) -> RootManifest:
         return await ROOT.run(self._read_root, ref)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from snapshot_agent.adapters import processes, procfs
 from snapshot_agent.adapters.control_dir import hand_over, opened_control, workers_own
-from snapshot_agent.adapters.copying import ROOT, ByteCounter, copy_in, listed, read_checked
+from snapshot_agent.adapters.copying import ROOT, ByteCounter, copied, listed, read_checked
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase, Release
 from snapshot_agent.ports import Dump, Process, RestoreSource, Stage, Worker
@@ -58,8 +58,7 @@ class Cooperative:
         """Write the state of a frozen worker durably into the part."""
         counter = ByteCounter(dump.progress)
         async with ROOT.opened(_state, dump.worker) as state:
-            names = await ROOT.run(listed, state)
-            dump.files = [await copy_in(state, dump.part, name, counter) for name, _ in names]
+            dump.files = await copied(state, dump.part, counter, dump.cipher)
 
     async def thaw(self, dump: Dump) -> None:
         """Let the worker run. SIGCONT changes nothing for a process that runs."""
@@ -73,7 +72,8 @@ class Cooperative:
     async def fill(self, worker: Worker, source: RestoreSource) -> None:
         """Put saved state into `state/`. ArtifactCorrupt before a bad byte is written there."""
         async with ROOT.opened(_fresh_state, worker) as state:
-            await read_checked(source.part, source.files, ByteCounter(source.progress), state)
+            counter = ByteCounter(source.progress)
+            await read_checked(source.part, source.files, counter, state, cipher=source.cipher)
             await ROOT.run(_hand_over, worker, state, source.files)
 
     def release(self, worker: Worker, phase: Phase) -> Release:

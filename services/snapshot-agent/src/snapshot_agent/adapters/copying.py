@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from snapshot_agent.adapters.control_dir import workers_own
+from snapshot_agent.domain.encrypting import PLAIN_BYTES, SEGMENT_BYTES, FileCipher, PartCipher
 from snapshot_agent.ports import Progress
 from snapshot_shared.artifact import MAX_FILES, PART_MANIFEST, FileEntry, FileName
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
@@ -32,6 +33,9 @@ cache of a processor."""
 
 SIDE_BY_SIDE = 4
 """How many files of a part, and chunks of a file, are read at the same time."""
+
+CHUNK_SEGMENTS = CHUNK_BYTES // SEGMENT_BYTES
+"""How many segments of an encrypted file a chunk has."""
 
 WRITE_BACK_BYTES = 4 * 1024 * 1024
 """How much of a file that grows is given to the disk at a time, at least."""
@@ -86,15 +90,25 @@ class ByteCounter:
         await self._progress(self.done)
 
 
-async def copy_in(source: int, target: int, name: str, counter: ByteCounter) -> FileEntry:
-    """Copy one file into a part, durably."""
-    async with (
-        ROOT.opened(open_regular, source, name) as reading,
-        ROOT.opened(create_file, target, name) as sink,
-    ):
-        entry = await _copied(reading, sink, name, counter)
-        await ROOT.run(_sync, sink, name)
-    return entry
+async def copied(
+    source: int, part: int, counter: ByteCounter, cipher: PartCipher | None = None
+) -> list[FileEntry]:
+    """Copy all files of a directory into a part, durably, and encrypted if there is a cipher."""
+    names = [name for name, _ in await ROOT.run(listed, source)]
+    found: dict[str, FileEntry] = {}
+
+    async def add(name: str) -> None:
+        async with (
+            ROOT.opened(open_regular, source, name) as reading,
+            ROOT.opened(create_file, part, name) as sink,
+        ):
+            found[name] = await _copied(
+                reading, sink, name, counter, cipher.of(name) if cipher else None
+            )
+            await ROOT.run(_sync, sink, name)
+
+    await _side_by_side(names, add)
+    return [found[name] for name in names]
 
 
 async def digested(part: int, counter: ByteCounter) -> list[FileEntry]:
@@ -188,21 +202,45 @@ def _write_back(part: int, begun: dict[str, int]) -> None:
                 begun[name] = size
 
 
-async def _copied(reading: int, sink: int, name: str, counter: ByteCounter) -> FileEntry:
+async def _copied(
+    reading: int, sink: int, name: str, counter: ByteCounter, cipher: FileCipher | None
+) -> FileEntry:
     size = os.fstat(reading).st_size
+    step = CHUNK_BYTES if cipher is None else CHUNK_SEGMENTS * PLAIN_BYTES
+    starts = range(0, size, step)
+    if cipher is not None:
+        # Also of an empty file: its end is proven.
+        starts = starts or range(1)
     chunks: list[str] = []
-    for offset in range(0, size, CHUNK_BYTES):
-        count = min(CHUNK_BYTES, size - offset)
-        chunks.append(await ROOT.run(_copy_chunk, reading, sink, name, offset, count))
-        await counter.add(count)
-    return FileEntry(name=name, size=size, chunk_bytes=CHUNK_BYTES, chunks=chunks)
+    written = 0
+    for start in starts:
+        count = min(step, size - start)
+        digest, length = await ROOT.run(
+            _copy_chunk, reading, sink, name, start, count, cipher, is_end=start + count == size
+        )
+        chunks.append(digest)
+        written += length
+        await counter.add(length)
+    return FileEntry(name=name, size=written, chunk_bytes=CHUNK_BYTES, chunks=chunks)
 
 
-def _copy_chunk(reading: int, sink: int, name: str, offset: int, count: int) -> str:
-    data = bytearray(count)
-    _read(reading, name, offset, memoryview(data))
+def _copy_chunk(
+    reading: int,
+    sink: int,
+    name: str,
+    start: int,
+    count: int,
+    cipher: FileCipher | None,
+    *,
+    is_end: bool,
+) -> tuple[str, int]:
+    """Copy some bytes of a file; return the digest and the length of what was written."""
+    data: bytes | bytearray = bytearray(count)
+    _read(reading, name, start, memoryview(data))
+    if cipher is not None:
+        data = cipher.encrypt(start // PLAIN_BYTES, memoryview(data), is_end=is_end)
     write_all(sink, memoryview(data))
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(data), len(data)
 
 
 def _digest(reading: int, name: str, offset: int, count: int) -> str:
@@ -242,21 +280,36 @@ async def read_checked(
     target: int | None = None,
     *,
     shared: bool = False,
+    cipher: PartCipher | None = None,
 ) -> None:
     """Read the files of a part, compare every digest, and copy them into `target` if given.
 
-    `shared` allows further links to the files, as incremental saves make them. ArtifactCorrupt
-    names the file and the chunk; a chunk that differs is not written.
+    The copies are decrypted by `cipher`. `shared` allows further links to the files, as incremental
+    saves make them. ArtifactCorrupt names the file and the chunk; a chunk that differs is not
+    written.
     """
     for entry in entries:
         async with ROOT.opened(
             open_regular, source, entry.name, size=entry.size, shared=shared
         ) as reading:
             if target is None:
-                await _read_entry(reading, entry, counter, None)
+                await _read_entry(reading, entry, counter, None, None)
             else:
+                file = _of_segments(entry, cipher) if cipher else None
                 async with ROOT.opened(_create_workers, target, entry.name) as sink:
-                    await _read_entry(reading, entry, counter, sink)
+                    await _read_entry(reading, entry, counter, sink, file)
+
+
+def _of_segments(entry: FileEntry, cipher: PartCipher) -> FileCipher:
+    """Return the cipher of a file whose chunks are whole segments. ArtifactCorrupt: it is none."""
+    if entry.chunk_bytes % SEGMENT_BYTES or not entry.size:
+        raise ArtifactCorrupt(
+            f"{entry.name} has {entry.size} bytes in chunks of {entry.chunk_bytes}, which are no "
+            f"segments of {SEGMENT_BYTES}",
+            file=entry.name,
+            found=entry.chunk_bytes,
+        )
+    return cipher.of(entry.name)
 
 
 def _create_workers(target: int, name: str) -> int:
@@ -265,12 +318,16 @@ def _create_workers(target: int, name: str) -> int:
 
 
 async def _read_entry(
-    reading: int, entry: FileEntry, counter: ByteCounter, sink: int | None
+    reading: int,
+    entry: FileEntry,
+    counter: ByteCounter,
+    sink: int | None,
+    cipher: FileCipher | None,
 ) -> None:
     async def check(index: int) -> None:
         offset = index * entry.chunk_bytes
         count = min(entry.chunk_bytes, entry.size - offset)
-        await ROOT.run(_check_chunk, reading, entry, index, offset, count, sink)
+        await ROOT.run(_check_chunk, reading, entry, index, offset, count, sink, cipher)
         await counter.add(count)
 
     indices = range(len(entry.chunks))
@@ -282,10 +339,16 @@ async def _read_entry(
 
 
 def _check_chunk(
-    reading: int, entry: FileEntry, index: int, offset: int, count: int, sink: int | None
+    reading: int,
+    entry: FileEntry,
+    index: int,
+    offset: int,
+    count: int,
+    sink: int | None,
+    cipher: FileCipher | None,
 ) -> None:
     name, digest = entry.name, entry.chunks[index]
-    data = bytearray()
+    data: bytes | bytearray = b""
     if sink is None:
         found = _digest(reading, name, offset, count)
     else:
@@ -301,5 +364,8 @@ def _check_chunk(
             found=found,
             expected=digest,
         )
+    if cipher is not None:
+        is_end = offset + count == entry.size
+        data = cipher.decrypt(offset // SEGMENT_BYTES, memoryview(data), is_end=is_end)
     if sink is not None:
         write_all(sink, memoryview(data))

@@ -16,9 +16,17 @@ from typing import NamedTuple
 
 from snapback_client.frames import error_of
 from snapshot_agent.adapters import procfs, settling
-from snapshot_agent.adapters.copying import ByteCounter, WriteBack, digested, read_checked
+from snapshot_agent.adapters.copying import (
+    ByteCounter,
+    WriteBack,
+    copied,
+    digested,
+    read_checked,
+)
 from snapshot_agent.adapters.kubelet import restored_below
+from snapshot_agent.adapters.scratch import Scratch
 from snapshot_agent.domain.driving import Phase, Phases, Release
+from snapshot_agent.domain.encrypting import PartCipher
 from snapshot_agent.domain.helping import (
     MAX_MESSAGE_BYTES,
     RESTORED,
@@ -82,10 +90,16 @@ class Criu:
     settled_s = settling.ANSWER_S
     """How long the helper may take to settle a worker, in seconds."""
 
-    def __init__(self, helper: Path, monotonic: Callable[[], float]) -> None:
-        """Ask the helper at the socket `helper`; `monotonic` is the clock of all deadlines."""
+    def __init__(
+        self, helper: Path, monotonic: Callable[[], float], scratch: Scratch | None = None
+    ) -> None:
+        """Ask the helper at the socket `helper`; `monotonic` is the clock of all deadlines.
+
+        CRIU writes below the artifact root itself, unless that wants a `scratch` folder.
+        """
         self._helper = helper
         self._monotonic = monotonic
+        self._scratch = scratch
         self.stages: Sequence[Stage] = (
             Stage(
                 "dump-process",
@@ -102,7 +116,14 @@ class Criu:
         target = await in_thread(self.target, worker)
         pid, start = target.process
         gpus = await self.gpus(worker)
-        request = Inspect(pid=pid, start=start, ours=target.ours, quiet=quiet, gpus=gpus)
+        request = Inspect(
+            pid=pid,
+            start=start,
+            ours=target.ours,
+            quiet=quiet,
+            gpus=gpus,
+            scratch=await self._wanted() is not None,
+        )
         async with asyncio.timeout(INSPECTED_S):
             return (await self._ask(request)).bytes
 
@@ -110,6 +131,7 @@ class Criu:
         """Dump the worker, which goes on, and read what was written for its digests."""
         target = await in_thread(self.target, dump.worker)
         pid, start = target.process
+        scratch = await self._wanted(dump.cipher)
         request = DumpRequest(
             pid=pid,
             start=start,
@@ -117,7 +139,15 @@ class Criu:
             ours=target.ours,
             watched=target.watched,
             gpus=await self.gpus(dump.worker),
+            scratch=scratch is not None,
         )
+        counter = ByteCounter(dump.progress)
+        if scratch is not None:
+            async with scratch.place() as place:
+                done = await self._ask(request, (place.fd,), dump.progress)
+                dump.frozen_s = done.frozen_s
+                dump.files = await copied(place.fd, dump.part, counter, dump.cipher)
+            return
         write_back = WriteBack(dump.part)
 
         async def grown(done: int) -> None:
@@ -128,7 +158,7 @@ class Criu:
             dump.frozen_s = (await self._ask(request, (dump.part,), grown)).frozen_s
         finally:
             await write_back.over()
-        dump.files = await digested(dump.part, ByteCounter(dump.progress))
+        dump.files = await digested(dump.part, counter)
 
     async def restore(self, placeholder: Worker, source: RestoreSource) -> Process:
         folder = placeholder.paths.placeholder
@@ -142,19 +172,50 @@ class Criu:
         # The last thing that a restore does; then `placeholder` is the restored process.
         if await in_thread((folder / RESTORED).exists):
             return placeholder.process
-        await read_checked(source.part, source.files, ByteCounter(source.progress))
+        counter = ByteCounter(source.progress)
+        scratch = await self._wanted(source.cipher)
+        if scratch is None:
+            await read_checked(source.part, source.files, counter)
+            return await self._restored(placeholder, folder, source, source.folder)
+        async with scratch.place(sum(entry.size for entry in source.files)) as place:
+            await read_checked(source.part, source.files, counter, place.fd, cipher=source.cipher)
+            return await self._restored(placeholder, folder, source, [place.name], scratch=True)
+
+    async def _restored(
+        self,
+        placeholder: Worker,
+        init: Path,
+        source: RestoreSource,
+        folder: Sequence[str],
+        *,
+        scratch: bool = False,
+    ) -> Process:
+        """Have the process restored from a folder. `init` is that of the first program."""
         pid, start = await in_thread(self.process, placeholder)
         request = RestoreRequest(
             pid=pid,
             start=start,
             within_s=source.deadline - self._monotonic(),
-            folder=list(source.folder),
-            init=str(folder),
+            folder=list(folder),
+            init=str(init),
+            scratch=scratch,
             gpus=await self.gpus(placeholder),
             chosen=dict(source.devices),
         )
         done = await self._ask(request)
         return Process(done.pid, done.start)
+
+    async def _wanted(self, cipher: PartCipher | None = None) -> Scratch | None:
+        """Return the scratch folder where CRIU has to use it. NotEligible: there is none."""
+        if self._scratch is None and cipher is not None:
+            raise NotEligible(
+                "the artifact is encrypted, and this node has no scratch folder where CRIU could "
+                "read it",
+                next_step="set SNAPBACK_SCRATCH_DIR of the agent and of its helper",
+            )
+        if self._scratch is not None and (cipher or await self._scratch.is_wanted()):
+            return self._scratch
+        return None
 
     def release(self, worker: Worker, phase: Phase) -> Release:
         if phase is not Phase.BEGUN:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from snapshot_agent.adapters import settling
 from snapshot_agent.adapters.criu import Criu
+from snapshot_agent.adapters.scratch import Scratch
 from snapshot_agent.ports import PodDevices, Worker
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.orders import Driver
@@ -37,10 +38,14 @@ class CriuCuda(Criu):
     settled_s = settling.CUDA_ANSWER_S
 
     def __init__(
-        self, helper: Path, monotonic: Callable[[], float], pod_devices: PodDevices
+        self,
+        helper: Path,
+        monotonic: Callable[[], float],
+        pod_devices: PodDevices,
+        scratch: Scratch | None = None,
     ) -> None:
         """Ask the helper at the socket `helper`, and `pod_devices` for the GPUs of containers."""
-        super().__init__(helper, monotonic)
+        super().__init__(helper, monotonic, scratch)
         self._pod_devices = pod_devices
         self._believed_until = 0.0
 

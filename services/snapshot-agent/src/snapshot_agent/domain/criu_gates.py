@@ -68,6 +68,7 @@ class _Dump(NamedTuple):
     room: int
     ours: Collection[str]
     cuda: OnDevices | None
+    disk: str
 
     @property
     def bytes_on_devices(self) -> int:
@@ -83,16 +84,18 @@ def check_dump(
     room: int,
     ours: Collection[str] = (),
     cuda: OnDevices | None = None,
+    disk: str = "the artifact root",
 ) -> None:
     """Raise the first reason for which CRIU cannot dump this worker, or nothing could restore it.
 
     `captured` are the paths of mounts whose files are archived with the dump, and `ours` those of
     Snapback's own. With `quiet` the worker has been quiesced and is connected to nothing outside.
-    `room` is in bytes. With `cuda` the driver is `criu+cuda`, which takes care of NVIDIA's devices.
+    `room` is how many bytes are free in `disk`. With `cuda` the driver is `criu+cuda`, which takes
+    care of NVIDIA's devices.
 
     Raise NotEligible, or NoSpace when the dump does not fit.
     """
-    refuse(_DUMP_CHECKS, _Dump(seen, node, captured, quiet, room, ours, cuda))
+    refuse(_DUMP_CHECKS, _Dump(seen, node, captured, quiet, room, ours, cuda, disk))
 
 
 def _has_criu(node: SeenNode) -> str:
@@ -332,7 +335,7 @@ def _fits(dump: _Dump) -> SnapbackError | None:
         return None
     return NoSpace(
         f"a dump of {len(dump.seen.processes)} processes needs {needed} bytes, {dump.room} are "
-        "free",
+        f"free in {dump.disk}",
         needed=needed,
         free=dump.room,
     )

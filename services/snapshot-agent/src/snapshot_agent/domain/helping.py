@@ -37,7 +37,7 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Check that a worker can be dumped. `quiet`: it has answered `quiesce`.
 
     `ours` are mounts of the container that are neither captured nor missed, such as its control
-    directory.
+    directory. `scratch`: the dump will be written into the scratch folder.
     """
 
     pid: Pid
@@ -45,12 +45,14 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     ours: list[Path] = []
     quiet: bool = False
     gpus: Gpus = None
+    scratch: bool = False
 
 
 class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
     """Write the process and its files into the directory whose descriptor comes with this.
 
-    `watched` are those of `ours` in which the worker may follow what changes.
+    `watched` are those of `ours` in which the worker may follow what changes. With `scratch` the
+    directory is in the scratch folder, in place of the artifact root.
     """
 
     pid: Pid
@@ -59,12 +61,14 @@ class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
     ours: list[Path] = []
     watched: list[Path] = []
     gpus: Gpus = None
+    scratch: bool = False
 
 
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
     """Restore a process below a placeholder, from a folder below the artifact root.
 
-    `folder` has the names of that path. `init` is the folder of the placeholder's first program.
+    With `scratch` it is below the scratch folder instead. `folder` has the names of that path.
+    `init` is the folder of the placeholder's first program.
     `chosen` has devices of the source and the ones here that were given their weights, by uuid.
     """
 
@@ -74,6 +78,7 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
     folder: Annotated[list[str], Meta(min_length=1, max_length=8)]
     init: Path
     gpus: Gpus = None
+    scratch: bool = False
     chosen: Annotated[dict[ShortText, ShortText], Meta(max_length=64)] = {}
 
 

@@ -8,6 +8,7 @@ import contextlib
 import msgspec
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase
+from snapshot_agent.domain.encrypting import PartCipher
 from snapshot_agent.domain.gate import DUMP_CHECKS, DumpRequest, refuse
 from snapshot_agent.handlers.background import HANGS_S, compensated, while_alive
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
@@ -80,7 +81,12 @@ class Captures:
         if hold is None or prepared is None:
             raise Internal("the gate has been passed with no hold")
         async with self._slots, contextlib.AsyncExitStack() as closing:
-            steps = _DumpSteps(self._machine, self._workers, self._holds, hold, ctx, closing)
+            # Before the worker is stopped: a KMS may take its time.
+            place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
+            cipher = await self._machine.keys.new_cipher(place, PROCESS)
+            steps = _DumpSteps(
+                self._machine, self._workers, self._holds, hold, ctx, closing, cipher
+            )
             with self._machine.metrics.moving("dump") as moved:
                 await ctx.steps("dump", steps.table(prepared))
                 moved(steps.result().bytes)
@@ -168,6 +174,7 @@ class _DumpSteps:
         hold: Hold,
         ctx: OrderContext,
         closing: contextlib.AsyncExitStack,
+        cipher: PartCipher | None,
     ) -> None:
         self._machine = machine
         self._workers = workers
@@ -183,6 +190,7 @@ class _DumpSteps:
             attempt=hold.attempt,
             deadline=machine.clocks.monotonic() + ctx.remaining_s(),
             progress=self._progress,
+            cipher=cipher,
         )
         self._stage_name = ""
 
@@ -266,6 +274,7 @@ class _DumpSteps:
             files=list(self._dump.files),
             vector=order.vector,
             facts=msgspec.structs.replace(facts_of(prepared.notes), driver=self._hold.driver.name),
+            encryption=self._dump.cipher.encryption if self._dump.cipher else msgspec.UNSET,
         )
         self._digest = await self._machine.artifacts.finish_part(self._dump.part, manifest)
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import device_map
+from snapshot_agent.domain.encrypting import PartCipher
 from snapshot_agent.domain.gate import COMPATIBILITY_CHECKS, RESTORE_CHECKS, Target, refuse
 from snapshot_agent.handlers.artifacts import naming, proven_parts
 from snapshot_agent.handlers.background import compensated, while_alive
@@ -123,6 +124,7 @@ class _RestoreSteps:
         self._driver = machine.driver(order.driver)
         self._root: RootManifest | None = None
         self._part: PartManifest | None = None
+        self._cipher: PartCipher | None = None
         self._worker: Worker | None = None
 
     def table(self) -> list[Step]:
@@ -159,6 +161,7 @@ class _RestoreSteps:
         found = await self._workers.resolve(order.pod)
         refuse(RESTORE_CHECKS, found.pod)
         self._root = root = await self._machine.artifacts.read_root(order.artifact)
+        await self._machine.artifacts.check_signature(order.artifact)
         order = self._order = await with_uuids(self._machine, order)
         found_devices = None
         if root.facts.devices:
@@ -171,6 +174,7 @@ class _RestoreSteps:
         refuse(COMPATIBILITY_CHECKS, target)
         parts = await proven_parts(self._machine, order.artifact, root)
         self._part = next(part for part in parts if part.part == PROCESS)
+        self._cipher = await self._machine.keys.cipher_of(self._part)
         self._worker = found.running()
 
     def _is_signalled(self) -> bool:
@@ -210,6 +214,7 @@ class _RestoreSteps:
             devices=self._devices,
             deadline=self._machine.clocks.monotonic() + self._ctx.remaining_s(),
             progress=report,
+            cipher=self._cipher,
         )
 
     async def _restore(self, source: RestoreSource, set_process: SetProcess) -> None:

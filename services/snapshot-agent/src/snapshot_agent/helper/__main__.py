@@ -46,6 +46,7 @@ class HelperSettings(Common, frozen=True, kw_only=True):
     """The settings of a helper. `helper` is its socket.
 
     `criu` is the program, with `nft` beside it. `cgroup_dir` is where the cgroups of the node are.
+    `scratch_dir` is the scratch folder of the node's agent, where it has one.
     """
 
     node: str
@@ -53,6 +54,7 @@ class HelperSettings(Common, frozen=True, kw_only=True):
     artifact_root: Path
     criu: Path = Path("/opt/snapback/criu/criu")
     cgroup_dir: Path = Path("/sys/fs/cgroup")
+    scratch_dir: Path | None = None
 
 
 class Helper:
@@ -61,7 +63,13 @@ class Helper:
     def __init__(self, settings: HelperSettings) -> None:
         """Settle what an earlier helper has left, and listen."""
         records = Records(settings.state_dir / "dumps", settings.criu.with_name("nft"))
-        self._node = Node(settings.criu, settings.artifact_root, settings.cgroup_dir, records)
+        self._node = Node(
+            settings.criu,
+            settings.artifact_root,
+            settings.cgroup_dir,
+            records,
+            settings.scratch_dir,
+        )
         self._settling = self._settle()
         settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.helper.unlink(missing_ok=True)

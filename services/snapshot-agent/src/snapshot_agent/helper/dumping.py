@@ -25,7 +25,7 @@ from snapshot_agent.domain.criu_gates import OnDevices
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
 from snapshot_agent.domain.criu_seen import SeenNode, SeenTree
 from snapshot_agent.domain.criu_source import Archive, RenamedSocket, SourceFacts, SourceMount
-from snapshot_agent.domain.helping import DumpRequest, Inspect
+from snapshot_agent.domain.helping import DumpRequest, Inspect, RestoreRequest
 from snapshot_agent.domain.mounts import Mount, upper_of
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
 from snapshot_agent.helper.beneath import open_inside
@@ -63,12 +63,24 @@ exit "$status"
 
 
 class Node(NamedTuple):
-    """What a node has for CRIU: the program, artifacts, cgroups, and the records of dumps."""
+    """What a node has for CRIU: the program, artifacts, cgroups, the records of dumps, scratch."""
 
     criu: Path
     artifacts: Path
     cgroups: Path
     records: Records
+    scratch: Path | None = None
+
+    def disk(self, request: Inspect | DumpRequest | RestoreRequest) -> Path:
+        """Return the folder below which CRIU writes or reads. NotEligible: there is none."""
+        if not request.scratch:
+            return self.artifacts
+        if self.scratch is None:
+            raise NotEligible(
+                "the helper of this node has no scratch folder, its agent has one",
+                next_step="set SNAPBACK_SCRATCH_DIR of both to one folder that both have",
+            )
+        return self.scratch
 
 
 class Captured(NamedTuple):
@@ -113,12 +125,14 @@ def _check(
     quiet: bool,
 ) -> None:
     volumes = criu_seen.volumes_to_capture(seen, ours=request.ours)
-    with opened(open_root(node.artifacts)) as root:
+    disk = node.disk(request)
+    with opened(open_root(disk)) as root:
         room = free_bytes(root)
     criu_gates.check_dump(
         seen,
         here,
         room=room,
+        disk=str(disk),
         captured=[mount.path for mount in volumes],
         ours=request.ours,
         quiet=quiet,
@@ -147,9 +161,9 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
             seen = observe.tree(request.pid, request.start, cgroups=node.cgroups)
             _check(request, node, here, seen, OnDevices(checkpointed=True), quiet=True)
             found = Found(seen, cuda._replace(bytes=0))
-        with criu_works(), _naming_the_disk(part, node, found.bytes):
+        with criu_works(), _naming_the_disk(part, node.disk(request), found.bytes):
             facts, frozen_s = _dump(request, part, node, here, found, caller, watch)
-    with _naming_the_disk(part, node, found.bytes):
+    with _naming_the_disk(part, node.disk(request), found.bytes):
         write_new(part, SOURCE, encode_pretty(facts))
     # CRIU does not know for how long CUDA was locked.
     return None if cuda else frozen_s
@@ -194,7 +208,7 @@ def _dump(
 
 
 @contextlib.contextmanager
-def _naming_the_disk(part: int, node: Node, total: int) -> Iterator[None]:
+def _naming_the_disk(part: int, disk: Path, total: int) -> Iterator[None]:
     """Have the error of a full disk say which and how much; `total` is the estimate in bytes."""
     try:
         yield
@@ -203,11 +217,11 @@ def _naming_the_disk(part: int, node: Node, total: int) -> Iterator[None]:
             raise
         free = free_bytes(part)
         raise NoSpace(
-            f"the disk of {node.artifacts} is full: of about {total} bytes of the dump "
+            f"the disk of {disk} is full: of about {total} bytes of the dump "
             f"{_size(part)} are written, and {free} are free ({error.message})",
             needed=total,
             free=free,
-            path=str(node.artifacts),
+            path=str(disk),
         ) from error
 
 

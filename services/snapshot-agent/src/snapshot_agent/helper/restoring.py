@@ -62,7 +62,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
     """
     watch = Watch(caller, "restore-process", request.within_s)
     with (
-        opened(open_root(node.artifacts)) as top,
+        opened(open_root(node.disk(request))) as top,
         opened(open_artifact(top, request.folder)) as part,
         work_folder() as work,
     ):
@@ -72,7 +72,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
         devices = _devices(request, source)
         changed = _changed_images(part, request, source, target, work)
         in_child(partial(_unpack, request, source, target, part), watch)
-        images = Path(node.artifacts, *request.folder)
+        images = Path(node.disk(request), *request.folder)
         doing = _Restore(request, source, target, images, work, changed)
         volumes = [row.path for row in source.archives if not row.is_upper]
         with node.records.restoring(request.pid, request.start, volumes) as undone:

@@ -1,0 +1,87 @@
+"""A folder of the node where CRIU writes and reads when the artifact root does not do for it.
+
+A network file system may not let root write, and what is encrypted there is nowhere else to be
+read by CRIU. What stands in the folder is plain, so it is best in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+from snapshot_agent.adapters.copying import ROOT
+from snapshot_shared.files import (
+    make_folder,
+    open_dir,
+    open_root,
+    opened,
+    remove_tree,
+    require_space,
+)
+
+_PREFIX = "snapback-"
+_NFS_SUPER_MAGIC = 0x6969
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Place(NamedTuple):
+    """A folder for one dump or restore: its name below the scratch folder, and a descriptor."""
+
+    name: str
+    fd: int
+
+
+class Scratch:
+    """The scratch folder of one agent, which no other agent uses."""
+
+    def __init__(self, folder: Path, artifacts: Path, *, always: bool) -> None:
+        """Make `folder` when it is missing, and remove what a killed agent has left in it.
+
+        Without `always` it is used where the artifact root `artifacts` is on NFS.
+        """
+        self.folder = folder
+        self._artifacts = artifacts
+        self._always = always
+        make_folder(folder)
+        for left in folder.glob(f"{_PREFIX}*"):
+            self._remove(left.name)
+
+    async def is_wanted(self) -> bool:
+        """Whether CRIU has to write here rather than below the artifact root."""
+        return self._always or await ROOT.run(_is_on_nfs, self._artifacts)
+
+    @contextlib.asynccontextmanager
+    async def place(self, needed: int = 0) -> AsyncIterator[Place]:
+        """Make a folder for a block. NoSpace unless `needed` bytes are free for it."""
+        name = await ROOT.run(self._make, needed)
+        try:
+            async with ROOT.opened(self._open, name) as fd:
+                yield Place(name, fd)
+        finally:
+            await ROOT.run(self._remove, name)
+
+    def _make(self, needed: int) -> str:
+        with opened(open_root(self.folder)) as fd:
+            require_space(fd, needed, f"a restore, in the scratch folder {self.folder},")
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.folder)).name
+
+    def _open(self, name: str) -> int:
+        with opened(open_root(self.folder)) as fd:
+            return open_dir(fd, [name])
+
+    def _remove(self, name: str) -> None:
+        with opened(open_root(self.folder)) as fd:
+            remove_tree(fd, name, durable=False)
+
+
+def _is_on_nfs(path: Path) -> bool:
+    found = (ctypes.c_long * 32)()
+    if _libc.statfs(os.fsencode(path), found) != 0:
+        # What is wrong with the root is found by what uses it.
+        return False
+    return found[0] == _NFS_SUPER_MAGIC
