@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -383,12 +383,19 @@ def zombies_of(pid: int) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def opened(
-    url: str, kind: type[Node] = Node, parent: str | None = "/dev/shm"
+    url: str,
+    kind: type[Node] = Node,
+    parent: str | None = "/dev/shm",
+    prepare: Callable[[Node], None] = lambda _: None,
 ) -> AsyncIterator[Node]:
-    """A node with a helper; its files are in memory, apart from the root of its containers."""
+    """A node with a helper; its files are in memory, apart from the root of its containers.
+
+    `prepare` gives it its settings before anything is started.
+    """
     folder = Path(tempfile.mkdtemp(prefix="snapback-node-", dir=parent))
     sockets = Path(tempfile.mkdtemp(prefix="sb-"))
     node = kind(folder, url, sockets)
+    prepare(node)
     try:
         await node.open()
         await node.start_helper()

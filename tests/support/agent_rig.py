@@ -108,6 +108,7 @@ class Rig:
         self.journal = self.state / "journal"
         self.bus = Bus(url, "test-operator")
         self.pods: dict[str, Pod] = {}
+        self.settings: dict[str, str] = {}
         self.reports: list[Report] = []
         self.also_unknown: list[str] = []
         self.asked_pods: list[list[str]] = []
@@ -127,6 +128,7 @@ class Rig:
             "SNAPBACK_NODE": self.node,
             "SNAPBACK_RUN": "test",
             "SNAPBACK_WORKDIR": str(self.state.parent),
+            **self.settings,
         }
 
     # The agent.
