@@ -14,6 +14,7 @@ import yaml
 
 from gms.main import GmsSettings
 from snapshot_agent.guard_starter import StarterSettings
+from snapshot_agent.helper.__main__ import HelperSettings
 from snapshot_agent.main import AgentSettings
 from snapshot_operator.keys import CLUSTERS_OWN, KeysSettings
 from snapshot_operator.kube import rbac
@@ -325,6 +326,52 @@ def test_the_agent_and_its_helper_meet_at_a_socket_that_no_other_container_has()
     cgroup = mounts["helper"][environment(documents, "snapback-node/helper")["SNAPBACK_CGROUP_DIR"]]
     assert volumes[cgroup["name"]]["hostPath"]["path"] == "/cgroup"
     assert "readOnly" not in cgroup
+
+
+@needs_helm
+def test_criu_has_a_scratch_folder_that_the_helper_reads_and_the_agent_writes() -> None:
+    words = ("--set", "node.scratch.use=always,node.scratch.medium=Memory", *HELPER)
+    documents = helm.rendered(*words, "--set", "node.scratch.sizeLimit=8Gi")
+    given = [environment(documents, f"snapback-node/{name}") for name in ("agent", "helper")]
+    agent, helper = load(AgentSettings, given[0]), load(HelperSettings, given[1])
+    assert agent.scratch_dir == helper.scratch_dir
+    assert agent.scratch == "always"
+    pod = pod_of_nodes(documents)
+    mounts = {
+        container["name"]: mount.get("readOnly", False)
+        for container in pod["containers"]
+        for mount in container["volumeMounts"]
+        if mount["mountPath"] == str(agent.scratch_dir)
+    }
+    assert mounts == {"agent": False, "helper": True}
+    [volume] = [each for each in pod["volumes"] if each["name"] == "scratch"]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    [volume] = [
+        each
+        for each in pod_of_nodes(helm.rendered(*HELPER))["volumes"]
+        if each["name"] == "scratch"
+    ]
+    assert volume["emptyDir"] == {}
+
+
+@needs_helm
+def test_the_keys_of_artifacts_are_those_of_the_agent_alone() -> None:
+    bare = load(AgentSettings, environment(helm.rendered(), "snapback-node/agent"))
+    assert (bare.artifact_keys, bare.require_signature) == (None, False)
+    words = ("--set", "storage.keys.secret=ours,storage.keys.requireSignature=true", *HELPER)
+    documents = helm.rendered(*words)
+    agent = load(AgentSettings, environment(documents, "snapback-node/agent"))
+    assert agent.require_signature
+    pod = pod_of_nodes(documents)
+    mounts = [
+        (container["name"], mount["mountPath"], mount["readOnly"])
+        for container in pod["containers"]
+        for mount in container["volumeMounts"]
+        if mount["name"] == "artifact-keys"
+    ]
+    assert mounts == [("agent", str(agent.artifact_keys), True)]
+    [volume] = [each for each in pod["volumes"] if each["name"] == "artifact-keys"]
+    assert volume["secret"] == {"secretName": "ours", "defaultMode": 0o400}
 
 
 @needs_helm
