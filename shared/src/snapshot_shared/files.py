@@ -266,7 +266,7 @@ def write_new(directory: int, name: str, data: bytes) -> None:
             )
         except FileExistsError:
             os.unlink(temporary, dir_fd=directory)
-            if read_bounded(directory, name, max(len(data), 1)) != data:
+            if not _holds(directory, name, data):
                 raise ArtifactExists(f"another {name} stands there", file=name) from None
             secure(directory, name)
             return
@@ -276,6 +276,11 @@ def write_new(directory: int, name: str, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=directory)
     secure(directory, name)
+
+
+def _holds(directory: int, name: str, data: bytes) -> bool:
+    with opened(open_regular(directory, name)) as fd:
+        return os.fstat(fd).st_size == len(data) and read_all(fd) == data
 
 
 def settle_new(directory: int, name: str) -> None:
