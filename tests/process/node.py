@@ -250,6 +250,8 @@ class Node(Rig):
         self.cgroups = memory.parent
         self.cgroup = (memory if memory.is_dir() else self.cgroups) / f"snapback-{uuid.uuid4()}"
         self.containers: list[Container] = []
+        self.hides_artifacts = False
+        """Whether the helper, as on NFS, can do nothing below the artifact root by itself."""
         self.helper: asyncio.subprocess.Process | None = None
         self.running_agent: asyncio.subprocess.Process | None = None
         for each in (self.run, self.programs, self.root):
@@ -278,6 +280,8 @@ class Node(Rig):
             "SNAPBACK_CGROUP_DIR": str(self.cgroups),
         }
         run = f"mount --bind {self.run} /run && exec {sys.executable} -m snapshot_agent.helper"
+        if self.hides_artifacts:
+            run = f"mount -t tmpfs -o ro tmpfs {self.root} && {run}"
         with (self.folder / "helper.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *("unshare", "--mount", "--propagation", "slave", "sh", "-c", run),

@@ -29,7 +29,10 @@ Opened = Callable[..., contextlib.AbstractAsyncContextManager[Node]]
 
 @pytest.fixture
 def opened(criu: Path, nats_url_session: str) -> Opened:
-    """Open a node with a scratch folder and the settings that are given, `{}` for its folder."""
+    """Open a node with a scratch folder, whose helper has no artifact root.
+
+    It gets these settings, in which `{}` is its folder.
+    """
     if why := nodes.lacking():
         pytest.skip(why)
 
@@ -39,6 +42,7 @@ def opened(criu: Path, nats_url_session: str) -> Opened:
             (node.folder / "scratch").mkdir()
             given = {"SNAPBACK_SCRATCH_DIR": "{}/scratch", **settings}
             node.settings |= {name: each.format(node.folder) for name, each in given.items()}
+            node.hides_artifacts = True
             put_encryption(node.folder / "keys")
             put_signing(node.folder / "keys")
 

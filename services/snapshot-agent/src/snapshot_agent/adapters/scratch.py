@@ -1,7 +1,7 @@
 """A folder of the node where CRIU writes and reads when the artifact root does not do for it.
 
-A network file system may not let root write, and what is encrypted there is nowhere else to be
-read by CRIU. What stands in the folder is plain, so it is best in memory.
+An NFS server may let no root of a node write, and CRIU cannot read what is encrypted. What is in
+the folder is not encrypted, so it is best in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from snapshot_shared.files import (
 
 _PREFIX = "snapback-"
 _NFS_SUPER_MAGIC = 0x6969
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 
 class Place(NamedTuple):
@@ -53,7 +53,9 @@ class Scratch:
 
     async def is_wanted(self) -> bool:
         """Whether CRIU has to write here rather than below the artifact root."""
-        return self._always or await ROOT.run(_is_on_nfs, self._artifacts)
+        if self._always:
+            return True
+        return await ROOT.run(file_system_of, self._artifacts) == _NFS_SUPER_MAGIC
 
     @contextlib.asynccontextmanager
     async def place(self, needed: int = 0) -> AsyncIterator[Place]:
@@ -79,9 +81,7 @@ class Scratch:
             remove_tree(fd, name, durable=False)
 
 
-def _is_on_nfs(path: Path) -> bool:
+def file_system_of(path: Path) -> int:
+    """Return the number of the type of a file system, as statfs(2) has it; 0 where it has none."""
     found = (ctypes.c_long * 32)()
-    if _libc.statfs(os.fsencode(path), found) != 0:
-        # What is wrong with the root is found by what uses it.
-        return False
-    return found[0] == _NFS_SUPER_MAGIC
+    return found[0] if _libc.statfs(os.fsencode(path), found) == 0 else 0
