@@ -205,12 +205,15 @@ def program_of(node: str, service: str) -> str:
 def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
     """Return the environment of every process: the user's, without settings meant for others."""
     kept = (
+        "SNAPBACK_ARTIFACT_KEYS",
         "SNAPBACK_DEVICE_HUGE_PAGES",
         "SNAPBACK_OTLP_ENDPOINT",
         "SNAPBACK_HTTP_ADDRESS",
         "SNAPBACK_LOG_LEVEL",
         "SNAPBACK_KEEP_",
+        "SNAPBACK_KMS_COMMAND",
         "SNAPBACK_OBJECT_STORAGE",
+        "SNAPBACK_REQUIRE_SIGNATURE",
         "SNAPBACK_QUARANTINE",
         "SNAPBACK_TRANSFER_BACKEND",
     )
