@@ -145,9 +145,11 @@ class Rig:
             yield
         finally:
             stop.set()
-            await asyncio.wait_for(task, PATIENCE_S)
-            os.environ.clear()
-            os.environ.update(before)
+            try:
+                await asyncio.wait_for(task, PATIENCE_S)
+            finally:
+                os.environ.clear()
+                os.environ.update(before)
 
     async def process(self, *arguments: str) -> asyncio.subprocess.Process:
         """Start the agent as a process and return when it serves.

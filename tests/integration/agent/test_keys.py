@@ -120,7 +120,17 @@ def test_a_file_that_is_no_key_or_that_others_can_reach_is_refused_by_its_path(
     assert str(tmp_path / name) in str(refused.value)
 
 
+@pytest.mark.parametrize("folder", ["nowhere", "."])
+def test_a_folder_that_is_missing_or_has_no_key_is_refused_and_encryption_not_left_out(
+    tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "encryption.keys").touch()
+    with pytest.raises(InvalidInput, match="SNAPBACK_ARTIFACT_KEYS"):
+        ArtifactKeys(tmp_path / folder)
+
+
 def test_a_signature_is_required_only_where_one_is_trusted(tmp_path: Path) -> None:
+    put_encryption(tmp_path)
     with pytest.raises(InvalidInput, match="SNAPBACK_REQUIRE_SIGNATURE"):
         ArtifactKeys(tmp_path, require_signature=True)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -166,6 +176,11 @@ async def test_a_kms_wraps_and_unwraps_data_keys(tmp_path: Path) -> None:
 async def test_a_kms_that_fails_is_named_with_what_it_did(command: str, said: str) -> None:
     with pytest.raises(KeyUnavailable, match=said):
         await ArtifactKeys(None, command).new_cipher(PLACE, "process")
+
+
+def test_a_command_that_is_no_command_line_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="SNAPBACK_KMS_COMMAND"):
+        ArtifactKeys(None, "kms 'wrap")
 
 
 async def test_a_kms_that_returns_no_data_key_is_refused() -> None:

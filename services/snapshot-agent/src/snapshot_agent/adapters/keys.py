@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import os
 import shlex
 import stat
@@ -48,6 +49,9 @@ MAX_FILE_BYTES = 4096
 
 _WRITING = "encryption.key"
 _SIGNING = "signing.pem"
+_MAKE = "see docs/how-to/encrypt-and-sign.md for how to make keys"
+
+log = logging.getLogger(__name__)
 
 
 class ArtifactKeys:
@@ -61,7 +65,19 @@ class ArtifactKeys:
         `kms_command` encrypts data keys where there is no `encryption.key`. It is called with
         `wrap` or `unwrap` as its last word, and turns its input into its output.
         """
-        self._kms = shlex.split(kms_command)
+        try:
+            self._kms = shlex.split(kms_command)
+        except ValueError as error:
+            raise InvalidInput(
+                f"SNAPBACK_KMS_COMMAND={kms_command!r}: {error}",
+                next_step="quote its words as a shell has them",
+            ) from error
+        # A wrong path must not have everything written as it is.
+        if folder is not None and not folder.is_dir():
+            raise InvalidInput(
+                f"SNAPBACK_ARTIFACT_KEYS={folder} is no folder",
+                next_step="name the folder with the keys of artifacts, or unset it",
+            )
         keys = dict(_read(folder, "*.key", _symmetric, private=True))
         self._by_id = {key_id(key): key for key in keys.values()}
         self._writing = keys.get(_WRITING)
@@ -70,22 +86,29 @@ class ArtifactKeys:
         if signing is not None:
             public.append(signing.public_key())
         self.signing = Signing(signing, {name_of(key): key for key in public}, require_signature)
+        if folder is not None and not keys and not public:
+            raise InvalidInput(
+                f"SNAPBACK_ARTIFACT_KEYS={folder} has no key: no {_WRITING} or other *.key, no "
+                f"{_SIGNING} and no *.pub",
+                next_step=_MAKE,
+            )
         if require_signature and not public:
             raise InvalidInput(
                 "SNAPBACK_REQUIRE_SIGNATURE=1, and no signature would be trusted: there is no "
                 f"{_SIGNING} and no *.pub in SNAPBACK_ARTIFACT_KEYS={folder or ''}",
                 next_step="put the public key of each node that signs into that folder",
             )
+        log.info(
+            "artifacts are encrypted by key %s and signed by key %s; trusted are %s",
+            key_id(self._writing) if self._writing else KMS if self._kms else "none",
+            name_of(signing.public_key()) if signing else "none",
+            ", ".join(self.signing.trusted) or "none",
+        )
 
     @property
     def encrypts(self) -> bool:
         """Whether what is captured will be encrypted."""
         return self._writing is not None or bool(self._kms)
-
-    @property
-    def decrypts(self) -> bool:
-        """Whether there is a key for anything that is encrypted."""
-        return bool(self._by_id) or bool(self._kms)
 
     async def new_cipher(self, place: GenerationRef, part: str) -> PartCipher | None:
         data_key, path = os.urandom(KEY_BYTES), "/".join(part_path(*place, part))
@@ -196,7 +219,7 @@ def _read(
         except (ValueError, TypeError, OSError, UnsupportedAlgorithm) as error:
             raise InvalidInput(
                 f"{path}, in the folder of SNAPBACK_ARTIFACT_KEYS: {error}",
-                next_step="see docs/how-to/encrypt-and-sign.md for how to make keys",
+                next_step=_MAKE,
             ) from error
 
 

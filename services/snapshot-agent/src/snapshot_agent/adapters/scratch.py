@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import tempfile
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.adapters.copying import ROOT
 from snapshot_shared.files import (
+    make_dir,
     make_folder,
-    open_dir,
     open_root,
     opened,
     remove_tree,
@@ -60,21 +60,17 @@ class Scratch:
     @contextlib.asynccontextmanager
     async def place(self, needed: int = 0) -> AsyncIterator[Place]:
         """Make a folder for a block. NoSpace unless `needed` bytes are free for it."""
-        name = await ROOT.run(self._make, needed)
+        name = f"{_PREFIX}{secrets.token_hex(8)}"
         try:
-            async with ROOT.opened(self._open, name) as fd:
+            async with ROOT.opened(self._make, name, needed) as fd:
                 yield Place(name, fd)
         finally:
             await ROOT.run(self._remove, name)
 
-    def _make(self, needed: int) -> str:
+    def _make(self, name: str, needed: int) -> int:
         with opened(open_root(self.folder)) as fd:
             require_space(fd, needed, f"a restore, in the scratch folder {self.folder},")
-        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.folder)).name
-
-    def _open(self, name: str) -> int:
-        with opened(open_root(self.folder)) as fd:
-            return open_dir(fd, [name])
+            return make_dir(fd, [name], exclusive=True)
 
     def _remove(self, name: str) -> None:
         with opened(open_root(self.folder)) as fd:
