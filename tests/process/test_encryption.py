@@ -46,7 +46,7 @@ def opened(criu: Path, nats_url_session: str) -> Opened:
             put_encryption(node.folder / "keys")
             put_signing(node.folder / "keys")
 
-        async with nodes.opened(nats_url_session, prepare) as node:
+        async with nodes.opened(nats_url_session, prepare=prepare) as node:
             await node.process()
             yield node
 
