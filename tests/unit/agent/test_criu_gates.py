@@ -117,6 +117,12 @@ def test_an_ordinary_worker_can_be_dumped() -> None:
     assert dump_error(TREE, quiet=True) is None
 
 
+def test_a_plain_process_may_be_on_the_network_of_its_node() -> None:
+    seen = with_root(namespaces={**OWN, "net": NODE.net})
+    assert dump_error(seen) is not None
+    assert dump_error(seen, plain=True) is None
+
+
 @pytest.mark.parametrize(
     ("node", "words"),
     [
@@ -153,7 +159,7 @@ def refused(
         (with_root(namespaces={**OWN, "pid": 1}), ("100", "node's")),
         (with_root(pids=(100, 7)), ("pid 7", "pid 1")),
         (with_root(pids=(100, 22, 1)), ()),
-        (with_root(namespaces={**OWN, "net": 2}), ()),
+        (with_root(namespaces={**OWN, "net": 2}), ("100", "network namespace 2")),
         (with_child(bounding=SYS_ADMIN | 1 << 45), ("CAP_45",)),
         (with_child(permitted=1), ("CAP_CHOWN",)),
         (with_root(tty=34816), ("100", "34816")),

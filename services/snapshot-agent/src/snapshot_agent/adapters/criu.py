@@ -87,6 +87,8 @@ class Criu:
     needs_help = False
     restore_step = "restore-process"
     replaces = False
+    plain = False
+    """Whether workers have the root and the network of the node."""
     settled_s = settling.ANSWER_S
     """How long the helper may take to settle a worker, in seconds."""
 
@@ -123,6 +125,7 @@ class Criu:
             quiet=quiet,
             gpus=gpus,
             scratch=await self._wanted() is not None,
+            plain=self.plain,
         )
         async with asyncio.timeout(INSPECTED_S):
             return (await self._ask(request)).bytes
@@ -140,6 +143,7 @@ class Criu:
             watched=target.watched,
             gpus=await self.gpus(dump.worker),
             scratch=scratch is not None,
+            plain=self.plain,
         )
         counter = ByteCounter(dump.progress)
         if scratch is not None:
@@ -281,6 +285,8 @@ class PlainCriu(Criu):
 
     The agent follows the process that has started them, for that one ends as they do.
     """
+
+    plain = True
 
     def process(self, worker: Worker) -> Process:
         found = procfs.child_of(worker.process.pid)

@@ -69,6 +69,7 @@ class _Dump(NamedTuple):
     ours: Collection[str]
     cuda: OnDevices | None
     disk: str
+    plain: bool
 
     @property
     def bytes_on_devices(self) -> int:
@@ -85,17 +86,18 @@ def check_dump(
     ours: Collection[str] = (),
     cuda: OnDevices | None = None,
     disk: str = "the artifact root",
+    plain: bool = False,
 ) -> None:
     """Raise the first reason for which CRIU cannot dump this worker, or nothing could restore it.
 
     `captured` are the paths of mounts whose files are archived with the dump, and `ours` those of
     Snapback's own. With `quiet` the worker has been quiesced and is connected to nothing outside.
     `room` is how many bytes are free in `disk`. With `cuda` the driver is `criu+cuda`, which takes
-    care of NVIDIA's devices.
+    care of NVIDIA's devices. A `plain` worker has the node's root and network.
 
     Raise NotEligible, or NoSpace when the dump does not fit.
     """
-    refuse(_DUMP_CHECKS, _Dump(seen, node, captured, quiet, room, ours, cuda, disk))
+    refuse(_DUMP_CHECKS, _Dump(seen, node, captured, quiet, room, ours, cuda, disk, plain))
 
 
 def _has_criu(node: SeenNode) -> str:
@@ -151,6 +153,14 @@ def _is_of_its_own(dump: _Dump) -> SnapbackError | None:
             next_step="run the pod without shareProcessNamespace",
             expected=1,
             found=root.pids[-1],
+        )
+    if root.namespaces.get("net") == dump.node.net and not dump.plain:
+        return NotEligible(
+            f"process {root.pid} is in the network namespace {dump.node.net}, which is the node's "
+            "and would be locked while CRIU dumps",
+            next_step="run the pod without hostNetwork",
+            expected="a network namespace of its own",
+            found=dump.node.net,
         )
     return None
 

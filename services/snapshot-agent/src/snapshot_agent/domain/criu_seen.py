@@ -182,11 +182,6 @@ class SeenNode(NamedTuple):
         return bool(self.capabilities >> _SYS_RESOURCE & 1)
 
 
-def is_on_network_of_node(seen: SeenTree, node: SeenNode) -> bool:
-    """Whether a tree shares its network with all that runs on the node."""
-    return seen.root.namespaces["net"] == node.net
-
-
 def all_capabilities(seen: SeenTree) -> int:
     """Return the mask of what any process of a tree may ever have."""
     return reduce(or_, (each.bounding | each.permitted for each in seen.processes), 0)

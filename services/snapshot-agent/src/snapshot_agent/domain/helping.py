@@ -37,7 +37,8 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Check that a worker can be dumped. `quiet`: it has answered `quiesce`.
 
     `ours` are mounts of the container that are neither captured nor missed, such as its control
-    directory. `scratch`: the dump will be written into the scratch folder.
+    directory. `scratch`: the dump will be written into the scratch folder. A `plain` worker has the
+    node's root and network: no file of the one is captured, and the other is not locked.
     """
 
     pid: Pid
@@ -46,13 +47,14 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     quiet: bool = False
     gpus: Gpus = None
     scratch: bool = False
+    plain: bool = False
 
 
 class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
     """Write the process and its files into the directory whose descriptor comes with this.
 
     `watched` are those of `ours` in which the worker may follow what changes. With `scratch` the
-    directory is in the scratch folder, in place of the artifact root.
+    directory is in the scratch folder, in place of the artifact root. `plain` as of `Inspect`.
     """
 
     pid: Pid
@@ -62,6 +64,7 @@ class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
     watched: list[Path] = []
     gpus: Gpus = None
     scratch: bool = False
+    plain: bool = False
 
 
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):

@@ -137,6 +137,7 @@ def _check(
         ours=request.ours,
         quiet=quiet,
         cuda=devices,
+        plain=request.plain,
     )
 
 
@@ -150,8 +151,7 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
     found = inspect(request, node, here, quiet=True)
     # Nothing of another one's is locked. The worker goes on with its connections to the outside,
     # which are closed where it is restored, and those within it rest while it is stopped.
-    locks_network = not criu_seen.is_on_network_of_node(found.seen, here)
-    network = found.seen.root.namespaces["net"] if locks_network else 0
+    network = 0 if request.plain else found.seen.root.namespaces["net"]
     cuda = found.cuda if found.cuda and found.cuda.pids else None
     locks, undo_s = (cuda.pids, cuda.undo_s) if cuda else ((), 0.0)
     record = node.records.dumping(request.pid, request.start, network, locks, undo_s)
@@ -195,7 +195,7 @@ def _dump(
             network=network,
             external=external_mounts(seen.mounts),
             watched=[*request.watched, *(mount.path for mount in _volumes(request, seen))],
-            locks=not criu_seen.is_on_network_of_node(seen, here),
+            locks=not request.plain,
         )
         with _Criu([str(node.criu), *dump_arguments(plan)], part, work) as criu:
             criu.until_written(watch, look)
