@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_agent.domain.criu_gates import OnDevices, check_dump, check_restore
+from snapshot_agent.domain.criu_gates import Disk, OnDevices, check_dump, check_restore
 from snapshot_agent.domain.criu_seen import (
     Descriptor,
     MappedFile,
@@ -105,7 +105,13 @@ def mapped(path: str) -> SeenTree:
 
 
 def dump_error(seen: SeenTree, node: SeenNode = NODE, **more: Any) -> SnapbackError | None:
-    given = {"captured": (), "quiet": False, "room": 1 << 40, "ours": ("/control",), **more}
+    given = {
+        "captured": (),
+        "quiet": False,
+        "disk": Disk("/artifacts", 1 << 40),
+        "ours": ("/control",),
+        **more,
+    }
     try:
         check_dump(seen, node, **given)
     except SnapbackError as error:
@@ -230,8 +236,8 @@ def test_what_is_on_devices_has_to_fit_into_the_memory_of_the_container() -> Non
 
 def test_a_dump_needs_room_for_what_is_on_devices() -> None:
     needed = int((estimate(TREE) + 1024 * MIB) * 1.1)
-    assert dump_error(TREE, cuda=OnDevices(1024 * MIB), room=needed) is None
-    error = dump_error(TREE, cuda=OnDevices(1024 * MIB), room=needed - 1)
+    assert dump_error(TREE, cuda=OnDevices(1024 * MIB), disk=Disk("/artifacts", needed)) is None
+    error = dump_error(TREE, cuda=OnDevices(1024 * MIB), disk=Disk("/artifacts", needed - 1))
     refused(error, (str(needed), str(needed - 1)), "NoSpace")
 
 
@@ -301,8 +307,8 @@ def test_a_dump_needs_room_for_forked_heaps_and_for_shared_memory_once() -> None
     assert estimate(seen) == (64 + 64 + 10) * MIB
     assert resident(seen) == (64 + 1 + 10) * MIB
     needed = estimate(seen) * 11 // 10
-    assert dump_error(seen, room=needed) is None
-    error = dump_error(seen, room=needed - 1)
+    assert dump_error(seen, disk=Disk("/artifacts", needed)) is None
+    error = dump_error(seen, disk=Disk("/artifacts", needed - 1))
     refused(error, (str(needed), str(needed - 1)), "NoSpace")
 
 

@@ -60,15 +60,21 @@ class OnDevices(NamedTuple):
     checkpointed: bool = False
 
 
+class Disk(NamedTuple):
+    """Where a dump is written, and how many bytes are free there."""
+
+    path: str
+    free: int
+
+
 class _Dump(NamedTuple):
     seen: SeenTree
     node: SeenNode
     captured: Collection[str]
     quiet: bool
-    room: int
+    disk: Disk
     ours: Collection[str]
     cuda: OnDevices | None
-    disk: str
     plain: bool
 
     @property
@@ -82,22 +88,21 @@ def check_dump(
     *,
     captured: Collection[str],
     quiet: bool,
-    room: int,
+    disk: Disk,
     ours: Collection[str] = (),
     cuda: OnDevices | None = None,
-    disk: str = "the artifact root",
     plain: bool = False,
 ) -> None:
     """Raise the first reason for which CRIU cannot dump this worker, or nothing could restore it.
 
     `captured` are the paths of mounts whose files are archived with the dump, and `ours` those of
     Snapback's own. With `quiet` the worker has been quiesced and is connected to nothing outside.
-    `room` is how many bytes are free in `disk`. With `cuda` the driver is `criu+cuda`, which takes
-    care of NVIDIA's devices. A `plain` worker has the node's root and network.
+    With `cuda` the driver is `criu+cuda`, which takes care of NVIDIA's devices. A `plain` worker
+    has the node's root and network.
 
     Raise NotEligible, or NoSpace when the dump does not fit.
     """
-    refuse(_DUMP_CHECKS, _Dump(seen, node, captured, quiet, room, ours, cuda, disk, plain))
+    refuse(_DUMP_CHECKS, _Dump(seen, node, captured, quiet, disk, ours, cuda, plain))
 
 
 def _has_criu(node: SeenNode) -> str:
@@ -341,13 +346,13 @@ def _fits_in_memory(dump: _Dump) -> SnapbackError | None:
 
 def _fits(dump: _Dump) -> SnapbackError | None:
     needed = int((estimate(dump.seen) + dump.bytes_on_devices) * _SPARE)
-    if needed <= dump.room:
+    if needed <= dump.disk.free:
         return None
     return NoSpace(
-        f"a dump of {len(dump.seen.processes)} processes needs {needed} bytes, {dump.room} are "
-        f"free in {dump.disk}",
+        f"a dump of {len(dump.seen.processes)} processes needs {needed} bytes, {dump.disk.free} "
+        f"are free in {dump.disk.path}",
         needed=needed,
-        free=dump.room,
+        free=dump.disk.free,
     )
 
 

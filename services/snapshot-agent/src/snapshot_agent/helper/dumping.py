@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
 
 from snapshot_agent.domain import criu_gates, criu_images, criu_log, criu_seen
-from snapshot_agent.domain.criu_gates import OnDevices
+from snapshot_agent.domain.criu_gates import Disk, OnDevices
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
 from snapshot_agent.domain.criu_seen import SeenNode, SeenTree
 from snapshot_agent.domain.criu_source import Archive, RenamedSocket, SourceFacts, SourceMount
@@ -125,14 +125,13 @@ def _check(
     quiet: bool,
 ) -> None:
     volumes = criu_seen.volumes_to_capture(seen, ours=request.ours)
-    disk = node.disk(request)
-    with opened(open_root(disk)) as root:
-        room = free_bytes(root)
+    path = node.disk(request)
+    with opened(open_root(path)) as root:
+        disk = Disk(str(path), free_bytes(root))
     criu_gates.check_dump(
         seen,
         here,
-        room=room,
-        disk=str(disk),
+        disk=disk,
         captured=[mount.path for mount in volumes],
         ours=request.ours,
         quiet=quiet,
