@@ -39,7 +39,7 @@ def called(stage: Stage, *, since: int = 0) -> list[str]:
 async def test_a_worker_goes_on_after_its_dump_and_on_another_device_after_its_restore(
     stage: Stage,
 ) -> None:
-    assert await stage.driver.is_ready()
+    assert (await stage.driver.state()).failure is None
     source = stage.worker("child")
     part = await stage.dump(source)
     verbs = ("lock", "checkpoint", "restore", "unlock")
@@ -248,11 +248,11 @@ async def test_a_node_is_ready_only_while_its_helper_answers_and_its_driver_fits
     stage: Stage,
 ) -> None:
     stage.version("570.133.20")
-    assert not await stage.driver.is_ready()
+    assert (await stage.driver.state()).failure is not None
     stage.version("580.65.06")
     stage.cuda.place()
-    assert not await stage.driver.is_ready()
+    assert (await stage.driver.state()).failure is not None
     stage.cuda.place(*UUIDS)
-    assert await stage.driver.is_ready()
+    assert (await stage.driver.state()).failure is None
     stage.kill_helper()
-    assert not await stage.driver.is_ready()
+    assert (await stage.driver.state()).failure is not None

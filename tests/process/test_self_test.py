@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
@@ -11,7 +12,11 @@ import pytest
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.helper.self_test import self_test
+from snapshot_shared import subjects
+from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import NotEligible
+from snapshot_shared.orders import Presence
+from tests.process.node import Node
 
 pytestmark = [
     pytest.mark.process,
@@ -38,6 +43,19 @@ def of(pid: int) -> str:
     return ""
 
 
+def fail(program: Path, criu: Path, verb: str) -> None:
+    """Write a CRIU that fails to do one thing, as one that is too old for its kernel does."""
+    program.write_text(
+        f"""#!/bin/sh
+        [ "$1" = {verb} ] || exec {criu} "$@"
+        until [ "$1" = --log-file ]; do shift; done
+        echo "(00.1) Error (criu/sockets.c:1): Can't get 1:16 opt" >>"$2"
+        exit 1
+        """
+    )
+    program.chmod(0o755)
+
+
 def test_a_criu_that_dumps_and_restores_is_fit(criu: Path, run: Path) -> None:
     self_test(criu, run)
 
@@ -47,15 +65,36 @@ def test_a_criu_that_fails_is_unfit_for_the_reason_in_its_log(
     criu: Path, tmp_path: Path, run: Path, verb: str
 ) -> None:
     failing = tmp_path / "criu"
-    failing.write_text(
-        f"""#!/bin/sh
-        [ "$1" = {verb} ] || exec {criu} "$@"
-        until [ "$1" = --log-file ]; do shift; done
-        echo "(00.1) Error (criu/sockets.c:1): Can't get 1:16 opt" >>"$2"
-        exit 1
-        """
-    )
-    failing.chmod(0o755)
+    fail(failing, criu, verb)
     with pytest.raises(NotEligible, match=f"CRIU did not {verb}: Can't get 1:16 opt") as caught:
         self_test(failing, run)
     assert "use CRIU 4.2 or later" in caught.value.next_step
+
+
+async def test_the_presence_of_a_node_says_why_it_does_not_have_the_driver(
+    criu: Path, node: Node
+) -> None:
+    subject = f"$KV.{subjects.NODES_BUCKET}.{node.node}"
+    async with node.bus.listening(subject) as queue:
+
+        async def says(fit: bool) -> Presence:
+            """Wait for what the agent says after the first pings of a helper."""
+            async with asyncio.timeout(60):
+                while True:
+                    said = decode_json((await queue.get()).data, Presence)
+                    silent = any(why.reason == "HelperUnavailable" for why in said.unready.values())
+                    if not silent and ("criu" in said.drivers) is fit:
+                        return said
+
+        well = await says(fit=True)
+        assert "criu" not in well.unready
+        assert well.criu
+        assert node.helper is not None
+        node.helper.kill()
+        await node.helper.wait()
+        fail(node.programs / "criu", criu, "dump")
+        await node.start_helper()
+        unfit = await says(fit=False)
+    assert "CRIU did not dump: Can't get 1:16 opt" in unfit.unready["criu"].message
+    assert "use CRIU 4.2 or later" in unfit.unready["criu"].next_step
+    assert unfit.criu == well.criu

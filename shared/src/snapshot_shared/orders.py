@@ -480,7 +480,8 @@ class Presence(
     """What a node says of itself every 10 s, under its key in `snap_nodes`.
 
     `unknown` counts what lies below its artifact root and belongs to no content, `quarantined`
-    what was moved away for that.
+    what was moved away for that. `criu` is the version of its CRIU. `unready` says why drivers that
+    the node would have are not among its `drivers`.
     """
 
     node: NodeStr
@@ -490,6 +491,7 @@ class Presence(
     devices: list[PresenceDevice] = []
     drivers: list[ShortText] = []
     criu: ShortText = ""
+    unready: dict[ShortText, Failure] = {}
     artifact_root: Text = ""
     free_bytes: Bytes = 0
     slots: int = 1

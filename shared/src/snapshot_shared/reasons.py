@@ -78,6 +78,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Orders of this attempt are with the node of the worker.",
             "Wait, and watch the parts: `snapshotctl watch NAME`.",
         ),
+        "DriverUnavailable": Reason(
+            "The capture waits because its node cannot use the process driver that it names.",
+            "The container `helper` does not run or answer there, CRIU did not pass its self-test, "
+            "or the driver of the GPUs is missing or too old; the message says which.",
+            "Do what the message says, and see it again: `snapshotctl doctor`. It goes on by "
+            "itself; `snapshotctl abort NAME` if it should not wait.",
+        ),
         "Importing": Reason(
             "A node reads all bytes of the artifact that the Snapshot names.",
             "Nothing is restored from what was not compared with its digests once.",

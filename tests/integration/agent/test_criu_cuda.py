@@ -24,7 +24,7 @@ from snapshot_agent.domain.helping import (
     Request,
     RestoreRequest,
 )
-from snapshot_agent.ports import Process, RestoreSource, Worker
+from snapshot_agent.ports import DriverState, Process, RestoreSource, Worker
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import NotEligible
 from snapshot_shared.orders import PodRef, PresenceDevice
@@ -146,10 +146,10 @@ async def test_the_cuda_driver_is_looked_for_once_a_minute_and_criu_each_time(
     driver: CriuCuda, helper: Helper, clock: list[float]
 ) -> None:
     for _ in range(3):
-        assert await driver.is_ready()
+        assert (await driver.state()).failure is None
     assert helper.asked == [Ping(cuda=True), Ping(), Ping()]
     clock.append(clock[-1] + AGAIN_S)
-    assert await driver.is_ready()
+    assert (await driver.state()).failure is None
     assert helper.asked[3:] == [Ping(cuda=True)]
 
 
@@ -157,10 +157,28 @@ async def test_a_helper_that_is_not_fit_is_looked_at_again_at_once(
     driver: CriuCuda, helper: Helper
 ) -> None:
     helper.answers = Failed(failure=NotEligible("no driver").to_failure())
-    assert not await driver.is_ready()
+    assert (await driver.state()).failure is not None
     helper.answers = Done()
-    assert await driver.is_ready()
+    assert (await driver.state()).failure is None
     assert helper.asked == [Ping(cuda=True), Ping(cuda=True)]
+
+
+async def test_a_node_says_why_its_helper_is_not_fit_and_of_which_version_its_programs_are(
+    driver: CriuCuda, helper: Helper
+) -> None:
+    why = NotEligible("too old", next_step="use a newer one").to_failure()
+    helper.answers = Done(criu="4.1.1", cuda_driver="570.133.20", unfit=why)
+    assert await driver.state() == DriverState(why, "4.1.1", "570.133.20")
+
+
+async def test_a_node_says_that_its_helper_does_not_answer(
+    tmp_path: Path, kubelet: Kubelet, clock: list[float]
+) -> None:
+    driver = CriuCuda(tmp_path / "helper.sock", lambda: clock[-1], kubelet)
+    failure = (await driver.state()).failure
+    assert failure is not None
+    assert (failure.reason, failure.retryable) == ("HelperUnavailable", True)
+    assert "see why the container helper" in failure.next_step
 
 
 def test_a_worker_is_let_go_with_time_for_the_memory_of_its_devices(

@@ -273,3 +273,11 @@ def test_a_log_line_matters_when_it_names_the_story_or_is_a_warning_of_its_node(
 def test_a_traceback_in_a_log_is_shown_by_its_last_line() -> None:
     raw = '{"message": "it failed", "traceback": "Traceback:\\n  a\\nOSError: no"}'
     assert explanation.parse_log_line("p", raw).text == "it failed [OSError: no]"
+
+
+def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another() -> None:
+    why = Failure(reason="NotEligible", message="CRIU did not dump", next_step="use CRIU 4.2")
+    status = NodeStatus(drivers=["cooperative"], criu="4.1.1", unready={"criu": why})
+    lines = _now(_related(Node(metadata=stories.meta("node", "n"), status=status)))
+    assert "process drivers: cooperative, CRIU 4.1.1" in lines
+    assert "it cannot use the process driver criu: CRIU did not dump. Next: use CRIU 4.2" in lines

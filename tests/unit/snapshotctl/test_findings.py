@@ -121,6 +121,13 @@ CLUSTER = ObservedCluster(
 LOCAL = ObservedMachine((3, 11), "2.15.1", [])
 
 
+TOO_OLD = Failure(
+    reason="NotEligible",
+    message="this node has CRIU 4.1",
+    next_step="update the helper's image on this node",
+)
+
+
 def found(
     local: ObservedMachine = LOCAL,
     cluster: ObservedCluster | None = CLUSTER,
@@ -257,6 +264,18 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             "agent of node-1 is 0.9",
             "install 1.0",
         ),
+        (
+            of_node(presence=presence(unready={"criu": TOO_OLD, "criu+cuda": TOO_OLD})),
+            "fail",
+            "node-1 cannot use the process driver criu or criu+cuda: this node has CRIU 4.1",
+            "update the helper's image",
+        ),
+        (
+            of_node(presence=presence(unready={"criu": Failure(reason="r", message="mute")})),
+            "fail",
+            "criu: mute",
+            "see the log of the container helper on node-1",
+        ),
         (of_node(gms_version="2.0"), "warn", "GMS of node-1 is 2.0", "install 1.0 on node-1"),
         (of_node(agent_answers=False), "fail", "agent of node-1 does not answer", "restart"),
         (of_node(gms=None), "fail", "GMS of node-1 does not answer", "restart the GMS"),
@@ -289,6 +308,16 @@ def test_whatever_is_not_ok_has_a_fix() -> None:
     findings = found(ObservedMachine((3, 9), "", ["x"], "c", ["nats-server"]), broken)
     assert [f for f in findings if f.level != "ok" and not f.fix] == []
     assert sum(f.level == "fail" for f in findings) >= 8
+
+
+def test_a_node_without_nvidias_driver_is_well_and_says_what_it_captures_with() -> None:
+    none = Failure(reason="NotEligible", message="none is loaded", values={"found": "none"})
+    seen = presence(drivers=["criu"], criu="4.2", unready={"criu+cuda": none})
+    findings = of_node(presence=seen)
+    assert [finding.what for finding in findings if "CRIU" in finding.what] == [
+        "node-1 captures and restores processes with CRIU 4.2"
+    ]
+    assert [finding for finding in findings if finding.level != "ok"] == []
 
 
 def test_a_fence_of_a_capture_is_shown_and_is_no_trouble() -> None:

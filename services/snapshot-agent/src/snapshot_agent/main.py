@@ -246,12 +246,15 @@ class _Node:
 
     async def presence(self, devices: list[PresenceDevice]) -> Presence:
         """Return the presence of the node with these devices."""
+        states = {name: await each.state() for name, each in self.drivers.items()}
         return Presence(
             node=self.settings.node,
             boot_id=self.clocks.boot_id,
             version=VERSION,
             devices=devices,
-            drivers=[name for name, each in self.drivers.items() if await each.is_ready()],
+            drivers=[name for name, state in states.items() if state.failure is None],
+            criu=next((state.criu for state in states.values() if state.criu), ""),
+            unready={name: state.failure for name, state in states.items() if state.failure},
             artifact_root=str(self.settings.artifact_root),
             free_bytes=await self.root.free_bytes(),
             slots=self.settings.slots,

@@ -16,7 +16,7 @@ from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.clocks import Clocks
-from snapshot_shared.errors import NotEligible, StalePodReference
+from snapshot_shared.errors import Failure, NotEligible, StalePodReference
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
 from snapshot_shared.metrics import OFF, Metrics
@@ -209,6 +209,17 @@ class RestoreSource(NamedTuple):
     cipher: PartCipher | None = None
 
 
+class DriverState(NamedTuple):
+    """What a node has for a driver: `failure` is why it cannot be used now, None when it can.
+
+    `criu` and `cuda_driver` are versions, empty where the driver needs none or they are not known.
+    """
+
+    failure: Failure | None = None
+    criu: str = ""
+    cuda_driver: str = ""
+
+
 class ProcessDriver(Protocol):
     """Dumps and restores the state of one worker."""
 
@@ -235,8 +246,8 @@ class ProcessDriver(Protocol):
     def replaces(self) -> bool:
         """Whether `restore` ends the placeholder's process."""
 
-    async def is_ready(self) -> bool:
-        """Whether this node can use the driver now."""
+    async def state(self) -> DriverState:
+        """Return whether this node can use the driver now, and by which programs."""
 
     async def inspect(self, worker: Worker, *, quiet: bool) -> int:
         """Return an estimate of the bytes that a dump will write.

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, field
 
+from snapshot_shared.errors import Failure
 from snapshot_shared.objects.meta import (
     Amount,
     AnnotationValue,
@@ -172,6 +173,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     schemas: list[int] = []
     devices: list[PresenceDevice] = []
     drivers: list[str] = []
+    criu: str = ""
+    unready: dict[str, Failure] = {}
     artifact_root: str = ""
     slots: int = 1
     conditions: list[Condition] = []

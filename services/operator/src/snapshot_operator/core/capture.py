@@ -37,6 +37,7 @@ MAX_BYTES = 2**50
 UNDER_WAY = (Capture.PREPARING, Capture.STAGING, Capture.SEALING)
 CORDONED = "NodeCordoned"
 CONTAINER_FAILED = "CheckpointContainerFailed"
+NO_DRIVER = "DriverUnavailable"
 _SETTLED = (Capture.READY, Capture.FAILED)
 _FINISHED = ("Succeeded", "Failed")
 
@@ -289,6 +290,23 @@ def is_drained(pod: Pod) -> bool:
     return pod.metadata.labels.get(CAPTURE_ON_DRAIN) == "true"
 
 
+def _no_driver(view: ContentView) -> Wait | None:
+    driver, home = view.content.spec.driver, view.home
+    # Without any the node has not said yet what it has.
+    if home is None or not home.status.drivers or driver in home.status.drivers:
+        return None
+    name, why = home.metadata.name, home.status.unready.get(driver)
+    if why is None:
+        has = ", ".join(home.status.drivers)
+        return Wait(
+            NO_DRIVER,
+            f"node {name} does not have the driver {driver}, it has {has}. Next: capture with one "
+            "of these, or run the pod on a node with it: snapshotctl nodes",
+        )
+    step = f". Next: {why.next_step}" if why.next_step else ""
+    return Wait(NO_DRIVER, f"node {name} cannot use the driver {driver}: {why.message}{step}")
+
+
 def _behind_another(view: ContentView) -> Wait | None:
     if not _is_queued_behind(view.content, view.rivals):
         return None
@@ -308,6 +326,7 @@ def _no_common_version(view: ContentView) -> Wait | None:
 
 _WAITS: tuple[Callable[[ContentView], Wait | None], ...] = (
     _cordoned,
+    _no_driver,
     _behind_another,
     _no_room,
     _no_common_version,

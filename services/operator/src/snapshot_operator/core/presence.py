@@ -38,6 +38,8 @@ def node_from(presence: Presence, found: Node | None, now: float) -> Node:
         schemas=presence.schemas,
         devices=presence.devices,
         drivers=presence.drivers,
+        criu=presence.criu,
+        unready=dict(presence.unready),
         artifact_root=presence.artifact_root,
         slots=presence.slots,
         conditions=rows,

@@ -14,7 +14,7 @@ from snapshot_agent.adapters.control_dir import hand_over, opened_control, worke
 from snapshot_agent.adapters.copying import ROOT, ByteCounter, copied, listed, read_checked
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase, Release
-from snapshot_agent.ports import Dump, Process, RestoreSource, Stage, Worker
+from snapshot_agent.ports import DriverState, Dump, Process, RestoreSource, Stage, Worker
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import SourceExited
 from snapshot_shared.files import make_dir, open_dir, open_regular, opened, remove_tree
@@ -41,8 +41,8 @@ class Cooperative:
             Stage("thaw", self.thaw, THAW_S, writes=True),
         )
 
-    async def is_ready(self) -> bool:
-        return True
+    async def state(self) -> DriverState:
+        return DriverState()
 
     async def inspect(self, worker: Worker, *, quiet: bool) -> int:
         return await in_thread(_size, worker) if quiet else 0

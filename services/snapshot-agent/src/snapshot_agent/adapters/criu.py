@@ -42,7 +42,7 @@ from snapshot_agent.domain.helping import (
 from snapshot_agent.domain.kubelet import own_mounts
 from snapshot_agent.domain.mounts import Mount, mounts_in
 from snapshot_agent.domain.spec import INSIDE, nodes_mounts
-from snapshot_agent.ports import Dump, Process, RestoreSource, Stage, Worker
+from snapshot_agent.ports import DriverState, Dump, Process, RestoreSource, Stage, Worker
 from snapshot_agent.ports import Progress as Report
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
@@ -111,7 +111,7 @@ class Criu:
             ),
         )
 
-    async def is_ready(self) -> bool:
+    async def state(self) -> DriverState:
         return await self.ping(cuda=False, within_s=READY_S)
 
     async def inspect(self, worker: Worker, *, quiet: bool) -> int:
@@ -243,14 +243,17 @@ class Criu:
         """Return the uuids of a container's GPUs for the helper; None where it has to use none."""
         return None
 
-    async def ping(self, *, cuda: bool, within_s: float) -> bool:
-        """Return whether the helper says that this node is fit."""
+    async def ping(self, *, cuda: bool, within_s: float) -> DriverState:
+        """Return what the helper says of this node."""
         try:
             async with asyncio.timeout(within_s):
-                await self._ask(Ping(cuda=cuda))
-        except (SnapbackError, TimeoutError):
-            return False
-        return True
+                done = await self._ask(Ping(cuda=cuda))
+        except TimeoutError:
+            silent = HelperUnavailable(f"the helper did not answer within {within_s:g} s")
+            return DriverState(silent.to_failure())
+        except SnapbackError as error:
+            return DriverState(error.to_failure())
+        return DriverState(done.unfit, done.criu, done.cuda_driver)
 
     async def _ask(
         self, request: Request, descriptors: Sequence[int] = (), report: Report | None = None

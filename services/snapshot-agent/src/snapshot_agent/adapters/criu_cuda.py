@@ -13,7 +13,7 @@ from pathlib import Path
 from snapshot_agent.adapters import settling
 from snapshot_agent.adapters.criu import Criu
 from snapshot_agent.adapters.scratch import Scratch
-from snapshot_agent.ports import PodDevices, Worker
+from snapshot_agent.ports import DriverState, PodDevices, Worker
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.orders import Driver
 
@@ -49,13 +49,15 @@ class CriuCuda(Criu):
         self._pod_devices = pod_devices
         self._believed_until = 0.0
 
-    async def is_ready(self) -> bool:
+    async def state(self) -> DriverState:
         now = self._monotonic()
-        if now < self._believed_until and await super().is_ready():
-            return True
-        fit = await self.ping(cuda=True, within_s=FIT_S)
-        self._believed_until = now + AGAIN_S if fit else 0.0
-        return fit
+        if now < self._believed_until:
+            state = await super().state()
+            if state.failure is None:
+                return state
+        state = await self.ping(cuda=True, within_s=FIT_S)
+        self._believed_until = now + AGAIN_S if state.failure is None else 0.0
+        return state
 
     async def gpus(self, worker: Worker) -> list[str] | None:
         found = await self._pod_devices.of(worker.pod)

@@ -14,7 +14,6 @@ from snapshot_agent.domain.criu_seen import (
     SeenProcess,
     SeenTree,
     Use,
-    Version,
     all_capabilities,
     estimate,
     is_below,
@@ -22,6 +21,7 @@ from snapshot_agent.domain.criu_seen import (
     is_read_only,
     names_of,
     resident,
+    shown,
     uses,
 )
 from snapshot_agent.domain.criu_source import SourceFacts
@@ -31,6 +31,8 @@ from snapshot_shared.errors import Incompatible, NoSpace, NotEligible, SnapbackE
 
 INIT = "snapback-init"
 """The program of a container that waits for a restore."""
+
+UPDATE_HELPER = "update the helper's image on this node"
 
 _IO_URING = "[io_uring]"
 _PTMX = "5:2"
@@ -43,10 +45,6 @@ _KERNEL_TYPES = {
 }  # fmt: skip
 _SPARE = Fraction(11, 10)
 """What must be there for each byte of an estimate."""
-
-
-def _shown(version: Version) -> str:
-    return ".".join(map(str, version))
 
 
 class OnDevices(NamedTuple):
@@ -111,11 +109,11 @@ def _has_criu(node: SeenNode) -> str:
     # issue 2705).
     wanted = (4, 2) if node.kernel >= (6, 16) else (4, 0)
     if node.criu is None:
-        return f"CRIU cannot be started on this node; {_shown(wanted)} or later is needed"
+        return f"CRIU cannot be started on this node; {shown(wanted)} or later is needed"
     if node.criu < wanted:
         return (
-            f"this node has CRIU {_shown(node.criu)}; Linux {_shown(node.kernel)} needs "
-            f"{_shown(wanted)} or later"
+            f"this node has CRIU {shown(node.criu)}; Linux {shown(node.kernel)} needs "
+            f"{shown(wanted)} or later"
         )
     return ""
 
@@ -129,9 +127,9 @@ def _lacks_criu(node: SeenNode) -> SnapbackError | None:
         return None
     return NotEligible(
         problem,
-        next_step="update the helper's image on this node",
-        found=_shown(node.criu or ()),
-        kernel=_shown(node.kernel),
+        next_step=UPDATE_HELPER,
+        found=shown(node.criu or ()),
+        kernel=shown(node.kernel),
     )
 
 
@@ -404,14 +402,14 @@ def _restores_with_criu(restore: _Restore) -> SnapbackError | None:
     here, there = restore.node.criu, restore.source.criu
     problem = _has_criu(restore.node)
     if not problem and here is not None and here[:2] < there[:2]:
-        problem = f"the dump was made by CRIU {_shown(there)}, here is {_shown(here)}"
+        problem = f"the dump was made by CRIU {shown(there)}, here is {shown(here)}"
     if not problem:
         return None
     return Incompatible(
         problem,
-        next_step="update the helper's image on this node",
-        expected=_shown(there),
-        found=_shown(here or ()),
+        next_step=UPDATE_HELPER,
+        expected=shown(there),
+        found=shown(here or ()),
     )
 
 
@@ -420,10 +418,10 @@ def _has_a_kernel_as_new(restore: _Restore) -> SnapbackError | None:
     if here[:2] >= there[:2]:
         return None
     return Incompatible(
-        f"the source ran on Linux {_shown(there)}, here is {_shown(here)}",
-        next_step=f"restore on a node with Linux {_shown(there[:2])} or later",
-        expected=_shown(there),
-        found=_shown(here),
+        f"the source ran on Linux {shown(there)}, here is {shown(here)}",
+        next_step=f"restore on a node with Linux {shown(there[:2])} or later",
+        expected=shown(there),
+        found=shown(here),
     )
 
 

@@ -35,6 +35,12 @@ _RUNTIMES_FILES = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"}
 
 Version = tuple[int, ...]
 
+
+def shown(version: Version) -> str:
+    """Return a version as text, such as `4.2.1`; empty for none."""
+    return ".".join(map(str, version))
+
+
 _EXTENSION = re.compile(
     r"3dnow|abm|adx|aes|amx|apx|avx|bmi|cldemote|clflush|clwb|clzero|cmov|cx16|cx8|enqcmd|erms|"
     r"f16c|fma|fpu|fsgsbase|fsrm|fxsr|gfni|kl\Z|lahf_lm|lwp|mmx|mov|pclmul|pku|pni|popcnt|prefetch|"

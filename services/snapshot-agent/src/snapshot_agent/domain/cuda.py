@@ -303,7 +303,7 @@ def device_bytes(text: str, pids: Collection[int]) -> int:
 def _at_least(version: Version | None, needed: Version, what: str) -> SnapbackError | None:
     if version is None or version >= needed:
         return None
-    expected, found = _shown(needed), _shown(version)
+    expected, found = shown(needed), shown(version)
     return NotEligible(
         f"{what} needs the NVIDIA driver {expected} or later, here it is {found}",
         next_step=f"install the NVIDIA driver {expected} or later on this node",
@@ -315,10 +315,10 @@ def _at_least(version: Version | None, needed: Version, what: str) -> SnapbackEr
 def _has_driver(seen: Capture | Placement) -> SnapbackError | None:
     if seen.driver is None:
         return NotEligible(
-            f"a checkpoint of CUDA needs the NVIDIA driver {_shown(DRIVER)} or later, here none "
+            f"a checkpoint of CUDA needs the NVIDIA driver {shown(DRIVER)} or later, here none "
             "is loaded",
             next_step="install the NVIDIA driver on this node, or capture with the driver criu",
-            expected=_shown(DRIVER),
+            expected=shown(DRIVER),
             found="none",
         )
     return _at_least(seen.driver, DRIVER, "a checkpoint of CUDA")
@@ -431,7 +431,7 @@ CAPTURE_CHECKS: tuple[Check[Capture], ...] = (
 def _has_its_driver(seen: Placement) -> SnapbackError | None:
     if None in (seen.source_driver, seen.driver) or seen.source_driver == seen.driver:
         return None
-    expected, found = _shown(seen.source_driver or ()), _shown(seen.driver or ())
+    expected, found = shown(seen.source_driver or ()), shown(seen.driver or ())
     # The process has the library of its driver mapped, which speaks to that one module only.
     return Incompatible(
         f"the NVIDIA driver of the source was {expected}, here it is {found}",
@@ -529,7 +529,6 @@ def pairs_of(mapping: Mapping[str, str]) -> dict[str, str]:
     return {} if all(old == new for old, new in mapping.items()) else dict(mapping)
 
 
-def _shown(version: Version) -> str:
-    # As NVIDIA writes them: 575.57.08.
-    first, *rest = version
-    return ".".join([str(first), *(f"{part:02}" for part in rest)])
+def shown(version: Version) -> str:
+    """Return a version as NVIDIA writes it, such as `575.57.08`; empty for none."""
+    return ".".join([*map(str, version[:1]), *(f"{part:02}" for part in version[1:])])

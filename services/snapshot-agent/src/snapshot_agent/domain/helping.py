@@ -28,7 +28,11 @@ Gpus = Annotated[list[ShortText], Meta(max_length=64)] | None
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
-    """Whether this node can dump and restore, and with `cuda` what uses CUDA; `Done` answers."""
+    """Whether this node can dump and restore, and with `cuda` what uses CUDA.
+
+    `Done` answers with the versions of CRIU and of NVIDIA's driver, empty where there is none, and
+    in `unfit` with why it cannot.
+    """
 
     cuda: bool = False
 
@@ -107,7 +111,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
     `frozen_s` is for how many seconds a dump has stopped the worker, where CRIU says so. `pid` and
     `start` are those of the restored process, as the node has them. `ended`: the process that was
-    settled was not whole, and was ended.
+    settled was not whole, and was ended. `criu`, `cuda_driver` and `unfit` answer a `Ping`.
     """
 
     bytes: int = 0
@@ -115,6 +119,9 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     pid: int = 0
     start: int = 0
     ended: bool = False
+    criu: ShortText = ""
+    cuda_driver: ShortText = ""
+    unfit: Failure | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

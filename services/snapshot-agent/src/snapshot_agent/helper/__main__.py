@@ -16,6 +16,8 @@ from typing import NoReturn
 
 from snapshot_agent.adapters.guard import let_in
 from snapshot_agent.domain import criu_gates
+from snapshot_agent.domain import cuda as rules
+from snapshot_agent.domain.criu_seen import SeenNode, shown
 from snapshot_agent.domain.helping import (
     Done,
     DumpRequest,
@@ -26,14 +28,14 @@ from snapshot_agent.domain.helping import (
     RestoreRequest,
     Settle,
 )
-from snapshot_agent.helper import cuda_worker, observe
+from snapshot_agent.helper import cuda_facts, cuda_worker, observe
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import remove_work_folders
 from snapshot_agent.helper.dumping import Node, dump, inspect
 from snapshot_agent.helper.restoring import restore
 from snapshot_agent.helper.self_test import self_test
 from snapshot_agent.helper.settling import Records
-from snapshot_shared.errors import Internal, InvalidMessage, SnapbackError
+from snapshot_shared.errors import Failure, Internal, InvalidMessage, NotEligible, SnapbackError
 from snapshot_shared.settings import Common, load
 from snapshot_shared.telemetry import log_to_stderr
 
@@ -62,7 +64,8 @@ class Helper:
 
     def __init__(self, settings: HelperSettings) -> None:
         """Settle what an earlier helper has left, and listen."""
-        records = Records(settings.state_dir / "dumps", settings.criu.with_name("nft"))
+        nft = settings.criu.with_name("nft")
+        records = Records(settings.state_dir / "dumps", nft)
         self._node = Node(
             settings.criu,
             settings.artifact_root,
@@ -77,7 +80,8 @@ class Helper:
         self._listener.bind(str(settings.helper))
         self._listener.listen(16)
         # Guards that ask meanwhile are connected, and answered within the time that they wait.
-        self._unfit = _unfit(settings.criu)
+        self._seen = observe.node(settings.criu)
+        self._unfit = _unfit(self._seen, settings.criu, nft)
 
     def serve(self) -> None:
         """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker."""
@@ -154,15 +158,25 @@ class Helper:
             log.exception("a request failed")
             return Failed(failure=Internal(f"{type(error).__name__}: {error}").to_failure())
 
+    def _why_unfit(self, *, cuda: bool) -> Failure | None:
+        try:
+            if self._unfit is not None:
+                raise self._unfit
+            if cuda:
+                cuda_worker.check_node()
+        except SnapbackError as error:
+            return error.to_failure()
+        return None
+
     def _done(self, caller: Caller) -> Done:
         request, fds = caller.receive()
         match request:
             case Ping(cuda=cuda):
-                if self._unfit is not None:
-                    raise self._unfit
-                if cuda:
-                    cuda_worker.check_node()
-                return Done()
+                return Done(
+                    criu=shown(self._seen.criu or ()),
+                    cuda_driver=rules.shown(cuda_facts.driver() or ()),
+                    unfit=self._why_unfit(cuda=cuda),
+                )
             case Inspect():
                 here = observe.node(self._node.criu)
                 return Done(bytes=inspect(request, self._node, here, quiet=request.quiet).bytes)
@@ -177,10 +191,17 @@ class Helper:
                 return Done(ended=self._node.records.settle(request.pid, request.start))
 
 
-def _unfit(criu: Path) -> SnapbackError | None:
+def _unfit(seen: SeenNode, criu: Path, nft: Path) -> SnapbackError | None:
     """Return why nothing can be dumped or restored on this node, or None."""
     try:
-        criu_gates.check_node(observe.node(criu))
+        criu_gates.check_node(seen)
+        if not os.access(nft, os.X_OK):
+            # It opens the networks of workers whose dump was killed.
+            raise NotEligible(
+                f"{nft} is missing or no program",
+                next_step=criu_gates.UPDATE_HELPER,
+                expected=str(nft),
+            )
         self_test(criu)
     except SnapbackError as error:
         log.warning("no worker of this node is dumped or restored: %s; %s", error, error.next_step)

@@ -11,6 +11,7 @@ from snapshotctl.command import command, new_app
 from snapshotctl.domain import formats
 from snapshotctl.tools import Tools
 from snapshotctl.views import tables
+from snapshotctl.views.state import unready
 
 app = new_app()
 
@@ -31,5 +32,8 @@ async def nodes(tools: Tools) -> None:
         )
     elif found:
         tools.screen.table(tables.table_of_nodes(found, presence, tools.now()))
+        for node in found:
+            for why, _ in unready(node.status.unready):
+                tools.screen.line(f"{node.metadata.name} {formats.plain(why)}")
     else:
         tools.screen.note("no nodes")

@@ -10,7 +10,7 @@ import msgspec
 
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Job, Node, Pod, gpus_wanted
+from snapshot_shared.objects.kubernetes import Job, Node, NodeStatus, Pod, gpus_wanted
 from snapshot_shared.objects.meta import OrderStatus, is_true
 from snapshot_shared.objects.snapback import (
     RESTORE_FROM,
@@ -24,7 +24,7 @@ from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.reasons import REASONS
 from snapshotctl.domain import formats
 from snapshotctl.views.related import RelatedObjects, reference
-from snapshotctl.views.state import ObjectState, Word, failure_of, unanswered
+from snapshotctl.views.state import ObjectState, Word, failure_of, unanswered, unready
 
 _HEADLINES: dict[Word, str] = {
     "fine": "is well",
@@ -174,7 +174,15 @@ def _of_node(
     waiting = unanswered(related)
     names = ", ".join(sorted(running)) or "none"
     orders = ", ".join(f"{item.order} ({item.state})" for item in waiting) or "none"
+    status = related.root.status if isinstance(related.root, Node) else NodeStatus()
+    drivers = ", ".join(status.drivers) or "none"
+    criu = f", CRIU {status.criu}" if status.criu else ""
     return [
+        f"process drivers: {drivers}{criu}",
+        *(
+            f"it {formats.plain(f'{why}. Next: {step}' if step else why)}"
+            for why, step in unready(status.unready)
+        ),
         _last_seen(related.root.metadata.name, presence, now),
         f"{len(running)} pods there: {names}",
         f"{len(waiting)} orders not answered: {orders}",

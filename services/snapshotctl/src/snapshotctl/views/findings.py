@@ -22,7 +22,7 @@ from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import SCHEMA_VERSION, Presence
 from snapshotctl.domain import formats
-from snapshotctl.views.state import state_text
+from snapshotctl.views.state import state_text, unready
 
 MIN_PYTHON = (3, 11)
 MIN_SERVER = (2, 11)
@@ -312,9 +312,18 @@ def _node(seen: Observed, cluster: ObservedCluster, it: ObservedNode) -> Iterato
     else:
         fix = f"look at the operator's log: snapshotctl get node {it.name} -o yaml"
         yield warn(f"{it.name} is there and {state}", fix)
+    yield from _drivers(it.name, it.presence)
     yield from _clock(it)
     yield from _space(cluster, it, it.presence)
     yield from _services(seen, cluster, it, it.presence)
+
+
+def _drivers(name: str, presence: Presence) -> Iterator[Finding]:
+    for why, step in unready(presence.unready):
+        fix = step or f"see the log of the container helper on {name}"
+        yield fail(f"{name} {why}", fix)
+    if "criu" in presence.drivers:
+        yield ok(f"{name} captures and restores processes with CRIU {presence.criu}")
 
 
 def _clock(it: ObservedNode) -> Iterator[Finding]:

@@ -59,6 +59,21 @@ def state_text(value: DynamoCheckpoint | SnapshotContent | SnapshotRestore | Pod
     return _with_reason(views.phase(value), _reason(value))
 
 
+def unready(drivers: Mapping[str, Failure]) -> list[tuple[str, str]]:
+    """Return why process drivers of a node cannot be used, and the next step, once a reason.
+
+    That a node without NVIDIA's driver cannot use `criu+cuda` is left out.
+    """
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for name, why in drivers.items():
+        if name != "criu+cuda" or why.values.get("found") != "none":
+            by_reason.setdefault((why.message, why.next_step), []).append(name)
+    return [
+        (f"cannot use the process driver {' or '.join(names)}: {message}", step)
+        for (message, step), names in by_reason.items()
+    ]
+
+
 def _reason(value: DynamoCheckpoint | SnapshotContent | SnapshotRestore | Pod) -> str:
     match value:
         case DynamoCheckpoint():
