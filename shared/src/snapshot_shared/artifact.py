@@ -103,15 +103,19 @@ class SavedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the source was, for compatibility checks. Unknown facts are empty."""
+    """What the source was, as `compatibility.FACTS` has it. Unknown facts are empty."""
 
     driver: ShortText = ""
     arch: ShortText = ""
     kernel: ShortText = ""
     python: ShortText = ""
+    criu: ShortText = ""
+    cpu: Annotated[list[ShortText], Meta(max_length=512)] = []
+    cuda_driver: ShortText = ""
     device_product: ShortText = ""
     devices: int = 0
     image: ShortText = ""
+    image_digest: ShortText = ""
     command: list[str] = []
 
 

@@ -51,6 +51,7 @@ MEANINGS = {
     "grace_s": "how long after SIGTERM comes SIGKILL",
     "hold_s": "how long the worker may stay quiesced in all; then the agent releases it alone",
     "image": "the image",
+    "image_digest": "the digest of the image that the container was started from",
     "incarnation": "the life of the GMS that holds the layout",
     "index": "its number on this node",
     "kind": "what happened; the last word of the subject",

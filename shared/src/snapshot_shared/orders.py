@@ -166,13 +166,15 @@ class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prep
     """Open a capture: gates, quiesce, fence. Ends `prepared` with the vector.
 
     `hold_s` bounds how long the worker may stay quiesced in all; at it the agent releases alone.
-    With `memory_server` the devices are those of the memory server in the pod.
+    With `memory_server` the devices are those of the memory server in the pod. `image_digest` is
+    that of the container's image, empty where it is not known.
     """
 
     pod: PodRef
     content_uid: UidStr
     devices: list[DeviceRef] = []
     memory_server: bool = False
+    image_digest: ShortText = ""
     fence_token: ShortText
     hold_s: Seconds = 600.0
     quiesce_s: Seconds = 60.0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from snapshotctl.domain.exits import Exit
 from tests.integration.snapshotctl.conftest import Cli, Ended, interrupt, read_until
 
 pytestmark = pytest.mark.waits
@@ -307,6 +308,14 @@ def test_artifacts_are_listed_shown_compared_and_judged(running: Cli) -> None:
     [gpu] = [part for part in other["parts"] if part["part"] == "gpu-0"]
     assert (other["same"], gpu["left"], gpu["right"]) == (False, 8 * 2**20, 16 * 2**20)
     assert gpu["differing"] >= 8 * 2**20
+
+    fits = running.ok("artifacts", "diff", "warm", "--node", "node-1")
+    _has(fits.out, "FACT", "process driver", "cooperative", "warm can be restored on node-1.")
+    found = running.ok("artifacts", "diff", "warm", "--node", "node-1", "-o", "json").value()
+    assert found["refused"] is None
+    verdicts = {row["fact"]: row["verdict"] for row in found["facts"]}
+    assert (verdicts["arch"], verdicts["device_product"]) == ("same", "same")
+    assert running.run("artifacts", "diff", "warm", "--node", "node-9").code == Exit.NOT_FOUND
 
     judged = running.ok("artifacts", "gc", "--dry-run", "-o", "json").value()
     assert judged["limits"] == {}

@@ -81,9 +81,8 @@ TARGET = Target(
     artifact=ArtifactRef(namespace="default", content_uid=UID, generation=3, root_digest=DIGEST),
     root=ROOT,
     source=FACTS,
-    here=Facts(arch="x86_64", device_product="Simulated GPU"),
+    here=Facts(driver="cooperative", arch="x86_64", device_product="Simulated GPU"),
     devices=[DeviceRef(ordinal=0, uuid="a"), DeviceRef(ordinal=1, uuid="b")],
-    driver="cooperative",
 )
 
 
@@ -109,7 +108,11 @@ TARGET = Target(
             "Incompatible",
             (["gpu-0", "gpu-1"], ["gpu-0", "gpu-2"]),
         ),
-        (TARGET._replace(driver="criu"), "Incompatible", ("cooperative", "criu")),
+        (
+            TARGET._replace(here=replace(TARGET.here, driver="criu")),
+            "Incompatible",
+            ("cooperative", "criu"),
+        ),
         (
             TARGET._replace(here=replace(TARGET.here, arch="aarch64")),
             "Incompatible",

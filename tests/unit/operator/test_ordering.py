@@ -14,8 +14,9 @@ from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.plan import FINALIZER, Create
 from snapshot_operator.core.restore import restore_for
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
 from snapshot_shared.objects.meta import time_of
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import ArtifactRef, DeviceRef, PodRef, RunOrder, StopOrder
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import DIGEST, World, payload
@@ -62,6 +63,35 @@ async def test_every_order_has_the_time_of_its_verb_and_begins_with_its_first_tr
         given_s = item.deadline.timestamp() - item.ordered_at.timestamp()
         assert given_s == BUDGETS_S[verb] + ANSWER_GRACE_S
         assert (item.attempt, item.tries) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        (f"registry.example/llm@{DIGEST}", DIGEST),
+        (f"docker-pullable://registry.example:5000/llm@{DIGEST}", DIGEST),
+        (DIGEST, DIGEST),
+        ("registry.example/llm:latest", ""),
+        ("", ""),
+    ],
+)
+async def test_a_capture_is_told_the_digest_of_the_image_that_its_container_runs(
+    world: World, name: str, known: str
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+    [content] = world.cluster.page("SnapshotContent")
+    [pod] = world.cluster.page("Pod")
+    assert isinstance(content, SnapshotContent)
+    assert isinstance(pod, Pod)
+    rows = [
+        ContainerStatus(name="aside", image_id="x"),
+        ContainerStatus(name="main", image_id=name),
+    ]
+    seen = replace(pod, status=replace(pod.status, container_statuses=rows))
+    order = ordering.prepare(content, seen, 1, TRACE, 0.0)
+    assert payload(order)["image_digest"] == known
+    assert payload(ordering.prepare(content, None, 1, TRACE, 0.0))["image_digest"] == ""
 
 
 def run_order(**changes: Any) -> RunOrder:

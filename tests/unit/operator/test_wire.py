@@ -108,6 +108,12 @@ def test_a_container_that_its_kubelet_starts_again_has_not_ended_for_good(
     assert found.state == state
 
 
+def test_a_container_that_runs_names_the_image_that_it_runs() -> None:
+    row = {"name": "main", "state": {"running": {}}, "imageID": "llm@sha256:a"}
+    (found,) = pod(containerStatuses=[row]).status.container_statuses
+    assert found.image_id == "llm@sha256:a"
+
+
 @pytest.mark.parametrize("rows", ["containerStatuses", "initContainerStatuses"])
 @pytest.mark.parametrize(
     ("waiting", "said"),

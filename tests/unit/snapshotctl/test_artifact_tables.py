@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from snapshot_shared.artifact import (
@@ -13,9 +14,10 @@ from snapshot_shared.artifact import (
     RootManifest,
     SavedLayout,
 )
+from snapshot_shared.compatibility import verdicts
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kubernetes import Node, NodeStatus
-from snapshot_shared.orders import LayoutRef, PodRef
+from snapshot_shared.orders import LayoutRef, PodRef, Presence, PresenceDevice
 from snapshotctl.views import artifact_tables
 from snapshotctl.views.artifact_tables import Manifests
 from tests.support import stories
@@ -86,6 +88,43 @@ def test_the_bytes_that_differ_are_those_of_the_chunks_that_differ(
 def test_facts_that_differ_have_both_values() -> None:
     left, right = _manifests(arch="x86_64", devices=2), _manifests(arch="aarch64", devices=2)
     assert artifact_tables.difference(left, right).facts == {"arch": ("x86_64", "aarch64")}
+
+
+def test_of_instructions_those_are_shown_that_one_processor_alone_has() -> None:
+    left, right = _manifests(cpu=["avx2", "fma", "sse2"]), _manifests(cpu=["sse2", "vaes"])
+    assert artifact_tables.difference(left, right).facts == {"cpu": ("avx2 fma", "vaes")}
+    assert artifact_tables.difference(left, _manifests(cpu=["fma", "sse2"])).facts == {
+        "cpu": ("avx2", "-")
+    }
+
+
+def test_a_node_is_compared_by_the_devices_and_the_driver_of_the_source_where_it_has_them() -> None:
+    devices = [
+        PresenceDevice(index=n, uuid=f"GPU-{n}", product=product, capacity_bytes=1)
+        for n, product in enumerate(["L4", "H100", "H100"])
+    ]
+    seen = Presence(
+        node="n", boot_id="b", version="1", devices=devices, drivers=["cooperative", "criu"], at=0.0
+    )
+    of = artifact_tables.facts_of_node
+    source = Facts(driver="criu", device_product="H100", devices=2)
+    found = of(Facts(arch="x86_64"), seen, source)
+    assert found == Facts(arch="x86_64", driver="criu", device_product="H100", devices=2)
+    other = of(Facts(), seen, Facts(driver="respawn", device_product="A100", devices=1))
+    assert (other.driver, other.device_product) == ("cooperative, criu", "L4")
+    bare = msgspec.structs.replace(seen, devices=[])
+    assert of(Facts(), bare, source).device_product == "none"
+
+
+def test_a_verdict_shows_both_values_and_of_many_words_those_that_are_missing() -> None:
+    many = [f"x{number}" for number in range(10)]
+    source = Facts(driver="criu", kernel="6.12.1", cpu=["avx512f", *many])
+    here = Facts(driver="criu", kernel="6.18.0", cpu=many)
+    table = artifact_tables.verdicts_table(verdicts(source, here), "node-2")
+    assert table.columns == ("FACT", "SOURCE", "node-2", "VERDICT")
+    assert ("Linux", "6.12.1", "6.18.0", "fits") in table.rows
+    assert ("instructions of the processor", "avx512f", "10 of them", "refused") in table.rows
+    assert ("architecture", "-", "-", "unknown") in table.rows
 
 
 def test_the_same_bytes_are_no_difference_and_another_structure_is_one() -> None:

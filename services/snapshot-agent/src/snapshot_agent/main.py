@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
@@ -28,10 +30,11 @@ from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.respawn import Respawn
 from snapshot_agent.adapters.scratch import Scratch
+from snapshot_agent.domain.criu_seen import extensions
 from snapshot_agent.domain.spec import NodeEnvironment
 from snapshot_agent.handlers.agent import Agent, routes
 from snapshot_agent.handlers.inventory import Inventory, PodInventory
-from snapshot_agent.ports import Machine, ProcessDriver
+from snapshot_agent.ports import DriverState, Machine, ProcessDriver
 from snapshot_shared import subjects
 from snapshot_shared.artifact import Facts
 from snapshot_shared.bus import Bus, Handler
@@ -154,6 +157,13 @@ class _Node:
                 self.drivers[PlainCriu.name] = PlainCriu(
                     settings.helper, self.clocks.monotonic, self._scratch()
                 )
+        self.facts = Facts(
+            arch=platform.machine(),
+            kernel=platform.release(),
+            python=platform.python_version(),
+            cpu=extensions(Path("/proc/cpuinfo").read_text()),
+        )
+        self.programs = DriverState()
         self.faults = FaultPlan("agent", settings.node) if settings.sim else None
         self.book = OrderBook(
             node=self.name,
@@ -223,11 +233,7 @@ class _Node:
             operator=self.operator,
             locks=FileLocks(),
             clocks=self.clocks,
-            facts=Facts(
-                arch=platform.machine(),
-                kernel=platform.release(),
-                python=platform.python_version(),
-            ),
+            facts=self.facts,
             metrics=self.metrics,
             pod_devices=self.node_gpus,
         )
@@ -247,13 +253,15 @@ class _Node:
     async def presence(self, devices: list[PresenceDevice]) -> Presence:
         """Return the presence of the node with these devices."""
         states = {name: await each.state() for name, each in self.drivers.items()}
+        # Those of all drivers are of one helper.
+        self.programs = max(states.values(), key=lambda state: (state.criu, state.cuda_driver))
         return Presence(
             node=self.settings.node,
             boot_id=self.clocks.boot_id,
             version=VERSION,
             devices=devices,
             drivers=[name for name, state in states.items() if state.failure is None],
-            criu=next((state.criu for state in states.values() if state.criu), ""),
+            criu=self.programs.criu,
             unready={name: state.failure for name, state in states.items() if state.failure},
             artifact_root=str(self.settings.artifact_root),
             free_bytes=await self.root.free_bytes(),
@@ -265,7 +273,9 @@ class _Node:
 
     async def status(self, _data: bytes, _headers: Mapping[str, str]) -> bytes:
         """Answer a request for the status of the node."""
-        return encode_json({"node": self.settings.node, **self.agent.status()})
+        programs = {"criu": self.programs.criu, "cuda_driver": self.programs.cuda_driver}
+        facts = msgspec.structs.replace(self.facts, **programs)
+        return encode_json({"node": self.settings.node, **self.agent.status(), "facts": facts})
 
     async def close(self) -> None:
         """Compensate orders under way and close everything; containers run on."""

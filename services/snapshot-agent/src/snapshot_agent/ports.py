@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_agent.domain.driving import AS_BEFORE, Phase, Phases, Release
 from snapshot_agent.domain.encrypting import PartCipher
@@ -246,8 +248,11 @@ class ProcessDriver(Protocol):
     def replaces(self) -> bool:
         """Whether `restore` ends the placeholder's process."""
 
-    async def state(self) -> DriverState:
-        """Return whether this node can use the driver now, and by which programs."""
+    async def state(self, *, quick: bool = False) -> DriverState:
+        """Return whether this node can use the driver now, and by which programs.
+
+        With `quick` what would take long to find out is believed.
+        """
 
     async def inspect(self, worker: Worker, *, quiet: bool) -> int:
         """Return an estimate of the bytes that a dump will write.
@@ -516,6 +521,13 @@ class Machine:
     facts: Facts
     metrics: Metrics = OFF
     pod_devices: PodDevices | None = None
+
+    async def facts_with(self, driver: ProcessDriver) -> Facts:
+        """Return the facts of the node, with those of the programs that a driver uses."""
+        state = await driver.state(quick=True)
+        return msgspec.structs.replace(
+            self.facts, driver=driver.name, criu=state.criu, cuda_driver=state.cuda_driver
+        )
 
     def driver(self, name: Driver) -> ProcessDriver:
         """Return the driver that an order names. NotEligible when this node does not have it."""

@@ -17,6 +17,7 @@ from snapshot_shared.api import (
     RetentionReply,
     VerifyReply,
 )
+from snapshot_shared.artifact import Facts
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import AnyObject, Kind
@@ -98,6 +99,9 @@ class Operator(Protocol):
 
     async def presence(self) -> dict[NodeName, Presence]:
         """Read the last presence of each node."""
+
+    async def facts_of(self, node: str) -> Facts:
+        """Ask the agent of a node for its facts. BusUnavailable when it does not answer."""
 
     async def answers(self, node: str, service: str) -> bool:
         """Whether a service of a node answers questions."""

@@ -118,13 +118,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="
 class ContainerStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """A container's process: `state` is waiting, running (since `started_at`) or terminated."""
+    """A container's process: `state` is waiting, running (since `started_at`) or terminated.
+
+    `image_id` names its image by a digest, where the node has said so.
+    """
 
     name: str
     state: Literal["waiting", "running", "terminated"] = "waiting"
     ready: bool = False
     exit_code: int | None = None
     started_at: str = ""
+    image_id: str = field(name="imageID", default="")
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -350,7 +350,7 @@ def _begin(view: ContentView, now: float) -> Plan:
         traceparent=trace,
         failure=None,
         vector=[],
-        orders=[*left, ordering.prepare(content, attempt, trace, now)],
+        orders=[*left, ordering.prepare(content, view.source, attempt, trace, now)],
         conditions=conditions.pending(
             status.conditions, content, now, "Capturing", f"attempt {attempt} is under way"
         ),

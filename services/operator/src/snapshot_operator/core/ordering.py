@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -226,20 +227,31 @@ def target_ref(restore: SnapshotRestore) -> PodRef:
     )
 
 
-def prepare(content: SnapshotContent, attempt: int, trace: str, now: float) -> OrderStatus:
-    """Open a capture."""
+def prepare(
+    content: SnapshotContent, pod: Pod | None, attempt: int, trace: str, now: float
+) -> OrderStatus:
+    """Open a capture of a container of a pod."""
     source = content.spec.source
     order = PrepareOrder(
         pod=source_ref(content),
         content_uid=content.metadata.uid,
         devices=source.devices,
         memory_server=source.memory_server,
+        image_digest=_image_digest(pod, source_ref(content).container),
         fence_token=fence_token(content, attempt),
         hold_s=HOLD_S,
         driver=content.spec.driver,
         **_common("prepare", content.metadata.uid, attempt, source_node(content), trace),
     )
     return status_of(order, "agent", now)
+
+
+def _image_digest(pod: Pod | None, container: str) -> str:
+    """Return the digest in the name of a container's image; empty where none is known."""
+    rows = pod.status.container_statuses if pod is not None else []
+    name = next((row.image_id for row in rows if row.name == container), "")
+    found = re.search(r"(?:^|@)(sha256:[0-9a-f]{64})\Z", name)
+    return found[1] if found else ""
 
 
 def stage(

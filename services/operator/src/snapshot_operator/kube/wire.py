@@ -170,6 +170,7 @@ class WireContainerStatus(_Wire, frozen=True):
     name: str
     ready: bool = False
     started: bool | None = None
+    image_id: str = msgspec.field(name="imageID", default="")
     state: WireState = WireState()
 
 
@@ -435,8 +436,13 @@ def _container_status(wire: WireContainerStatus, *, restarts: bool) -> Container
     running = wire.state.running
     if running is None:
         return ContainerStatus(name=wire.name, ready=wire.ready)
-    at = running.get("startedAt") or ""
-    return ContainerStatus(name=wire.name, state="running", ready=wire.ready, started_at=at)
+    return ContainerStatus(
+        name=wire.name,
+        state="running",
+        ready=wire.ready,
+        started_at=running.get("startedAt") or "",
+        image_id=wire.image_id,
+    )
 
 
 def _conditions(wire: Iterable[WireCondition]) -> list[Condition]:

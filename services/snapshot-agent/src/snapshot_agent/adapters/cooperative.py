@@ -41,7 +41,7 @@ class Cooperative:
             Stage("thaw", self.thaw, THAW_S, writes=True),
         )
 
-    async def state(self) -> DriverState:
+    async def state(self, *, quick: bool = False) -> DriverState:
         return DriverState()
 
     async def inspect(self, worker: Worker, *, quiet: bool) -> int:

@@ -111,7 +111,7 @@ class Criu:
             ),
         )
 
-    async def state(self) -> DriverState:
+    async def state(self, *, quick: bool = False) -> DriverState:
         return await self.ping(cuda=False, within_s=READY_S)
 
     async def inspect(self, worker: Worker, *, quiet: bool) -> int:

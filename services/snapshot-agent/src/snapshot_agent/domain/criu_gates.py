@@ -27,6 +27,8 @@ from snapshot_agent.domain.criu_seen import (
 from snapshot_agent.domain.criu_source import SourceFacts
 from snapshot_agent.domain.gate import Check, refuse
 from snapshot_agent.domain.mounts import Mount
+from snapshot_shared import compatibility
+from snapshot_shared.artifact import Facts
 from snapshot_shared.errors import Incompatible, NoSpace, NotEligible, SnapbackError
 
 INIT = "snapback-init"
@@ -399,43 +401,26 @@ def _waits(restore: _Restore) -> SnapbackError | None:
 
 
 def _restores_with_criu(restore: _Restore) -> SnapbackError | None:
-    here, there = restore.node.criu, restore.source.criu
-    problem = _has_criu(restore.node)
-    if not problem and here is not None and here[:2] < there[:2]:
-        problem = f"the dump was made by CRIU {shown(there)}, here is {shown(here)}"
-    if not problem:
+    if not (problem := _has_criu(restore.node)):
         return None
     return Incompatible(
         problem,
         next_step=UPDATE_HELPER,
-        expected=shown(there),
-        found=shown(here or ()),
+        expected=shown(restore.source.criu),
+        found=shown(restore.node.criu or ()),
     )
 
 
-def _has_a_kernel_as_new(restore: _Restore) -> SnapbackError | None:
-    here, there = restore.node.kernel, restore.source.kernel
-    if here[:2] >= there[:2]:
-        return None
-    return Incompatible(
-        f"the source ran on Linux {shown(there)}, here is {shown(here)}",
-        next_step=f"restore on a node with Linux {shown(there[:2])} or later",
-        expected=shown(there),
-        found=shown(here),
+def _has_its_facts(restore: _Restore) -> SnapbackError | None:
+    source, node = restore.source, restore.node
+    there = Facts(
+        driver="criu",
+        kernel=shown(source.kernel),
+        criu=shown(source.criu),
+        cpu=sorted(source.processor),
     )
-
-
-def _has_the_instructions(restore: _Restore) -> SnapbackError | None:
-    missing = sorted({*restore.source.processor} - {*restore.node.processor})
-    if not missing:
-        return None
-    # The libraries of a process choose among them once, when it starts.
-    return Incompatible(
-        f"the source ran on a processor with {', '.join(missing)}, which this node's lacks",
-        next_step="restore on a node with a processor of the source's kind or a later one",
-        expected=missing,
-        found=sorted(restore.node.processor),
-    )
+    here = Facts(kernel=shown(node.kernel), criu=shown(node.criu or ()), cpu=sorted(node.processor))
+    return compatibility.refusal(there, here)
 
 
 def _may_give_capabilities(restore: _Restore) -> SnapbackError | None:
@@ -495,8 +480,7 @@ def _has_the_memory(restore: _Restore) -> SnapbackError | None:
 _RESTORE_CHECKS: tuple[Check[_Restore], ...] = (
     _waits,
     _restores_with_criu,
-    _has_a_kernel_as_new,
-    _has_the_instructions,
+    _has_its_facts,
     _may_give_capabilities,
     _has_the_same_mounts,
     _has_the_memory,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+from snapshot_shared import compatibility
 from snapshot_shared.artifact import Facts, RootManifest
 from snapshot_shared.errors import (
     ArtifactCorrupt,
@@ -17,7 +18,7 @@ from snapshot_shared.errors import (
     SourceExited,
     StalePodReference,
 )
-from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, DumpOrder, PodRef, VectorEntry
+from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, PodRef, VectorEntry
 
 T = TypeVar("T")
 Check = Callable[[T], SnapbackError | None]
@@ -41,7 +42,7 @@ class ObservedPod(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An artifact, the facts of the node and the devices to restore it on, and the driver.
+    """An artifact, the facts of the node with the driver of the order, and the devices.
 
     `given` is how many devices the pod has, with or without a memory server; None: not known.
     """
@@ -51,7 +52,6 @@ class Target(NamedTuple):
     source: Facts
     here: Facts
     devices: Sequence[DeviceRef]
-    driver: Driver
     given: int | None = None
 
 
@@ -168,31 +168,8 @@ def _as_many_devices(target: Target) -> SnapbackError | None:
     )
 
 
-def _by_its_driver(target: Target) -> SnapbackError | None:
-    if target.source.driver == target.driver:
-        return None
-    return Incompatible(
-        f"the process was dumped by {target.source.driver!r}, the order names {target.driver!r}",
-        next_step="restore with the driver of the artifact",
-        expected=target.source.driver,
-        found=target.driver,
-    )
-
-
-def _same_fact(name: str, what: str) -> Check[Target]:
-    def check(target: Target) -> SnapbackError | None:
-        expected, found = getattr(target.source, name), getattr(target.here, name)
-        # Either side may not have been able to read the fact; that is no difference.
-        if not expected or not found or expected == found:
-            return None
-        return Incompatible(
-            f"the {what} of the source was {expected}, here it is {found}",
-            next_step=f"restore on a node with {what} {expected}",
-            expected=expected,
-            found=found,
-        )
-
-    return check
+def _has_its_facts(target: Target) -> SnapbackError | None:
+    return compatibility.refusal(target.source, target.here)
 
 
 COMPATIBILITY_CHECKS: tuple[Check[Target], ...] = (
@@ -200,9 +177,7 @@ COMPATIBILITY_CHECKS: tuple[Check[Target], ...] = (
     _has_process_part,
     _same_devices,
     _as_many_devices,
-    _by_its_driver,
-    _same_fact("arch", "architecture"),
-    _same_fact("device_product", "GPU product"),
+    _has_its_facts,
 )
 
 

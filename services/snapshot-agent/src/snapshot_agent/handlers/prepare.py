@@ -219,11 +219,11 @@ class Prepare:
         order, hold = self._order, self.hold
         devices = await devices_of(self._machine, order.pod, order.devices) or []
         facts = msgspec.structs.replace(
-            self._machine.facts,
-            driver=hold.driver.name,
+            await self._machine.facts_with(hold.driver),
             device_product=devices[0].product if devices else "",
             devices=len(devices),
             image=self.found.image[:256],
+            image_digest=order.image_digest,
             command=list(self.found.command),
         )
         weights = sum(layout.bytes for layout in self._layouts)

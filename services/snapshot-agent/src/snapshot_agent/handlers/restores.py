@@ -167,10 +167,9 @@ class _RestoreSteps:
         if root.facts.devices:
             found_devices = await devices_of(self._machine, order.pod, order.devices)
         product = found_devices[0].product if found_devices else ""
-        here = replace(self._machine.facts, device_product=product)
+        here = replace(await self._machine.facts_with(self._driver), device_product=product)
         given = None if found_devices is None else len(found_devices)
-        name = self._driver.name
-        target = Target(order.artifact, root, root.facts, here, order.devices, name, given)
+        target = Target(order.artifact, root, root.facts, here, order.devices, given)
         refuse(COMPATIBILITY_CHECKS, target)
         parts = await proven_parts(self._machine, order.artifact, root)
         self._part = next(part for part in parts if part.part == PROCESS)

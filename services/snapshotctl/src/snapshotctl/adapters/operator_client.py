@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from snapshot_shared import api, subjects
+from snapshot_shared.artifact import Facts
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
@@ -91,6 +92,12 @@ class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
     items: list[msgspec.Raw] = []
     next: str = ""
     failure: Failure | None = None
+
+
+class _AgentStatus(msgspec.Struct):
+    """What is read of the status of an agent; earlier ones have no facts."""
+
+    facts: Facts = Facts()
 
 
 class OperatorClient:
@@ -286,6 +293,16 @@ class OperatorClient:
             and len(seen.devices) >= node.gpus
             for node in nodes
         )
+
+    async def facts_of(self, node: str) -> Facts:
+        try:
+            answer = await self.bus.request(subjects.rpc(check_node(node), "agent", "status"), b"")
+        except (NotFound, BusUnavailable) as error:
+            raise BusUnavailable(
+                f"the agent of {node} does not answer",
+                next_step="see whether it is there: snapshotctl doctor",
+            ) from error
+        return decode_json(answer, _AgentStatus).facts
 
     async def answers(self, node: str, service: str) -> bool:
         """Whether a service of a node answers questions."""

@@ -8,7 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from snapshot_shared.errors import NotEligible
+from snapshot_shared import compatibility
+from snapshot_shared.errors import NotEligible, NotFound
+from snapshot_shared.ids import check_node
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import condition
@@ -18,6 +20,7 @@ from snapshotctl.adapters.artifact_files import manifests_of
 from snapshotctl.command import AllNamespaces, Captured, Namespace, command, new_app
 from snapshotctl.commands.verify import verify
 from snapshotctl.domain import formats, targets
+from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import Operator
 from snapshotctl.tools import Tools
@@ -77,7 +80,10 @@ async def show(tools: Tools, name: Captured, namespace: Namespace = "default") -
         screen.value({**artifact.value(), "facts": facts, "manifests": on_disk})
         return
     screen.line(f"{artifact.name}: {formats.size(artifact.bytes)}, {artifact.state}", strong=True)
-    titled = [(fact.replace("_", " "), text) for fact, text in facts.items()]
+    titled = [
+        (fact.replace("_", " "), artifact_tables.shortened(fact, text))
+        for fact, text in facts.items()
+    ]
     for title, text in [*_lines(artifact, tools.now()), *titled]:
         screen.line(f"  {title:<12} {formats.plain(text)}")
     screen.line("Parts", strong=True)
@@ -108,17 +114,75 @@ def _lines(artifact: CapturedArtifact, now: float) -> list[tuple[str, str]]:
     return [(title, text) for title, text in lines if text]
 
 
-@command(app, "snapshotctl artifacts diff demo-llm demo-llm-2")
+@command(
+    app,
+    "snapshotctl artifacts diff demo-llm demo-llm-2",
+    "snapshotctl artifacts diff demo-llm --node node-2",
+)
 async def diff(
     tools: Tools,
     first: Annotated[str, typer.Argument(metavar="A", help="An artifact, as in: show.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    second: Annotated[str, typer.Argument(metavar="[B]", help="Another one.")] = "",
+    node: Annotated[
+        str,
+        typer.Option("--node", metavar="NODE", help="Whether it would be restored there, instead."),
+    ] = "",
     namespace: Namespace = "default",
-) -> None:
-    """Compare two artifacts: facts, structure, and the bytes that differ, part by part.
+) -> Exit:
+    """Compare two artifacts, or one with a node: whether it would be restored there.
 
-    The digests of their chunks are compared, so that nothing but manifests is read.
+    Of two artifacts facts, structure, and the bytes that differ are shown, part by part. The
+    digests of their chunks are compared, so that nothing but manifests is read. With --node each
+    fact has a verdict, and the exit code is 1 when the node would refuse the artifact.
     """
+    if bool(second) == bool(node):
+        raise WrongArguments(
+            "an artifact is compared with another one, or with a node",
+            next_step=f"snapshotctl artifacts diff {first} B, or --node NODE",
+        )
+    if node:
+        return await _fits(tools, first, node, namespace)
+    await _differ(tools, first, second, namespace)
+    return Exit.OK
+
+
+async def _fits(tools: Tools, name: str, node: str, namespace: str) -> Exit:
+    """Show whether an artifact would be restored on a node."""
+    async with tools.operator() as operator:
+        artifact = await _artifact(operator, targets.verified(name, namespace))
+        presence = (await operator.presence()).get(check_node(node))
+        if presence is None:
+            raise NotFound(f"{node} is not there", next_step="see which are: snapshotctl nodes")
+        facts = await operator.facts_of(node)
+    source = _readable(artifact).root.facts
+    here = artifact_tables.facts_of_node(facts, presence, source)
+    found, error = compatibility.verdicts(source, here), compatibility.refusal(source, here)
+    if not tools.screen.wants_table:
+        rows = [
+            {
+                "fact": each.fact.name,
+                "rule": each.fact.rule,
+                "source": each.source,
+                "node": each.here,
+                "verdict": each.outcome,
+                "needed": each.needed,
+            }
+            for each in found
+        ]
+        refused = error.to_failure() if error else None
+        tools.screen.value({"refused": msgspec.to_builtins(refused), "facts": rows})
+    else:
+        tools.screen.table(artifact_tables.verdicts_table(found, node))
+        if error is None:
+            tools.screen.line(f"{artifact.name} can be restored on {node}.", strong=True)
+        else:
+            why = formats.plain(f"{error.message}. Next: {error.next_step}")
+            tools.screen.line(f"{artifact.name} would be refused on {node}: {why}", strong=True)
+    return Exit.OK if error is None else Exit.FAILED
+
+
+async def _differ(tools: Tools, first: str, second: str, namespace: str) -> None:
+    """Show how two artifacts differ."""
     wanted = [targets.verified(name, namespace) for name in (first, second)]
     async with tools.operator() as operator:
         left, right = [await _artifact(operator, each) for each in wanted]

@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_shared.artifact import FileEntry, PartManifest, RootManifest
+from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
+from snapshot_shared.compatibility import Verdict
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import condition
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
+from snapshot_shared.orders import Presence
 from snapshotctl.domain import formats
 from snapshotctl.views.state import artifact_state
 from snapshotctl.views.tables import Table
+
+MAX_WORDS = 8
+"""How many words of a fact are shown in a line."""
 
 
 class CapturedArtifact(NamedTuple):
@@ -201,6 +206,39 @@ def facts(manifests: Manifests) -> dict[str, str]:
     }
 
 
+def shortened(fact: str, text: str) -> str:
+    """Return a fact as it fits into a line."""
+    words = text.split()
+    return f"{len(words)} of them" if fact == "cpu" and len(words) > MAX_WORDS else text
+
+
+def facts_of_node(facts: Facts, presence: Presence, source: Facts) -> Facts:
+    """Return the facts of a node, with its drivers and devices, as a restore of `source` has them.
+
+    Of several kinds of devices, or drivers, the one of the source counts.
+    """
+    drivers, devices = presence.drivers, presence.devices
+    products = [device.product for device in devices]
+    same = [product for product in products if product == source.device_product]
+    return msgspec.structs.replace(
+        facts,
+        driver=source.driver if source.driver in drivers else ", ".join(drivers),
+        device_product=(same or products or ["none"])[0],
+        devices=len(same or products),
+    )
+
+
+def verdicts_table(found: Sequence[Verdict], node: str) -> Table:
+    """Return what the facts of an artifact mean for a node as a table."""
+    rows = []
+    for fact, source, here, outcome, needed in found:
+        if outcome == "refused" and fact.rule == "all of":
+            source = needed  # noqa: PLW2901 - what is missing, of many
+        texts = (shortened(fact.name, text) or "-" for text in (source, here))
+        rows.append(tuple(map(formats.plain, (fact.title, *texts, outcome))))
+    return Table(("FACT", "SOURCE", node, "VERDICT"), rows)
+
+
 class PartDifference(NamedTuple):
     """How one part differs: its bytes in both, and how many of them differ.
 
@@ -236,7 +274,7 @@ def difference(left: Manifests, right: Manifests) -> Difference:
     """Return how two artifacts differ: facts, structure, and chunks by their digests."""
     ours, theirs = facts(left), facts(right)
     changed = {
-        name: (ours.get(name, "-"), theirs.get(name, "-"))
+        name: _unlike_facts(name, ours.get(name, ""), theirs.get(name, ""))
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     }
@@ -244,6 +282,15 @@ def difference(left: Manifests, right: Manifests) -> Difference:
     other = {part.part: part for part in right.parts}
     names = sorted(mine.keys() | other.keys(), key=lambda name: (name != "process", name))
     return Difference(changed, [_part(name, mine.get(name), other.get(name)) for name in names])
+
+
+def _unlike_facts(name: str, left: str, right: str) -> tuple[str, str]:
+    if name == "cpu" and left and right:
+        # They have most of a hundred words in common.
+        ours, theirs = left.split(), right.split()
+        left = " ".join(word for word in ours if word not in theirs)
+        right = " ".join(word for word in theirs if word not in ours)
+    return left or "-", right or "-"
 
 
 def _part(name: str, left: PartManifest | None, right: PartManifest | None) -> PartDifference:
