@@ -380,6 +380,50 @@ def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
     namespace.run("delete", "dynamocheckpoint/mine", "--timeout=60s")
 
 
+def findings(release: Release, code: int) -> dict[str, list[tuple[str, str]]]:
+    """What the doctor says, by its level, with the fixes."""
+    config = ("--kubeconfig", str(release.kubectl.kubeconfig), "-o", "json")
+    said = json.loads(snapshotctl(release, "doctor", *config, code=code))
+    found: dict[str, list[tuple[str, str]]] = {"ok": [], "warn": [], "fail": []}
+    for row in said:
+        found[row["level"]].append((row["what"], row.get("fix", "")))
+    return found
+
+
+def test_the_doctor_looks_at_what_the_chart_has_installed(release: Release) -> None:
+    well = findings(release, code=0)
+    said = "\n".join(what for what, _ in well["ok"])
+    name = f"{release.name}-snapback"
+    for what in (
+        "all 4 kinds are defined",
+        "the API server reaches the webhooks",
+        f"DaemonSet {name}-node is ready on all 2 nodes",
+        f"Deployment {name}-operator is ready",
+        f"StatefulSet {name}-nats is ready",
+        "the nodes have no container helper",
+        "the keys of NATS are there",
+        "artifacts are in /var/lib/snapback/artifacts of each node",
+    ):
+        assert what in said
+    release.kubectl.run("scale", f"deployment/{name}-operator", "--replicas=0")
+    try:
+        release.kubectl.run(
+            "wait",
+            "pods",
+            f"--selector={release.label},{COMPONENT}=operator",
+            "--for=delete",
+            "--timeout=60s",
+        )
+        ill = findings(release, code=1)
+    finally:
+        release.kubectl.run("scale", f"deployment/{name}-operator", "--replicas=1")
+        release.kubectl.run("rollout", "status", f"deployment/{name}-operator", "--timeout=90s")
+    [(webhooks, step)] = [row for row in ill["fail"] if "an object that is valid" in row[0]]
+    assert "failed calling webhook" in webhooks
+    assert "port 9443" in step
+    assert [what for what, _ in ill["warn"] if "operator has no pods" in what]
+
+
 @pytest.mark.usefixtures("without_operator")
 def test_snapshotctl_captures_and_restores_in_a_cluster_whose_operator_is_away(
     release: Release, namespace: Kubectl, worker: Path

@@ -13,17 +13,15 @@ from snapshot_shared.frames import DeviceStatus, FenceStatus, StatusReply
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import Presence, PresenceDevice
-from snapshotctl.views import findings
+from snapshotctl.views import finding as views
+from snapshotctl.views.finding import Finding, line, summary
 from snapshotctl.views.findings import (
-    Finding,
     Observed,
     ObservedCluster,
     ObservedMachine,
     ObservedNode,
     Stream,
     examine,
-    line,
-    summary,
 )
 
 NOW = 1000.0
@@ -327,8 +325,8 @@ def test_a_fence_of_a_capture_is_shown_and_is_no_trouble() -> None:
 
 
 def test_a_finding_is_one_line_that_ends_with_its_fix() -> None:
-    assert line(findings.ok("well")) == "ok    well"
-    assert line(findings.fail("ill", "do this")) == "fail  ill  → do this"
+    assert line(views.ok("well")) == "ok    well"
+    assert line(views.fail("ill", "do this")) == "fail  ill  → do this"
     spoilt = Failure(reason="x", message="a\nb\x1b[2J")
     [shown] = [f for f in found(cluster=None, unreachable=spoilt) if "connection" in f.what]
     assert "\n" not in line(shown)

@@ -165,7 +165,10 @@ class Tools:
         """Look at this machine, the bus, the operator and every node."""
         from snapshotctl.adapters.observer import observe
 
-        return await observe(self.folders, self.find_server)
+        seen = await observe(self.folders, self.find_server)
+        if self.kubernetes is None:
+            return seen
+        return seen._replace(installation=self.kubernetes.installation())
 
     def local_cluster(self, name: str | None, criu: str | None = None) -> LocalCluster:
         """Return the local cluster of a name, or of the options and the environment.

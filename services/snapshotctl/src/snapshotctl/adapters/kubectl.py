@@ -20,9 +20,15 @@ from typing import Any
 import msgspec
 
 from snapshot_shared.api import Applied
-from snapshot_shared.errors import BusUnavailable, InvalidManifest, NotFound, NotPermitted
+from snapshot_shared.errors import (
+    BusUnavailable,
+    InvalidManifest,
+    NotFound,
+    NotPermitted,
+    SnapbackError,
+)
 from snapshot_shared.objects.meta import TRACEPARENT
-from snapshot_shared.objects.snapback import RESTORE_FROM
+from snapshot_shared.objects.snapback import GROUP, RESTORE_FROM
 from snapshot_shared.permissions import Role, User
 from snapshotctl.adapters.processes import ending_with_us
 from snapshotctl.domain.exits import WrongArguments
@@ -35,6 +41,15 @@ from snapshotctl.domain.kubernetes import (
 )
 from snapshotctl.domain.servers import Server
 from snapshotctl.domain.targets import Target
+from snapshotctl.views.installation import (
+    DEFINITIONS,
+    KEYS,
+    WEBHOOKS,
+    Asked,
+    SeenInstallation,
+    artifact_claim,
+    home,
+)
 
 COMMAND_S = 60.0
 # -P: the working directory is the user's and may hold modules of any name.
@@ -145,6 +160,71 @@ class Kubernetes:
         except NotFound:
             return None
         return found
+
+    def installation(self) -> SeenInstallation:
+        """Return what this user may see of what the chart has installed."""
+        named = "--ignore-not-found"
+        part = "--selector=app.kubernetes.io/part-of=snapback"
+        kinds = "daemonsets,deployments,statefulsets,pods"
+        hooks = "mutatingwebhookconfigurations,validatingwebhookconfigurations"
+        seen = SeenInstallation(
+            definitions=self._listed("customresourcedefinitions", *DEFINITIONS, named),
+            webhooks=self._listed(hooks, WEBHOOKS, named),
+            workloads=self._listed(kinds, "--all-namespaces", part),
+        )
+        found = home(seen.workloads.items)
+        if found is None:
+            return seen
+        namespace, name = found
+        within = ("--namespace", namespace)
+        keys = [f"{name}-nats-{word}" for word in KEYS]
+        claim = artifact_claim(seen.workloads.items)
+        return seen._replace(
+            # The other installations of the cluster are not looked at.
+            workloads=Asked(
+                [
+                    item
+                    for item in seen.workloads.items
+                    if item["metadata"]["namespace"] == namespace
+                ]
+            ),
+            keys=self._named("secrets", *keys, named, *within),
+            claims=self._listed("persistentvolumeclaims", *within) if claim else Asked(),
+            tried=self._tried(),
+        )
+
+    def _listed(self, *words: str) -> Asked:
+        try:
+            said = self._run("get", *words, "--output=json")
+        except SnapbackError as error:
+            return Asked(failure=error.to_failure())
+        # There is no list of one object, and of none nothing at all.
+        found = json.loads(said) if said.strip() else {"items": []}
+        return Asked(found.get("items", [found]))
+
+    def _named(self, *words: str) -> Asked:
+        """Return objects without what is in them."""
+        try:
+            said = self._run("get", *words, "--output=name")
+        except SnapbackError as error:
+            return Asked(failure=error.to_failure())
+        return Asked([{"metadata": {"name": row.partition("/")[2]}} for row in said.split()])
+
+    def _tried(self) -> Asked:
+        """Ask for an object of ours that is not stored, which its webhook has to see."""
+        given = json.dumps(
+            {
+                "apiVersion": GROUP,
+                "kind": "Snapshot",
+                "metadata": {"name": "snapback-doctor", "namespace": "default"},
+                "spec": {"source": {"podRef": {"name": "snapback-doctor"}}},
+            }
+        )
+        try:
+            self._run("create", "--dry-run=server", "--filename", "-", given=given)
+        except SnapbackError as error:
+            return Asked(failure=error.to_failure())
+        return Asked()
 
     def _standing_by(self, document: msgspec.Raw) -> msgspec.Raw:
         """Return a manifest as the operator's webhook has it stored. InvalidManifest."""

@@ -83,7 +83,7 @@ async def observe(folders: Folders, find_server: Callable[[], Server]) -> Observ
             seen = await _cluster(client, found)
     except WrongArguments:
         raise
-    except (BusUnavailable, InvalidInput) as error:
+    except SnapbackError as error:
         # Credentials that cannot be used are a trouble like any other.
         unreachable = error.to_failure()
     return Observed(time.time(), VERSION, _local(folders, found), unreachable, seen)

@@ -20,7 +20,7 @@ from snapshotctl.domain.bundle_files import BundleFile, Missing
 from snapshotctl.domain.cluster import ClusterPaths
 from snapshotctl.ports import Operator
 from snapshotctl.tools import Tools
-from snapshotctl.views import findings, queue
+from snapshotctl.views import finding, findings, queue
 from snapshotctl.views.findings import Observed
 
 MAX_SPANS = 5000
@@ -106,7 +106,7 @@ def _add_findings(collection: Collection, seen: Observed) -> None:
     """Take the doctor's findings, and the streams and nodes that they are about."""
     found = findings.examine(seen)
     collection.add("doctor.json", found)
-    text = "\n".join([*map(findings.line, found), findings.summary(found), ""])
+    text = "\n".join([*map(finding.line, found), finding.summary(found), ""])
     collection.add_text("doctor.txt", text.encode())
     if seen.cluster is None:
         return

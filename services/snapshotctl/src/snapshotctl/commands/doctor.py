@@ -7,23 +7,31 @@ import msgspec
 from snapshotctl.command import command, new_app
 from snapshotctl.domain.exits import Exit
 from snapshotctl.tools import Tools
-from snapshotctl.views import findings
+from snapshotctl.views import finding, findings
 
 app = new_app()
 
 
-@command(app, "snapshotctl doctor", "snapshotctl doctor -o json")
+@command(
+    app,
+    "snapshotctl doctor",
+    "snapshotctl doctor --context production",
+    "snapshotctl doctor -o json",
+)
 async def doctor(tools: Tools) -> Exit:
     """Check this machine and the cluster; print the fix of each problem.
+
+    With --context or --kubeconfig what the chart has installed is checked as well, as far as you
+    may read it: definitions, webhooks, pods, keys, and where artifacts are.
 
     Every line has ok, warn or fail, what was checked, and the fix. It changes nothing, but writes a
     span to see whether NATS stores it, and ends with exit code 1 when something fails.
     """
     found = findings.examine(await tools.observe())
     if tools.screen.wants_table:
-        for finding in found:
-            tools.screen.line(findings.line(finding), strong=finding.level == "fail")
-        tools.screen.line(findings.summary(found), strong=True)
+        for each in found:
+            tools.screen.line(finding.line(each), strong=each.level == "fail")
+        tools.screen.line(finding.summary(found), strong=True)
     else:
-        tools.screen.value([msgspec.to_builtins(finding) for finding in found])
-    return Exit.FAILED if any(finding.level == "fail" for finding in found) else Exit.OK
+        tools.screen.value([msgspec.to_builtins(each) for each in found])
+    return Exit.FAILED if any(each.level == "fail" for each in found) else Exit.OK

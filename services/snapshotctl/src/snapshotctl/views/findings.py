@@ -1,14 +1,9 @@
-"""What is wrong with this machine and with a cluster, judged from what was observed.
-
-Every check yields findings: `ok`, `warn` for what deserves a look, `fail` for what does not work.
-A finding that is not ok has its fix, a command where there is one.
-"""
+"""What is wrong with this machine and with a cluster, judged from what was observed."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +17,8 @@ from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import SCHEMA_VERSION, Presence
 from snapshotctl.domain import formats
+from snapshotctl.views.finding import Finding, fail, ok, warn
+from snapshotctl.views.installation import SeenInstallation, installation_findings
 from snapshotctl.views.state import state_text, unready
 
 MIN_PYTHON = (3, 11)
@@ -96,57 +93,29 @@ class ObservedCluster(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """Everything that was observed. `unreachable` is why there is no cluster."""
+    """Everything that was observed. `unreachable` is why there is no cluster.
+
+    `installation` is seen where a cluster of Kubernetes was named.
+    """
 
     now: float
     version: str
     local: ObservedMachine
     unreachable: Failure | None
     cluster: ObservedCluster | None
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that was checked, and the fix when it is not ok."""
-
-    level: Literal["ok", "warn", "fail"]
-    what: str
-    fix: str = ""
-
-
-def ok(what: str) -> Finding:
-    """Return that something is as it should be."""
-    return Finding(level="ok", what=what)
-
-
-def warn(what: str, fix: str) -> Finding:
-    """Return that something deserves a look."""
-    return Finding(level="warn", what=what, fix=fix)
-
-
-def fail(what: str, fix: str) -> Finding:
-    """Return that something does not work."""
-    return Finding(level="fail", what=what, fix=fix)
+    installation: SeenInstallation | None = None
 
 
 def examine(seen: Observed) -> list[Finding]:
     """Return the findings, those of this machine first."""
     found = list(_machine(seen.local))
+    if seen.installation is not None:
+        found += installation_findings(seen.installation)
     if seen.unreachable is not None:
         found.append(fail(f"connection: {seen.unreachable.message}", _step(seen.unreachable)))
     if seen.cluster is not None:
         found += _cluster(seen, seen.cluster)
     return [msgspec.structs.replace(f, what=formats.plain(f.what)) for f in found]
-
-
-def line(finding: Finding) -> str:
-    """Return a finding as one line: `warn  what  → fix`."""
-    return f"{finding.level:<5} {finding.what}" + (f"  → {finding.fix}" if finding.fix else "")
-
-
-def summary(found: Sequence[Finding]) -> str:
-    """Return the counts of findings of each level."""
-    counts = Counter(finding.level for finding in found)
-    return f"{counts['ok']} ok, {counts['warn']} warn, {counts['fail']} fail"
 
 
 def _step(failure: Failure) -> str:
