@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from snapshot_shared.artifact import Facts
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import Attempt, Label, UidStr
 
@@ -167,6 +168,18 @@ class RequeueReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 class HealthRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ask how the operator itself is."""
+
+
+class FactsReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of the status of an agent: facts of its node, and of the artifact in question.
+
+    The body of that request may be an `ArtifactRef`. `failure` says why the node cannot read it.
+    Earlier agents have none of these.
+    """
+
+    facts: Facts = Facts()
+    source: Facts | None = None
+    failure: Failure | None = None
 
 
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import platform
 
 import pytest
 
 from snapshot_shared import subjects
-from snapshot_shared.codec import decode_json
-from snapshot_shared.orders import Presence
+from snapshot_shared.api import FactsReply
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.orders import ArtifactRef, Presence
 from tests.support.agent_rig import PATIENCE_S, Rig
 
 MIB = 1024 * 1024
@@ -59,3 +61,22 @@ async def test_the_agent_is_found_as_a_nats_service(rig: Rig) -> None:
         endpoint = answers[-1]["endpoints"][0]
         assert endpoint["subject"] == f"snap.rpc.agent.{rig.node}.status"
         assert (await rig.status())["node"] == rig.node
+
+
+async def test_a_node_says_its_facts_and_why_it_cannot_read_those_of_an_artifact(rig: Rig) -> None:
+    uid = "00000000-0000-4000-8000-000000000001"
+    gone = ArtifactRef(
+        namespace="default", content_uid=uid, generation=1, root_digest="sha256:" + "0" * 64
+    )
+    question = subjects.rpc(rig.node, "agent", "status")
+    async with rig.agent():
+        plain = decode_json(await rig.bus.request(question, b""), FactsReply)
+        asked = decode_json(await rig.bus.request(question, encode_json(gone)), FactsReply)
+        noise = decode_json(await rig.bus.request(question, b"[]"), FactsReply)
+    assert (plain.facts.arch, plain.facts.kernel) == (platform.machine(), platform.release())
+    assert (plain.source, plain.failure) == (None, None)
+    assert asked.facts == plain.facts
+    assert asked.failure is not None
+    assert asked.failure.reason == "ArtifactRootEmpty"
+    assert noise.failure is not None
+    assert noise.failure.reason == "InvalidMessage"

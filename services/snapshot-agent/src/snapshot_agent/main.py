@@ -38,16 +38,17 @@ from snapshot_agent.ports import DriverState, Machine, ProcessDriver
 from snapshot_shared import subjects
 from snapshot_shared.artifact import Facts
 from snapshot_shared.bus import Bus, Handler
-from snapshot_shared.codec import encode_json
+from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable, InvalidInput
+from snapshot_shared.errors import BusUnavailable, SnapbackError, failure_of
 from snapshot_shared.faults import FaultPlan
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.order_book import OrderBook
-from snapshot_shared.orders import Driver, Presence, PresenceDevice
+from snapshot_shared.orders import ArtifactRef, Driver, Presence, PresenceDevice
 from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -271,11 +272,21 @@ class _Node:
             at=self.clocks.wall(),
         )
 
-    async def status(self, _data: bytes, _headers: Mapping[str, str]) -> bytes:
-        """Answer a request for the status of the node."""
+    async def status(self, data: bytes, _headers: Mapping[str, str]) -> bytes:
+        """Answer a request for the status of the node, and with an `ArtifactRef` for its facts."""
         programs = {"criu": self.programs.criu, "cuda_driver": self.programs.cuda_driver}
-        facts = msgspec.structs.replace(self.facts, **programs)
-        return encode_json({"node": self.settings.node, **self.agent.status(), "facts": facts})
+        answer = {
+            "node": self.settings.node,
+            **self.agent.status(),
+            "facts": msgspec.structs.replace(self.facts, **programs),
+        }
+        if data:
+            try:
+                ref = decode_json(data, ArtifactRef)
+                answer["source"] = (await self.root.read_root(ref)).facts
+            except (SnapbackError, OSError) as error:
+                answer["failure"] = failure_of(error)
+        return encode_json(answer)
 
     async def close(self) -> None:
         """Compensate orders under way and close everything; containers run on."""

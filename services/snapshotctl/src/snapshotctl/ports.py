@@ -13,15 +13,15 @@ from snapshot_shared.api import (
     AbortReply,
     Applied,
     CordonReply,
+    FactsReply,
     RequeueReply,
     RetentionReply,
     VerifyReply,
 )
-from snapshot_shared.artifact import Facts
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import AnyObject, Kind
-from snapshot_shared.orders import Presence, Progress, Report
+from snapshot_shared.orders import ArtifactRef, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.cluster import ClusterAccess, NodeSpec
 from snapshotctl.domain.targets import Target
@@ -100,8 +100,11 @@ class Operator(Protocol):
     async def presence(self) -> dict[NodeName, Presence]:
         """Read the last presence of each node."""
 
-    async def facts_of(self, node: str) -> Facts:
-        """Ask the agent of a node for its facts. BusUnavailable when it does not answer."""
+    async def facts_of(self, node: str, artifact: ArtifactRef) -> FactsReply:
+        """Ask the agent of a node for its facts, and for those of an artifact that it can read.
+
+        BusUnavailable when it does not answer.
+        """
 
     async def answers(self, node: str, service: str) -> bool:
         """Whether a service of a node answers questions."""

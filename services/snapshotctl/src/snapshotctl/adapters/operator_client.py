@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from snapshot_shared import api, subjects
-from snapshot_shared.artifact import Facts
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
@@ -30,7 +29,7 @@ from snapshot_shared.objects.kinds import KINDS, AnyObject, Kind, find_kind
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import ObjectMeta, is_true
 from snapshot_shared.objects.snapback import GROUP
-from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
+from snapshot_shared.orders import ArtifactRef, DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import heeding, in_thread
 from snapshotctl.domain import formats
@@ -92,12 +91,6 @@ class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
     items: list[msgspec.Raw] = []
     next: str = ""
     failure: Failure | None = None
-
-
-class _AgentStatus(msgspec.Struct):
-    """What is read of the status of an agent; earlier ones have no facts."""
-
-    facts: Facts = Facts()
 
 
 class OperatorClient:
@@ -294,15 +287,16 @@ class OperatorClient:
             for node in nodes
         )
 
-    async def facts_of(self, node: str) -> Facts:
+    async def facts_of(self, node: str, artifact: ArtifactRef) -> api.FactsReply:
+        question = subjects.rpc(check_node(node), "agent", "status")
         try:
-            answer = await self.bus.request(subjects.rpc(check_node(node), "agent", "status"), b"")
+            answer = await self.bus.request(question, encode_json(artifact))
         except (NotFound, BusUnavailable) as error:
             raise BusUnavailable(
                 f"the agent of {node} does not answer",
                 next_step="see whether it is there: snapshotctl doctor",
             ) from error
-        return decode_json(answer, _AgentStatus).facts
+        return decode_json(answer, api.FactsReply)
 
     async def answers(self, node: str, service: str) -> bool:
         """Whether a service of a node answers questions."""

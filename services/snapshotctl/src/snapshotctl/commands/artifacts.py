@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from snapshot_shared import compatibility
-from snapshot_shared.errors import NotEligible, NotFound
+from snapshot_shared.errors import NotEligible, NotFound, RemoteFailure
 from snapshot_shared.ids import check_node
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Node
@@ -153,9 +153,12 @@ async def _fits(tools: Tools, name: str, node: str, namespace: str) -> Exit:
         presence = (await operator.presence()).get(check_node(node))
         if presence is None:
             raise NotFound(f"{node} is not there", next_step="see which are: snapshotctl nodes")
-        facts = await operator.facts_of(node)
-    source = _readable(artifact).root.facts
-    here = artifact_tables.facts_of_node(facts, presence, source)
+        reply = await operator.facts_of(node, artifact.reference)
+    if reply.failure is not None:
+        raise RemoteFailure(reply.failure)
+    # Earlier agents do not say what is in an artifact.
+    source = reply.source or _readable(artifact).root.facts
+    here = artifact_tables.facts_of_node(reply.facts, presence, source)
     found, error = compatibility.verdicts(source, here), compatibility.refusal(source, here)
     if not tools.screen.wants_table:
         rows = [

@@ -12,7 +12,7 @@ from snapshot_shared.compatibility import Verdict
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import condition
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
-from snapshot_shared.orders import Presence
+from snapshot_shared.orders import ArtifactRef, Presence
 from snapshotctl.domain import formats
 from snapshotctl.views.state import artifact_state
 from snapshotctl.views.tables import Table
@@ -64,6 +64,17 @@ class CapturedArtifact(NamedTuple):
         generation = committed.generation if committed else 0
         space, uid = self.content.spec.snapshot_ref.namespace, self.content.artifact_uid
         return f"{self.root}/{space}/{uid}/gen-{generation}"
+
+    @property
+    def reference(self) -> ArtifactRef:
+        """What orders call it by."""
+        committed = self.content.status.committed
+        return ArtifactRef(
+            namespace=self.namespace,
+            content_uid=self.content.artifact_uid,
+            generation=committed.generation if committed else 0,
+            root_digest=committed.root_digest if committed else "",
+        )
 
     @property
     def node(self) -> str:
