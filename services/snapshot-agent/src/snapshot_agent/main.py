@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -40,8 +41,7 @@ from snapshot_shared.artifact import Facts
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Courier
-from snapshot_shared.errors import BusUnavailable, InvalidInput
-from snapshot_shared.errors import BusUnavailable, SnapbackError, failure_of
+from snapshot_shared.errors import BusUnavailable, InvalidInput, SnapbackError, failure_of
 from snapshot_shared.faults import FaultPlan
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
@@ -98,6 +98,9 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
 
 class _Node:
     """The parts of one agent, built in the order in which they need each other."""
+
+    programs = DriverState()
+    """What process drivers said last of the programs that they use."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self.settings = settings
@@ -158,13 +161,6 @@ class _Node:
                 self.drivers[PlainCriu.name] = PlainCriu(
                     settings.helper, self.clocks.monotonic, self._scratch()
                 )
-        self.facts = Facts(
-            arch=platform.machine(),
-            kernel=platform.release(),
-            python=platform.python_version(),
-            cpu=extensions(Path("/proc/cpuinfo").read_text()),
-        )
-        self.programs = DriverState()
         self.faults = FaultPlan("agent", settings.node) if settings.sim else None
         self.book = OrderBook(
             node=self.name,
@@ -216,6 +212,16 @@ class _Node:
                 next_step="set it, for the helper too, to a folder that both have, best in memory",
             )
         return None
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The facts of the node that stay as they are."""
+        return Facts(
+            arch=platform.machine(),
+            kernel=platform.release(),
+            python=platform.python_version(),
+            cpu=extensions(Path("/proc/cpuinfo").read_text()),
+        )
 
     def _machine(self) -> Machine:
         return Machine(
