@@ -178,7 +178,7 @@ async def test_a_node_says_that_its_helper_does_not_answer(
     failure = (await driver.state()).failure
     assert failure is not None
     assert (failure.reason, failure.retryable) == ("HelperUnavailable", True)
-    assert "see why the container helper" in failure.next_step
+    assert "see why the helper of this node does not run" in failure.next_step
 
 
 def test_a_worker_is_let_go_with_time_for_the_memory_of_its_devices(

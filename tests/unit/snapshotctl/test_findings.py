@@ -272,7 +272,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             of_node(presence=presence(unready={"criu": Failure(reason="r", message="mute")})),
             "fail",
             "criu: mute",
-            "see the log of the container helper on node-1",
+            "see the log of the helper on node-1",
         ),
         (of_node(gms_version="2.0"), "warn", "GMS of node-1 is 2.0", "install 1.0 on node-1"),
         (of_node(agent_answers=False), "fail", "agent of node-1 does not answer", "restart"),

@@ -289,7 +289,7 @@ def _node(seen: Observed, cluster: ObservedCluster, it: ObservedNode) -> Iterato
 
 def _drivers(name: str, presence: Presence) -> Iterator[Finding]:
     for why, step in unready(presence.unready):
-        fix = step or f"see the log of the container helper on {name}"
+        fix = step or f"see the log of the helper on {name}"
         yield fail(f"{name} {why}", fix)
     if "criu" in presence.drivers:
         yield ok(f"{name} captures and restores processes with CRIU {presence.criu}")
