@@ -198,7 +198,7 @@ bench-agent: $(STAMP) .tools/snapback-init ## Measure dumps and restores of a pr
 	$(BIN)/python -m tests.bench.agent --size-mib $(or $(SIZE_MIB),1024) \
 		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md $(if $(JSON),--json $(JSON))
 
-demo: $(STAMP) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; DRIVER=criu as root, after `make criu init`)
+demo: $(STAMP) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; DRIVER=criu as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
 demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
@@ -223,7 +223,9 @@ tools: ## The nats CLI, into .tools/bin: from the folder SNAPBACK_TOOLS, or buil
 	@tests/support/tools/install $(TOOLS) nats
 	@echo "$(TOOLS)/nats is $$($(TOOLS)/nats --version)"
 
-criu: ## CRIU 4.2 with its libraries, into .tools/criu, from Debian unstable
+criu: .tools/criu/criu ## CRIU 4.2 with its libraries, into .tools/criu, from Debian unstable
+
+.tools/criu/criu: deploy/images/criu
 	@deploy/images/criu .tools/criu
 
 init: .tools/snapback-init ## The first process of containers that wait to be restored (C, static)

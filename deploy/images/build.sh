@@ -70,12 +70,12 @@ fetch_wheels() {
 }
 
 # What the agent has besides Python: CRIU, and the first process of containers that wait for one. Both
-# are kept in .tools; `make criu init` makes them anew.
+# are kept in .tools.
 fetch_native() {
     local native=.tools/native
     rm -rf "$native"
     mkdir -p "$native"
-    if [[ .tools/criu/criu -nt deploy/images/criu ]] || deploy/images/criu .tools/criu; then
+    if make --silent criu; then
         cp -a .tools/criu "$native/criu"
     else
         echo "build.sh: the agent's image has no CRIU, and cannot capture with the driver criu" >&2
