@@ -380,10 +380,10 @@ def memory(pid: int, listed: str, cgroups: Path) -> Memory | None:
     return Memory(min(found, default=None), usage)
 
 
-def cgroup_folders(pid: int, cgroups: Path) -> list[Path]:
-    """Return the folders of the cgroups of a process, one a hierarchy, below `cgroups`."""
+def cgroup_folders(pid: int, listed: str, cgroups: Path) -> list[Path]:
+    """Return the folders of the cgroups of a process, one a hierarchy; arguments as of `memory`."""
     found = []
-    for line in _text(f"/proc/{pid}/cgroup").splitlines():
+    for line in listed.splitlines():
         _, names, path = line.split(":", 2)
         # Version 2 has no name; beside those of version 1 it is in a folder of its own.
         top = cgroups / (names.removeprefix("name=") or "unified")

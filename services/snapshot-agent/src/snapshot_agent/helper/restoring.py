@@ -219,8 +219,13 @@ class _Restore:
     def run(self, node: Node) -> None:
         """Run CRIU, in a child of the helper that nothing else is done in."""
         pid = self._request.pid
-        for folder in observe.cgroup_folders(pid, node.cgroups):
+        # A pod may have a cgroup namespace of its own, and the kernel may let no process leave it.
+        with contextlib.suppress(PermissionError):
+            _enter_cgroups_of(1)
+        listed = Path(f"/proc/{pid}/cgroup").read_text()
+        for folder in observe.cgroup_folders(pid, listed, node.cgroups):
             (folder / "cgroup.procs").write_text(str(os.getpid()))
+        _enter_cgroups_of(pid)
         namespaces = {name: _namespace(pid, name) for name in ("pid", "net")}
         stdio = [
             os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY if number == 0 else os.O_WRONLY)
@@ -288,6 +293,11 @@ def _mounts_of(pid: int) -> int:
             return syscalls.open_tree("/")
         finally:
             syscalls.setns(ours, syscalls.CLONE_NEWNS)
+
+
+def _enter_cgroups_of(pid: int) -> None:
+    with opened(_namespace(pid, "cgroup")) as fd:
+        syscalls.setns(fd, syscalls.CLONE_NEWCGROUP)
 
 
 def _namespace(pid: int, name: str) -> int:
