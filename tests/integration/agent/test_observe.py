@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.adapters import procfs
-from snapshot_agent.domain.criu_gates import check_dump
+from snapshot_agent.domain.criu_gates import Disk, check_dump
 from snapshot_agent.domain.criu_seen import (
     Descriptor,
     MappedFile,
@@ -240,7 +240,7 @@ def apart() -> Iterator[procfs.Stat]:
 )
 def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> None:
     before = Path("/proc/thread-self/ns/net").stat()
-    seen, here = seen_of(apart), observe.node(Path("/nowhere"))
+    seen, here = seen_of(apart)._replace(upper="/upper"), observe.node(Path("/nowhere"))
     assert Path("/proc/thread-self/ns/net").stat() == before
     assert seen.root.pids == (apart.pid, 1)
     assert list(seen.addresses) == ["198.51.100.7", "2001:db8::7"]
@@ -251,9 +251,9 @@ def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> 
     assert seen.root.namespaces["net"] != here.net
     paths = [each.path for each in seen.mounts]
     node = here._replace(criu=(4, 2))
-    check_dump(seen, node, captured=paths, quiet=True, room=estimate(seen) * 2)
+    check_dump(seen, node, captured=paths, quiet=True, disk=Disk("/", estimate(seen) * 2))
     with pytest.raises(NotEligible, match="process namespace"):
-        check_dump(seen_of(self()), node, captured=paths, quiet=True, room=0)
+        check_dump(seen_of(self()), node, captured=paths, quiet=True, disk=Disk("/", 0))
 
 
 def self() -> procfs.Stat:

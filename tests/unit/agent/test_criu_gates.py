@@ -78,7 +78,7 @@ ROOT = SeenProcess(
     namespaces=OWN,
 )
 CHILD = ROOT._replace(pid=101, pids=(101, 5), share=MIB)
-TREE = SeenTree(processes=(ROOT, CHILD), mounts=MOUNTS)
+TREE = SeenTree(processes=(ROOT, CHILD), mounts=MOUNTS, upper="/upper")
 NODE = SeenNode(
     criu=(4, 2, 1),
     kernel=(6, 18, 44),
@@ -294,6 +294,22 @@ def test_open_files_must_be_on_mounts_that_come_with_the_dump_or_are_there_again
     refused(dump_error(seen), words)
     if "/data" in " ".join(words):
         assert dump_error(seen, captured=["/data"]) is None
+
+
+@pytest.mark.parametrize(
+    ("root", "words"),
+    [
+        (mount(1, "/", "overlay", root="/"), ("type overlay", "no folder of its own")),
+        (mount(1, "/", root="/snapshots/5"), ("type ext4", "no folder of its own")),
+        (mount(1, "/", root="/snapshots/5", options=["ro", "relatime"]), ()),
+    ],
+)
+def test_a_root_that_is_written_to_needs_an_upper_folder(
+    root: Mount, words: tuple[str, ...]
+) -> None:
+    seen = TREE._replace(mounts=[root, *MOUNTS[1:]], upper=None)
+    refused(dump_error(seen), words)
+    assert dump_error(seen, plain=True) is None
 
 
 def test_a_dump_needs_room_for_forked_heaps_and_for_shared_memory_once() -> None:

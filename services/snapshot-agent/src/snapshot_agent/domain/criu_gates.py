@@ -26,7 +26,7 @@ from snapshot_agent.domain.criu_seen import (
 )
 from snapshot_agent.domain.criu_source import SourceFacts
 from snapshot_agent.domain.gate import Check, refuse
-from snapshot_agent.domain.mounts import Mount
+from snapshot_agent.domain.mounts import Mount, visible
 from snapshot_shared import compatibility
 from snapshot_shared.artifact import Facts
 from snapshot_shared.errors import Incompatible, NoSpace, NotEligible, SnapbackError
@@ -318,6 +318,21 @@ def _has_its_files_captured(dump: _Dump) -> SnapbackError | None:
     return None
 
 
+def _has_its_root_captured(dump: _Dump) -> SnapbackError | None:
+    root = visible(dump.seen.mounts).get("/")
+    # A plain worker has the root of its node, as it has where it is restored.
+    if dump.plain or root is None or is_read_only(root) or dump.seen.upper is not None:
+        return None
+    return NotEligible(
+        f"the root of the container is of the type {root.fs_type} ({root.source}), where what it "
+        "has written is in no folder of its own, and could not be captured",
+        next_step="have the container runtime use overlays (the snapshotter overlayfs), or set "
+        "readOnlyRootFilesystem",
+        expected="an overlay with an upper folder",
+        found=root.fs_type,
+    )
+
+
 def _comes_again(use: Use, mount: Mount) -> bool:
     """Whether another container has the file as well, in the same state."""
     return (
@@ -366,6 +381,7 @@ _DUMP_CHECKS: tuple[Check[_Dump], ...] = (
     _has_no_devices,
     _is_connected_to_itself,
     _has_its_files_captured,
+    _has_its_root_captured,
     _fits_in_memory,
     _fits,
 )

@@ -152,7 +152,8 @@ class SeenTree(NamedTuple):
     """A worker, or a container that waits for one: its processes, its root process first.
 
     `memory` is None when its cgroup is not found. `addresses` are those of its network namespace,
-    without those of loopback and of a link alone.
+    without those of loopback and of a link alone. `upper` is the folder of the node with what was
+    written in the root of the container, or None where it has none or it is not found.
     """
 
     processes: Sequence[SeenProcess]
@@ -160,6 +161,7 @@ class SeenTree(NamedTuple):
     sockets: Sequence[UnixSocket] = ()
     addresses: Sequence[str] = ()
     memory: Memory | None = None
+    upper: str | None = None
 
     @property
     def root(self) -> SeenProcess:

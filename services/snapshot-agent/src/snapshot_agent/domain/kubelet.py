@@ -33,7 +33,10 @@ def container_in(cgroups: str, pod_uid: str) -> str | None:
     """
     names = {f"pod{pod_uid}", f"pod{pod_uid.replace('-', '_')}.slice"}
     for line in cgroups.splitlines():
-        parts = line.partition(":")[2].partition(":")[2].split("/")
+        path = line.partition(":")[2].partition(":")[2]
+        # A name for systemd, `<slice>:<prefix>:<id>`, is the name of one folder where the kubelet
+        # uses systemd and the runtime does not.
+        parts = (part for each in path.split("/") for part in each.split(":", 1))
         for above, name in itertools.pairwise(parts):
             # systemd repeats the names above in each: kubepods-burstable-pod<uid>.slice.
             if above in names or above.rpartition("-")[2] in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")
@@ -56,15 +57,29 @@ def visible(mounts: Iterable[Mount]) -> dict[str, Mount]:
     return {mount.path: mount for mount in mounts}
 
 
-def upper_of(mounts: Iterable[Mount]) -> str | None:
+def upper_of(mounts: Iterable[Mount], on_node: Iterable[Mount] = ()) -> str | None:
     """Return the folder of the node with the files that a container has written in its root.
 
-    None when its root is no overlay.
+    `on_node` are the mounts of the node. None when its root is no overlay that can be written to,
+    or its folder is not named whole and the node does not show where it is.
     """
     for mount in mounts:
         if mount.path == "/" and mount.fs_type == "overlay":
             for option in mount.super_options:
                 name, _, value = option.partition("=")
                 if name == "upperdir":
-                    return unescaped(value)
+                    return _whole(PurePosixPath(unescaped(value)), mount, on_node)
+    return None
+
+
+def _whole(upper: PurePosixPath, root: Mount, on_node: Iterable[Mount]) -> str | None:
+    if upper.is_absolute():
+        return str(upper)
+    # For an image of so many layers that their paths do not fit into one call, CRI-O mounts
+    # <id>/diff at <id>/merged, both relative to a folder that no option names.
+    merged = upper.with_name("merged")
+    for mount in on_node:
+        path = PurePosixPath(mount.path)
+        if mount.device == root.device and path.parts[-len(merged.parts) :] == merged.parts:
+            return str(path.with_name(upper.name))
     return None

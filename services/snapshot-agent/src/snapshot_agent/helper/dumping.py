@@ -26,7 +26,7 @@ from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_m
 from snapshot_agent.domain.criu_seen import SeenNode, SeenTree
 from snapshot_agent.domain.criu_source import Archive, RenamedSocket, SourceFacts, SourceMount
 from snapshot_agent.domain.helping import DumpRequest, Inspect, RestoreRequest
-from snapshot_agent.domain.mounts import Mount, upper_of
+from snapshot_agent.domain.mounts import Mount
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
 from snapshot_agent.helper.beneath import open_inside
 from snapshot_agent.helper.caller import Caller
@@ -138,6 +138,14 @@ def _check(
         cuda=devices,
         plain=request.plain,
     )
+    if seen.upper and not Path(seen.upper).is_dir():
+        raise NotEligible(
+            f"what the container has written is in {seen.upper}, which the helper of this node "
+            "does not have",
+            next_step="have `node.runtimeDir` of the chart name the folder of the container "
+            "runtime or of its snapshotter",
+            path=seen.upper,
+        )
 
 
 def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float | None:
@@ -346,8 +354,8 @@ def _captured(request: DumpRequest, seen: SeenTree) -> list[Captured]:
         row = Archive(name=f"files-{len(found)}.tar", path=path, is_upper=is_upper)
         found.append(Captured(source, row, below(path, mounts)))
 
-    if upper := upper_of(seen.mounts):
-        add("/", partial(open_root, upper), is_upper=True)
+    if seen.upper:
+        add("/", partial(open_root, seen.upper), is_upper=True)
     for mount in _volumes(request, seen):
         add(mount.path, partial(open_inside, request.pid, mount.path), is_upper=False)
     return found

@@ -30,7 +30,7 @@ from snapshot_agent.domain.criu_seen import (
     Version,
     extensions,
 )
-from snapshot_agent.domain.mounts import mounts_in, unescaped
+from snapshot_agent.domain.mounts import Mount, mounts_in, unescaped, upper_of
 from snapshot_shared.errors import SourceExited
 
 _NAMESPACES = ("user", "pid", "mnt", "net", "uts", "ipc", "time", "cgroup")
@@ -112,18 +112,26 @@ def tree(pid: int, start: int, *, cgroups: Path) -> SeenTree:
         key=lambda each: (each.pid != pid, each.pid),
     )
     try:
+        mounts = mounts_in(_text(f"/proc/{pid}/mountinfo"))
         found = SeenTree(
             processes=processes,
-            mounts=mounts_in(_text(f"/proc/{pid}/mountinfo")),
+            mounts=mounts,
             sockets=unix_sockets(pid),
             addresses=_addresses(pid),
             memory=memory(pid, _text(f"/proc/{pid}/cgroup"), cgroups),
+            upper=upper_of(mounts, _mounts_of_node()),
         )
     except _GONE:
         raise _ended(pid) from None
     if not processes or processes[0].pid != pid or not procfs.is_alive(pid, start):
         raise _ended(pid)
     return found
+
+
+def _mounts_of_node() -> list[Mount]:
+    with contextlib.suppress(PermissionError):
+        return mounts_in(_text("/proc/1/mountinfo"))
+    return []
 
 
 def _ended(pid: int) -> SourceExited:
