@@ -68,18 +68,20 @@ def kubeconfig(server: str, authority: str, token: str) -> str:
 
 
 def containerd() -> str:
-    """Return the configuration of containerd, which has its usual folders."""
-    return f"""version = 3
+    """Return the configuration of containerd, which has its usual folders.
+
+    It is of the version that containerd 1.x reads, and 2.x as well.
+    """
+    return f"""version = 2
 oom_score = 0
-[plugins.'io.containerd.cri.v1.images'.pinned_images]
-  sandbox = "{PAUSE_IMAGE}"
-[plugins.'io.containerd.cri.v1.runtime']
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{PAUSE_IMAGE}"
   # A host may not let even root lower an OOM score.
   restrict_oom_score_adj = true
   disable_apparmor = true
   enable_cdi = true
-  [plugins.'io.containerd.cri.v1.runtime'.cni]
-    bin_dirs = ["/usr/lib/cni"]
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
 """
 
 
