@@ -29,6 +29,7 @@ from snapshot_agent.domain.helping import (
     Settle,
 )
 from snapshot_agent.helper import cuda_facts, cuda_worker, observe
+from snapshot_agent.helper.beneath import check_kernel
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import remove_work_folders
 from snapshot_agent.helper.dumping import Node, dump, inspect
@@ -202,6 +203,7 @@ def _unfit(seen: SeenNode, criu: Path, nft: Path) -> SnapbackError | None:
                 next_step=criu_gates.UPDATE_HELPER,
                 expected=str(nft),
             )
+        check_kernel()
         self_test(criu)
     except SnapbackError as error:
         log.warning("no worker of this node is dumped or restored: %s; %s", error, error.next_step)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from snapshot_shared.errors import SourceExited
+from snapshot_shared.errors import NotEligible, SourceExited
 from snapshot_shared.files import open_dir, opened
 
 LIMIT_ENTRIES = 1_000_000
@@ -84,6 +84,24 @@ def open_beneath(folder: int, path: str, flags: int) -> int:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number), path)
+
+
+def check_kernel() -> None:
+    """NotEligible when this process cannot open files as `open_beneath` does.
+
+    There is no other way that keeps to one mount and is safe with what others may change.
+    """
+    try:
+        with opened(os.open("/", os.O_PATH | os.O_CLOEXEC)) as root:
+            os.close(open_beneath(root, ".", os.O_PATH))
+    except OSError as error:
+        raise NotEligible(
+            f"openat2 cannot be called on this node ({error.strerror}, Linux {os.uname().release})",
+            next_step="use Linux 5.6 or later, and let the container helper have the seccomp "
+            "profile Unconfined",
+            expected="openat2",
+            found=error.strerror,
+        ) from error
 
 
 def open_inside(pid: int, path: str) -> int:
