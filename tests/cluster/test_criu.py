@@ -15,6 +15,7 @@ from snapshot_operator.kube import restoring
 from tests.cluster.agents import CRIU, INIT, agents
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.machine import ComponentError
 from tests.cluster.simulated import ROOT, container, pod
 from tests.cluster.test_agent import artifacts, nats_url, restored, running
 from tests.cluster.test_operator import Rig, polled, rig
@@ -218,12 +219,17 @@ async def test_a_worker_that_only_waits_from_when_it_is_ready_is_asked_for_nothi
     await did(nodes, "again", "restore-complete")
 
 
+DUMPS = "[c]riu.bin dump"
+"""A pattern of the command line of CRIU while it dumps."""
+
+
 async def dumping(cluster: Cluster) -> None:
     """Wait until a helper of node-1 has CRIU dump a worker."""
     records = cluster.machine("node-1").home / "snapback" / "helper" / "dumps"
 
     async def is_under_way() -> bool:
-        return any(records.iterdir())
+        # The folder is made by a helper that starts.
+        return any(records.glob("*"))
 
     async with asyncio.timeout(60):
         while not await is_under_way():  # noqa: ASYNC110 - no event reports it
@@ -257,6 +263,55 @@ async def test_a_worker_whose_agent_is_killed_while_criu_dumps_goes_on_with_its_
     lines = await said_by(nodes, name)
     assert all(line["child"] == line["tcp"] == line["count"] for line in lines)
     assert left_of_criu(own_cluster) == ""
+
+
+async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leave_nothing(
+    rig: Rig, nodes: Kubectl, own_cluster: Cluster, artifacts: Path
+) -> None:
+    await rig.apply("llm", {"spec": source("--heap-mib", "256")["spec"]}, driver="criu")
+    await dumping(own_cluster)
+    node = own_cluster.machine("node-1")
+
+    async def is_stopped() -> bool:
+        with contextlib.suppress(ComponentError):
+            await asyncio.to_thread(node.run, "pkill", "-STOP", "-f", DUMPS)
+            return True
+        return False
+
+    await polled(is_stopped)
+    await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
+
+    async def is_ending() -> bool:
+        pods = await asyncio.to_thread(nodes.list, "pods", "--selector=app=snapback-node")
+        return any(
+            pod["spec"]["nodeName"] == "node-1" and "deletionTimestamp" in pod["metadata"]
+            for pod in pods
+        )
+
+    await polled(is_ending)
+    await asyncio.to_thread(node.run, "pkill", "-CONT", "-f", DUMPS)
+    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
+    assert failed["reason"] in ("ServiceStopped", "OutcomeUnknown")
+    await asyncio.to_thread(
+        nodes.run, "rollout", "status", "daemonset/snapback-node", "--timeout=90s"
+    )
+    name = await running(nodes, "llm")
+    await did(nodes, name, "snapshot-aborted")
+
+    async def goes_on() -> bool:
+        return not (await said_by(nodes, name))[-1]["did"]
+
+    await polled(goes_on)
+    lines = await said_by(nodes, name)
+    assert all(line["child"] == line["tcp"] == line["count"] for line in lines)
+    assert not [path for path in artifacts.rglob("*") if path.is_file()]
+    assert not list((node.home / "snapback" / "helper" / "dumps").iterdir())
+    assert left_of_criu(own_cluster) == ""
+    worker_pid = node.run("pgrep", "-o", "-f", "full_worker.py").strip()
+    network = f"--net=/proc/{worker_pid}/ns/net"
+    tables = node.run("nsenter", network, str(CRIU.with_name("nft")), "list", "tables")
+    assert "CRIU" not in tables
+    assert "/criu-" not in node.run("cat", "/proc/self/mountinfo")
 
 
 async def test_a_worker_whose_helper_is_killed_while_criu_dumps_is_ended(

@@ -107,6 +107,24 @@ async def test_a_worker_goes_on_when_an_action_of_its_dump_fails(node: Node, ste
     await halted.end(report)
 
 
+async def test_a_worker_goes_on_whose_agent_and_helper_are_replaced_while_it_is_dumped(
+    node: Node,
+) -> None:
+    halted = await dump_in(node, "archiving")
+    assert node.helper is not None
+    assert node.running_agent is not None
+    for each in (node.helper, node.running_agent):
+        each.terminate()
+    await node.running_agent.wait()
+    await node.helper.wait()
+    await halted.container.goes_on()
+    assert halted.container.did()[-1] == "snapshot-aborted"
+    await node.start_helper()
+    await node.process()
+    await halted.rests()
+    assert not halted.is_staged
+
+
 RESTORE_FAILURES = {"begun": "CriuFailed", "restoring": "CriuFailed", "resumed": "restored"}
 
 

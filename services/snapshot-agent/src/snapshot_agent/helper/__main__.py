@@ -11,10 +11,12 @@ import os
 import select
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import NoReturn
 
 from snapshot_agent.adapters.guard import let_in
+from snapshot_agent.adapters.settling import RETURN_S
 from snapshot_agent.domain import criu_gates
 from snapshot_agent.domain import cuda as rules
 from snapshot_agent.domain.criu_seen import SeenNode, shown
@@ -36,7 +38,14 @@ from snapshot_agent.helper.dumping import Node, dump, inspect
 from snapshot_agent.helper.restoring import restore
 from snapshot_agent.helper.self_test import self_test
 from snapshot_agent.helper.settling import Records
-from snapshot_shared.errors import Failure, Internal, InvalidMessage, NotEligible, SnapbackError
+from snapshot_shared.errors import (
+    Aborted,
+    Failure,
+    Internal,
+    InvalidMessage,
+    NotEligible,
+    SnapbackError,
+)
 from snapshot_shared.settings import Common, load
 from snapshot_shared.telemetry import log_to_stderr
 
@@ -74,6 +83,7 @@ class Helper:
             records,
             settings.scratch_dir,
         )
+        self._is_ending = False
         self._settling = self._settle()
         settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.helper.unlink(missing_ok=True)
@@ -85,7 +95,11 @@ class Helper:
         self._unfit = _unfit(self._seen, settings.criu, nft)
 
     def serve(self) -> None:
-        """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker."""
+        """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker.
+
+        Whose dump was ended is asked about by an agent that ends too: without an answer it ends
+        the worker. So that is answered for as long as it waits for one.
+        """
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         children: dict[int, int] = {}
@@ -108,6 +122,18 @@ class Helper:
             for child in children.values():
                 os.kill(child, signal.SIGTERM)
             for child in children.values():
+                os.waitpid(child, 0)
+            if children:
+                self._see_off()
+
+    def _see_off(self) -> None:
+        """Settle what is asked for, and refuse all other requests."""
+        self._is_ending = True
+        limit = time.monotonic() + RETURN_S
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        while poll.poll(max(0.0, limit - time.monotonic()) * 1000):
+            if child := self._welcome():
                 os.waitpid(child, 0)
 
     def _welcome(self) -> int | None:
@@ -171,6 +197,8 @@ class Helper:
 
     def _done(self, caller: Caller) -> Done:
         request, fds = caller.receive()
+        if self._is_ending and not isinstance(request, Settle):
+            raise Aborted("the helper of this node ends")
         match request:
             case Ping(cuda=cuda):
                 return Done(
