@@ -28,6 +28,7 @@ from snapshot_agent.domain.criu_source import Archive, RenamedSocket, SourceFact
 from snapshot_agent.domain.helping import DumpRequest, Inspect, RestoreRequest
 from snapshot_agent.domain.mounts import Mount
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
+from snapshot_agent.helper.action_script import ActionScript
 from snapshot_agent.helper.beneath import open_inside
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import KDAT, Watch, in_child, work_folder
@@ -53,13 +54,6 @@ SOURCE = "criu.json"
 """The file of a part with what was observed of its source."""
 
 _HOST_NAME = re.compile(r"^[a-z0-9][a-z0-9.-]{0,62}\Z")
-
-_SCRIPT = """#!/bin/sh
-[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0
-echo 1<>asks
-read -r status <answers
-exit "$status"
-"""
 
 
 class Node(NamedTuple):
@@ -193,18 +187,18 @@ def _dump(
     def look() -> None:
         caller.progress(_size(part), found.bytes)
 
-    with work_folder() as work:
+    with work_folder() as work, ActionScript(work, "post-dump") as script:
         plan = DumpPlan(
             pid=request.pid,
             images=f"/proc/self/fd/{part}",
             work=str(work),
-            script=f"{work}/script",
+            script=str(script.path),
             network=network,
             external=external_mounts(seen.mounts),
             watched=[*request.watched, *(mount.path for mount in _volumes(request, seen))],
             locks=not request.plain,
         )
-        with _Criu([str(node.criu), *dump_arguments(plan)], part, work) as criu:
+        with _Criu([str(node.criu), *dump_arguments(plan)], part, work, script) as criu:
             criu.until_written(watch, look)
             sockets = socket_names.renamed(request.pid, seen)
             for tree in trees:
@@ -270,16 +264,10 @@ def _facts(
 class _Criu:
     """CRIU while it dumps. Leaving the block ends a dump that is not over."""
 
-    def __init__(self, argv: Sequence[str], part: int, work: Path) -> None:
-        """Start it. `work` gets the action script and its pipes."""
+    def __init__(self, argv: Sequence[str], part: int, work: Path, script: ActionScript) -> None:
+        """Start it; `work` is the folder of `script`."""
         self._work = work
-        for name in ("asks", "answers"):
-            os.mkfifo(work / name)
-        (work / "script").write_text(_SCRIPT)
-        (work / "script").chmod(0o700)
-        # Both ends of each: no side then waits for the other to open it, or sees its end.
-        self._asks = os.open(work / "asks", os.O_RDWR | os.O_CLOEXEC)
-        self._answers = os.open(work / "answers", os.O_RDWR | os.O_CLOEXEC)
+        self._script = script
         self._criu = subprocess.Popen(
             argv,
             cwd=work,
@@ -299,8 +287,7 @@ class _Criu:
     def __exit__(self, *_: object) -> None:
         if self._criu.returncode is None:
             self._end()
-        for fd in (self._asks, self._answers, self._pidfd):
-            os.close(fd)
+        os.close(self._pidfd)
         if self._criu.returncode < 0:
             raise OutcomeUnknown(
                 f"CRIU was ended by signal {-self._criu.returncode} while it dumped, so the "
@@ -310,12 +297,12 @@ class _Criu:
 
     def until_written(self, watch: Watch, look: Callable[[], None]) -> None:
         """Wait until the images are written."""
-        if self._asks not in watch.wait(self._asks, self._pidfd, look=look):
+        if self._script.asks not in watch.wait(self._script.asks, self._pidfd, look=look):
             self._require_success()
 
     def until_ended(self, watch: Watch, look: Callable[[], None]) -> None:
         """Have CRIU set the worker free, and wait for its end."""
-        os.write(self._answers, b"0\n")
+        self._script.answer(go_on=True)
         watch.wait(self._pidfd, look=look)
         self._require_success()
 
@@ -325,7 +312,7 @@ class _Criu:
 
     def _end(self) -> None:
         """Have the dump fail. CRIU is killed when that takes too long."""
-        os.write(self._answers, b"1\n")
+        self._script.answer(go_on=False)
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(self._criu.pid, resource.RLIMIT_FSIZE, (0, 0))
         try:

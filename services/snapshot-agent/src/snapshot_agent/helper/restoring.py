@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from snapshot_agent.domain.criu_seen import SeenTree
 from snapshot_agent.domain.criu_source import SourceFacts
 from snapshot_agent.domain.helping import RESTORED, RestoreRequest
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
+from snapshot_agent.helper.action_script import ActionScript
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import Watch, in_child, work_folder
 from snapshot_agent.helper.dumping import SOURCE, Node, below, criu_failed, host_name
@@ -242,24 +244,34 @@ class _Restore:
             network=namespaces["net"],
             external=external_mounts(self._source.mounts),
             pipes=inherited(self._source.stdio, stdio),
+            script=str(self._work / "script") if self._source.sockets else "",
         )
-        child = subprocess.run(
-            [node.criu, *restore_arguments(plan)],
-            check=False,
-            cwd=self._work,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[namespaces["net"], *stdio],
-            restore_signals=False,
-            preexec_fn=_enter,
-        )
-        if child.returncode < 0:
-            raise OutcomeUnknown(f"CRIU was ended by signal {-child.returncode} while it restored")
-        if child.returncode:
+        with ActionScript(self._work, "post-restore") as script:
+            criu = subprocess.Popen(
+                [node.criu, *restore_arguments(plan)],
+                cwd=self._work,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[namespaces["net"], *stdio],
+                restore_signals=False,
+                preexec_fn=_enter,  # noqa: PLW1509 - there are no threads
+            )
+            self._rename_sockets(criu.pid, script)
+            status = criu.wait()
+        if status < 0:
+            raise OutcomeUnknown(f"CRIU was ended by signal {-status} while it restored")
+        if status:
             raise criu_failed(self._work, "restore")
-        with opened(open_root(self._root)) as root:
-            socket_names.rename(root, self._source.sockets)
+
+    def _rename_sockets(self, criu: int, script: ActionScript) -> None:
+        """Give sockets their names when CRIU has made them, before any process runs."""
+        with opened(os.pidfd_open(criu)) as pidfd:
+            ready, _, _ = select.select([script.asks, pidfd], [], [])
+        if script.asks in ready:
+            with opened(open_root(self._root)) as root:
+                socket_names.rename(root, self._source.sockets)
+            script.answer(go_on=True)
 
     @property
     def _root(self) -> Path:
