@@ -20,6 +20,7 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.adapters.keys import ArtifactKeys
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.adapters.operator import OperatorClient
 from snapshot_agent.adapters.presence import PresencePublisher
@@ -280,6 +281,7 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         gpu_memory=gpu_memory,
         guards=SimGuards(node),
         artifacts=root,
+        keys=ArtifactKeys(None),
         operator=operator,
         locks=SimLocks(node),
         clocks=clocks,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from snapshot_shared.errors import Failure
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.orders import Presence, PresenceDevice
+from snapshot_shared.orders import Presence, PresenceDevice, UnreadyDriver
 
 GIB = 1024**3
 
@@ -59,3 +60,8 @@ def presence(node: str, *, gpus: int = 2, capacity: int = 4 * GIB) -> Presence:
         for index in range(gpus)
     ]
     return Presence(node=node, boot_id="boot", version="0.1.0", devices=devices, at=0.0)
+
+
+def unready(why: Failure, *drivers: str) -> list[UnreadyDriver]:
+    """Return that a node cannot use these drivers."""
+    return [UnreadyDriver(driver=driver, why=why) for driver in drivers]

@@ -476,14 +476,21 @@ class DeadLetter(
     payload: bytes
 
 
+class UnreadyDriver(msgspec.Struct, frozen=True, kw_only=True):
+    """A process driver that a node would have and cannot use, and why."""
+
+    driver: ShortText
+    why: Failure
+
+
 class Presence(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.presence"
 ):
     """What a node says of itself every 10 s, under its key in `snap_nodes`.
 
     `unknown` counts what lies below its artifact root and belongs to no content, `quarantined`
-    what was moved away for that. `criu` is the version of its CRIU. `unready` says why drivers that
-    the node would have are not among its `drivers`.
+    what was moved away for that. `criu` is the version of its CRIU. `unready` are drivers
+    that the node would have, and that are not among its `drivers`.
     """
 
     node: NodeStr
@@ -493,7 +500,7 @@ class Presence(
     devices: list[PresenceDevice] = []
     drivers: list[ShortText] = []
     criu: ShortText = ""
-    unready: dict[ShortText, Failure] = {}
+    unready: list[UnreadyDriver] = []
     artifact_root: Text = ""
     free_bytes: Bytes = 0
     slots: int = 1

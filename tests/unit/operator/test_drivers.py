@@ -8,7 +8,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import condition
 from snapshot_shared.orders import Presence
-from tests.support.objects import checkpoint_document, presence
+from tests.support.objects import checkpoint_document, presence, unready
 from tests.support.operator_world import World
 
 WHY = Failure(
@@ -17,7 +17,7 @@ WHY = Failure(
     next_step="use CRIU 4.2 or later",
 )
 HAS_IT = replace(presence("node-1"), drivers=["cooperative", "criu"], criu="4.2")
-UNFIT = replace(HAS_IT, drivers=["cooperative"], unready={"criu": WHY})
+UNFIT = replace(HAS_IT, drivers=["cooperative"], unready=unready(WHY, "criu"))
 
 
 async def warm(world: World, last: Presence) -> None:
@@ -51,7 +51,7 @@ async def test_a_capture_waits_for_the_self_test_of_its_node_and_names_what_fail
 
 async def test_a_capture_names_the_drivers_of_a_node_that_does_not_have_its_own() -> None:
     world = World()
-    await warm(world, replace(UNFIT, unready={}))
+    await warm(world, replace(UNFIT, unready=[]))
     assert world.open("prepare") == []
     why, message = await reason(world)
     assert why == "DriverUnavailable"
@@ -69,4 +69,7 @@ async def test_a_node_keeps_what_its_agent_says_of_criu() -> None:
     await world.join(UNFIT)
     node = world.cluster.get("Node", None, "node-1")
     assert isinstance(node, Node)
-    assert (node.status.criu, node.status.unready) == ("4.2", {"criu": WHY})
+    assert (node.status.criu, node.status.unready) == (
+        "4.2",
+        unready(WHY, "criu"),
+    )

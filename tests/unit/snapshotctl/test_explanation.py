@@ -17,6 +17,7 @@ from snapshotctl.views import explanation
 from snapshotctl.views.related import RelatedObjects
 from snapshotctl.views.state import object_state
 from tests.support import stories
+from tests.support.objects import unready
 from tests.support.stories import NOW, row
 
 UID = derived_uid("content", "snap")
@@ -277,7 +278,7 @@ def test_a_traceback_in_a_log_is_shown_by_its_last_line() -> None:
 
 def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another() -> None:
     why = Failure(reason="NotEligible", message="CRIU did not dump", next_step="use CRIU 4.2")
-    status = NodeStatus(drivers=["cooperative"], criu="4.1.1", unready={"criu": why})
+    status = NodeStatus(drivers=["cooperative"], criu="4.1.1", unready=unready(why, "criu"))
     lines = _now(_related(Node(metadata=stories.meta("node", "n"), status=status)))
     assert "process drivers: cooperative, CRIU 4.1.1" in lines
     assert "it cannot use the process driver criu: CRIU did not dump. Next: use CRIU 4.2" in lines

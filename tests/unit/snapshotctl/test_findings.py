@@ -23,6 +23,7 @@ from snapshotctl.views.findings import (
     Stream,
     examine,
 )
+from tests.support.objects import unready
 
 NOW = 1000.0
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
@@ -263,13 +264,15 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             "install 1.0",
         ),
         (
-            of_node(presence=presence(unready={"criu": TOO_OLD, "criu+cuda": TOO_OLD})),
+            of_node(presence=presence(unready=unready(TOO_OLD, "criu", "criu+cuda"))),
             "fail",
             "node-1 cannot use the process driver criu or criu+cuda: this node has CRIU 4.1",
             "update the helper's image",
         ),
         (
-            of_node(presence=presence(unready={"criu": Failure(reason="r", message="mute")})),
+            of_node(
+                presence=presence(unready=unready(Failure(reason="r", message="mute"), "criu"))
+            ),
             "fail",
             "criu: mute",
             "see the log of the helper on node-1",
@@ -310,7 +313,7 @@ def test_whatever_is_not_ok_has_a_fix() -> None:
 
 def test_a_node_without_nvidias_driver_is_well_and_says_what_it_captures_with() -> None:
     none = Failure(reason="NotEligible", message="none is loaded", values={"found": "none"})
-    seen = presence(drivers=["criu"], criu="4.2", unready={"criu+cuda": none})
+    seen = presence(drivers=["criu"], criu="4.2", unready=unready(none, "criu+cuda"))
     findings = of_node(presence=seen)
     assert [finding.what for finding in findings if "CRIU" in finding.what] == [
         "node-1 captures and restores processes with CRIU 4.2"

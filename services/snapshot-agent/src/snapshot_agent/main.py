@@ -48,7 +48,7 @@ from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.order_book import OrderBook
-from snapshot_shared.orders import ArtifactRef, Driver, Presence, PresenceDevice
+from snapshot_shared.orders import ArtifactRef, Driver, Presence, PresenceDevice, UnreadyDriver
 from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -269,7 +269,11 @@ class _Node:
             devices=devices,
             drivers=[name for name, state in states.items() if state.failure is None],
             criu=self.programs.criu,
-            unready={name: state.failure for name, state in states.items() if state.failure},
+            unready=[
+                UnreadyDriver(driver=name, why=state.failure)
+                for name, state in states.items()
+                if state.failure
+            ],
             artifact_root=str(self.settings.artifact_root),
             free_bytes=await self.root.free_bytes(),
             slots=self.settings.slots,

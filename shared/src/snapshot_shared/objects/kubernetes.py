@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, field
 
-from snapshot_shared.errors import Failure
 from snapshot_shared.objects.meta import (
     Amount,
     AnnotationValue,
@@ -24,7 +23,7 @@ from snapshot_shared.objects.meta import (
     OrderStatus,
     Quantity,
 )
-from snapshot_shared.orders import DeviceRef, Label, NodeStr, PresenceDevice
+from snapshot_shared.orders import DeviceRef, Label, NodeStr, PresenceDevice, UnreadyDriver
 
 UNKNOWN_ARTIFACTS = "UnknownArtifacts"
 """Condition of a Node: something below its artifact root has no owner."""
@@ -178,7 +177,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     devices: list[PresenceDevice] = []
     drivers: list[str] = []
     criu: str = ""
-    unready: dict[str, Failure] = {}
+    unready: list[UnreadyDriver] = []
     artifact_root: str = ""
     slots: int = 1
     conditions: list[Condition] = []

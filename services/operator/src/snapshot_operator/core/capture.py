@@ -295,7 +295,8 @@ def _no_driver(view: ContentView) -> Wait | None:
     # Without any the node has not said yet what it has.
     if home is None or not home.status.drivers or driver in home.status.drivers:
         return None
-    name, why = home.metadata.name, home.status.unready.get(driver)
+    name = home.metadata.name
+    why = next((each.why for each in home.status.unready if each.driver == driver), None)
     if why is None:
         has = ", ".join(home.status.drivers)
         return Wait(

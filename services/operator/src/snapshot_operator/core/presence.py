@@ -39,7 +39,7 @@ def node_from(presence: Presence, found: Node | None, now: float) -> Node:
         devices=presence.devices,
         drivers=presence.drivers,
         criu=presence.criu,
-        unready=dict(presence.unready),
+        unready=presence.unready,
         artifact_root=presence.artifact_root,
         slots=presence.slots,
         conditions=rows,

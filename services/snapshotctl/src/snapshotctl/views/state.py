@@ -16,7 +16,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotContent,
     SnapshotRestore,
 )
-from snapshot_shared.orders import TERMINAL, LoadOrder, order_in
+from snapshot_shared.orders import TERMINAL, LoadOrder, UnreadyDriver, order_in
 from snapshot_shared.transitions import Capture, Restore
 from snapshot_shared.views import is_answered, part_of
 from snapshotctl.domain import formats
@@ -59,15 +59,15 @@ def state_text(value: DynamoCheckpoint | SnapshotContent | SnapshotRestore | Pod
     return _with_reason(views.phase(value), _reason(value))
 
 
-def unready(drivers: Mapping[str, Failure]) -> list[tuple[str, str]]:
+def unready(drivers: Iterable[UnreadyDriver]) -> list[tuple[str, str]]:
     """Return why process drivers of a node cannot be used, and the next step, once a reason.
 
     That a node without NVIDIA's driver cannot use `criu+cuda` is left out.
     """
     by_reason: dict[tuple[str, str], list[str]] = {}
-    for name, why in drivers.items():
-        if name != "criu+cuda" or why.values.get("found") != "none":
-            by_reason.setdefault((why.message, why.next_step), []).append(name)
+    for each in drivers:
+        if each.driver != "criu+cuda" or each.why.values.get("found") != "none":
+            by_reason.setdefault((each.why.message, each.why.next_step), []).append(each.driver)
     return [
         (f"cannot use the process driver {' or '.join(names)}: {message}", step)
         for (message, step), names in by_reason.items()
