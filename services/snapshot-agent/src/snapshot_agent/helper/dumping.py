@@ -132,7 +132,7 @@ def _check(
         cuda=devices,
         plain=request.plain,
     )
-    if seen.upper and not Path(seen.upper).is_dir():
+    if seen.upper and not request.plain and not Path(seen.upper).is_dir():
         raise NotEligible(
             f"what the container has written is in {seen.upper}, which the helper of this node "
             "does not have",
@@ -341,7 +341,7 @@ def _captured(request: DumpRequest, seen: SeenTree) -> list[Captured]:
         row = Archive(name=f"files-{len(found)}.tar", path=path, is_upper=is_upper)
         found.append(Captured(source, row, below(path, mounts)))
 
-    if seen.upper:
+    if seen.upper and not request.plain:
         add("/", partial(open_root, seen.upper), is_upper=True)
     for mount in _volumes(request, seen):
         add(mount.path, partial(open_inside, request.pid, mount.path), is_upper=False)
