@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from typing import Any, NamedTuple
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.criu_cuda import CriuCuda
 from snapshot_agent.domain.control import ContainerPaths
-from snapshot_agent.domain.helping import RESTORED
+from snapshot_agent.domain.helping import MAX_MESSAGE_BYTES, RESTORED, Ping
 from snapshot_agent.ports import Dump, Process, RestoreSource, Worker
+from snapshot_shared.codec import encode_json
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef, PresenceDevice
 from tests.support.cuda_rig import UUIDS, CudaNode
@@ -203,6 +205,12 @@ class Stage:
             env={**os.environ, **environment},
         )
         until(self.socket.exists, "a helper")
+        # It is answered after the self-test, which has CRIU do what a test wants of a dump later.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+            caller.settimeout(WITHIN_S)
+            caller.connect(str(self.socket))
+            caller.send(encode_json(Ping()))
+            assert caller.recv(MAX_MESSAGE_BYTES)
 
     def uses(self, *bytes_of: tuple[int, int]) -> None:
         """Let processes have so many MiB on devices, by pid."""
@@ -297,8 +305,10 @@ class Stage:
         [child] = [each for each in procfs.family_of(*found.key) if each.parent == found.pid]
         program = {"call": b"cuda_call", "criu": b"sleep"}.get(target)
         for each in procfs.family_of(*child.key) if program else [child]:
-            if program is None or program in Path(f"/proc/{each.pid}/cmdline").read_bytes():
-                procfs.send(each, signal.SIGKILL)
+            # Another call may end meanwhile.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if program is None or program in Path(f"/proc/{each.pid}/cmdline").read_bytes():
+                    procfs.send(each, signal.SIGKILL)
 
     def left(self) -> list[str]:
         """What is left of dumps and restores on the node; nothing when all is well."""
