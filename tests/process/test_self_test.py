@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +60,19 @@ def fail(program: Path, criu: Path, verb: str) -> None:
 
 def test_a_criu_that_dumps_and_restores_is_fit(criu: Path, run: Path) -> None:
     self_test(criu, run)
+
+
+def test_a_helper_whose_root_is_read_only_is_fit(criu: Path, tmp_path: Path) -> None:
+    # As in its container: only what is mounted can be written to.
+    apart = 'for each in /tmp "$FOLDER"; do mount --bind "$each" "$each"; done; '
+    apart += 'mount -o remount,bind,ro /; exec "$@"'
+    asked = "import os, pathlib; from snapshot_agent.helper.self_test import self_test; "
+    asked += "self_test(pathlib.Path(os.environ['CRIU']), pathlib.Path(os.environ['FOLDER']))"
+    subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", apart, "sh", sys.executable, "-c", asked],
+        env={**os.environ, "CRIU": str(criu), "FOLDER": str(tmp_path)},
+        check=True,
+    )
 
 
 @pytest.mark.parametrize("verb", ["dump", "restore"])

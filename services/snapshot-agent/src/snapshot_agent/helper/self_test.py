@@ -62,7 +62,7 @@ def main(criu: str, folder: str) -> int:
     """Dump a process and restore it; write why that failed and what to do, a line each."""
     # A listener, for there are kernels whose sockets a CRIU cannot dump.
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        pid = _started(listener.fileno())
+        pid = _started(listener.fileno(), folder)
     verb: Verb
     for verb, options in ("dump", ["--tree", str(pid)]), ("restore", ["--restore-detached"]):
         log = Path(folder, "log")
@@ -76,8 +76,11 @@ def main(criu: str, folder: str) -> int:
     return 0
 
 
-def _started(descriptor: int) -> int:
-    """Start a process with a descriptor; return its pid. It has a process namespace of its own."""
+def _started(descriptor: int, folder: str) -> int:
+    """Start a process with a descriptor; return its pid. It has a process namespace of its own.
+
+    CRIU mounts the /proc of that below its working directory, for which `folder` can be written to.
+    """
     with opened(os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)) as ours:
         syscalls.unshare(syscalls.CLONE_NEWPID)
         process = subprocess.Popen(
@@ -86,6 +89,7 @@ def _started(descriptor: int) -> int:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[descriptor],
+            cwd=folder,
             start_new_session=True,
         )
         syscalls.setns(ours, syscalls.CLONE_NEWPID)
