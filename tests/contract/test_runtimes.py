@@ -83,7 +83,7 @@ def seen_from(own: str, path: str) -> str:
 
 POD = f"/pods/{UID}"
 EMPTY_DIRS = f"{POD}/volumes/kubernetes.io~empty-dir"
-# The optional fields, the options and the devices are of a node with containerd 2.4 on Linux 6.18.
+# Made from the sources of the runtimes; the paths are those of nodes with containerd 1.7 and 2.4.
 KUBELETS = f"""
 2101 2100 0:95 / /proc rw,nosuid,nodev,noexec,relatime - proc proc rw
 2102 2100 0:96 / /dev rw,nosuid - tmpfs tmpfs rw,size=65536k,mode=755

@@ -128,10 +128,10 @@ def tree(pid: int, start: int, *, cgroups: Path) -> SeenTree:
     return found
 
 
-def _mounts_of_node() -> list[Mount]:
+def _mounts_of_node() -> Iterator[Mount]:
+    # Read only where they are asked for: a node may have thousands.
     with contextlib.suppress(PermissionError):
-        return mounts_in(_text("/proc/1/mountinfo"))
-    return []
+        yield from mounts_in(_text("/proc/1/mountinfo"))
 
 
 def _ended(pid: int) -> SourceExited:
