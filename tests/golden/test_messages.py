@@ -97,6 +97,7 @@ SAMPLES: list[Any] = [
     ),
     orders.CommitOrder(device="GPU-2", load_token="t", layout_id="l", **common("commit", "-gpu-0")),
     orders.DropOrder(device="GPU-2", load_token="t", **common("drop", "-gpu-0")),
+    orders.PlaceOrder(artifact=ARTIFACT, pod=POD, devices=[DEVICE], **common("place")),
     orders.RestoreOrder(artifact=ARTIFACT, pod=POD, devices=[DEVICE], **common("restore")),
     orders.AbortOrder(
         pod=POD, content_uid=UID, fence_token="t", devices=["GPU-1"], why="w", **common("abort")

@@ -109,6 +109,20 @@ def test_a_demo_loses_a_node_and_its_worker_goes_on_as_the_process_that_it_was(
     assert cli.left(run[1]) == []
 
 
+async def test_a_plain_process_waits_in_its_place_until_it_is_restored(node: PlainNode) -> None:
+    source = await node.worker("source")
+    artifact = await node.captured(source, fresh_uid(), **CRIU)
+    assert (await node.carry_out(node.stop_order(source))).kind == "stopped"
+    target = await node.worker("target", waits=True)
+    placed = await node.carry_out(node.place_order(target, artifact, **CRIU))
+    assert placed.kind == "placed", placed
+    lines = await goes_on(target)
+    assert not any("restored" in line["did"] for line in lines)
+    await node.restored(target, artifact)
+    await goes_on(target)
+    assert [line["did"] for line in lines_of(target) if line["did"]][-1] == "restored 1"
+
+
 async def test_a_plain_process_goes_on_in_another_pod_and_ends_with_its_code(
     node: PlainNode,
 ) -> None:

@@ -37,6 +37,7 @@ from snapshot_shared.orders import (
     DeviceRef,
     DumpOrder,
     Order,
+    PlaceOrder,
     PodRef,
     PrepareOrder,
     ReleaseOrder,
@@ -380,10 +381,13 @@ class Rig:
             namespace="default", content_uid=content, generation=1, root_digest=sealed.root_digest
         )
 
+    def place_order(self, pod: Pod, artifact: ArtifactRef, **fields: Any) -> PlaceOrder:
+        common = {**self.common("place", pod.ref.uid), **fields}
+        return PlaceOrder(pod=pod.ref, artifact=artifact, **common)
+
     def restore_order(self, pod: Pod, artifact: ArtifactRef, **fields: Any) -> RestoreOrder:
-        return RestoreOrder(
-            pod=pod.ref, artifact=artifact, **self.common("restore", pod.ref.uid), **fields
-        )
+        common = {**self.common("restore", pod.ref.uid), **fields}
+        return RestoreOrder(pod=pod.ref, artifact=artifact, **common)
 
     def generation(self, content: str) -> Path:
         return self.root / "default" / content / "gen-1"

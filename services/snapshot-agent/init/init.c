@@ -4,7 +4,7 @@
  *   snapback-init [-- PROGRAM ARGUMENTS]
  *                             wait for a restored process, then be for the container what it is; in
  *                             a container that is started again, become the program instead
- *   snapback-init --restored  exit with 0 once a process was restored, else 1: the startup probe
+ *   snapback-init --restored  exit with 0 once the container does its work, else 1: the startup probe
  *   snapback-init --install FILE
  *                             copy this program: an init container puts it into a volume of the pod
  *
@@ -12,8 +12,12 @@
  * then sends SIGUSR1: the pid of the restored process, as this process namespace has it. From then on
  * every signal is forwarded to that process, and the container ends as it does.
  *
- * The volume outlives a container: when an earlier one was restored, this one starts cold. Nothing
- * but the libc is used, which is linked in: images of users may have no other file.
+ * A restored process waits for the memory of its devices until the file `restore-complete` is in the
+ * control directory; until then no other probe may judge it.
+ *
+ * The volume outlives a container: when an earlier one was restored, this one starts cold, and does
+ * its work when it has written `ready-for-snapshot`. Nothing but the libc is used, which is linked
+ * in: images of users may have no other file.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -30,6 +34,8 @@
 #include <unistd.h>
 
 #define FILE_NAME "restored"
+#define COMPLETE "restore-complete"
+#define READY "ready-for-snapshot"
 
 /* Children that ended before the restored process was known; it may be among them. */
 #define KEPT 1024
@@ -80,6 +86,21 @@ static pid_t restored(void) {
     return pid > 1 && pid <= INT_MAX ? (pid_t)pid : 0;
 }
 
+/* Return the control directory of the container; -1 where it has none. */
+static int control(void) {
+    const char *path = getenv("SNAPSHOT_CONTROL_DIR");
+    return path == NULL ? -1 : open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+}
+
+/* Return whether the container does its work: what was restored in it, or what was started cold. */
+static int serves(void) {
+    pid_t root = restored();
+    int folder = control();
+    if (folder < 0)
+        return root != 0;
+    return faccessat(folder, root ? COMPLETE : READY, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
 static void end_as(int status) {
     if (WIFSIGNALED(status)) {
         dprintf(2, "snapback-init: the restored process was ended by signal %d\n", WTERMSIG(status));
@@ -107,6 +128,10 @@ static int start_cold(int from, char **program) {
                         "again; delete its pod, or give it a command\n");
         return 1;
     }
+    /* Of the process that was restored before. */
+    int folder = control();
+    if (folder >= 0)
+        unlinkat(folder, READY, 0);
     unsetenv("SNAPSHOT_RESTORE_STANDBY");
     unsetenv("DYN_SNAPSHOT_RESTORE_STANDBY");
     if (fchdir(from) < 0 || execvp(program[0], program) < 0)
@@ -131,7 +156,7 @@ int main(int count, char **words) {
     if (from < 0 || enter_own_folder() < 0)
         return fail("its own folder");
     if (count == 2 && !strcmp(words[1], "--restored"))
-        return restored() ? 0 : 1;
+        return serves() ? 0 : 1;
     char **program = count > 2 && !strcmp(words[1], "--") ? words + 2 : NULL;
     if (count != 1 && program == NULL) {
         fprintf(stderr, "usage: snapback-init [-- PROGRAM ARGUMENTS | --restored | --install FILE]\n");

@@ -132,6 +132,7 @@ MEANINGS = {
     "uid": "the uid; a pod of the same name that came later has another one",
     "unconfirmed": "the hold ran out and the agent let the worker go on alone",
     "unknown": "how many entries of the artifact root belong to no content",
+    "verbs": "the verbs of orders that the agent carries out; an older agent names none",
     "unready": "why process drivers of this node cannot be used now",
     "uuid": "the UUID of the device",
     "value": "the value",

@@ -256,8 +256,22 @@ class DropOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.drop_order"):
     pod: PodRef | None = None
 
 
+class PlaceOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.place_order"):
+    """Bring the process of the process part into its placeholder, to wait there. Ends `placed`.
+
+    It goes out beside the loads of the devices, for a driver of `PLACEHOLDER_DRIVERS`.
+    """
+
+    artifact: ArtifactRef
+    pod: PodRef
+    devices: list[DeviceRef] = []
+
+
 class RestoreOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.restore_order"):
-    """Bring a waiting worker to the state of the process part and let it go. Ends `restored`."""
+    """Bring a waiting worker to the state of the process part and let it go. Ends `restored`.
+
+    What an earlier `place` has brought already is let go as it is.
+    """
 
     artifact: ArtifactRef
     pod: PodRef
@@ -301,6 +315,7 @@ AgentOrder = (
     | DumpOrder
     | SealOrder
     | ReleaseOrder
+    | PlaceOrder
     | RestoreOrder
     | AbortOrder
     | DeleteOrder
@@ -318,6 +333,7 @@ AnyOrder = (
     | LoadOrder
     | CommitOrder
     | DropOrder
+    | PlaceOrder
     | RestoreOrder
     | AbortOrder
     | DeleteOrder
@@ -369,6 +385,7 @@ ReportKind = Literal[
     "loaded",
     "committed",
     "dropped",
+    "placed",
     "restored",
     "aborted",
     "deleted",
@@ -388,6 +405,7 @@ TERMINAL: dict[str, str] = {
     "load": "loaded",
     "commit": "committed",
     "drop": "dropped",
+    "place": "placed",
     "restore": "restored",
     "abort": "aborted",
     "delete": "deleted",
@@ -490,7 +508,8 @@ class Presence(
 
     `unknown` counts what lies below its artifact root and belongs to no content, `quarantined`
     what was moved away for that. `criu` is the version of its CRIU. `unready` are drivers
-    that the node would have, and that are not among its `drivers`.
+    that the node would have, and that are not among its `drivers`. `verbs` are those that its agent
+    carries out; an agent that names none is of a release without `place`.
     """
 
     node: NodeStr
@@ -501,6 +520,7 @@ class Presence(
     drivers: list[ShortText] = []
     criu: ShortText = ""
     unready: list[UnreadyDriver] = []
+    verbs: list[ShortText] = []
     artifact_root: Text = ""
     free_bytes: Bytes = 0
     slots: int = 1

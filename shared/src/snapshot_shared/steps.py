@@ -23,6 +23,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "load": ("check", "read"),
     "commit": ("publish",),
     "drop": ("forget",),
+    "place": ("check", "restore-process"),
     "restore": ("check", "fill-state", "signal", "await-restored"),
     "abort": ("tombstone", "compensate"),
     "delete": ("tombstone", "remove"),

@@ -184,7 +184,7 @@ def _planned(content: SnapshotContent) -> list[Part]:
 def _moved(order: OrderStatus, received: Mapping[str, Progress]) -> Part | None:
     """Return the part that an order moves, once something is known of it."""
     match order.verb:
-        case "dump" | "restore":
+        case "dump" | "place" | "restore":
             part, size = "process", 0
         case "save" | "load":
             part, size = part_of(order.order), _size_in(order)

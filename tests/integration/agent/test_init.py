@@ -46,6 +46,7 @@ class Container:
 
     def __init__(self, program: Path, folder: Path, *words: str, **env: str) -> None:
         self.folder = folder
+        self._env = os.environ | env
         self._program = folder / "snapback-init"
         if not self._program.exists():
             subprocess.run([program, "--install", self._program], check=True)
@@ -54,7 +55,7 @@ class Container:
             self.process = subprocess.Popen(
                 ["unshare", "--pid", "--fork", "--kill-child", self._program, *words],
                 cwd=folder.parent,
-                env=os.environ | env,
+                env=self._env,
                 stdout=log,
                 stderr=log,
             )
@@ -90,7 +91,8 @@ class Container:
         os.kill(self.pid, signal.SIGUSR1)
 
     def probe(self) -> int:
-        return subprocess.run([self._program, "--restored"], check=False).returncode
+        words = [self._program, "--restored"]
+        return subprocess.run(words, env=self._env, check=False).returncode
 
     def ended(self) -> int:
         return self.process.wait(WITHIN_S)
@@ -133,6 +135,34 @@ def test_the_probe_fails_until_a_process_was_restored(make: Make) -> None:
     assert container.probe() == 1
     container.announce(container.restore(LOOP))
     assert container.probe() == 0
+
+
+def test_the_probe_fails_while_a_restored_process_waits_for_its_memory(
+    make: Make, tmp_path: Path
+) -> None:
+    container = make(SNAPSHOT_CONTROL_DIR=str(tmp_path))
+    (tmp_path / "restore-complete").touch()
+    assert container.probe() == 1
+    (tmp_path / "restore-complete").unlink()
+    container.announce(container.restore(LOOP))
+    assert container.probe() == 1
+    (tmp_path / "restore-complete").touch()
+    assert container.probe() == 0
+
+
+def test_the_probe_of_a_container_that_starts_cold_waits_until_its_worker_is_ready(
+    make: Make, tmp_path: Path
+) -> None:
+    given = {"SNAPSHOT_CONTROL_DIR": str(tmp_path)}
+    first = make("--", "sleep", "60", **given)
+    for name in ("restore-complete", "ready-for-snapshot"):
+        (tmp_path / name).touch()
+    first.announce(first.restore("sleep 0.1; exit 1"))
+    assert first.ended() == 1
+    again = make("--", "sh", "-c", f"{LOOP.replace('0.02', '0.05')}", **given)
+    assert again.probe() == 1
+    (tmp_path / "ready-for-snapshot").touch()
+    assert again.probe() == 0
 
 
 @pytest.mark.parametrize("code", [0, 7])

@@ -139,7 +139,7 @@ def test_every_step_of_every_verb_can_be_named_and_belongs_to_a_service() -> Non
         for step in steps:
             [place] = find(step, verb=verb)
             assert verb in VERBS_OF[place.service]
-    assert [place.verb for place in find("check")] == ["load", "restore"]
+    assert [place.verb for place in find("check")] == ["load", "place", "restore"]
     assert [place.service for place in find("compensate", service="gms")] == ["gms"]
 
 

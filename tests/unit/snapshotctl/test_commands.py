@@ -254,7 +254,7 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["sim", "crash"], "snapshotctl sim crash node-1 --at copy-state"),
         (["sim", "crash", "node-1"], "--at STEP is missing"),
         (["sim", "crash", "node-1", "--at", "melt"], "dump: freeze, copy-state, thaw, stage"),
-        (["sim", "fail", "node-1", "--at", "check"], "--verb load (gms) or --verb restore (agent)"),
+        (["sim", "fail", "node-1", "--at", "check"], "--verb load (gms) or --verb place (agent)"),
         (["sim", "fail", "node-1", "--at", "write", "--service", "agent"], "the agent has no step"),
         (["sim", "fail", "node-1", "--at", "write", "--verb", "copy"], "'copy'"),
         (["sim", "stall", "node-1", "--at", "gate", "--service", "nats"], "agent, gms"),

@@ -53,6 +53,7 @@ from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import NodeSettings, load
+from snapshot_shared.steps import AGENT_VERBS
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -274,6 +275,7 @@ class _Node:
                 for name, state in states.items()
                 if state.failure
             ],
+            verbs=list(AGENT_VERBS),
             artifact_root=str(self.settings.artifact_root),
             free_bytes=await self.root.free_bytes(),
             slots=self.settings.slots,

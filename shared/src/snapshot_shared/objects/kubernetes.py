@@ -178,6 +178,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     drivers: list[str] = []
     criu: str = ""
     unready: list[UnreadyDriver] = []
+    verbs: list[str] = []
     artifact_root: str = ""
     slots: int = 1
     conditions: list[Condition] = []

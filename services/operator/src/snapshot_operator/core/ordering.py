@@ -35,6 +35,7 @@ from snapshot_shared.orders import (
     OnFailure,
     Order,
     PartResult,
+    PlaceOrder,
     PodRef,
     PrepareOrder,
     ReleaseOrder,
@@ -62,6 +63,7 @@ BUDGET_S = {
     "load": 1800.0,
     "commit": 60.0,
     "drop": 60.0,
+    "place": 600.0,
     "restore": 600.0,
     "abort": 60.0,
     "delete": 600.0,
@@ -476,6 +478,18 @@ def drop(
         )
         for done in _loads(loads)
     ]
+
+
+def place(value: SnapshotRestore, artifact: ArtifactRef, trace: str, now: float) -> OrderStatus:
+    """Bring the process into the worker's place, while its devices are loaded."""
+    order = PlaceOrder(
+        artifact=artifact,
+        pod=target_ref(value),
+        devices=value.status.devices,
+        driver=value.status.driver,
+        **_of_restore("place", value, trace),
+    )
+    return status_of(order, "agent", now)
 
 
 def restore(value: SnapshotRestore, artifact: ArtifactRef, trace: str, now: float) -> OrderStatus:

@@ -40,6 +40,7 @@ def node_from(presence: Presence, found: Node | None, now: float) -> Node:
         drivers=presence.drivers,
         criu=presence.criu,
         unready=presence.unready,
+        verbs=presence.verbs,
         artifact_root=presence.artifact_root,
         slots=presence.slots,
         conditions=rows,

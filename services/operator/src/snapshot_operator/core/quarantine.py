@@ -29,7 +29,7 @@ VERIFIED = "Verified"
 DAMAGE = frozenset({"ArtifactCorrupt", "ArtifactMissing", "ArtifactError"})
 """Reasons that speak about the artifact itself; `Incompatible` speaks about the target."""
 
-_READING = ("load", "restore", "verify")
+_READING = ("load", "place", "restore", "verify")
 _LATE = "AgentUnresponsive"
 
 

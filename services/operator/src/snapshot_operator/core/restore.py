@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.core.content import content_behind
-from snapshot_operator.core.nodes import known, without_agent
+from snapshot_operator.core.nodes import known, node, without_agent
 from snapshot_operator.core.plan import (
     FINALIZER,
     NOTHING,
@@ -72,7 +72,8 @@ class RestoreView(NamedTuple):
     `pod` is the incarnation that is restored into. `content` is what this restore has named, or
     what its source leads to; `missing` says why there is none yet, and `refusal` why there never
     will be. `known` are the nodes with unanswered orders that have a Node object. `no_agent` says
-    why no agent can restore the pod where it is or will be, if none can.
+    why no agent can restore the pod where it is or will be, if none can; `can_place`, whether that
+    of its node carries out `place`.
     """
 
     restore: SnapshotRestore
@@ -83,6 +84,7 @@ class RestoreView(NamedTuple):
     known: frozenset[str] = frozenset()
     is_full: bool = False
     no_agent: str = ""
+    can_place: bool = False
 
 
 def source_of(pod: Pod) -> str:
@@ -141,6 +143,9 @@ def gather(reader: Reader, restore: SnapshotRestore) -> RestoreView:
         view = _resolved(reader, restore, pod)
     if status.state is Restore.PENDING:
         view = view._replace(is_full=reader.is_full, no_agent=without_agent(reader, pod))
+    if status.state is Restore.LOADING:
+        home = node(reader, status.node_name)
+        view = view._replace(can_place=home is not None and "place" in home.status.verbs)
     return view._replace(known=nodes)
 
 
@@ -348,7 +353,7 @@ def _attempted(restore: SnapshotRestore) -> list[OrderStatus]:
     return [
         item
         for item in status.orders
-        if item.attempt == status.attempt and item.verb in ("load", "commit", "restore")
+        if item.attempt == status.attempt and item.verb in ("load", "commit", "place", "restore")
     ]
 
 
@@ -457,6 +462,10 @@ def _waits(restore: SnapshotRestore, reason: str, message: str, now: float) -> P
 def _loading(view: RestoreView, now: float) -> Plan:
     restore, status = view.restore, view.restore.status
     loads = fold.find(status.orders, "load", status.attempt)
+    is_placing = bool(fold.find(status.orders, "place", status.attempt))
+    if loads and not is_placing and status.artifact is not None and _may_place(view):
+        order = ordering.place(restore, status.artifact, status.traceparent, now)
+        return _plan(restore, replace(status, orders=[*status.orders, order]), now)
     if not all(fold.succeeded(item) for item in loads):
         return _plan(restore, status, now)
     commits = ordering.commit(restore, loads, status.traceparent, now)
@@ -467,12 +476,21 @@ def _loading(view: RestoreView, now: float) -> Plan:
 
 def _committing(view: RestoreView, now: float, stored: SnapshotRestore | None = None) -> Plan:
     restore, status = stored or view.restore, view.restore.status
-    commits = fold.find(status.orders, "commit", status.attempt)
-    is_ready = all(fold.succeeded(item) for item in commits) and _is_standing_by(view.pod)
+    owed = [
+        *fold.find(status.orders, "commit", status.attempt),
+        *fold.find(status.orders, "place", status.attempt),
+    ]
+    is_ready = all(fold.succeeded(item) for item in owed) and _is_standing_by(view.pod)
     if not is_ready or status.artifact is None:
         return _plan(restore, status, now)
     order = ordering.restore(view.restore, status.artifact, status.traceparent, now)
     return _plan(restore, _moved(status, RestoreEvent.COMMITTED, order), now)
+
+
+def _may_place(view: RestoreView) -> bool:
+    """Whether the process can be brought into its place while the devices are loaded."""
+    is_brought = view.restore.status.driver in PLACEHOLDER_DRIVERS
+    return is_brought and view.can_place and _is_standing_by(view.pod)
 
 
 def _is_standing_by(pod: Pod | None) -> bool:
@@ -500,12 +518,14 @@ _STEPS: dict[Restore, Callable[[RestoreView, float], Plan]] = {
 
 
 def _dropping(view: RestoreView, now: float) -> Plan:
-    """Wait until nothing loads and all is dropped, then try again or give up."""
+    """Wait until nothing loads or is placed and all is dropped, then try again or give up."""
     restore, status = view.restore, view.restore.status
     owed = [
         item
         for item in status.orders
-        if item.verb in ("load", "drop") and not is_answered(item) and not fold.is_late(item, now)
+        if item.verb in ("load", "place", "drop")
+        and not is_answered(item)
+        and not fold.is_late(item, now)
     ]
     if owed:
         return _plan(restore, status, now)
@@ -527,7 +547,10 @@ def _dropping(view: RestoreView, now: float) -> Plan:
 
 
 def _may_retry(view: RestoreView, failure: Failure, now: float) -> bool:
-    """Only what failed without touching the worker, and is dropped everywhere, is tried again."""
+    """Only what failed without touching the worker, and is dropped everywhere, is tried again.
+
+    A process in its place waits for the next attempt as well as for this one.
+    """
     status = view.restore.status
     was_touched = any(item.verb == "restore" for item in _attempted(view.restore))
     is_dropped = all(is_answered(item) for item in status.orders)

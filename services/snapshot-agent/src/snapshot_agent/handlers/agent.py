@@ -21,6 +21,7 @@ from snapshot_shared.orders import (
     DeleteOrder,
     DumpOrder,
     Order,
+    PlaceOrder,
     PrepareOrder,
     ReleaseOrder,
     RestoreOrder,
@@ -117,5 +118,6 @@ def routes(agent: Agent) -> dict[type[Order], Handler]:
         SealOrder: agent.artifacts.seal,
         DeleteOrder: agent.artifacts.delete,
         VerifyOrder: agent.artifacts.verify,
+        PlaceOrder: agent.restores.place,
         RestoreOrder: agent.restores.restore,
     }

@@ -1,8 +1,9 @@
-"""The order `restore`: a worker in standby gets the saved state and serves; and its abort."""
+"""The orders `place` and `restore`: a worker gets the saved state, then serves; and their abort."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -32,16 +33,19 @@ from snapshot_shared.errors import (
     InvalidMessage,
 )
 from snapshot_shared.ids import OrderId, order_id, owner_of
-from snapshot_shared.orders import AbortOrder, DeviceRef, RestoreOrder
+from snapshot_shared.orders import AbortOrder, DeviceRef, PlaceOrder, RestoreOrder
 from snapshot_shared.runner import UNDO_S, Step
 
 PROCESS = "process"
 CHECK_S = 60.0
 GIVE_UP_S = UNDO_S + 10.0
 
+BringOrder = PlaceOrder | RestoreOrder
+"""What brings the state of a process part to a worker."""
+
 
 class Restores:
-    """The order `restore`, and its abort."""
+    """The orders `place` and `restore`, and their abort."""
 
     def __init__(self, machine: Machine, orders: Orders, workers: Workers) -> None:
         """Use the parts of the node."""
@@ -49,12 +53,22 @@ class Restores:
         self._orders = orders
         self._workers = workers
 
+    async def place(self, order: PlaceOrder, ctx: OrderContext) -> Result:
+        """Bring the process of a process part into its placeholder, where it waits on."""
+        steps = _RestoreSteps(self._machine, self._orders, self._workers, order, ctx)
+        return await self._carried_out("place", steps, steps.placing(), ctx)
+
     async def restore(self, order: RestoreOrder, ctx: OrderContext) -> Result:
         """Load a worker in standby with the state of the process part, and wait until it serves."""
         steps = _RestoreSteps(self._machine, self._orders, self._workers, order, ctx)
-        with self._machine.metrics.moving("restore") as moved:
-            await ctx.steps("restore", steps.table())
-            moved(steps.part.bytes)
+        return await self._carried_out("restore", steps, steps.restoring(order.ready_s), ctx)
+
+    async def _carried_out(
+        self, verb: str, steps: _RestoreSteps, table: Sequence[Step], ctx: OrderContext
+    ) -> Result:
+        with self._machine.metrics.moving(verb) as moved:
+            await ctx.steps(verb, table)
+            moved(steps.read)
         return {"bytes": steps.part.bytes}
 
     async def abort(self, order: AbortOrder, ctx: OrderContext) -> Result:
@@ -70,8 +84,9 @@ class Restores:
             await self._orders.tombstone(f"restore-{pod.uid}", order.attempt)
 
         async def compensate() -> None:
-            restore = order_id("restore", owner_of(OrderId(order.order)))
-            await self._orders.cancel(restore, order.attempt, UNDO_S)
+            for verb in ("place", "restore"):
+                name = order_id(verb, owner_of(OrderId(order.order)))
+                await self._orders.cancel(name, order.attempt, UNDO_S)
             found = await self._workers.resolve(pod)
             control_of = self._machine.control
             if found.worker is not None and not any(
@@ -96,7 +111,7 @@ async def _say_failed(machine: Machine, worker: Worker, attempt: int, why: Failu
     machine.control.put(worker.paths, control.RESTORE_FAILED, control.body(attempt, why))
 
 
-async def with_uuids(machine: Machine, order: RestoreOrder) -> RestoreOrder:
+async def with_uuids(machine: Machine, order: BringOrder) -> BringOrder:
     """Return an order with the devices of the pod's memory server where it names them by part."""
     if not any(device.uuid == f"gpu-{device.ordinal}" for device in order.devices):
         return order
@@ -106,16 +121,17 @@ async def with_uuids(machine: Machine, order: RestoreOrder) -> RestoreOrder:
 
 
 class _RestoreSteps:
-    """The steps of one restore order. Each may be replayed after a restart."""
+    """The steps of one order. Each may be replayed after a restart."""
 
     def __init__(
         self,
         machine: Machine,
         orders: Orders,
         workers: Workers,
-        order: RestoreOrder,
+        order: BringOrder,
         ctx: OrderContext,
     ) -> None:
+        self.read = 0
         self._machine = machine
         self._orders = orders
         self._workers = workers
@@ -127,17 +143,25 @@ class _RestoreSteps:
         self._cipher: PartCipher | None = None
         self._worker: Worker | None = None
 
-    def table(self) -> list[Step]:
-        order = self._order
+    def placing(self) -> list[Step]:
+        # What fails is not said to the worker, which may be placed by the next attempt.
+        return [
+            Step("check", self._check, CHECK_S),
+            Step(self._driver.restore_step, self._bring_back, self._order.deadline_s),
+        ]
 
+    def restoring(self, ready_s: float) -> list[Step]:
         async def bring_back() -> None:
             await compensated(self._bring_back(), self._fail)
 
+        async def serves() -> None:
+            await self._await(ready_s)
+
         return [
             Step("check", self._check, CHECK_S),
-            Step(self._driver.restore_step, bring_back, order.deadline_s, undo=self._fail),
+            Step(self._driver.restore_step, bring_back, self._order.deadline_s, undo=self._fail),
             Step("signal", self._signal, 10.0),
-            Step("await-restored", self._await, order.ready_s + 5.0),
+            Step("await-restored", serves, ready_s + 5.0),
         ]
 
     @property
@@ -204,6 +228,7 @@ class _RestoreSteps:
         part, driver = self.part, self._driver
 
         async def report(done: int) -> None:
+            self.read = done
             await self._ctx.progress(PROCESS, driver.restore_step, done, part.bytes)
 
         return RestoreSource(
@@ -233,19 +258,19 @@ class _RestoreSteps:
             body = control.body(self._order.attempt, devices=self._devices)
             self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
 
-    async def _await(self) -> None:
+    async def _await(self, ready_s: float) -> None:
         order, where = self._order, self.worker.paths
         restored = self._machine.control.appears(
             where, control.RESTORED, lambda data: control.is_of(data, order.attempt)
         )
         try:
-            async with asyncio.timeout(order.ready_s):
+            async with asyncio.timeout(ready_s):
                 await while_alive(self._workers, self.worker, restored)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the worker did not serve again within {order.ready_s:g} s",
+                f"the worker did not serve again within {ready_s:g} s",
                 next_step=f"the worker answers {control.RESTORE_COMPLETE} by {control.RESTORED}",
-                budget_s=order.ready_s,
+                budget_s=ready_s,
             ) from None
 
     async def _fail(self) -> None:

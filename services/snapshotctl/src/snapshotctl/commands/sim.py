@@ -25,13 +25,13 @@ _CAPTURES = "apply -f deploy/examples/checkpoint.yaml"
 _RESTORES = "apply -f deploy/examples/restore.yaml"
 _TRIGGERS = {
     **dict.fromkeys(("run", "prepare", "dump", "save", "seal", "release"), _CAPTURES),
-    **dict.fromkeys(("load", "commit", "restore"), _RESTORES),
+    **dict.fromkeys(("load", "commit", "place", "restore"), _RESTORES),
     "stop": "delete pod NAME",
     "delete": "delete dynamocheckpoint NAME",
 }
 """What leads to an order; an abort, a drop or a check follow from something else."""
 
-_OF_A_POD = ("stop", "load", "commit", "drop", "restore")
+_OF_A_POD = ("stop", "load", "commit", "drop", "place", "restore")
 
 At = Annotated[
     str | None, typer.Option("--at", metavar="STEP", help="The step at whose beginning it happens.")

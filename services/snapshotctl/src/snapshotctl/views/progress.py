@@ -16,7 +16,13 @@ from snapshotctl.domain import formats
 MAX_EARLY = 1000
 """How many messages are kept before the object is known."""
 
-VERBS = {"dump": "capture", "save": "capture", "load": "restore", "restore": "restore"}
+VERBS = {
+    "dump": "capture",
+    "save": "capture",
+    "load": "restore",
+    "place": "restore",
+    "restore": "restore",
+}
 
 
 class PartProgress(NamedTuple):

@@ -41,6 +41,7 @@ _NAMES = {
     "release": "let the worker go on",
     "load": "load",
     "commit": "commit",
+    "place": "place the process",
     "restore": "restore the process",
     "verify": "verify",
     "stop": "stop the worker",
@@ -414,7 +415,7 @@ def planned_parts(related: RelatedObjects) -> tuple[str, dict[str, int]] | None:
 def complete_parts(related: RelatedObjects) -> dict[str, int]:
     """Return the bytes of each part that is complete: staged in a capture, loaded in a restore."""
     owner = _mover(related)
-    verbs = ("load", "restore") if isinstance(owner, SnapshotRestore) else ("dump", "save")
+    verbs = ("load", "place", "restore") if isinstance(owner, SnapshotRestore) else ("dump", "save")
     found = {}
     for item in owner.status.orders if owner is not None else ():
         final = item.final

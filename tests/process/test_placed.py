@@ -1,0 +1,99 @@
+"""A process that is brought into its placeholder first, and goes on when its devices are loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from snapshot_shared import steps
+from snapshot_shared.orders import AbortOrder, ArtifactRef
+from tests.process.killing import CRIU, RESTORE_STEPS, Halted, thinned
+from tests.process.node import Container, Node, children_of
+from tests.process.test_crashes import crashed
+from tests.support.agent_rig import fresh_uid, until
+
+pytestmark = [pytest.mark.process, pytest.mark.waits]
+
+
+async def captured(node: Node) -> tuple[Container, ArtifactRef]:
+    """Return a container that waits for a process, and the process that was captured."""
+    source = await node.container("source")
+    artifact = await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+    return await node.container("target", waits=True), artifact
+
+
+async def placed(node: Node, target: Container, artifact: ArtifactRef, attempt: int = 1) -> int:
+    """Have the process placed; return its pid."""
+    order = node.place_order(target, artifact, attempt=attempt, **CRIU)  # type: ignore[arg-type]
+    report = await node.carry_out(order)
+    assert report.kind == "placed", report
+    assert report.bytes > 0
+    [process] = children_of(target.pid)
+    return process.pid
+
+
+async def restored(node: Node, target: Container, artifact: ArtifactRef, attempt: int = 1) -> int:
+    order = node.restore_order(target, artifact, attempt=attempt, **CRIU)  # type: ignore[arg-type]
+    report = await node.carry_out(order)
+    assert report.kind == "restored", report
+    [process] = children_of(target.pid)
+    return process.pid
+
+
+async def test_a_placed_process_waits_and_goes_on_as_it_is_when_it_is_restored(node: Node) -> None:
+    target, artifact = await captured(node)
+    before = await placed(node, target, artifact)
+    await target.goes_on()
+    assert not (target.control / "restore-complete").exists()
+    assert not any("restored" in done for done in target.did())
+    assert await restored(node, target, artifact) == before
+    await target.goes_on()
+    assert target.did()[-1] == "restored 1"
+    assert node.left() == []
+
+
+async def test_a_process_that_was_placed_by_an_earlier_attempt_is_restored_by_a_later_one(
+    node: Node,
+) -> None:
+    target, artifact = await captured(node)
+    before = await placed(node, target, artifact)
+    assert await placed(node, target, artifact, attempt=2) == before
+    assert await restored(node, target, artifact, attempt=2) == before
+    await target.goes_on()
+    assert target.did()[-1] == "restored 2"
+
+
+@pytest.mark.parametrize("step", thinned(steps.table("place")))
+async def test_an_agent_killed_at_a_step_goes_on_where_it_was(node: Node, step: str) -> None:
+    target, artifact = await captured(node)
+    order = node.place_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    await crashed(node, order, "place", step)
+    await node.process()
+    assert (await node.answer(order)).kind == "placed"
+    await restored(node, target, artifact)
+    await target.goes_on()
+    assert node.left() == []
+
+
+async def test_a_process_whose_restore_was_given_up_is_told_so(node: Node) -> None:
+    target, artifact = await captured(node)
+    await placed(node, target, artifact)
+    pod, common = target.ref, node.common("abort", target.ref.uid)
+    report = await node.carry_out(AbortOrder(pod=pod, why="no weights", **common))  # type: ignore[arg-type]
+    assert report.kind == "aborted", report
+    await until((target.control / "restore-failed").exists, "what is said to the process")
+
+
+async def test_an_abort_ends_a_process_that_is_half_placed(node: Node) -> None:
+    target, artifact = await captured(node)
+    order = node.place_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    halted = Halted(node, target, order)
+    halted.arm(RESTORE_STEPS["restoring"])
+    await node.send(order)
+    await halted.reached(over=False)
+    common = node.common("abort", target.ref.uid)
+    abort = AbortOrder(pod=target.ref, why="deleted", **common)  # type: ignore[arg-type]
+    assert (await node.carry_out(abort)).kind == "aborted"
+    halted.go_on()
+    assert (await halted.answered()).kind == "failed"
+    await target.becomes("ended")
+    await halted.rests()
